@@ -1,6 +1,7 @@
 """Gradients that a module's code makes by itself are those of the plain module, or refused by name; so are writes."""
 
 import copy
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -411,6 +412,40 @@ def test_a_batch_of_a_wrong_size_on_one_process_is_an_error_on_all_of_its_unit(t
             words, ("[[4, 8]] and [[4, 7]]", "[[4, 8]] and [[5, 8]]", "[[5, 8]] and [[4, 8]]"), strict=True
         ):
             assert f"the processes of a unit are given tensors of shapes {shapes}" in text
+
+
+class Scaled(nn.Module):
+    """Its dropout and its number are in the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+
+    def forward(self, x, factor=2):
+        return self.layers(x) * factor
+
+
+def other_beginnings(rank, world_size, folder):
+    """The words where rank 1 begins a pass otherwise: by a number, by a mode, without gradients, by a size."""
+    words, x = [], torch.ones(4, 8)
+    for number, (policy, lowering) in enumerate([("tp", "graph"), ("data", "eager")]):
+        run = parallel(folder / str(number), Scaled(), policy, 2, {"x": x, "factor": 2}, lowering=lowering)
+        words.append(message(partial(run, x, 2 + rank)))
+        run.train(rank == 0)
+        words.append(message(partial(run, x)))
+        run.train()
+        with torch.set_grad_enabled(rank == 0):
+            words.append(message(partial(run, x)))
+        words.append(message(partial(run, x[rank:])))
+        run(x).sum().backward()
+    return words
+
+
+def test_processes_of_a_unit_that_begin_a_pass_otherwise_are_told_before_it(tmp_path):
+    texts = ("other arguments [2] and [3]", "parts in training", "gradients on) and ", "[[4, 8]] and [[3, 8]]")
+    for words in run_distributed(other_beginnings, 2, tmp_path, seconds=60):
+        for said, text in zip(words, texts * 2, strict=True):
+            assert "the processes of a unit are given" in said and text in said
 
 
 def test_a_gradient_that_is_gone_was_not_changed(tmp_path):

@@ -85,6 +85,13 @@ class WithoutAnnotation(Base):
         return torch.ops.untraceable.thrice(self.linear(x))
 
 
+class Keyword(Base):
+    """Its random_ is an op called from, a word of Python's."""
+
+    def forward(self, x):
+        return self.linear(x) * torch.empty_like(x).random_(0, 9)
+
+
 X = torch.ones(4, 8)
 REGISTERING = r"torch.export.register_dataclass\(Unknown\)"
 REFUSED = {
@@ -95,6 +102,7 @@ REFUSED = {
     WrongShape: (X, "Check first that the module runs by itself"),
     ResultOfUnknown: (X, REGISTERING),
     ArgumentOfUnknown: (Unknown(X), REGISTERING),
+    Keyword: (X, r"take torch.randint\(from, to, size\)"),
     WithoutShape: (X, "torch.library.register_fake"),
     WithoutAnnotation: (X, "untraceable::thrice has no annotation.*write register_op"),
 }

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.held_parts import part_of
-from hybrid_engine.parallel.joint_passes import JointPasses
+from hybrid_engine.parallel.joint_passes import JointPasses, check_same_input
 from hybrid_engine.parallel.lowering.borders import Border, borders_of
 from hybrid_engine.parallel.lowering.hooks import Hooks
 from hybrid_engine.parallel.lowering.local_shapes import sizes_on_parts
@@ -34,6 +34,8 @@ class EagerModule(ParallelModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward, never compiled; an error in it is raised on all processes of the unit."""
         with self.together():
+            if self.meshes.unit is not None:
+                check_same_input((args, kwargs), self, self.meshes.unit.get_all_groups())
             return super().__call__(*args, **kwargs)
 
     def places(self) -> dict[str, int]:

@@ -16,14 +16,18 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
+from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 
 from hybrid_engine.distributed.mesh_groups import close_groups, default_store
 from hybrid_engine.distributed.presence import LOST
 from hybrid_engine.distributed.verdict import Partners
+from hybrid_engine.parallel.graph.trace_state import PLAIN
 from hybrid_engine.parallel.meshes import Meshes
 
 SECONDS_FOR_OTHERS = 3.0
@@ -99,13 +103,14 @@ class JointPasses:
             ) from error
 
 
-def check_same_shapes(tensors: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]) -> None:
-    """ValueError, on all processes that compute one pass, unless all were given tensors alike; collective.
+def check_same_input(arguments: Any, module: nn.Module, groups: Sequence[dist.ProcessGroup]) -> None:
+    """ValueError, on all processes that compute one pass of `module`, unless they begin it alike; collective.
 
-    `groups` are those along each axis of these processes. Other shapes would meet in the middle of the pass.
+    `groups` are those along each axis of these processes. Other shapes, numbers among `arguments` or modes would meet
+    in the middle of the pass, or make other ops of it. The values of tensors are not compared.
     """
     partners = [Partners(size=dist.get_world_size(g), rank=dist.get_rank(g), group=g) for g in groups]
-    own = [(list(tensor.shape), str(tensor.dtype)) for tensor in tensors]
+    own = _beginning(arguments, module)
     number = zlib.crc32(repr(own).encode())
     highest = [number, -number]
     for along_axis in partners:
@@ -115,7 +120,20 @@ def check_same_shapes(tensors: Sequence[Tensor], groups: Sequence[dist.ProcessGr
     given = [own]
     for along_axis in partners:
         given = [entry for entries in along_axis.exchange(given) for entry in entries]
-    shapes = dict.fromkeys(str([shape for shape, _ in entry]) for entry in given)
-    dtypes = dict.fromkeys(str([dtype for _, dtype in entry]) for entry in given)
-    what = f"shapes {' and '.join(shapes)}" if len(shapes) > 1 else f"dtypes {' and '.join(dtypes)}"
-    raise ValueError(f"the processes of a unit are given tensors of {what}; give all of a unit the same input")
+    what, values = next((what, said) for what in own if len(said := dict.fromkeys(entry[what] for entry in given)) > 1)
+    raise ValueError(
+        f"the processes of a unit are given {what} {' and '.join(values)}; give all of a unit the same input"
+    )
+
+
+def _beginning(arguments: Any, module: nn.Module) -> dict[str, str]:
+    """What a pass begins with, in words."""
+    leaves = pytree.tree_leaves(arguments)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    num_training, is_recorded = sum(part.training for part in module.modules()), torch.is_grad_enabled()
+    return {
+        "tensors of shapes": str([list(tensor.shape) for tensor in tensors]),
+        "tensors of dtypes": str([str(tensor.dtype) for tensor in tensors]),
+        "other arguments": str([leaf for leaf in leaves if leaf is None or type(leaf) in PLAIN]),
+        "modes": f"({num_training} parts in training, gradients {'on' if is_recorded else 'off'})",
+    }

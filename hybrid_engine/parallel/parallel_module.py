@@ -17,7 +17,7 @@ from hybrid_engine.parallel.graph.graph import Graph, build_graph
 from hybrid_engine.parallel.graph.trace_state import copy_trace_state, trace_state
 from hybrid_engine.parallel.graph.tracing import arguments_by_name, check_takes_sample
 from hybrid_engine.parallel.held_module import HeldModule
-from hybrid_engine.parallel.joint_passes import JointPasses, check_same_shapes
+from hybrid_engine.parallel.joint_passes import JointPasses, check_same_input
 from hybrid_engine.parallel.lowering.steps import Steps
 from hybrid_engine.parallel.meshes import Meshes
 from hybrid_engine.parallel.overlapping_reducer import OverlappingReducer
@@ -118,20 +118,14 @@ class ParallelModule(HeldModule):
         return graph.result_of(outputs)
 
     def _check_same_input(self, arguments: Mapping[str, Any]) -> None:
-        """ValueError, on all processes that compute this pass, unless the tensors of all have the same shapes.
+        """ValueError, on all processes that compute this pass, unless all begin it alike.
 
         Inside torch.compile, which cannot trace process groups, nothing is compared.
         """
         if torch.compiler.is_compiling():
             return
-        groups = [
-            group
-            for mesh in (self.meshes.unit, self.meshes.stages)
-            if mesh is not None
-            for group in mesh.get_all_groups()
-        ]
-        tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
-        check_same_shapes(tensors, groups)
+        meshes = [mesh for mesh in (self.meshes.unit, self.meshes.stages) if mesh is not None]
+        check_same_input(arguments, self, [group for mesh in meshes for group in mesh.get_all_groups()])
 
     def _arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return arguments_by_name(self._original, args, kwargs)

@@ -189,6 +189,8 @@ def _untraceable(module: nn.Module, error: Exception) -> str:
         )
     elif type(error).__name__ == "UnsupportedOperatorException":
         advice = "Say what shape and type its result has: torch.library.register_fake"
+    elif isinstance(error, SyntaxError) and ".from" in (error.text or ""):
+        advice = "PyTorch cannot write random_(from, to) in a graph; take torch.randint(from, to, size) in its place"
     elif names := _taken_names(module):
         advice = f"torch.export cannot write code with the names {names}; give what the module calls so other names"
     return f"{type(module).__name__} cannot be traced{where}: {reason}\n{advice}"
