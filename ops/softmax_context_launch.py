@@ -138,7 +138,7 @@ def _attend_packed(
         places, context = (batch.write_blocks, batch.write_offsets), batch.context
     key_starts = None if context is None else context.starts
     packed = prepared(_prepare_packed, numbers, max(lengths), len(lengths), starts, key_starts, *places, *tensors)
-    if packed.store is not None:
+    if packed.store is not None and isinstance(batch, PrefillBatch):
         qkv = _store(packed.store, numbers, qkv, cache, batch, weights)
     if context is not None:
         k, v = read_context(cache, context)

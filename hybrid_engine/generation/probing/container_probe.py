@@ -101,9 +101,13 @@ class ContainerProbe:
         Raises:
             UnsupportedModelError: containers and module compute different functions, or a kernel does not compile.
         """
-        setting = {"block_size": block_size, "is_recorded": recorder is not None, "ranks": num_sharing}
-        setting["is_streamed"] = self._gatherer.is_streamed
-        setting["without kernels"] = fallback_forced() or replaced_kernels()
+        setting = {
+            "block_size": block_size,
+            "is_recorded": recorder is not None,
+            "ranks": num_sharing,
+            "is_streamed": self._gatherer.is_streamed,
+            "without kernels": fallback_forced() or replaced_kernels(),
+        }
         key = cache_key(self._module, device, model.dtype, **setting)
         if self._partners.highest([int(read_verdict(key) is None)]) == [0]:
             return False
