@@ -1,5 +1,7 @@
 """An error on one process in the middle of a unit's pass is everybody's, without waiting for a time limit."""
 
+import os
+import signal
 from contextlib import nullcontext
 from itertools import count
 from unittest.mock import patch
@@ -15,9 +17,10 @@ from test_parallel_generate import build_engine, cycles, parallel
 from test_parallel_stages_generate import build_engine as build_staged
 from test_parallel_stages_generate import in_stages, micro_batches, next_token_loss
 from test_parallel_stages_generate import parallel as parallel_in_stages
+from torch import nn
 
 import hybrid_engine
-from hybrid_engine import ComputeConfig
+from hybrid_engine import ComputeConfig, parallelize
 from hybrid_engine.distributed.presence import LOST
 from hybrid_engine.parallel.lowering.steps import Steps
 
@@ -136,3 +139,21 @@ def test_so_is_one_of_a_process_that_shares_its_stage(tmp_path):
         assert kind in ("MemoryError", "RuntimeError")
         assert "rank 2: " in words
         assert "no" in words
+
+
+def killed(rank, world_size, folder):
+    """The words where rank 1 is killed before a pass."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    run = parallelize(net, {"input": torch.ones(4, 8)}, "tp", ComputeConfig(2, 2), gen_savedir=folder)
+    run(torch.ones(4, 8))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        run(torch.ones(4, 8))
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_process_that_is_killed_is_named_by_those_that_wait_for_it(tmp_path):
+    ((words, nothing),) = run_to_the_end([(killed, tmp_path)], seconds=60)
+    assert nothing is None and words.startswith("rank 1 is gone, or never came; the 2 processes of a unit")

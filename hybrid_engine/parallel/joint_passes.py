@@ -80,8 +80,7 @@ class JointPasses:
         number, self._num_errors = self._num_errors, self._num_errors + 1
         store = dist.PrefixStore(f"{self._key}/{number}", default_store())
         me = dist.get_rank()
-        if not lost:
-            store.set(str(me), f"{type(error).__name__}: {error}"[:LONGEST_WORDS])
+        store.set(f"lost {me}" if lost else str(me), f"{type(error).__name__}: {error}"[:LONGEST_WORDS])
         others = [str(rank) for rank in self._ranks if rank != me]
         end = time.monotonic() + SECONDS_FOR_OTHERS
         while not (came := [rank for rank in others if store.check([rank])]) or (len(came) < len(others) and not lost):
@@ -91,7 +90,9 @@ class JointPasses:
         if len(came) == len(others) and not lost:
             return
         self._is_parted = True
-        words = "; ".join(f"rank {rank}: {store.get(rank).decode()}" for rank in came)
+        words = [f"rank {rank}: {store.get(rank).decode()}" for rank in came]
+        silent = [rank for rank in others if rank not in came and not store.check([f"lost {rank}"])]
+        words += [f"rank {rank} is gone, or never came" for rank in silent]
         if self._lease is not None:
             self._lease.drop()
         traceback.clear_frames(error.__traceback__)
@@ -99,7 +100,8 @@ class JointPasses:
             close_groups(mesh)
         if lost and words:
             raise RuntimeError(
-                f"{words}; the {len(self._ranks)} processes of a unit are in different places now: start them again"
+                f"{'; '.join(words)}; the {len(self._ranks)} processes of a unit are in different places now: "
+                "start them again"
             ) from error
 
 
