@@ -8,7 +8,9 @@ import pytest
 from answers import answers_of
 
 from hybrid_engine.recipes.data.prompts import load_prompt_rows
+from hybrid_engine.recipes.data.reading import read_prompt_rows
 from hybrid_engine.recipes.data.reasoning_gym_rows import QuestionOptions, make_entries, read_questions
+from hybrid_engine.recipes.data.sources import DataSource
 from hybrid_engine.recipes.rewards.loading import load_rewards
 from hybrid_engine.recipes.rewards.reasoning_gym_score import EVALUATING
 
@@ -125,6 +127,9 @@ def test_other_parts_and_a_missing_library_are_refused(monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             list(read_questions("reasoning_gym:gcd", **part))
+    source = DataSource(datasets=("reasoning_gym:gcd",), held_out_split="foo").held_out_source
+    with pytest.raises(ValueError, match=r"^--held-out-split='foo': 'reasoning_gym:gcd' has the splits 'train' and"):
+        read_prompt_rows(source)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'hybrid-engine\[real\]'"):
         make_entries("reasoning_gym:gcd", QuestionOptions(name="gcd"), [])

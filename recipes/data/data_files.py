@@ -27,9 +27,9 @@ RowOrError = dict[str, Any] | ValueError
 """A row's values by column, or what is wrong with it, in words that follow its place."""
 Rows = Iterator[tuple[str, RowOrError]]
 """Where each row stands in its file, such as "line 3", and the row."""
-NamedReader = Callable[[str, str | None, str | None], Rows]
-"""From the whole name of a data set, a split and a configuration (None: not given) to its rows; ValueError for a name
-or a part that there is not."""
+NamedReader = Callable[[str, str | None, str | None, str], Rows]
+"""From the name of a data set, a split, a configuration (None: not given) and the split's option to rows; ValueError
+for a name or a part that there is not."""
 NAMED: dict[str, NamedReader] = {SCHEME: read_questions}
 """Readers of data sets that are made, not stored, by what stands before the colon of their names."""
 BYTE_ORDER_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
@@ -86,7 +86,7 @@ def read_table(source: DataSource) -> Table:
 def _rows_of_dataset(source: DataSource, dataset: str) -> Rows:
     path, scheme, shown = Path(dataset), dataset.partition(":")[0], source.shown
     if scheme in NAMED and scheme != dataset:
-        return NAMED[scheme](dataset, source.split, source.configuration)
+        return NAMED[scheme](dataset, source.split, source.configuration, source.split_option)
     try:
         is_file = path.is_file()
     except OSError as error:  # a name that is too long

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
+from hybrid_engine.recipes.runs.checks import flag
+
 SCHEME, LIBRARY = "reasoning_gym", "reasoning_gym"
 TRAIN, HELD_OUT = "train", "held_out"
 LARGEST_SEED = 2**32 - 1
@@ -84,7 +86,7 @@ class QuestionOptions:
 
 
 def read_questions(
-    dataset: str, split: str | None = None, configuration: str | None = None
+    dataset: str, split: str | None = None, configuration: str | None = None, split_option: str = "split"
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows of one split, `train` (default) or `held_out`, each with its place.
 
@@ -97,7 +99,9 @@ def read_questions(
             f"--dataset-config={configuration!r}: the options of {dataset!r} stand in its name; leave it out"
         )
     if split not in (None, TRAIN, HELD_OUT):
-        raise ValueError(f"--split={split!r}: {dataset!r} has the splits 'train' and 'held_out'; choose one")
+        raise ValueError(
+            f"{flag(split_option)}={split!r}: {dataset!r} has the splits 'train' and 'held_out'; choose one"
+        )
     options = QuestionOptions.read(dataset)
     shots, held_out, train = _parts(dataset)
     if not train:
