@@ -145,4 +145,6 @@ class LiveBatch:
             self.scheduler.cancel(sequence)
             return Progress(sequence, [], [], "error")
         self._num_told[sequence] = known
+        if is_complete:
+            sequence.processors = sequence.begins_from = None  # a kept sequence may stay for long
         return Progress(sequence, tokens, logprobs, sequence.finish_reason if is_complete else None)

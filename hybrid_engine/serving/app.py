@@ -256,9 +256,10 @@ class App:
             stream = self._stream(first, progress, writer, record)
             return StreamingResponse(stream, media_type="text/event-stream")
         await self._unless_gone(request, _read_all(progress))
+        whole = writer.whole()
         if record is not None:
             record(writer.choices)
-        return JSONResponse(writer.whole())
+        return JSONResponse(whole)
 
     async def _unless_gone(self, request: Request, answer: Awaitable[Found]) -> Found:
         """What `answer` brings; it is cancelled, and ClientDisconnect raised, where the client goes away before."""

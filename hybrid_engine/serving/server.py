@@ -28,7 +28,7 @@ from hybrid_engine.serving.connections import SECONDS_BETWEEN_REQUESTS, BoundedC
 from hybrid_engine.serving.keys import Keys
 from hybrid_engine.serving.listening import Listening
 from hybrid_engine.serving.pages import Pages
-from hybrid_engine.serving.sessions import MAX_SESSION_TOKENS, Sessions, Trajectory
+from hybrid_engine.serving.sessions import MAX_SESSION_BYTES, MAX_SESSION_TOKENS, Sessions, Trajectory
 from hybrid_engine.serving.tool_calls import AUTO, choose_parser
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class Server:
         max_waiting: sequences that may wait to begin; more are answered with 429.
         max_sessions: conversations that are remembered; the oldest are forgotten.
         max_session_tokens: tokens of their answers together, each counted from the conversation's first one; the same.
+        max_session_bytes: memory of all that is remembered of them, tokens and messages alike; the same.
         session_ids: the only conversations that are recorded, and others are refused; None: any id makes one.
         finish_seconds: what runs at the end may take so long; then its clients get an error.
         version: of the weights, with which tokens are stamped.
@@ -83,6 +84,7 @@ class Server:
         max_waiting: int = MAX_WAITING,
         max_sessions: int = MAX_SESSIONS,
         max_session_tokens: int = MAX_SESSION_TOKENS,
+        max_session_bytes: int = MAX_SESSION_BYTES,
         session_ids: Collection[str] | None = None,
         finish_seconds: float = FINISH_SECONDS,
         version: int = 0,
@@ -93,12 +95,13 @@ class Server:
         check_integer("max_waiting", max_waiting, 1)
         check_integer("max_sessions", max_sessions, 1)
         check_integer("max_session_tokens", max_session_tokens, 1)
+        check_integer("max_session_bytes", max_session_bytes, 1)
         check_number("finish_seconds", finish_seconds, 0)
         self.keys, self._pages = Keys(api_key, api_key_file), Pages(allow_hosts, allow_origins)
         check_address(host, has_keys=bool(self.keys))
         self.host, self.port = host, port
         self.version, self.finish_seconds = version, finish_seconds
-        self._bounds = max_sessions, max_session_tokens, session_ids
+        self._bounds = max_sessions, max_session_tokens, session_ids, max_session_bytes
         self._facts: dict[str, Any] = {
             "name": name,
             "tokenizer": tokenizer,

@@ -6,6 +6,7 @@ as they are, and only what is new is tokenised: text that is decoded and tokenis
 with other log-probabilities, than those that were drawn. Requests that do not go on from a node begin a new branch.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,15 @@ REASONING = "reasoning_content"
 NUM_LEFT = 8
 """Tokens in front of what is new that it is encoded with."""
 MAX_SESSION_TOKENS = 2**25
-"""Of all conversations together unless told otherwise; some 60 bytes each."""
+"""Of all conversations together unless told otherwise."""
+MAX_SESSION_BYTES = 2**31
+"""The same, of all that is remembered of them."""
+TOKEN_BYTES = 112
+"""Of a token in an answer that is remembered: in lists of ids, log-probabilities, versions, and who wrote it."""
+NODE_BYTES = 4096
+"""Of such an answer beside its tokens and messages."""
+MAX_VALUES = 2**16
+"""JSON values in the messages and template inputs of a request that is remembered."""
 # Stands for an answer while a template writes what comes after it: no template changes letters, and no text has it.
 _PLACEHOLDER = "ANSWERa8f31c94d07e"
 
@@ -36,6 +45,26 @@ class Session(NamedTuple):
     id: str
     key: str = ""
     """The name of the client's key; never the key."""
+
+
+class Size(NamedTuple):
+    """Memory that answers take."""
+
+    num_tokens: int = 0
+    """Each counted from the first token of its conversation."""
+    num_bytes: int = 0
+
+    def plus(self, other: "Size") -> "Size":
+        """Both together."""
+        return Size(self.num_tokens + other.num_tokens, self.num_bytes + other.num_bytes)
+
+    def minus(self, other: "Size") -> "Size":
+        """What is left without `other`."""
+        return Size(self.num_tokens - other.num_tokens, self.num_bytes - other.num_bytes)
+
+    def is_within(self, most: "Size") -> bool:
+        """Whether neither is more than in `most`."""
+        return self.num_tokens <= most.num_tokens and self.num_bytes <= most.num_bytes
 
 
 @dataclass(eq=False)
@@ -70,6 +99,7 @@ class Sessions:
         max_tokens: the same when their answers, each from the conversation's first token, have more tokens together;
             a conversation that has so many alone takes no more requests.
         known_ids: of the only sessions that there may be; None: any.
+        max_bytes: as max_tokens, of all that is remembered of them.
     """
 
     def __init__(
@@ -79,11 +109,14 @@ class Sessions:
         max_sessions: int,
         max_tokens: int = MAX_SESSION_TOKENS,
         known_ids: Collection[str] | None = None,
+        max_bytes: int = MAX_SESSION_BYTES,
     ):
         self.known_ids = None if known_ids is None else frozenset(known_ids)
-        self.model, self.version, self.max_sessions, self.max_tokens = model, version, max_sessions, max_tokens
+        self.model, self.version, self.max_sessions = model, version, max_sessions
+        self._most = Size(max_tokens, max_bytes)
         self._nodes: dict[Session, list[Trajectory]] = {}  # by session, in the order in which they came
-        self._num_tokens: dict[Session, int] = {}  # of their nodes
+        self._sizes: dict[Session, Size] = {}  # of their nodes
+        self._size = Size()  # of all
         self._continued: set[Trajectory] = set()
         self._lock = threading.Lock()
 
@@ -141,12 +174,14 @@ class Sessions:
         choice: Choice,
         messages: list[dict[str, Any]],
         inputs: dict[str, Any] | None = None,
+        num_bytes: int = 0,
     ) -> None:
         """Keeps an answer that goes on from `node`, or begins a branch.
 
         Args:
             messages: as the client has them now.
             inputs: what the chat template read in addition to them.
+            num_bytes: of `messages` and `inputs`.
         """
         tokens, num_drawn = choice.prompt + choice.tokens, len(choice.tokens)
         num_known = 0 if node is None else len(node.tokens)
@@ -157,40 +192,50 @@ class Sessions:
             ([] if node is None else node.written) + [False] * num_new + [True] * num_drawn,
             ([] if node is None else node.logprobs) + [0.0] * num_new + choice.logprobs,
             ([] if node is None else node.versions) + [-1] * num_new + [self.version] * num_drawn,
-            [_without_empty(message) for message in messages],
+            messages,
             inputs or {},
             choice.finish_reason,
-            choice.sequence,
+            _kept(choice.sequence, len(tokens)),
             session.key,
         )
+        size = size_of(1, len(tokens), num_bytes)
         with self._lock:
             self._nodes.setdefault(session, []).append(new)
-            self._num_tokens[session] = self._num_tokens.get(session, 0) + len(tokens)
+            self._sizes[session] = self._sizes.get(session, Size()).plus(size)
+            self._size = self._size.plus(size)
             if node is not None:
                 self._continued.add(node)
             self._forget_oldest(session)
 
     def _forget_oldest(self, newest: Session) -> None:
         """Forgets sessions, though not `newest`, until the others are within their bounds."""
-        while len(self._nodes) > self.max_sessions or sum(self._num_tokens.values()) > self.max_tokens:
+        while len(self._nodes) > self.max_sessions or not self._size.is_within(self._most):
             oldest = next((other for other in self._nodes if other != newest), None)
             if oldest is None:
                 return
             say_once(
                 f"serving: more than max_sessions={self.max_sessions:,} conversations, or than "
-                f"max_session_tokens={self.max_tokens:,} tokens in them: the oldest are forgotten"
+                f"max_session_tokens={self._most.num_tokens:,} tokens or max_session_bytes={self._most.num_bytes:,} "
+                "bytes in them: the oldest are forgotten"
             )
             self._continued -= set(self._nodes.pop(oldest))
-            del self._num_tokens[oldest]
+            self._size = self._size.minus(self._sizes.pop(oldest))
 
-    def check_room(self, session: Session, asked: Asked) -> None:
-        """Raises RequestError where a conversation would have more tokens than may be remembered of all."""
-        coming = sum(len(sequence.prompt.tokens) + asked.num_new for sequence in asked.sequences)
-        num_tokens = self._num_tokens.get(session, 0) + coming
-        if num_tokens > self.max_tokens:
+    def check_room(self, session: Session, asked: Asked, num_bytes: int = 0) -> None:
+        """Raises RequestError where a conversation would take more memory than may be remembered of all.
+
+        Args:
+            num_bytes: of what comes with its answers, beside tokens.
+        """
+        num_tokens = sum(len(sequence.prompt.tokens) + asked.num_new for sequence in asked.sequences)
+        coming = size_of(len(asked.sequences), num_tokens, num_bytes)
+        size = self._sizes.get(session, Size()).plus(coming)
+        if not size.is_within(self._most):
             raise RequestError(
-                f"session_id {session.id!r}: its answers would have {num_tokens:,} tokens, each counted from the first "
-                f"one of the conversation, and at most {self.max_tokens:,} are remembered; begin another session",
+                f"session_id {session.id!r}: its answers would have {size.num_tokens:,} tokens, each counted from the "
+                f"first one of the conversation, in {size.num_bytes:,} bytes with their messages, and at most "
+                f"{self._most.num_tokens:,} tokens and {self._most.num_bytes:,} bytes are remembered; begin another "
+                "session",
                 param="session_id",
                 code="session_too_long",
             )
@@ -200,6 +245,40 @@ class Sessions:
         with self._lock:
             nodes = [node for nodes in self._nodes.values() for node in nodes]
             return [node for node in nodes if node not in self._continued]
+
+
+def size_of(num_answers: int, num_tokens: int, num_bytes: int) -> Size:
+    """The memory of answers of so many tokens together, whose messages have `num_bytes`."""
+    return Size(num_tokens, num_answers * NODE_BYTES + num_tokens * TOKEN_BYTES + num_bytes)
+
+
+def count_bytes(values: Any) -> int:
+    """Bytes in memory of JSON `values`; raises RequestError where they are more than MAX_VALUES."""
+    left, total, num_values = [values], 0, 0
+    while left:
+        value = left.pop()
+        total += sys.getsizeof(value)
+        num_values += 1
+        if num_values > MAX_VALUES:
+            raise RequestError(
+                f"session_id: the messages and template inputs have more than {MAX_VALUES:,} JSON values, too many to "
+                "remember; send fewer, or no session_id",
+                param="session_id",
+                code="too_many_values",
+            )
+        if isinstance(value, dict):
+            left += [*value, *value.values()]
+        elif isinstance(value, list):
+            left += value
+    return total
+
+
+def _kept(sequence: BatchSequence | None, num_tokens: int) -> BatchSequence | None:
+    """The sequence that drew `num_tokens`, where its blocks may stay; one that is cut off is taken out of the batch."""
+    if sequence is None or sequence.finish_reason not in ("stop", "length") or len(sequence) != num_tokens:
+        return None
+    sequence.let_go()
+    return sequence
 
 
 def _begins_with(whole: list[Any], start: list[Any]) -> bool:
@@ -258,15 +337,19 @@ Recorder = Callable[[Sequence[Choice]], None]
 
 def recorder_of_chat(sessions: Sessions, session: Session, asked: Asked, node: Trajectory | None) -> Recorder:
     """What records a chat that goes on from `node`; RequestError where the conversation has no room."""
-    sessions.check_room(session, asked)
-    keep_context(asked, [node])
     request = asked.request
     assert isinstance(request, ChatRequest)
+    inputs = request.template_inputs
+    messages = [_without_empty(message) for message in request.template_messages]
+    of_request, of_each = count_bytes([messages, inputs]), sys.getsizeof(messages)
+    sessions.check_room(session, asked, of_request + of_each * len(asked.sequences))
+    keep_context(asked, [node])
 
     def record(choices: Sequence[Choice]) -> None:
         for choice in choices:
-            messages = [*request.template_messages, for_template(choice.message)]
-            sessions.record(session, node, choice, messages, request.template_inputs)
+            answer = _without_empty(for_template(choice.message))
+            num_bytes = of_each + sys.getsizeof(choice.text) + (of_request if choice is choices[0] else 0)
+            sessions.record(session, node, choice, [*messages, answer], inputs, num_bytes)
 
     return record
 

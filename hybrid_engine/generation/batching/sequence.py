@@ -6,6 +6,7 @@ from typing import Any
 from hybrid_engine.generation.options import GenerationOptions
 
 PENDING = -1
+_FINISHED = GenerationOptions(max_new_tokens=1)
 
 
 @dataclass(eq=False)
@@ -50,6 +51,12 @@ class Sequence:
     def __len__(self) -> int:
         """Tokens of prompt and response."""
         return len(self.prompt.tokens) + len(self.tokens)
+
+    def let_go(self) -> None:
+        """Lets go, of one that has finished, all that only drawing and reporting needed; tokens and blocks stay."""
+        self.prompt, self.options = Prompt(self.prompt.tokens), _FINISHED
+        self.processors = self.begins_from = None
+        self.tops = []
 
     @property
     def most_fed(self) -> int:
