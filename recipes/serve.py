@@ -6,6 +6,7 @@ curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
 torchrun --nproc-per-node 2 -m hybrid_engine.command.cli serve --model Qwen/Qwen3-8B --tp 2
 """
 
+import contextlib
 import os
 import signal
 import threading
@@ -29,6 +30,8 @@ from hybrid_engine.serving.pages import Pages
 from hybrid_engine.serving.tool_calls import PARSERS
 
 KEY_VARIABLE = "HYBRID_ENGINE_API_KEY"
+SECONDS_TO_END = 4.5
+"""After `--finish-seconds`, however long a pass of the model takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +110,8 @@ def run(config: Config) -> None:
     import_serving()  # a model may take long to load
     on_rank_zero(lambda: check_free(config.host, config.port))
     engine, tokenizer, adapters = load(config)
-    say(engine.report())
-    ending = told_to_end()  # before anybody can see that it serves
+    tell(engine.report())
+    ending = told_to_end(config.finish_seconds + SECONDS_TO_END)  # before anybody can see that it serves
     with engine.serving(
         tokenizer,
         longest=config.longest,
@@ -126,9 +129,9 @@ def run(config: Config) -> None:
         finish_seconds=config.finish_seconds,
     ) as server:
         reload_on_hangup(server)
-        say(f"serving {', '.join((server.name, *adapters))} at {server.url}; Ctrl-C ends it")
+        tell(f"serving {', '.join((server.name, *adapters))} at {server.url}; Ctrl-C ends it")
         server.wait(ending)
-        say(f"ending: {server.num_running} answers are finished first; Ctrl-C again drops them")
+        tell(f"ending: {server.num_running} answers are finished first; Ctrl-C again drops them")
 
 
 def load(config: Config) -> tuple[Any, PreTrainedTokenizerBase, dict[str, str]]:
@@ -141,21 +144,35 @@ def load(config: Config) -> tuple[Any, PreTrainedTokenizerBase, dict[str, str]]:
     return *load_shared(config, config.tp, config.pp, folders), names
 
 
+def tell(line: str) -> None:
+    """Says `line`; where nobody reads it any more, or the disk is full, the server goes on."""
+    with contextlib.suppress(OSError, SystemExit):  # Rich makes the latter of a pipe that is closed
+        say(line)
+
+
 def reload_on_hangup(server: Any) -> None:
     """SIGHUP reads the keys' file again; followers of a shared model have none."""
     if hasattr(signal, "SIGHUP") and hasattr(server, "reload_keys"):
         signal.signal(signal.SIGHUP, lambda number, frame: server.reload_keys())
 
 
-def told_to_end() -> threading.Event:
-    """Set by the first Ctrl-C or SIGTERM; the next one, whichever it is, ends the process at once."""
+def told_to_end(seconds: float | None = None) -> threading.Event:
+    """Set by the first Ctrl-C or SIGTERM; the next one, whichever it is, ends the process at once.
+
+    Where `seconds` are given the process has ended by then: a pass of the model over a long prompt is not interrupted,
+    and a log that nobody reads may make it wait.
+    """
     ending = threading.Event()
     numbers = (signal.SIGINT, signal.SIGTERM)
 
     def end(number: int, frame: FrameType | None) -> None:
-        ending.set()
         for each in numbers:
             signal.signal(each, signal.SIG_DFL)
+        if seconds is not None:
+            by_force = threading.Timer(seconds, os._exit, [0])
+            by_force.daemon = True
+            by_force.start()
+        ending.set()
 
     for number in numbers:
         signal.signal(number, end)

@@ -118,7 +118,7 @@ def serve_policy(tokenizer, rank, world_size):
 def serve_by_command(folder, port, rank):
     """`hybrid-engine serve --tp 2` until it is told to end, after one answer."""
     ending, answers = threading.Event(), []
-    serve.told_to_end = lambda: ending
+    serve.told_to_end = lambda seconds: ending
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=100)
 
     def ask_and_end():

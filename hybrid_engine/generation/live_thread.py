@@ -56,7 +56,7 @@ class LiveThread:
         self.batch: LiveBatch | None = None
         self.error: BaseException | None = None
         self.has_ended = False
-        """Whether nobody takes turns any more."""
+        """Whether nobody hears of turns any more."""
 
     def start(self) -> None:
         """Opens the batch; raises what that raises."""
@@ -117,10 +117,11 @@ class LiveThread:
             raise self.error
 
     def drop(self) -> None:
-        """Tells whoever waits that nothing more comes, and ends; `close()` waits for it."""
+        """Tells whoever waits, at once, that nothing more comes, and ends after this turn; `close()` waits for it."""
         with self._changed:
-            self._notes.is_dropping = self._notes.is_closing = True
+            self._notes.is_dropping = True
             self._changed.notify()
+        self._tell_of_the_end()
 
     def close(self) -> None:
         """Waits for everything that was asked for, then gives back what the batch holds.

@@ -25,7 +25,7 @@ from hybrid_engine.serving.asked import (
     read_completion,
     read_tokens,
 )
-from hybrid_engine.serving.errors import RequestError, broken, cut, wrong_body
+from hybrid_engine.serving.errors import RequestError, broken, cut, ended, wrong_body
 from hybrid_engine.serving.keys import Keys
 from hybrid_engine.serving.listening import Listening
 from hybrid_engine.serving.metrics import Metrics
@@ -100,6 +100,8 @@ class App:
                 response = JSONResponse(error.body, error.status, error.headers)
             except ClientDisconnect:
                 response = Response(status_code=499)
+            except asyncio.CancelledError:  # the server ends, and waits no longer for the rest of the request
+                response = JSONResponse(ended(None).body, ended(None).status)
             except Exception:
                 log.exception("at %s", request.scope["route"].path)
                 response = JSONResponse(broken().body, broken().status)

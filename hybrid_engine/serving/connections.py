@@ -1,6 +1,10 @@
-"""Connections that bring nothing are closed: what uvicorn leaves open for as long as a client likes."""
+"""Connections that bring or take nothing are closed: what uvicorn leaves open for as long as a client likes."""
 
 import asyncio
+import logging
+import math
+import resource
+import time
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -10,11 +14,44 @@ SECONDS_FOR_HEADERS = 20.0
 SECONDS_BETWEEN_REQUESTS = 75.0
 """Clients close a connection that they do not use after seconds (httpx: 5); one that the server closes first may be in
 use again by then, and a request is lost."""
+SECONDS_TO_TAKE = 30.0
+"""In which a client takes some of an answer that waits for it."""
+MIN_TAKEN = 4096
+"""Bytes of it, where there are so many."""
 MAX_CONNECTIONS = 4096
+SPARE_DESCRIPTORS = 64
+"""For what the process opens beside connections; a quarter of all where there are few."""
+SECONDS_BETWEEN_LINES = 60.0
+"""In the log, about connections that are too many."""
+log = logging.getLogger(__name__)
+
+
+class _Crowd:
+    """Says in the log, once in a while, that connections are too many."""
+
+    told = -math.inf
+
+    def tell(self, num_open: int) -> None:
+        """`num_open`: connections that stay."""
+        now = time.monotonic()
+        if now - self.told >= SECONDS_BETWEEN_LINES:
+            self.told = now
+            log.warning(
+                "serving: %d connections are open, as many as may be (at most %d, and %d open files of the process, "
+                "ulimit -n): further ones are closed",
+                num_open,
+                MAX_CONNECTIONS,
+                resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            )
+
+
+_CROWD = _Crowd()
 
 
 class BoundedConnection(H11Protocol):
-    """One connection, closed where its next request does not begin in time, or too many are open.
+    """One connection, closed where its next request does not begin in time, or its client takes no answers.
+
+    So is one of too many: there are MAX_CONNECTIONS, and fewer where the process may open few files.
 
     h11 bounds the size of a request's line and headers to 64 KiB.
     """
@@ -22,10 +59,12 @@ class BoundedConnection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """Begins to watch a connection that a client has opened."""
         super().connection_made(transport)
-        if len(self.connections) > MAX_CONNECTIONS:
+        if len(self.connections) > MAX_CONNECTIONS or _is_among_the_last(transport):
+            _CROWD.tell(len(self.connections) - 1)
             transport.abort()
             return
         self._watch(None)
+        self._watch_reader(None, math.inf)
 
     def _watch(self, last_seen: Any) -> None:
         """Closes the connection unless it has begun or gone on with a request since `last_seen`."""
@@ -42,8 +81,39 @@ class BoundedConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends the watch of a connection that is closed."""
         super().connection_lost(exc)
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._reader_timer):
+            if timer is not None:
+                timer.cancel()
 
-    _watched = False
+    def resume_writing(self) -> None:
+        """The client has taken most of what waited."""
+        super().resume_writing()
+        self._has_resumed = True
+
+    def _watch_reader(self, last_cycle: Any, last_left: float) -> None:
+        """Drops the connection where hardly any of `last_left` bytes has been taken, of an answer to the same request.
+
+        More is written only to a client that takes what there is, so that they become fewer or it has resumed.
+        """
+        is_waiting = self.flow.write_paused or self.cycle is None or self.cycle.response_complete
+        left = self.transport.get_write_buffer_size() if is_waiting else 0
+        if left > max(0, last_left - MIN_TAKEN) and self.cycle is last_cycle and not self._has_resumed:
+            log.info(
+                "serving: a client took nothing of its answer for %g s, its connection is dropped", SECONDS_TO_TAKE
+            )
+            self.transport.abort()
+            return
+        self._has_resumed = False
+        self._reader_timer = self.loop.call_later(SECONDS_TO_TAKE, self._watch_reader, self.cycle, left or math.inf)
+
+    _watched = _has_resumed = False
     _timer: asyncio.TimerHandle | None = None
+    _reader_timer: asyncio.TimerHandle | None = None
+
+
+def _is_among_the_last(transport: Any) -> bool:
+    """Whether hardly more files may be opened; a new one has the lowest number that is free."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
+        return False
+    return transport.get_extra_info("socket").fileno() >= most - min(SPARE_DESCRIPTORS, most // 4)

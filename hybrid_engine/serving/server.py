@@ -37,8 +37,8 @@ MAX_WAITING = 1024
 POLL_SECONDS = 0.5
 FINISH_SECONDS = 60.0
 """What runs at the end may take so long unless told otherwise."""
-SECONDS_TO_ANSWER = 5
-"""For answers that are ready and clients that read them, after that."""
+SECONDS_TO_ANSWER = 3
+"""For answers and errors that are ready and clients that read them, after that."""
 MAX_SESSIONS = 100_000
 """Conversations that are remembered unless told otherwise."""
 
