@@ -170,6 +170,38 @@ def test_the_modifiers_changes_reach_every_rank_below_stage_3_too():
             assert found == [[[5.0], [3.0]], [[6.0], [4.0]]], case
 
 
+def _set_without_a_modifier(rank, stage):
+    """What a step says where one process alone wrote, and after all have; and what every process has then."""
+    config = {"train_batch_size": 2, "zero_optimization": {"stage": stage}}
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.0}}
+    engine = deepspeed.initialize(model=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), config=config)[0]
+    said = []
+    for writers in ((0,), (0, 1), (), (1,)):
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+            if rank in writers:
+                engine.module[0].weight.data.fill_(3.0 + len(writers))
+        engine.backward(engine(torch.ones(1, 4)).mean())
+        try:
+            engine.step()
+            said.append(whole_weights(engine)["0.weight"].unique().tolist())
+        except ValueError as error:
+            said.append(str(error))
+            engine.zero_grad()
+    return said
+
+
+def _sets_without_a_modifier(rank, world_size):
+    return {stage: _set_without_a_modifier(rank, stage) for stage in (0, 1, 2)}
+
+
+def test_what_one_process_alone_has_written_below_stage_3_is_an_error_on_all():
+    for results in run_distributed(_sets_without_a_modifier, 2):
+        for stage, (alone, both, nobody, other) in results.items():
+            for said in (alone, other):
+                assert "shape (4, 4) inside GatheredParameters" in said and "modifier_rank=" in said, stage
+            assert both == nobody == [5.0], stage
+
+
 def _set_in_bf16(world_size):
     """A value that is set must survive the next step, whose masters are another copy."""
     engine = build(world_size, bf16={"enabled": True}, scheduler=None)

@@ -86,6 +86,12 @@ def twins(modules: Iterable[FSDPModule]) -> Iterator[tuple[Any, Any]]:
         yield param.sharded_param, param._unsharded_param
 
 
+def wholes(modules: Iterable[FSDPModule]) -> Iterator[Any]:
+    """What stands in each parameter's place while it is gathered; None before it is for the first time."""
+    for param in fsdp_params(modules):
+        yield getattr(param, "_unsharded_param", None)
+
+
 def return_to_gathered_storage(param: Any) -> None:
     """Lets a gathered parameter lie where it is gathered to again: a script may have set `data` to another tensor.
 

@@ -34,6 +34,8 @@ from hybrid_engine.zero.sharding import Sharding, full_tensor, local_tensor
 
 MARKS = ("ds_id", "ds_shape", "ds_numel", "ds_tensor")
 COPY = "_number_of_copy"
+WRITTEN = "_written_in_a_block"
+"""Of a parameter that each process has whole: the sum of its bits after a block without a modifier changed it."""
 """The attribute of a parameter that every process has whole, below stage 3; no script asks for it."""
 _numbers = itertools.count()
 
@@ -119,7 +121,8 @@ class GatheredParameters:
         params: a parameter or several; those without `ds_id`, which are whole anyway, only get the modifier's changes,
             and those of no engine none.
         modifier_rank: the process whose changes reach the parameters everywhere, and with the next step their fp32
-            masters. None discards all changes at stage 3; below, each process keeps its own, which must be the same.
+            masters. None discards all changes at stage 3; below, each process keeps its own, which must be the same:
+            where they are not, the next step is an error on all.
         fwd_module: has no meaning here.
         enabled: False does nothing.
 
@@ -146,10 +149,10 @@ class GatheredParameters:
             check_integer("GatheredParameters: modifier_rank", modifier_rank, 0, get_world_size() - 1)
         marked = {id(p): p for p in entries if hasattr(p, "ds_id")} if enabled else {}
         self.params: list[Any] = sorted(marked.values(), key=lambda p: p.ds_id)
-        is_changed = enabled and modifier_rank is not None
-        copies = {id(p): p for p in entries if is_changed and p is not None and COPY in vars(p)}
+        copies = {id(p): p for p in entries if enabled and p is not None and COPY in vars(p)}
         self.copies: list[Any] = sorted(copies.values(), key=lambda p: vars(p)[COPY])
         self.modifier_rank = modifier_rank
+        self._sums: list[int] = []  # of the copies, where each process may change them by itself
         self._is_inside = False
 
     def __enter__(self) -> None:
@@ -176,6 +179,8 @@ class GatheredParameters:
                     f"GatheredParameters: modifier_rank={self.modifier_rank} cannot change a parameter of shape "
                     f"{tuple(param.ds_shape)} that a forward pass has gathered; change it before, or after backward()"
                 )
+        if self.modifier_rank is None:
+            self._sums = [sum_of_bits(param) for param in self.copies]
         # Everything that may fail first: __exit__ never sees a block that was not entered.
         values = [_gather(param) if isinstance(param, DTensor) else self._keep(param) for param in self.params]
         for param, value in zip(self.params, values, strict=True):
@@ -209,12 +214,21 @@ class GatheredParameters:
                     # What was computed from it inside may still go backward: it is the same value.
                     with torch.autograd._unsafe_preserve_version_counter(param):
                         param.copy_(kept)
+        for param, before in zip(self.copies, self._sums, strict=False):
+            if (now := sum_of_bits(param)) != before:
+                vars(param)[WRITTEN] = now
         # After an error the others may never come to a collective.
         if self.modifier_rank is not None and error is None:
             for param, whole in changed:
                 _write_back(param, whole, self.modifier_rank)
             for param in self.copies:
                 _send_copy(param, self.modifier_rank)
+
+
+def sum_of_bits(param: torch.Tensor) -> int:
+    """Another one for other values, but for the same ones in another order."""
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[param.element_size()]
+    return int(param.detach().contiguous().view(words).sum(dtype=torch.int64))
 
 
 def _gather(param: DTensor) -> nn.Parameter:

@@ -20,7 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from hybrid_engine.distributed.processes import gather_objects, get_rank
 from hybrid_engine.distributed.verdict import everyone
-from hybrid_engine.zero.fsdp2_private import finish_backward, fsdp_params, reduce_all_trained
+from hybrid_engine.zero.fsdp2_private import finish_backward, fsdp_params, reduce_all_trained, wholes
+from hybrid_engine.zero.gathered_parameters import WRITTEN
 from hybrid_engine.zero.trained_parameter import TrainedParameter
 from hybrid_engine.zero.unwrapping import EngineHook
 
@@ -100,17 +101,36 @@ class UnevenGradients:
         records = list(fsdp_params(self._modules))
         order = zlib.crc32(repr(self._order).encode())
         flags = [int(id(record) in self._used) for record in records]
-        *used, lowest, highest, has_failed = everyone().highest([*flags, -order, order, int(error is not None)])
+        written = self._take_written()
+        sums = zlib.crc32(repr(written).encode())
+        numbers = [*flags, -order, order, -sums, sums, int(error is not None)]
+        *used, lowest, highest, least_sums, most_sums, has_failed = everyone().highest(numbers)
         if has_failed:
             return everyone().exchange_errors(error)
         if highest != -lowest:
             return ValueError(self._describe_orders(gather_objects(self._order)))
+        if most_sums != -least_sums:
+            return ValueError(self._describe_written(gather_objects(written)))
         unused = {id(record.sharded_param) for record, is_used in zip(records, used, strict=True) if not is_used}
         for trained in parameters:
             if id(trained.param) in unused:
                 trained.param.grad = trained.master.grad = None
         self._used, self._order = set(), []
         return None
+
+    def _take_written(self) -> dict[int, int]:
+        """Parameters that this process has changed by itself since the last step, with the sums of their bits."""
+        marks = [{} if whole is None else vars(whole) for whole in wholes(self._modules)]
+        return {number: mark.pop(WRITTEN) for number, mark in enumerate(marks) if WRITTEN in mark}
+
+    def _describe_written(self, sums: list[dict[int, int]]) -> str:
+        number = min(n for one in sums for n in one if any(other.get(n) != one[n] for other in sums))
+        shape = tuple(list(fsdp_params(self._modules))[number].sharded_param.shape)
+        return (
+            f"step(): the processes have written different values to a parameter of shape {shape} inside "
+            "GatheredParameters, and each kept its own part. Nothing was stepped; set that parameter again, with "
+            "modifier_rank= where one process writes for all"
+        )
 
     def _describe_orders(self, orders: list[list[int]]) -> str:
         own = orders[get_rank()]
