@@ -2,6 +2,7 @@
 
 import random
 import re
+import string
 import sys
 
 import pytest
@@ -327,6 +328,42 @@ def test_white_space_of_guided_json_is_bounded_however_likely_it_is(guided, spac
     text = tokenizer.decode(tokens, skip_special_tokens=True)
     assert re.fullmatch((JSON_SPACE if space is None else space).join([r"\[", "1", r"\]"]), text), text
     assert bool(re.search(r"\s", text)) == (space != "")
+
+
+def test_a_choice_is_followed_whatever_letters_it_has_and_however_many_begin_alike(guided):
+    from hybrid_engine.generation.sampling.guides import GuidedTokens, read_guide
+
+    tokenizer = build_chat_tokenizer()
+    choices = [*(f"word{number}" for number in range(3000)), string.printable, "é😀.*", *string.punctuation]
+    for choice in [*choices[2990:], "word0"]:
+        guide = GuidedTokens(read_guide("guided_choice", choices), tokenizer, (tokenizer.eos_token_id,), 0)
+        tokens = tokenizer.encode(choice, add_special_tokens=False)
+        for place, token in enumerate([*tokens, tokenizer.eos_token_id]):
+            scores = guide(torch.tensor([tokens[:place]], dtype=torch.long), torch.zeros(1, len(tokenizer)))
+            assert torch.isfinite(scores[0, token]), (choice, place)
+    assert not torch.isfinite(guide(torch.tensor([tokenizer.encode("word")]), torch.zeros(1, len(tokenizer)))).all()
+
+
+def test_a_guide_that_is_given_up_is_an_error_and_no_end_of_the_text(guided, tokenizer):
+    input_ids, mask = padded_prompts()
+    grammar = "start: " + " | ".join(f'"a{number}"' for number in range(3000))
+    rows = [{}] * (len(input_ids) - 1) + [{"guided_grammar": grammar}]
+    with pytest.raises(ValueError, match="guided_grammar gave up after 0 tokens"):
+        guided.generate(
+            input_ids, attention_mask=mask, row_options=rows, tokenizer=tokenizer, **(GREEDY | {"eos_token_id": 1})
+        )
+
+
+def test_a_guide_may_also_be_given_up_in_the_middle(guided):
+    from hybrid_engine.generation.sampling.guides import GuidedTokens, GuideError, read_guide
+
+    tokenizer = build_chat_tokenizer()
+    grammar = 'start: "x" rest\nrest: ' + " | ".join(f'"a{number}"' for number in range(3000))
+    guide = GuidedTokens(read_guide("guided_grammar", grammar), tokenizer, (tokenizer.eos_token_id,), 0)
+    scores, tokens = torch.zeros(1, len(tokenizer)), tokenizer.encode("x", add_special_tokens=False)
+    assert torch.isfinite(guide(torch.zeros(1, 0, dtype=torch.long), scores)[0, tokens]).all()
+    with pytest.raises(GuideError, match=r"guided_grammar gave up after [01] tokens"):
+        guide.is_complete(tokens, len(tokenizer)) or guide(torch.tensor([tokens]), scores)
 
 
 def test_guided_text_follows_a_grammar(guided, tokenizer):

@@ -275,6 +275,15 @@ def test_an_error_of_one_requests_own_rule_ends_that_request_alone(server, monke
     assert_well(server)
 
 
+def test_a_guide_that_is_given_up_is_the_clients_error(server):
+    pytest.importorskip("llguidance", reason="the extra 'guided' is not installed")
+    grammar = "start: " + " | ".join(f'"word{number}"' for number in range(3000))
+    answer = post(server, GOOD | {"guided_grammar": grammar})
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "guide_failed"
+    assert "guided_grammar gave up" in answer.json()["error"]["message"]
+    assert_well(server)
+
+
 def test_the_end_does_not_wait_without_end(fresh, monkeypatch):
     """What takes too long is told; half a request keeps nothing."""
     monkeypatch.setattr(server_module, "SECONDS_TO_ANSWER", 1)

@@ -4,6 +4,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from hybrid_engine.generation.sampling.guides import GuideError
+
 MAX_SHOWN = 200
 """Characters of a value that a client sent, in what it is told."""
 
@@ -75,7 +77,9 @@ def not_finite() -> RequestError:
 
 
 def rule_failed(error: Exception) -> RequestError:
-    """500: what shapes this answer alone, a guide for instance, raised `error`."""
+    """What shapes this answer alone raised `error`: 400 where the client's guide is too large, else 500."""
+    if isinstance(error, GuideError):
+        return RequestError(str(error), code="guide_failed")
     return RequestError(
         f"a rule of this request failed: {type(error).__name__}: {error}; nothing more comes of this answer",
         status=500,

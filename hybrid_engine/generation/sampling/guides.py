@@ -4,8 +4,10 @@ It says after every token which ones may come next; the others' logits become -i
 """
 
 import json
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -16,6 +18,13 @@ JSON_SPACE = r"( |\n[ \t]{0,24})?"
 
 JSON itself allows any amount, and a model that is uncertain may write it up to the end of its answer.
 """
+_SPECIAL = str.maketrans({letter: f"\\{letter}" for letter in "\\.+*?()|[]{}^$#&-~"})
+# The library says so where it stopped for want of room; other reasons are ends of the text.
+_GIVEN_UP = ("InternalError", "LexerTooComplex", "ParserTooComplex")
+
+
+class GuideError(ValueError):
+    """A guide that the library could not follow: it passes its limits, or a token came that it does not allow."""
 
 
 def read_guide(option: str, value: Any, json_space: str | None = None) -> tuple[str, str]:
@@ -78,8 +87,8 @@ def _library(option: str) -> Any:
 def _grammar(option: str, guide: tuple[str, str]) -> str:
     kind, content = guide
     matcher = _library(option).LLMatcher
-    if kind == "choice":
-        return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in json.loads(content)))
+    if kind == "choice":  # as one lexeme: alternatives of a grammar may be 2000 at once
+        return matcher.grammar_from_regex("|".join(choice.translate(_SPECIAL) for choice in json.loads(content)))
     if kind == "regex":
         return matcher.grammar_from_regex(json.loads(content))
     if kind == "grammar":
@@ -94,6 +103,48 @@ def _read_tokenizer(tokenizer: Any, vocab: int, ends: tuple[int, ...]) -> Any:
     return from_tokenizer(tokenizer, n_vocab=max(vocab, len(tokenizer)), eos_token=list(ends) or None)
 
 
+@dataclass(eq=False)
+class CompiledGuide:
+    """A guide at the beginning of a text, of which rows take copies."""
+
+    matcher: Any
+
+
+_compiled: WeakValueDictionary[tuple[Any, ...], CompiledGuide] = WeakValueDictionary()
+
+
+def compile_guide(guide: tuple[str, str], tokenizer: Any, vocab: int, ends: tuple[int, ...]) -> CompiledGuide:
+    """The guide for these tokens; the same one again as long as somebody holds it. Takes up to seconds.
+
+    Args:
+        guide, tokenizer, ends: as `GuidedTokens` takes them.
+        vocab: width of the logits.
+
+    Raises:
+        GuideError: it is too large for the library's limits.
+    """
+    key = guide, tokenizer, vocab, ends
+    compiled = _compiled.get(key)
+    if compiled is None:
+        known, library = _read_tokenizer(tokenizer, vocab, ends), _library(f"guided_{guide[0]}")
+        compiled = CompiledGuide(library.LLMatcher(known, _grammar(f"guided_{guide[0]}", guide), log_level=0))
+        _check_state(compiled.matcher, guide)
+        compiled.matcher.compute_bitmask()  # the first one is the dearest
+        _check_state(compiled.matcher, guide)
+        _compiled[key] = compiled
+    return compiled
+
+
+def _check_state(matcher: Any, guide: tuple[str, str], num_tokens: int = 0) -> None:
+    """Raises GuideError where the library gave up, which it calls the end of the text otherwise."""
+    if matcher.is_error() or matcher.stop_reason() in _GIVEN_UP:
+        reason = (matcher.get_error() or matcher.stop_reason()).strip().splitlines()[0]
+        raise GuideError(
+            f"guided_{guide[0]} gave up after {num_tokens} tokens of the text: {reason}; make it smaller, or let it "
+            "allow fewer ways to go on at once"
+        )
+
+
 class GuidedTokens:
     """Lets only tokens through that continue the guide; a logits processor of one row.
 
@@ -106,27 +157,29 @@ class GuidedTokens:
 
     def __init__(self, guide: tuple[str, str], tokenizer: Any, ends: tuple[int, ...], prompt_length: int):
         self.guide, self.tokenizer, self.ends, self.prompt_length = guide, tokenizer, ends, prompt_length
+        self._compiled: CompiledGuide | None = None
         self._matcher: Any = None
         self._num_read = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """`scores [1, V]` after the tokens `input_ids [1, L]`, prompt included."""
+        """`scores [1, V]` after the tokens `input_ids [1, L]`, prompt included. Raises GuideError."""
         self._follow(input_ids[0, self.prompt_length :].tolist(), scores.shape[1])
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        _check_state(self._matcher, self.guide, self._num_read)
         allowed = torch.from_numpy(np.unpackbits(bits, count=scores.shape[1], bitorder="little").astype(bool))
         return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
 
     def is_complete(self, tokens: list[int], vocab: int) -> bool:
-        """Whether the response `tokens` is complete and nothing may follow but an end of sequence."""
+        """Whether nothing may follow the response `tokens` but an end of sequence. Raises GuideError."""
         self._follow(tokens, vocab)
         return self._matcher.is_stopped()
 
     def _follow(self, tokens: list[int], vocab: int) -> None:
         if self._matcher is None:
-            option = f"guided_{self.guide[0]}"
-            known = _read_tokenizer(self.tokenizer, vocab, self.ends)
-            self._matcher = _library(option).LLMatcher(known, _grammar(option, self.guide))
+            self._compiled = compile_guide(self.guide, self.tokenizer, vocab, self.ends)
+            self._matcher = self._compiled.matcher.deep_copy()
         for token in tokens[self._num_read :]:
             if not self._matcher.is_stopped():
                 self._matcher.consume_token(token)
-        self._num_read = len(tokens)
+                _check_state(self._matcher, self.guide, self._num_read)
+            self._num_read += 1
