@@ -3,10 +3,13 @@
 Rewards are given by row, so that equal greedy answers of a group have different advantages.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import trl
 from datasets import Dataset
+from distributed import run_distributed
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -131,6 +134,29 @@ def test_losses_are_those_without_it_under_greedy_decoding(name, folder, tokeniz
     assert followed == answers
     assert len({str(batch) for batch in answers}) > 1 and len(set(plain)) == len(plain)
     assert losses == pytest.approx(plain, abs=1e-6)
+
+
+def grpo_on_each(rank, world_size, folder, out):
+    """Losses and answers of a process of GRPO under DDP, without `attach` and with it."""
+    tokenizer, found = PreTrainedTokenizerFast.from_pretrained(folder), []
+    for is_attached in (False, True):
+        arguments = trl.GRPOConfig(output_dir=out, **COMMON, **GROUPS, beta=0.1)
+        assert arguments.world_size == world_size
+        torch.manual_seed(1)
+        losses, answers, attached, _ = run(trl.GRPOTrainer, arguments, folder, tokenizer, is_attached)
+        found.append((losses, answers))
+    assert attached.generator.model is not None, attached.report()
+    return found
+
+
+def test_losses_are_those_without_it_on_two_processes(folder, tmp_path):
+    results = run_distributed(partial(grpo_on_each, folder=folder, out=str(tmp_path)), 2)
+    answers = []
+    for (plain, expected), (losses, followed) in results:
+        assert followed == expected
+        assert losses == pytest.approx(plain, abs=1e-6)
+        answers.append(expected)
+    assert answers[0] != answers[1]  # each process answers its own prompts
 
 
 @pytest.mark.parametrize("is_conversational", [False, True])
