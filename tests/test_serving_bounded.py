@@ -4,7 +4,6 @@ import gc
 import json
 import logging
 import os
-import re
 import signal
 import socket
 import sys
@@ -146,9 +145,10 @@ def test_a_client_that_does_not_read_is_dropped_and_its_answer_with_it(opened, m
         until(lambda: b"completions" in httpx.get(f"http://127.0.0.1:{server.port}/metrics").content)
         until(lambda: not server._server.server_state.connections)
         for client in held:
-            head, _, came = read_all(client).partition(b"\r\n\r\n")
-            (size,) = re.findall(rb"content-length: (\d+)", head)
-            assert head.startswith(b"HTTP/1.1 200") and len(came) < int(size)  # what was left was thrown away
+            begin = client.recv(12)
+            with pytest.raises(ConnectionResetError):  # what was left was thrown away, the system's part too
+                read_all(client)
+            assert begin == b"HTTP/1.1 200"
             client.close()
         assert_well(server)
 
@@ -163,6 +163,9 @@ class Transport:
 
     def abort(self):
         self.is_dropped = True
+
+    def get_extra_info(self, name):
+        return SimpleNamespace(setsockopt=lambda *option: None)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ import asyncio
 import logging
 import math
 import resource
+import socket
+import struct
 import time
 from typing import Any
 
@@ -101,7 +103,7 @@ class BoundedConnection(H11Protocol):
             log.info(
                 "serving: a client took nothing of its answer for %g s, its connection is dropped", SECONDS_TO_TAKE
             )
-            self.transport.abort()
+            _reset(self.transport)
             return
         self._has_resumed = False
         self._reader_timer = self.loop.call_later(SECONDS_TO_TAKE, self._watch_reader, self.cycle, left or math.inf)
@@ -109,6 +111,13 @@ class BoundedConnection(H11Protocol):
     _watched = _has_resumed = False
     _timer: asyncio.TimerHandle | None = None
     _reader_timer: asyncio.TimerHandle | None = None
+
+
+def _reset(transport: Any) -> None:
+    """Drops a connection with what the system still holds for the client, which would go on being sent."""
+    opened = transport.get_extra_info("socket")
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport.abort()
 
 
 def _is_among_the_last(transport: Any) -> bool:
