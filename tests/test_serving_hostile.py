@@ -284,6 +284,49 @@ def test_a_guide_that_is_given_up_is_the_clients_error(server):
     assert_well(server)
 
 
+@pytest.mark.parametrize(
+    ("place", "name", "path", "body"),
+    [
+        (app, "read_json", "completions", GOOD),
+        (app, "read_completion", "completions", GOOD),
+        (app, "chat_tokens", "chat/completions", CHAT),
+        (app, "read_tokens", "../tokenize", {"model": "tiny", "prompt": "hi"}),
+        (app.CompletionWriter, "whole", "completions", GOOD),
+        (app.CompletionWriter, "opening", "completions", GOOD | {"stream": True}),
+        (app._WholeResponse, "render", "completions", GOOD),
+    ],
+)
+def test_others_are_answered_while_a_request_is_read_or_written(server, monkeypatch, place, name, path, body):
+    real, begun, may_go_on = getattr(place, name), threading.Event(), threading.Event()
+
+    def wait(*args):
+        begun.set()
+        assert may_go_on.wait(300)
+        return real(*args)
+
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(place, name, wait)
+                asked = pool.submit(post, server, body, path)
+                assert begun.wait(300)
+                assert get(f"{server.url}/../health").json() == {"status": "ok"}
+                assert not asked.done()
+        finally:
+            may_go_on.set()
+        assert asked.result().status_code == 200
+
+
+@pytest.mark.parametrize(("part", "status", "told"), [
+    (b"[]", 413, "lists and objects"), (b"1", 413, "values"), (b'"[{,"', 400, "bad_words"),
+])  # fmt: skip
+def test_a_body_of_very_many_parts_is_refused_before_it_is_read(server, part, status, told):
+    count = app.MAX_VALUES + 2 if part == b"1" else app.MAX_LISTS + 2
+    body = b'{"model": "tiny", "prompt": "hi", "bad_words": [' + b",".join([part] * count) + b"]}"
+    answer = send(f"{server.url}/completions", content=body, headers=JSON)
+    assert answer.status_code == status and told in answer.json()["error"]["message"]
+
+
 def test_the_end_does_not_wait_without_end(fresh, monkeypatch):
     """What takes too long is told; half a request keeps nothing."""
     monkeypatch.setattr(server_module, "SECONDS_TO_ANSWER", 1)

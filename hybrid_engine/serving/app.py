@@ -4,8 +4,11 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -43,9 +46,16 @@ MAX_BODY_BYTES = 4 * 2**20
 MAX_BODIES_BYTES = 2**28
 """Of all requests that are being read."""
 SECONDS_FOR_BODY = 30.0
+MAX_LISTS = 20_000
+"""Lists and objects in a body: they take a hundred times as long to read as text of their length."""
+MAX_VALUES = 2**19
+NUM_THREADS = 4
+"""That read requests and write answers, beside the event loop."""
 Found = TypeVar("Found")
 log = logging.getLogger(__name__)
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # json.dumps would build one for each event
+_STRICT_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+_STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 
 
 class App:
@@ -71,6 +81,8 @@ class App:
         self.model, self.worker, self.listening, self.sessions = model, worker, listening, sessions
         self.keys, self.max_body_bytes = keys, max_body_bytes
         self._bodies_bytes = 0
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "hybrid-engine-request")
+        model.tokenizer.encode("x")  # the first call lets go of truncation, which threads must not do at once
         self.metrics = Metrics(worker)
         app = Starlette(
             routes=[
@@ -129,34 +141,43 @@ class App:
         """`POST /v1/completions`."""
         body = await self._body(request, CompletionRequest)
         session = self._session(request, body)
+        return await self._answer(request, partial(self._read_completion, body, session))
+
+    def _read_completion(self, body: CompletionRequest, session: Session | None) -> tuple[Writer, Recorder | None]:
         asked = read_completion(body, self.model)
         record = None if session is None else recorder_of_tokens(self.sessions, session, asked)
-        return await self._answer(request, CompletionWriter(asked, self.model), record)
+        return CompletionWriter(asked, self.model), record
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
         body = await self._body(request, ChatRequest)
-        if (session := self._session(request, body)) is None:
-            asked = read_chat(body, self.model, chat_tokens(body, self.model))
-            return await self._answer(request, ChatWriter(asked, self.model), None)
+        return await self._answer(request, partial(self._read_chat, body, self._session(request, body)))
+
+    def _read_chat(self, body: ChatRequest, session: Session | None) -> tuple[Writer, Recorder | None]:
+        if session is None:
+            return ChatWriter(read_chat(body, self.model, chat_tokens(body, self.model)), self.model), None
         prompt, node = self.sessions.find_chat(session, body)
         asked = read_chat(body, self.model, prompt)
         record = recorder_of_chat(self.sessions, session, asked, node)
-        return await self._answer(request, ChatWriter(asked, self.model), record)
+        return ChatWriter(asked, self.model), record
 
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`: the token ids of a prompt or a chat, as vLLM tells them."""
         body = await self._body(request, TokenizeRequest)
+        return await self._elsewhere(partial(self._tokenized, body))
+
+    def _tokenized(self, body: TokenizeRequest) -> Response:
         tokens = read_tokens(body, self.model)
         told = {"count": len(tokens), "max_model_len": self.model.longest, "tokens": tokens}
         names = self.model.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-        return JSONResponse(told | {"token_strs": names})
+        return _WholeResponse(told | {"token_strs": names})
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`: the text of token ids, special ones included."""
         body = await self._body(request, DetokenizeRequest)
         check_tokens(body.tokens, self.model, "tokens")
-        return JSONResponse({"prompt": self.model.tokenizer.decode(body.tokens)})
+        text = await self._elsewhere(partial(self.model.tokenizer.decode, body.tokens))
+        return JSONResponse({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
         """`GET /tokenizer_info`: special tokens and chat template, as vLLM tells them."""
@@ -222,15 +243,18 @@ class App:
             reason = f"the body did not come within {SECONDS_FOR_BODY:g} s"
             raise RequestError(reason, status=408, code="body_timeout", is_last=True) from error
         try:
-            body = kind.model_validate(read_json(raw))
-        except ValidationError as error:
-            raise wrong_body(error) from error
+            body = await self._elsewhere(partial(_read_body, raw, kind))
+        finally:
+            self._bodies_bytes -= len(raw)
         if body.model is not None:  # type: ignore[attr-defined]
             self._check_model(body.model)  # type: ignore[attr-defined]
         return body
 
     async def _read(self, request: Request) -> bytes:
-        """The bytes of the body; raises RequestError where they, or those of all requests, are too many."""
+        """The bytes of the body, which count until it is read as JSON.
+
+        Raises RequestError where they, or those of all requests, are too many.
+        """
         parts: list[bytes] = []
         size = 0
         try:
@@ -244,11 +268,22 @@ class App:
                 if self._bodies_bytes > MAX_BODIES_BYTES:
                     reason = "the bodies of all requests are too much at once; send the request again later"
                     raise RequestError(reason, status=429, code="overloaded", retry_after=1, is_last=True)
-        finally:
+        except BaseException:
             self._bodies_bytes -= size
+            raise
         return b"".join(parts)
 
-    async def _answer(self, request: Request, writer: Writer, record: Recorder | None) -> Response:
+    async def _elsewhere(self, work: Callable[[], Found]) -> Found:
+        """What `work` brings on a thread, while the event loop answers others."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def close(self) -> None:
+        """Ends the threads, once no request is there any more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _answer(self, request: Request, reading: Callable[[], tuple[Writer, Recorder | None]]) -> Response:
+        """The answer to what `reading`, which may take long, makes of the request."""
+        writer, record = await self._unless_gone(request, self._elsewhere(reading))
         asked = writer.asked
         self.metrics.prompt_tokens.inc(sum(map(len, asked.prompts)))
         progress = self._measured(self.listening.run(self.worker, asked.sequences, writer.add))
@@ -258,10 +293,7 @@ class App:
             stream = self._stream(first, progress, writer, record)
             return StreamingResponse(stream, media_type="text/event-stream")
         await self._unless_gone(request, _read_all(progress))
-        whole = writer.whole()
-        if record is not None:
-            record(writer.choices)
-        return JSONResponse(whole)
+        return await self._elsewhere(partial(_finished, writer, record))
 
     async def _unless_gone(self, request: Request, answer: Awaitable[Found]) -> Found:
         """What `answer` brings; it is cancelled, and ClientDisconnect raised, where the client goes away before."""
@@ -287,15 +319,15 @@ class App:
         is_complete = False
         try:
             async with contextlib.aclosing(progress):  # type: ignore[type-var]
-                for event in writer.opening():
-                    yield _event(event)
+                for opening in await self._elsewhere(partial(_opening, writer)):
+                    yield opening
                 for event in [] if first is None else writer.chunks(first):
                     yield _event(event)
                 async for piece in progress:
                     for event in writer.chunks(piece):
                         yield _event(event)
             if record is not None:
-                record(writer.choices)
+                await self._elsewhere(partial(record, writer.choices))
             if writer.request.usage_of_stream.include_usage:
                 yield _event(writer.usage_chunk())
             yield "data: [DONE]\n\n"
@@ -333,11 +365,38 @@ async def _read_all(progress: AsyncIterator[Piece]) -> None:
             pass
 
 
+def _read_body(raw: bytes, kind: type[BaseModel]) -> Any:
+    try:
+        return kind.model_validate(read_json(raw))
+    except ValidationError as error:
+        raise wrong_body(error) from error
+
+
+def _finished(writer: Writer, record: Recorder | None) -> Response:
+    whole = writer.whole()
+    if record is not None:
+        record(writer.choices)
+    return _WholeResponse(whole)
+
+
+def _opening(writer: Writer) -> list[str]:
+    """The first events of a stream, which may have whole prompts with their log-probabilities."""
+    return [f"data: {''.join(_ENCODER.iterencode(event))}\n\n" for event in writer.opening()]
+
+
+class _WholeResponse(JSONResponse):
+    """JSON that may be large: it is written in small parts, since no other thread runs within one."""
+
+    def render(self, content: Any) -> bytes:
+        return "".join(_STRICT_ENCODER.iterencode(content)).encode()
+
+
 def read_json(raw: bytes) -> dict[str, Any]:
     """The JSON object that `raw` is, at most 200 levels deep.
 
-    Raises RequestError for anything else, and for text that no UTF-8 can have.
+    Raises RequestError for anything else, for text that no UTF-8 can have, and for more lists or values than may be.
     """
+    _check_counts(raw)
     try:
         values = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -345,6 +404,16 @@ def read_json(raw: bytes) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise RequestError(f"the body is a {type(values).__name__}; send a JSON object", code="invalid_json")
     return values
+
+
+def _check_counts(raw: bytes) -> None:
+    """Raises RequestError where reading `raw` would take long, during which no other thread runs."""
+    for limit, named, signs in ((MAX_LISTS, "lists and objects", (b"[", b"{")), (MAX_VALUES, "values", (b",",))):
+        if sum(map(raw.count, signs)) > limit:
+            count = sum(map(_STRINGS.sub(b"", raw).count, signs))  # without those in texts
+            if count > limit:
+                reason = f"the body has {count:,} {named}, and at most {limit:,} may be; send less"
+                raise RequestError(reason, status=413, code="body_too_large")
 
 
 def _event(body: dict[str, Any]) -> str:

@@ -209,6 +209,7 @@ class Server:
             if self._thread.is_alive():
                 self.worker.drop()
                 self._thread.join()
+            self.app.close()
         self.worker.close()
         if self._link is not None:
             self._link.send([replace(trajectory, sequence=None) for trajectory in self.trajectories()])
