@@ -38,6 +38,8 @@ NASTY = [
     {"type": "json"},
 ]  # fmt: skip
 
+DEEP = [f'r{rule}: "a" | "b" r{rule + 1}' for rule in range(9000)]
+
 
 @pytest.fixture(scope="module")
 def tokenizer():
@@ -318,13 +320,46 @@ def test_others_are_answered_while_a_request_is_read_or_written(server, monkeypa
 
 
 @pytest.mark.parametrize(("part", "status", "told"), [
-    (b"[]", 413, "lists and objects"), (b"1", 413, "values"), (b'"[{,"', 400, "bad_words"),
+    (b"[]", 400, "lists and objects"), (b"1", 400, "values"), (b'"[{,"', 400, "bad_words"),
 ])  # fmt: skip
 def test_a_body_of_very_many_parts_is_refused_before_it_is_read(server, part, status, told):
     count = app.MAX_VALUES + 2 if part == b"1" else app.MAX_LISTS + 2
     body = b'{"model": "tiny", "prompt": "hi", "bad_words": [' + b",".join([part] * count) + b"]}"
     answer = send(f"{server.url}/completions", content=body, headers=JSON)
     assert answer.status_code == status and told in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("guide", "told"),
+    [
+        ({"guided_regex": "(a|b){40}"}, "longer than 0.001 s"),
+        ({"guided_grammar": "\n".join(["start: r0", *DEEP, 'r9000: "c"'])}, "depth or size"),
+    ],
+)  # fmt: skip
+def test_a_guide_whose_reading_does_not_end_or_ends_the_process_is_refused(server, monkeypatch, guide, told):
+    """The first has no time at all, the second passes the stack of the library."""
+    pytest.importorskip("llguidance", reason="the extra 'guided' is not installed")
+    monkeypatch.setattr(guides, "SECONDS_TO_TRY", 0.001 if "guided_regex" in guide else 60)
+    answer = post(server, GOOD | guide)
+    assert answer.status_code == 400 and told in answer.json()["error"]["message"]
+    assert_well(server)
+
+
+def test_a_guide_is_compiled_once_for_all_answers_of_a_request_and_not_in_a_turn(server, monkeypatch):
+    llguidance = pytest.importorskip("llguidance", reason="the extra 'guided' is not installed")
+    threads, real = [], llguidance.LLMatcher
+
+    class Counting:
+        validate_grammar, grammar_from_regex = real.validate_grammar, real.grammar_from_regex
+
+        def __new__(cls, *args, **options):
+            threads.append(threading.current_thread().name)
+            return real(*args, **options)
+
+    monkeypatch.setattr(llguidance, "LLMatcher", Counting)
+    answer = post(server, GOOD | {"prompt": ["hi", "hello"], "n": 3, "guided_choice": ["yes", "not so"]})
+    assert answer.status_code == 200 and len(answer.json()["choices"]) == 6
+    assert len(threads) == 1 and threads[0].startswith("hybrid-engine-request")
 
 
 def test_the_end_does_not_wait_without_end(fresh, monkeypatch):

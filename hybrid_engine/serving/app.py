@@ -27,6 +27,7 @@ from hybrid_engine.serving.asked import (
     read_chat,
     read_completion,
     read_tokens,
+    try_guide_of,
 )
 from hybrid_engine.serving.errors import RequestError, broken, cut, ended, wrong_body
 from hybrid_engine.serving.keys import Keys
@@ -46,11 +47,13 @@ MAX_BODY_BYTES = 4 * 2**20
 MAX_BODIES_BYTES = 2**28
 """Of all requests that are being read."""
 SECONDS_FOR_BODY = 30.0
-MAX_LISTS = 20_000
+MAX_LISTS = 2**16
 """Lists and objects in a body: they take a hundred times as long to read as text of their length."""
 MAX_VALUES = 2**19
 NUM_THREADS = 4
 """That read requests and write answers, beside the event loop."""
+NUM_TRYING = 2
+"""Guides that are tried at once."""
 Found = TypeVar("Found")
 log = logging.getLogger(__name__)
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # json.dumps would build one for each event
@@ -82,6 +85,7 @@ class App:
         self.keys, self.max_body_bytes = keys, max_body_bytes
         self._bodies_bytes = 0
         self._threads = ThreadPoolExecutor(NUM_THREADS, "hybrid-engine-request")
+        self._trying = ThreadPoolExecutor(NUM_TRYING, "hybrid-engine-guide")
         model.tokenizer.encode("x")  # the first call lets go of truncation, which threads must not do at once
         self.metrics = Metrics(worker)
         app = Starlette(
@@ -141,6 +145,7 @@ class App:
         """`POST /v1/completions`."""
         body = await self._body(request, CompletionRequest)
         session = self._session(request, body)
+        await self._try_guide(body)
         return await self._answer(request, partial(self._read_completion, body, session))
 
     def _read_completion(self, body: CompletionRequest, session: Session | None) -> tuple[Writer, Recorder | None]:
@@ -151,7 +156,9 @@ class App:
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
         body = await self._body(request, ChatRequest)
-        return await self._answer(request, partial(self._read_chat, body, self._session(request, body)))
+        session = self._session(request, body)
+        await self._try_guide(body)
+        return await self._answer(request, partial(self._read_chat, body, session))
 
     def _read_chat(self, body: ChatRequest, session: Session | None) -> tuple[Writer, Recorder | None]:
         if session is None:
@@ -277,9 +284,16 @@ class App:
         """What `work` brings on a thread, while the event loop answers others."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
+    async def _try_guide(self, body: ChatRequest | CompletionRequest) -> None:
+        """Raises RequestError for a guide that cannot be read in time; other requests have threads of their own."""
+        if body.guide or (isinstance(body, ChatRequest) and body.forced_tools is not None):
+            trial = partial(try_guide_of, body, self.model)
+            await asyncio.get_running_loop().run_in_executor(self._trying, trial)
+
     def close(self) -> None:
         """Ends the threads, once no request is there any more."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._trying):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def _answer(self, request: Request, reading: Callable[[], tuple[Writer, Recorder | None]]) -> Response:
         """The answer to what `reading`, which may take long, makes of the request."""
@@ -413,7 +427,7 @@ def _check_counts(raw: bytes) -> None:
             count = sum(map(_STRINGS.sub(b"", raw).count, signs))  # without those in texts
             if count > limit:
                 reason = f"the body has {count:,} {named}, and at most {limit:,} may be; send less"
-                raise RequestError(reason, status=413, code="body_too_large")
+                raise RequestError(reason, code="body_too_large")
 
 
 def _event(body: dict[str, Any]) -> str:

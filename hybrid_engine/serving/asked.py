@@ -12,7 +12,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from hybrid_engine.generation.batching.noise import prompt_digest, sample_keys
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.options import GenerationOptions, read_options
-from hybrid_engine.serving.errors import RequestError
+from hybrid_engine.generation.sampling.guides import CompiledGuide, GuideError, compile_guide, guide_of, try_guide
+from hybrid_engine.serving.errors import RequestError, rule_failed
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
 from hybrid_engine.serving.tool_calls import NONE, calls_grammar, forcing_parser
 
@@ -63,6 +64,8 @@ class Asked:
     num_new: int
     """Tokens that each answer may have."""
     sequences: list[Sequence] = field(default_factory=list)
+    guides: list[CompiledGuide] = field(default_factory=list)
+    """Of the sequences, which find them ready as long as they are here."""
 
 
 def read_completion(request: CompletionRequest, model: ServedModel) -> Asked:
@@ -223,14 +226,37 @@ def _asked(request: SamplingFields, prompts: list[list[int]], num_new: int, mode
         return Asked(request, prompts, 0)
     seed = secrets.randbits(62) if request.seed is None else request.seed
     keys = sample_keys(seed, [prompt_digest(prompt) for prompt in prompts], [], request.n)
-    sequences = []
+    sequences, guides = [], []
     for prompt, tokens in enumerate(prompts):
         shared = Prompt(tokens, num_tops=request.num_top_logprobs if is_scored else None)
         options = _options(request, max(1, num_new), len(tokens), model)
+        guides += _compiled(options, model)
         places = range(prompt * request.n, (prompt + 1) * request.n)
         adapter = model.adapters.get(request.model)
         sequences += [Sequence(shared, row, options, keys[row], adapter=adapter) for row in places]
-    return Asked(request, prompts, num_new, sequences)
+    return Asked(request, prompts, num_new, sequences, guides)
+
+
+def try_guide_of(request: SamplingFields, model: ServedModel) -> None:
+    """Raises RequestError for a guide that cannot be read in time; takes seconds then."""
+    given = request.guide | _forced_calls(request, model)
+    json_space = given.pop("guided_whitespace_pattern", None)
+    if len(given) != 1:
+        return
+    try:
+        try_guide(guide_of(*next(iter(given.items())), json_space))
+    except ValueError as error:
+        raise RequestError(str(error), code="invalid_value") from error
+
+
+def _compiled(options: GenerationOptions, model: ServedModel) -> list[CompiledGuide]:
+    """The guide of these options, if they have one; raises RequestError where the library gives it up."""
+    if options.rules.guide is None:
+        return []
+    try:
+        return [compile_guide(options.rules.guide, model.tokenizer, model.vocab_size, options.eos_token_ids)]
+    except GuideError as error:
+        raise rule_failed(error) from error
 
 
 def _forced_calls(request: SamplingFields, model: ServedModel) -> dict[str, Any]:

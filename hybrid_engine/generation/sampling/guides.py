@@ -4,6 +4,8 @@ It says after every token which ones may come next; the others' logits become -i
 """
 
 import json
+import subprocess
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -23,12 +25,38 @@ _SPECIAL = str.maketrans({letter: f"\\{letter}" for letter in "\\.+*?()|[]{}^$#&
 _GIVEN_UP = ("InternalError", "LexerTooComplex", "ParserTooComplex")
 
 
+SECONDS_TO_TRY = 5.0
+_TRIAL = """
+import resource, sys, threading
+from llguidance import LLMatcher
+resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))
+threading.stack_size(2**21)  # a quarter of what threads have here
+grammar = sys.stdin.read()
+trial = threading.Thread(target=lambda: LLMatcher.validate_grammar(grammar, None))
+trial.start()
+trial.join()
+"""
+
+
 class GuideError(ValueError):
     """A guide that the library could not follow: it passes its limits, or a token came that it does not allow."""
 
 
 def read_guide(option: str, value: Any, json_space: str | None = None) -> tuple[str, str]:
-    """Kind and content of a guide; raises ValueError where `value` is none.
+    """Kind and content of a guide that the library can read; raises ValueError where `value` is none.
+
+    Args: as of `guide_of`.
+    """
+    guide = guide_of(option, value, json_space)
+    problem = _library(option).LLMatcher.validate_grammar(_grammar(option, guide), None)
+    if problem:
+        beside = "" if json_space is None else f" with guided_whitespace_pattern={json_space!r}"
+        raise ValueError(f"{option}={value!r}{beside} cannot guide: {problem.strip().splitlines()[0]}")
+    return guide
+
+
+def guide_of(option: str, value: Any, json_space: str | None = None) -> tuple[str, str]:
+    """Kind and content of a guide that the library has not seen; raises ValueError where `value` has another type.
 
     Args:
         option: `guided_choice`, `guided_regex`, `guided_json` or `guided_grammar`.
@@ -52,12 +80,28 @@ def read_guide(option: str, value: Any, json_space: str | None = None) -> tuple[
         value = _schema(option, value)
         if json_space is not None:
             value = value | {"x-guidance": value.get("x-guidance", {}) | {"whitespace_pattern": json_space}}
-    guide = kind, json.dumps(value)
-    problem = _library(option).LLMatcher.validate_grammar(_grammar(option, guide), None)
-    if problem:
-        beside = "" if json_space is None else f" with guided_whitespace_pattern={json_space!r}"
-        raise ValueError(f"{option}={value!r}{beside} cannot guide: {problem.strip().splitlines()[0]}")
-    return guide
+    return kind, json.dumps(value)
+
+
+def try_guide(guide: tuple[str, str]) -> None:
+    """Raises GuideError for a guide of a stranger's whose reading would not end, or would end the process.
+
+    The library has no bound on the time of it, and one on the depth only in the stack: so it is tried elsewhere.
+    """
+    option = f"guided_{guide[0]}"
+    if (reason := _tried(_grammar(option, guide))) is not None:
+        raise GuideError(f"{option} cannot guide: {reason}; make it smaller")
+
+
+@lru_cache(maxsize=64)  # starting a process takes a tenth of a second and more
+def _tried(grammar: str) -> str | None:
+    """What went wrong as a process read `grammar`, other than what the library says itself."""
+    command = [sys.executable, "-c", _TRIAL]
+    try:
+        ended = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=SECONDS_TO_TRY)
+    except subprocess.TimeoutExpired:
+        return f"reading it takes longer than {SECONDS_TO_TRY:g} s"
+    return None if ended.returncode == 0 else f"{LIBRARY} fails at its depth or size"
 
 
 def _schema(option: str, value: Any) -> Any:
