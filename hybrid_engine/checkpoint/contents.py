@@ -24,6 +24,8 @@ WEIGHTS = "weights."
 OPTIMIZER = "optimizer."
 """What the keys of the optimizer's state begin with; `optimizer.<key of the state>.<name of the parameter>`."""
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+MEASURED = ("logprob_difference",)
+"""Figures that training reads later, each None or a mean and a highest value."""
 
 
 def with_shards(training: TrainingState, action: Callable[[], Result]) -> Result:

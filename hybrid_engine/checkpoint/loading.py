@@ -14,6 +14,7 @@ from hybrid_engine.checkpoint.checksums import check_files
 from hybrid_engine.checkpoint.comparison import Wanted, check_manifest, warn_of_differences
 from hybrid_engine.checkpoint.contents import (
     COUNTERS,
+    MEASURED,
     OPTIMIZER,
     build_manifest,
     collect_weights,
@@ -138,7 +139,20 @@ def _pick(training: TrainingState, values: dict[str, Any], wanted: Wanted) -> di
         _check_schedule(training.lr_scheduler.state_dict(), values["lr_scheduler"])
     if wrong := [name for name in COUNTERS if name in names and type(values[name]) is not int]:
         raise ValueError(f"{wrong[0]} is {values[wrong[0]]!r}, not a number")
+    if "measured" in names:
+        _check_measured(values["measured"])
     return {name: values[name] for name in names}
+
+
+def _check_measured(measured: Any) -> None:
+    """Raises ValueError for what no engine stores: figures by name, a mean and a highest value each."""
+    is_known = isinstance(measured, dict) and set(measured) <= set(MEASURED)
+    if not is_known or not all(figure is None or _is_pair(figure) for figure in measured.values()):
+        raise ValueError(f"measured is {measured!r}, not pairs of numbers by {', '.join(MEASURED)}")
+
+
+def _is_pair(figure: Any) -> bool:
+    return isinstance(figure, list) and [type(number) for number in figure] == [float, float]
 
 
 def _check_schedule(own: dict[str, Any], saved: dict[str, Any]) -> None:
