@@ -25,7 +25,7 @@ _SPECIAL = str.maketrans({letter: f"\\{letter}" for letter in "\\.+*?()|[]{}^$#&
 _GIVEN_UP = ("InternalError", "LexerTooComplex", "ParserTooComplex")
 
 
-SECONDS_TO_TRY = 5.0
+SECONDS_TO_TRY = 10.0
 _TRIAL = """
 import resource, sys, threading
 from llguidance import LLMatcher
@@ -95,12 +95,17 @@ def try_guide(guide: tuple[str, str]) -> None:
 
 @lru_cache(maxsize=64)  # starting a process takes a tenth of a second and more
 def _tried(grammar: str) -> str | None:
-    """What went wrong as a process read `grammar`, other than what the library says itself."""
+    """What went wrong as a process read `grammar`, other than what the library says itself.
+
+    Raises GuideError where it took too long, which is not kept: a busy machine may be the cause.
+    """
     command = [sys.executable, "-c", _TRIAL]
     try:
         ended = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=SECONDS_TO_TRY)
-    except subprocess.TimeoutExpired:
-        return f"reading it takes longer than {SECONDS_TO_TRY:g} s"
+    except subprocess.TimeoutExpired as error:
+        raise GuideError(
+            f"the guide cannot guide: reading it takes longer than {SECONDS_TO_TRY:g} s; make it smaller"
+        ) from error
     return None if ended.returncode == 0 else f"{LIBRARY} fails at its depth or size"
 
 
