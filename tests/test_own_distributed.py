@@ -5,24 +5,16 @@ Each process answers rows of its own, with what one process alone would answer a
 
 import pytest
 import torch
-import transformers as hf
 from chat import build_chat_tokenizer
 from distributed import run_distributed
-from models import PAD, VOCAB, randomised
+from models import PAD, randomised
 from one_rank import Broken, check_error, outcome
+from test_live_own import MODELS
 from transformers.models.mamba import modeling_mamba
 
 import hybrid_engine
 from hybrid_engine.generation import own_sequences
 
-_SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": PAD, "eos_token_id": 2}
-_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
-_JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "use_mamba_kernels": False}
-MODELS = {
-    "mamba": lambda: hf.MambaForCausalLM(hf.MambaConfig(**_SIZES, state_size=8)),
-    "jamba": lambda: hf.JambaForCausalLM(hf.JambaConfig(**_SIZES, **_HEADS, **_JAMBA)),
-    "rwkv": lambda: hf.RwkvForCausalLM(hf.RwkvConfig(**_SIZES)),
-}
 SETTINGS = {"whole": (0, True), "gathered": (3, True), "streamed": (3, False)}
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [5, 6, 7]]
 """Two of the first process, one, which the other has too, of the second."""
