@@ -26,7 +26,7 @@ GOAL_MS = 503.5
 """An iteration of OPT-1.3B on an H100, 8 x (256 + 128) tokens, with DeepSpeed's CUDA graphs. Its rollout has 2,840
 tokens a second, so that 360 ms are the rollout's."""
 WARM_UPS = 2
-"""Of iterations: steps are recorded in the first ones."""
+"""Iterations that are not timed: steps are recorded in the first ones."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -187,7 +187,7 @@ def main() -> int:
 
 
 def choose_parts(args: argparse.Namespace) -> list[Part]:
-    """Those of `--only` without those of `--skip`, in their own order."""
+    """The parts of `--only` without those of `--skip`, in their own order."""
     return [part for part in PARTS if (not args.only or part.name in args.only) and part.name not in args.skip]
 
 

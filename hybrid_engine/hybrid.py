@@ -269,7 +269,7 @@ class HybridEngine(ZeroEngine):
             self.generator.model.bind()
 
     def measured_values(self) -> dict[str, Any]:
-        """How far rollout and trainer were apart when last measured: loops decide by it, and log it."""
+        """A figure for checkpoints: how far rollout and trainer were apart last, by which loops decide."""
         difference = self.logprob_difference
         return {"logprob_difference": None if difference is None else [difference.mean, difference.max]}
 

@@ -67,7 +67,7 @@ _kept: dict[tuple[Any, ...], Any] = {}
 
 
 def prepared(prepare: Callable[..., T], *arguments: Any) -> T:
-    """What `prepare(*arguments)` returned for the first arguments of this form: tensors, None, or what can be hashed.
+    """The result of `prepare` for the first arguments of this form: tensors, None, or values that can be hashed.
 
     `prepare` may ask a tensor for its sizes, strides, dtype, device and place within 16 bytes alone, and keeps none.
     """

@@ -74,7 +74,7 @@ class Heads(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Of all queries, all keys, all values."""
+        """Columns of all queries, all keys, all values."""
         kv_width = self.num_kv_heads * self.dim
         return kv_width * self.group, kv_width, kv_width
 

@@ -49,7 +49,7 @@ class Numbers(NamedTuple):
         return kernels.Scores(self.scale, self.window or 0, self.softcap or 1.0, weights.sinks, weights.alibi)
 
     def changes(self, qkv: QKV, weights: HeadWeights) -> kernels.Changes:
-        """What queries and keys are normed with and rotated by."""
+        """The norms and angles of queries and keys."""
         cos, sin = qkv.rotary or (None, None)
         stride = 0 if cos is None else cos.stride(0)
         return kernels.Changes(cos, sin, stride, weights.q_gamma, weights.k_gamma, self.norm_eps)

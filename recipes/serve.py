@@ -90,7 +90,7 @@ class Config(BaseModelOptions):
 
     @property
     def key(self) -> str | None:
-        """What clients must send; None: nothing, or a key of the file."""
+        """The key that clients must send; None: none, or a key of the file."""
         if self.api_key is not None:
             return self.api_key
         key = os.environ.get(KEY_VARIABLE)

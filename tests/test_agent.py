@@ -10,6 +10,7 @@ from dataclasses import replace
 import httpx
 import pytest
 import torch
+from interrupted_runs import stopped_after
 from safetensors.torch import load_file
 from small_actors import save_small_actor
 from transformers import AutoTokenizer
@@ -18,7 +19,6 @@ from hybrid_engine.recipes import agent, sft
 from hybrid_engine.recipes.data.sequences import epochs_of_similar_length, response_logprobs
 from hybrid_engine.recipes.experience.policy import build_policy
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
-from hybrid_engine.recipes.runs.run_log import RunLog
 from hybrid_engine.recipes.runs.schedule import Schedule
 from hybrid_engine.recipes.runs.stages import seed_everything
 from hybrid_engine.recipes.tasks import calculator
@@ -82,19 +82,11 @@ def few_problems(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{"num_clients": 1}, {"exact": True}], ids=["one client", "exact mode"])
-def test_an_interrupted_run_goes_on_to_the_bit(tiny, tmp_path, few_problems, monkeypatch, options):
+def test_an_interrupted_run_goes_on_to_the_bit(tiny, tmp_path, few_problems, options):
     whole = replace(tiny, **options)
     torn = replace(whole, out=str(tmp_path / "torn"))
     agent.run(whole)
-    write = RunLog.write
-
-    def stop_at_the_second_step(log, step, metrics, shown=()):
-        write(log, step, metrics, shown)
-        if step == 1:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(RunLog, "write", stop_at_the_second_step)
+    with stopped_after(1):
         agent.run(torn)
     agent.run(replace(torn, resume=True))
     ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("torn", "run"))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from answers import check_followed
 from distributed import run_distributed
+from interrupted_runs import stopped_after
 from small_actors import save_small_actor, save_sums
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -19,7 +20,6 @@ from hybrid_engine.recipes.experience.rollout import SamplingOptions, choose_gro
 from hybrid_engine.recipes.rewards.loading import load_rewards
 from hybrid_engine.recipes.runs.answers_log import read_answers
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
-from hybrid_engine.recipes.runs.run_log import RunLog
 from hybrid_engine.recipes.tasks import arithmetic
 
 SIZES = {
@@ -96,21 +96,13 @@ def test_a_run_learns_and_leaves_metrics_plot_samples_result_and_the_best_and_th
     assert weights_in(folder / "best").keys() == weights_in(folder / "actor").keys()
 
 
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tiny, tmp_path, monkeypatch):
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tiny, tmp_path):
     algorithm = Algorithm(
         dynamic_sampling=2, kl_place="loss", kl_coef=0.1, kl_target=0.5, kl_horizon=64.0, overlong_buffer=0.5
     )
     whole, torn = (tiny(name, algorithm=algorithm, steps=5, save_every=1, epochs=2) for name in ("whole", "torn"))
     grpo.run(whole)
-    write = RunLog.write
-
-    def stop_at_the_fourth_step(log, step, metrics, shown=()):
-        write(log, step, metrics, shown)
-        if step == 3:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(RunLog, "write", stop_at_the_fourth_step)
+    with stopped_after(3):
         grpo.run(torn)
     with pytest.raises(ValueError, match=r"--resume: --group-size=2 but the interrupted run had 4"):
         grpo.run(replace(torn, resume=True, group_size=2, minibatch_size=8))
@@ -131,15 +123,7 @@ def test_a_step_that_trains_nothing_logs_what_was_measured_last_also_after_an_in
     given = {"steps": 3, "save_every": 1, "eval_every": 0, "reward": ("first_two:score",)}
     whole, torn = (tiny(name, **given) for name in ("whole", "torn"))
     grpo.run(whole)
-    write = RunLog.write
-
-    def stop_at_the_third_step(log, step, metrics, shown=()):
-        write(log, step, metrics, shown)
-        if step == 2:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(RunLog, "write", stop_at_the_third_step)
+    with stopped_after(2):
         grpo.run(torn)
     grpo.run(replace(torn, resume=True))
     ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("torn", "whole"))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from answers import check_followed
 from distributed import run_distributed
+from interrupted_runs import stopped_after
 from small_actors import save_small_actor, save_sums
 from transformers import AutoModelForCausalLM
 
@@ -14,7 +15,6 @@ from hybrid_engine.command import cli
 from hybrid_engine.recipes import online_dpo
 from hybrid_engine.recipes.runs.answers_log import read_answers
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
-from hybrid_engine.recipes.runs.run_log import RunLog
 from hybrid_engine.recipes.tasks import arithmetic
 
 SIZES = {
@@ -75,18 +75,10 @@ def test_answers_that_are_all_alike_make_no_pair_and_change_nothing(tiny, tmp_pa
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tiny, tmp_path, monkeypatch):
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tiny, tmp_path):
     whole, torn = (replace(tiny, save_every=1, out=str(tmp_path / name)) for name in ("whole", "torn"))
     online_dpo.run(whole)
-    write = RunLog.write
-
-    def stop_at_the_third_step(log, step, metrics, shown=()):
-        write(log, step, metrics, shown)
-        if step == 2:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(RunLog, "write", stop_at_the_third_step)
+    with stopped_after(2):
         online_dpo.run(torn)
     online_dpo.run(replace(torn, resume=True))
     lines = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("torn", "whole")]

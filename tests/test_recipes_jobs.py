@@ -11,6 +11,7 @@ import pytest
 import torch
 from answers import check_followed
 from distributed import run_distributed
+from interrupted_runs import stopped_after
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hybrid_engine.checkpoint.lock import LOCK_FILE
@@ -99,20 +100,12 @@ def test_in_exact_mode_rollout_and_trainer_are_never_apart(stages, tmp_path, cap
         assert line["logprob_difference_max"] == 0.0 and line["first_ratio"] == 1.0
 
 
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(stages, tmp_path, monkeypatch):
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(stages, tmp_path):
     config = replace(TINY, steps=4, save_every=2, ppo_epochs=1, eval_every=1)
     whole = new_run(stages, tmp_path / "whole")
     ppo.run(replace(config, out=whole))
     torn = new_run(stages, tmp_path / "torn")
-    write = RunLog.write
-
-    def stop_at_the_last_step(log, step, metrics, shown=()):
-        write(log, step, metrics, shown)
-        if step == 3:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(RunLog, "write", stop_at_the_last_step)
+    with stopped_after(3):
         ppo.run(replace(config, out=torn))
     with pytest.raises(ValueError, match=r"--resume: --kl-coef=0.5 but the interrupted run had 0.07"):
         ppo.run(replace(config, out=torn, resume=True, kl_coef=0.5))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from answers import check_followed
 from distributed import run_distributed
+from interrupted_runs import stopped_after
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from hybrid_engine.command import cli
@@ -17,7 +18,6 @@ from hybrid_engine.recipes import dpo, kto, sft
 from hybrid_engine.recipes.data.held_out import is_held_out
 from hybrid_engine.recipes.runs.answers_log import read_answers
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
-from hybrid_engine.recipes.runs.run_log import RunLog
 
 SIZES = {
     "batch_size": 8,
@@ -107,7 +107,7 @@ def test_a_finished_run_is_made_longer_as_if_it_had_been_so_from_the_start(recip
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(recipe, model, pairs, tmp_path, monkeypatch):
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(recipe, model, pairs, tmp_path):
     options = {
         "epochs": 1 if recipe == "kto" else 2,
         "save_every": 2,
@@ -115,15 +115,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(recipe, model, pairs, 
     }
     whole, torn = (tiny(recipe, tmp_path / name, model, pairs, **options) for name in ("whole", "torn"))
     RECIPES[recipe].run(whole)
-    write = RunLog.write
-
-    def stop_at_the_fourth_step(log, step, metrics, shown=()):
-        write(log, step, metrics, shown)
-        if step == 3:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(RunLog, "write", stop_at_the_fourth_step)
+    with stopped_after(3):
         RECIPES[recipe].run(torn)
     with pytest.raises(ValueError, match=r"--resume: --beta=0.5 but the interrupted run had 0.1"):
         RECIPES[recipe].run(replace(torn, resume=True, beta=0.5))

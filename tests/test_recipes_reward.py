@@ -9,6 +9,7 @@ import pytest
 import torch
 from chat import PLAIN_TEMPLATE, build_chat_tokenizer
 from distributed import run_distributed
+from interrupted_runs import stopped_after
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -17,7 +18,6 @@ from hybrid_engine.recipes.data import pair_corpus
 from hybrid_engine.recipes.rewards.classifier import build_classifier, load_scoring_tokenizer
 from hybrid_engine.recipes.rewards.learned import load_value_model
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
-from hybrid_engine.recipes.runs.run_log import RunLog
 from hybrid_engine.recipes.runs.stages import seed_everything
 
 
@@ -123,19 +123,11 @@ def test_the_split_into_micro_batches_changes_nothing(config):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-4), name
 
 
-def test_an_interrupted_run_goes_on_with_the_same_bits(config, monkeypatch):
+def test_an_interrupted_run_goes_on_with_the_same_bits(config):
     config = replace(config, save_every=3, eval_every=2)
     whole, torn = replace(config, out=config.out + "-whole"), config
     reward.run(whole)
-    write = RunLog.write
-
-    def stop_there(log, step, *arguments):
-        write(log, step, *arguments)
-        if step == 4:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(RunLog, "write", stop_there)
+    with stopped_after(4):
         reward.run(torn)
     reward.run(replace(torn, resume=True))
     assert metrics_of(torn) == metrics_of(whole)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from chat import MARKED_TEMPLATE, build_chat_tokenizer
 from distributed import run_distributed
+from interrupted_runs import stopped_after
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hybrid_engine.recipes import sft
@@ -120,19 +121,11 @@ def test_two_processes_under_zero_3_learn_with_an_adapter_what_one_does(config):
 
 
 @pytest.mark.parametrize("stop", [3, 5])
-def test_an_interrupted_run_goes_on_with_the_same_bits(config, monkeypatch, stop):
+def test_an_interrupted_run_goes_on_with_the_same_bits(config, stop):
     config = replace(config, save_every=3, eval_every=2)
     whole, torn = replace(config, out=config.out + "-whole"), config
     sft.run(whole)
-    write = RunLog.write
-
-    def stop_there(log, step, *arguments):
-        write(log, step, *arguments)
-        if step == stop:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(RunLog, "write", stop_there)
+    with stopped_after(stop):
         sft.run(torn)
     with pytest.raises(ValueError, match=r"--resume: --learning-rate=0.5 but the interrupted run had 0.01"):
         sft.run(replace(torn, resume=True, learning_rate=0.5))

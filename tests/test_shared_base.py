@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from distributed import run_distributed
+from interrupted_runs import stopped_after
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from small_actors import save_small_actor, save_sums
@@ -29,7 +30,6 @@ from hybrid_engine.recipes.rewards.answers import Answers
 from hybrid_engine.recipes.rewards.learned import LearnedReward
 from hybrid_engine.recipes.rewards.loading import load_rewards
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
-from hybrid_engine.recipes.runs.run_log import RunLog
 from hybrid_engine.recipes.runs.schedule import Schedule
 from hybrid_engine.recipes.tasks import arithmetic
 from hybrid_engine.training.adapter_roles import playing
@@ -212,18 +212,10 @@ def test_rollouts_have_the_actors_adapter_alone(config):
     assert torch.equal(actor.generate(prompts, **options), expected)
 
 
-def test_a_run_that_was_interrupted_goes_on_to_the_bit_from_adapters_and_heads_alone(config, tmp_path, monkeypatch):
+def test_a_run_that_was_interrupted_goes_on_to_the_bit_from_adapters_and_heads_alone(config, tmp_path):
     whole, torn = (replace(config, out=str(tmp_path / name)) for name in ("whole", "torn"))
     ppo.run(whole)
-    write = RunLog.write
-
-    def stop_at_the_last_step(log, step, metrics, shown=()):
-        write(log, step, metrics, shown)
-        if step == 1:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(RunLog, "write", stop_at_the_last_step)
+    with stopped_after(1):
         ppo.run(torn)
     saved = tmp_path / "torn" / "checkpoints" / "actor" / "step1"
     stored = set(dcp.FileSystemReader(saved).read_metadata().state_dict_metadata)

@@ -284,7 +284,7 @@ class _Once(argparse.Action):
 
 
 def flags_of(option: Option) -> list[str]:
-    """How an option is typed."""
+    """The flags by which an option is typed."""
     flags = ["--" + option.name.replace("_", "-")]
     return [f"-{option.name}", *flags] if len(option.name) == 1 else flags
 

@@ -146,7 +146,7 @@ class Memory(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What a live batch is asked for; the first two as `live_batch` takes them."""
+    """A live batch as it is asked for; the first two fields as `live_batch` takes them."""
 
     longest: int | None
     max_running: int | None

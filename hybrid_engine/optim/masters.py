@@ -16,7 +16,7 @@ from hybrid_engine.zero.sharding import local_tensor
 from hybrid_engine.zero.trained_parameter import TrainedParameter
 
 WORDS_AT_ONCE = 2**22
-"""Of a fingerprint: 32 MiB for the numbers of their places, and for each product with them."""
+"""Words of a fingerprint: 32 MiB for the numbers of their places, and for each product with them."""
 
 
 class Masters:

@@ -59,7 +59,7 @@ class TrainingState(Protocol):
         """After the parameters were given other storage."""
 
     def measured_values(self) -> dict[str, Any]:
-        """What was measured in training and is read later in it: plain values by name, for a checkpoint."""
+        """Figures that training measured and reads later, for a checkpoint: plain values by name."""
 
     def restore_measured_values(self, values: dict[str, Any]) -> None:
         """Takes what `measured_values` gave; raises what values of another kind make it raise."""

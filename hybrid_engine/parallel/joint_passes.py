@@ -129,7 +129,7 @@ def check_same_input(arguments: Any, module: nn.Module, groups: Sequence[dist.Pr
 
 
 def _beginning(arguments: Any, module: nn.Module) -> dict[str, str]:
-    """What a pass begins with, in words."""
+    """The state that a pass begins with, in words."""
     leaves = pytree.tree_leaves(arguments)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     num_training, is_recorded = sum(part.training for part in module.modules()), torch.is_grad_enabled()

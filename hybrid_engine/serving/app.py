@@ -281,7 +281,7 @@ class App:
         return b"".join(parts)
 
     async def _elsewhere(self, work: Callable[[], Found]) -> Found:
-        """What `work` brings on a thread, while the event loop answers others."""
+        """The result of `work`, done on a thread while the event loop answers others."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def _try_guide(self, body: ChatRequest | CompletionRequest) -> None:

@@ -65,7 +65,7 @@ class Asked:
     """Tokens that each answer may have."""
     sequences: list[Sequence] = field(default_factory=list)
     guides: list[CompiledGuide] = field(default_factory=list)
-    """Of the sequences, which find them ready as long as they are here."""
+    """The guides of the sequences, which find them ready as long as they are here."""
 
 
 def read_completion(request: CompletionRequest, model: ServedModel) -> Asked:

@@ -77,7 +77,7 @@ def not_finite() -> RequestError:
 
 
 def rule_failed(error: Exception) -> RequestError:
-    """What shapes this answer alone raised `error`: 400 where the client's guide is too large, else 500."""
+    """400 where a client's guide is too large; 500 for any other `error` of a rule that shapes this answer alone."""
     if isinstance(error, GuideError):
         return RequestError(str(error), code="guide_failed")
     return RequestError(

@@ -1,4 +1,4 @@
-"""What a web page in the user's browser could send here without a key: refused before anything is read.
+"""Refusal of requests that a web page in the user's browser could send here without a key, before they are read.
 
 A browser asks no server before it sends a form, text, or a body without a type to any address, this machine's own too;
 and a page whose name its owner lets point at 127.0.0.1 (DNS rebinding) is of the same origin as what answers there. So

@@ -34,7 +34,7 @@ MAX_GUIDED = 2**18
 MAX_GUIDED_CHOICES = 10_000
 LEAST_TEMPERATURE = 1e-6
 MAX_DIGITS = 10
-"""Of a token id."""
+"""Digits of a token id at most."""
 MAX_SESSION_ID = 256
 """Characters."""
 MAX_TOP_LOGPROBS = 20

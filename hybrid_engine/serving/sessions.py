@@ -26,13 +26,13 @@ REASONING = "reasoning_content"
 NUM_LEFT = 8
 """Tokens in front of what is new that it is encoded with."""
 MAX_SESSION_TOKENS = 2**25
-"""Of all conversations together unless told otherwise."""
+"""Tokens of all conversations together unless told otherwise."""
 MAX_SESSION_BYTES = 2**31
 """The same, of all that is remembered of them."""
 TOKEN_BYTES = 112
-"""Of a token in an answer that is remembered: in lists of ids, log-probabilities, versions, and who wrote it."""
+"""Bytes of a token that is remembered: in lists of ids, log-probabilities, versions, and who wrote it."""
 NODE_BYTES = 4096
-"""Of such an answer beside its tokens and messages."""
+"""Bytes of a remembered answer beside its tokens and messages."""
 MAX_VALUES = 2**16
 """JSON values in the messages and template inputs of a request that is remembered."""
 # Stands for an answer while a template writes what comes after it: no template changes letters, and no text has it.
@@ -59,7 +59,7 @@ class Size(NamedTuple):
         return Size(self.num_tokens + other.num_tokens, self.num_bytes + other.num_bytes)
 
     def minus(self, other: "Size") -> "Size":
-        """What is left without `other`."""
+        """The rest without `other`."""
         return Size(self.num_tokens - other.num_tokens, self.num_bytes - other.num_bytes)
 
     def is_within(self, most: "Size") -> bool:

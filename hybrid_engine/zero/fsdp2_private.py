@@ -87,7 +87,7 @@ def twins(modules: Iterable[FSDPModule]) -> Iterator[tuple[Any, Any]]:
 
 
 def wholes(modules: Iterable[FSDPModule]) -> Iterator[Any]:
-    """What stands in each parameter's place while it is gathered; None before it is for the first time."""
+    """The tensor in each parameter's place while it is gathered; None before it is for the first time."""
     for param in fsdp_params(modules):
         yield getattr(param, "_unsharded_param", None)
 

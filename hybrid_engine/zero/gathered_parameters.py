@@ -35,7 +35,7 @@ from hybrid_engine.zero.sharding import Sharding, full_tensor, local_tensor
 MARKS = ("ds_id", "ds_shape", "ds_numel", "ds_tensor")
 COPY = "_number_of_copy"
 WRITTEN = "_written_in_a_block"
-"""Of a parameter that each process has whole: the sum of its bits after a block without a modifier changed it."""
+"""Attribute of a parameter that each process has whole: the sum of its bits after a block without a modifier."""
 """The attribute of a parameter that every process has whole, below stage 3; no script asks for it."""
 _numbers = itertools.count()
 

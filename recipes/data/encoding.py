@@ -377,7 +377,7 @@ def _check_shown(
 def _text_of(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Any] | None, options: dict[str, Any]
 ) -> str | None:
-    """What the chat template makes of the conversation; None where it fails."""
+    """The text that the chat template makes of the conversation; None where it fails."""
     try:
         return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options))
     except (TemplateError, ValueError, TypeError, KeyError):

@@ -39,7 +39,7 @@ from hybrid_engine.recipes.tasks.small_llama import build_small_llama
 
 
 class ReadRun(NamedTuple):
-    """What a run will work on, and its `Config` with the lengths that it will have."""
+    """The data of a run, and its `Config` with the lengths that it will have."""
 
     read: Read
     config: Any

@@ -30,7 +30,7 @@ METHODS = {
     "online_dpo": "online DPO ([arXiv 2402.04792](https://arxiv.org/abs/2402.04792))",
     "agent": "reinforcement learning on conversations of several turns, in which the model calls tools",
 }
-"""What each recipe does, with its paper."""
+"""The method of each recipe, with its paper."""
 SETTINGS = {
     "learning_rate": "learning rate", "epochs": "epochs", "batch_size": "batch size", "rollout_size": "prompts a step",
     "group_size": "answers to a prompt", "lora_rank": "LoRA rank", "dtype": "dtype", "kl_coef": "KL coefficient",
@@ -97,7 +97,7 @@ def _loading(is_classifier: bool, has_adapter: bool) -> str:
 
 
 def _training(options: Mapping[str, Any], recipe: str | None, run_folder: Path) -> str:
-    """How the model was trained, in a sentence, its most important options and the figures of its last step."""
+    """A card's section on training: a sentence, the most important options, and the figures of the last step."""
     if recipe not in METHODS:
         return ""
     text = f"## How it was trained\n\nBy {METHODS[recipe]}, from {_base(options, recipe)}, on {_data(options)}."

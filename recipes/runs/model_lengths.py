@@ -26,7 +26,7 @@ WITHOUT_POSITIONS = 8192
 ANSWERS = ("answer", "solution", "completion", "chosen")
 """Columns of prompts in which data sets have answers."""
 SHARE = 0.99
-"""Of the data's answers that the longest answer of the run holds; the longest of all may be a mistake."""
+"""Share of the data's answers that the longest answer of the run holds; the longest of all may be a mistake."""
 
 
 def settle_lengths(
@@ -67,15 +67,15 @@ class Room(NamedTuple):
     """Tokens that a prompt and its answer may have together."""
 
     positions: int
-    """Of the model; a prompt takes those that it has."""
+    """Positions of the model; a prompt takes those that it has."""
     in_pass: int
-    """Of a pass, for the longest prompt that there may be."""
+    """Tokens of a pass, for the longest prompt that there may be."""
     reason: str
-    """What the smaller number is, in words."""
+    """Where the smaller number comes from, in words."""
 
     @classmethod
     def of(cls, config: Any) -> "Room":
-        """Of the options of a recipe, and of its `model`."""
+        """The room by a recipe's options and its `model`."""
         found = num_positions(load_config(config.model))
         positions = found or WITHOUT_POSITIONS
         budget = getattr(config, "tokens_per_micro_batch", 0)
@@ -94,7 +94,7 @@ class Room(NamedTuple):
         return min(self.positions, self.in_pass)
 
     def behind(self, num_prompt: int, longest: int) -> int:
-        """What is left for an answer behind prompts of up to `num_prompt` tokens, of which there are `longest`."""
+        """Tokens left for an answer behind prompts of up to `num_prompt` tokens, of which there are `longest`."""
         return min(self.positions - min(num_prompt, longest), self.in_pass - num_prompt)
 
 
@@ -116,5 +116,5 @@ def _text_of(answer: Any) -> str | None:
 
 
 def long_one(ordered: Sequence[T]) -> T:
-    """What `SHARE` of what is `ordered` by length does not exceed; there must be something."""
+    """The length that `SHARE` of `ordered`, which is not empty, does not exceed."""
     return ordered[ceil(SHARE * len(ordered)) - 1]

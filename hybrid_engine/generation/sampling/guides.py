@@ -89,23 +89,22 @@ def try_guide(guide: tuple[str, str]) -> None:
     The library has no bound on the time of it, and one on the depth only in the stack: so it is tried elsewhere.
     """
     option = f"guided_{guide[0]}"
-    if (reason := _tried(_grammar(option, guide))) is not None:
+    try:
+        reason = _tried(_grammar(option, guide))
+    except subprocess.TimeoutExpired:
+        reason = f"reading it takes longer than {SECONDS_TO_TRY:g} s"
+    if reason is not None:
         raise GuideError(f"{option} cannot guide: {reason}; make it smaller")
 
 
 @lru_cache(maxsize=64)  # starting a process takes a tenth of a second and more
 def _tried(grammar: str) -> str | None:
-    """What went wrong as a process read `grammar`, other than what the library says itself.
+    """The failure of a process that read `grammar`, other than what the library says itself; None where there is none.
 
-    Raises GuideError where it took too long, which is not kept: a busy machine may be the cause.
+    Raises TimeoutExpired where it took too long, which is not kept: a busy machine may be the cause.
     """
     command = [sys.executable, "-c", _TRIAL]
-    try:
-        ended = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=SECONDS_TO_TRY)
-    except subprocess.TimeoutExpired as error:
-        raise GuideError(
-            f"the guide cannot guide: reading it takes longer than {SECONDS_TO_TRY:g} s; make it smaller"
-        ) from error
+    ended = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=SECONDS_TO_TRY)
     return None if ended.returncode == 0 else f"{LIBRARY} fails at its depth or size"
 
 
