@@ -33,6 +33,7 @@ from hybrid_engine.serving.errors import RequestError, broken, cut, ended, wrong
 from hybrid_engine.serving.keys import Keys
 from hybrid_engine.serving.listening import Listening
 from hybrid_engine.serving.metrics import Metrics
+from hybrid_engine.serving.openapi import Endpoint, build_document
 from hybrid_engine.serving.pages import Pages
 from hybrid_engine.serving.protocol import (
     MAX_SESSION_ID,
@@ -88,22 +89,35 @@ class App:
         self._trying = ThreadPoolExecutor(NUM_TRYING, "hybrid-engine-guide")
         model.tokenizer.encode("x")  # the first call lets go of truncation, which threads must not do at once
         self.metrics = Metrics(worker)
-        app = Starlette(
-            routes=[
-                Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
-                Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
-                Route("/tokenize", self._guarded(self.tokenize), methods=["POST"]),
-                Route("/tokenizer_info", self._guarded(self.tokenizer_info)),
-                Route("/detokenize", self._guarded(self.detokenize), methods=["POST"]),
-                Route("/v1/models", self._guarded(self.models)),
-                Route("/v1/models/{name:path}", self._guarded(self.one_model)),
-                Route("/health", self.health),
-                Route("/metrics", self._guarded(self.read_metrics, is_for_metrics=True)),
-            ],
-            exception_handlers={404: _not_found, 405: _not_found},
-        )
+        app = Starlette(routes=self._routes(), exception_handlers={404: _not_found, 405: _not_found})
         app.router.redirect_slashes = False  # a redirect names the host that the client named
         self.asgi = pages.guarded(app, has_keys=bool(keys))
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """All paths, each with the class that its requests are read by."""
+        return [
+            Endpoint("/v1/completions", self.completions, CompletionRequest, has_events=True),
+            Endpoint("/v1/chat/completions", self.chat, ChatRequest, has_events=True),
+            Endpoint("/tokenize", self.tokenize, TokenizeRequest),
+            Endpoint("/tokenizer_info", self.tokenizer_info),
+            Endpoint("/detokenize", self.detokenize, DetokenizeRequest),
+            Endpoint("/v1/models", self.models),
+            Endpoint("/v1/models/{name:path}", self.one_model),
+            Endpoint("/health", self.health, needs_key=False),
+            Endpoint("/metrics", self.read_metrics, is_for_metrics=True),
+            Endpoint("/openapi.json", self.openapi),
+        ]
+
+    def _routes(self) -> list[Route]:
+        return [
+            Route(
+                each.path,
+                self._guarded(each.handler, is_for_metrics=each.is_for_metrics) if each.needs_key else each.handler,
+                methods=[each.method],
+            )
+            for each in self.endpoints
+        ]
 
     def _guarded(self, handler: Callable[[Request], Any], *, is_for_metrics: bool = False) -> Callable[[Request], Any]:
         """`handler` behind the key; its errors become OpenAI's, and every answer is counted."""
@@ -142,7 +156,7 @@ class App:
         request.state.key_name = key.name
 
     async def completions(self, request: Request) -> Response:
-        """`POST /v1/completions`."""
+        """`POST /v1/completions`: answers that go on from texts or token ids."""
         body = await self._body(request, CompletionRequest)
         session = self._session(request, body)
         await self._try_guide(body)
@@ -154,7 +168,7 @@ class App:
         return CompletionWriter(asked, self.model), record
 
     async def chat(self, request: Request) -> Response:
-        """`POST /v1/chat/completions`."""
+        """`POST /v1/chat/completions`: the assistant's next message of a conversation."""
         body = await self._body(request, ChatRequest)
         session = self._session(request, body)
         await self._try_guide(body)
@@ -197,24 +211,30 @@ class App:
         )
 
     async def models(self, request: Request) -> Response:
-        """`GET /v1/models`."""
+        """`GET /v1/models`: the model and its adapters."""
         return JSONResponse({"object": "list", "data": [self._model_card(name) for name in self.model.names]})
 
     async def one_model(self, request: Request) -> Response:
-        """`GET /v1/models/NAME`."""
+        """`GET /v1/models/NAME`: one of them."""
         name = request.path_params["name"]
         self._check_model(name)
         return JSONResponse(self._model_card(name))
 
     async def health(self, request: Request) -> Response:
-        """`GET /health`: 503 once the model has failed."""
+        """`GET /health`: 200, or 503 once the model has failed."""
         if self.worker.error is not None:
             return JSONResponse({"status": "failed", "reason": str(self.worker.error)}, 503)
         return JSONResponse({"status": "ok"})
 
     async def read_metrics(self, request: Request) -> Response:
-        """`GET /metrics`."""
+        """`GET /metrics`: counters, for Prometheus."""
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def openapi(self, request: Request) -> Response:
+        """`GET /openapi.json`: this document, for holders of a key; a server without keys has none."""
+        if not self.keys:
+            raise unknown_url(request, 404)
+        return JSONResponse(build_document(self.endpoints))
 
     def _session(self, request: Request, body: Any) -> Session | None:
         """The conversation that a request says it belongs to: in its body, or in a header."""
@@ -440,6 +460,10 @@ async def _until_gone(request: Request) -> None:
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    status = getattr(error, "status_code", 404)
-    missing = RequestError(f"{request.method} {cut(request.url.path)} is not served", status=status, code="unknown_url")
-    return JSONResponse(missing.body, status)
+    missing = unknown_url(request, getattr(error, "status_code", 404))
+    return JSONResponse(missing.body, missing.status)
+
+
+def unknown_url(request: Request, status: int) -> RequestError:
+    """404 or 405: nothing is served at a path, or not by this method."""
+    return RequestError(f"{request.method} {cut(request.url.path)} is not served", status=status, code="unknown_url")

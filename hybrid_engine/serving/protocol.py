@@ -12,6 +12,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     StrictBool,
     StrictInt,
     StrictStr,
@@ -54,11 +55,11 @@ def only(*served: Any) -> Any:
     """The type of a field that is there for clients that send one of the values `served`, which change nothing."""
 
     def check(value: Any) -> Any:
-        if value not in served:
+        if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in served):
             raise ValueError(f"only {' or '.join(map(repr, served))} is served; send that, or leave the field out")
         return value
 
-    return Annotated[Any, AfterValidator(check)]
+    return Annotated[Any, AfterValidator(check), Field(json_schema_extra={"enum": [*served, None]})]
 
 
 class Body(BaseModel):
@@ -72,6 +73,25 @@ class Body(BaseModel):
         if not isinstance(values, dict):
             return values
         return {name: value for name, value in values.items() if value is not None}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The schema, in which null may stand for any field that need not be there, unknown ones included."""
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        required = schema.get("required", [])
+        fields = schema.get("properties", {})
+        schema["properties"] = {name: shown if name in required else _or_null(shown) for name, shown in fields.items()}
+        if schema.get("additionalProperties") is False:
+            schema["additionalProperties"] = {"type": "null"}
+        return schema
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a field that may be null in addition to what `schema` says."""
+    null = {"type": "null"}
+    if "enum" in schema or null in schema.get("anyOf", []) or not {"type", "anyOf", "$ref"} & set(schema):
+        return schema
+    return {"anyOf": [schema, null]}
 
 
 class StreamOptions(Body):

@@ -11,18 +11,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(HERE.parent))
-from chat import build_chat_tokenizer  # noqa: E402  of the tests' folder
+from served import serving, write_model  # noqa: E402  of the tests' folder
 
 SCRIPTS = {
     "openai": "openai_sdk.py",
@@ -33,15 +31,6 @@ SCRIPTS = {
 }
 SECONDS = 300
 """For all checks of one client."""
-TEMPLATE = (
-    "{% if tools %}{{ '<start>system\nTools: ' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
-    '{{ \' Call as <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call><eos>\n\' }}{% endif %}'
-    "{% for message in messages %}{{ '<start>' + message.role + '\n' + message.content }}"
-    "{% for call in message.tool_calls or [] %}"
-    '{{ \'<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
-    "{{ call.function.arguments | tojson }}{{ '}\n</tool_call>' }}{% endfor %}{{ '<eos>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start>assistant\n' }}{% endif %}"
-)
 
 
 class Outcome(NamedTuple):
@@ -56,8 +45,11 @@ class Outcome(NamedTuple):
 
 def main(clients: list[str]) -> int:
     """Runs the scripts of `clients` and prints a table; returns how many checks failed."""
-    with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as url:
-        outcomes = [run_client(client, url, Path(folder)) for client in clients]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(folder / "tiny")
+        with serving(folder / "tiny", folder / "serve.log") as served:
+            outcomes = [run_client(client, served.url, folder) for client in clients]
     print(f"\n{'client':<14} {'version':<12} {'passed':>6} {'failed':>6} {'seconds':>8}")
     for outcome in outcomes:
         counts = f"{len(outcome.passed):>6} {len(outcome.failed):>6} {outcome.seconds:>8.1f}"
@@ -66,49 +58,6 @@ def main(clients: list[str]) -> int:
     passed = f"{sum(len(outcome.passed) for outcome in outcomes)} passed"
     print(f"{num_failed} failed, {passed}" if num_failed else passed)
     return num_failed
-
-
-def write_model(folder: Path) -> None:
-    """A random Llama that reads bytes, and says nothing sensible."""
-    torch.manual_seed(0)
-    tokenizer = build_chat_tokenizer(TEMPLATE)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=4096,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-@contextmanager
-def serving(folder: Path) -> Iterator[str]:
-    """The address at which `hybrid-engine serve` answers for the model, which is written below `folder`."""
-    write_model(folder / "tiny")
-    command = [Path(sys.executable).parent / "hybrid-engine", "serve", "--model", folder / "tiny", "--port", "0"]
-    with (folder / "serve.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        yield wait_for_address(process, folder / "serve.log")
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def wait_for_address(process: subprocess.Popen, log: Path) -> str:
-    """What the server's log says that it serves at."""
-    while process.poll() is None:
-        found = re.search(r"serving .* at (http\S+/v1)", log.read_text())
-        if found:
-            return found[1]
-        time.sleep(0.1)
-    raise SystemExit(f"hybrid-engine serve ended:\n{log.read_text()}")
 
 
 def run_client(client: str, url: str, folder: Path) -> Outcome:
