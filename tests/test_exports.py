@@ -5,11 +5,11 @@ import pytest
 import torch
 from distributed import run_distributed
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import hybrid_engine
 from hybrid_engine.checkpoint.adapters import save_adapter
-from hybrid_engine.checkpoint.saved_logits import ask_model, check_saved_logits
+from hybrid_engine.checkpoint.saved_logits import ask_model, check_saved_logits, relative_difference
 
 TOKENS = torch.arange(16).view(2, 8)
 ATTENTION = {"target_modules": ["q_proj", "v_proj"]}
@@ -48,8 +48,8 @@ def adapted(base: LlamaForCausalLM, config: peft.PeftConfig) -> PeftModel:
     return model
 
 
-def engine_of(model, stage: int = 0):
-    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": stage}}
+def engine_of(model, stage: int = 0, **blocks):
+    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": stage}, **blocks}
     return hybrid_engine.initialize(model=model, config=config)[0]
 
 
@@ -193,6 +193,54 @@ def test_rounding_of_16_bits_passes_and_a_lost_adapter_does_not(dtype, tmp_path)
     check_saved_logits(LlamaForCausalLM, tmp_path / "merged", probe)
     with pytest.raises(RuntimeError, match="not the trained model"):
         check_saved_logits(LlamaForCausalLM, tmp_path / "base", probe)
+
+
+EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+
+
+def model_with_experts(seed: int, dtype: torch.dtype, target: dict[str, list[str]]) -> PeftModel:
+    torch.manual_seed(seed)
+    shape = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+    base = MixtralForCausalLM(MixtralConfig(**shape, **heads)).to(dtype)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=ATTENTION["target_modules"], **target)).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_adapters_of_experts_are_saved_in_bf16_although_rounding_chooses_other_experts(seed, tmp_path):
+    engine_of(model_with_experts(seed, torch.bfloat16, EXPERTS), bf16={"enabled": True}).save_16bit_model(tmp_path)
+
+
+def test_experts_that_are_chosen_by_rounding_alone_are_not_compared(tmp_path):
+    model = model_with_experts(0, torch.float32, EXPERTS).merge_and_unload().eval()
+    router = model.model.layers[0].mlp.gate.weight.data
+    nudge = 1e-6 * torch.randn(router[2].shape)
+    router[3] = router[2] + nudge
+    probe = ask_model(model, torch.device("cpu"))
+    router[3] = router[2] - nudge
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        difference = relative_difference(model(probe.inputs["input_ids"]).logits[0], probe.logits)
+    assert difference.max() > 0.2 and 2 < (difference > 0.1).sum() < 16
+    check_saved_logits(MixtralForCausalLM, tmp_path, probe)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_lost_adapter_of_experts_or_their_router_is_noticed(dtype, tmp_path):
+    for name, target, words in (
+        ("experts", EXPERTS, "logits differ"),
+        ("router", {"target_parameters": ["mlp.gate.weight"]}, "chooses other experts|logits differ"),
+    ):
+        model = model_with_experts(0, dtype, target)
+        probe = ask_model(model, torch.device("cpu"))
+        model.unload().save_pretrained(tmp_path / name)
+        with pytest.raises(RuntimeError, match=words):
+            check_saved_logits(MixtralForCausalLM, tmp_path / name, probe)
 
 
 def _save_on_a_rank(rank: int, world_size: int, folder, stage: int) -> None:

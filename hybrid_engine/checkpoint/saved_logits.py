@@ -1,17 +1,22 @@
 """Whether a saved model computes what the trained one does: logits of a few tokens, before the save counts.
 
 `ZeroEngine.save_16bit_model` asks the trained model, `export.py` the folder that was written. An adapter that is merged
-wrong, a head that is tied again when it is loaded or a weight under a wrong name all change logits.
+wrong, a head that is tied again when it is loaded or a weight under a wrong name all change logits. So does the rounding
+of a merged weight where two experts are close: the saved model is therefore asked with the experts that the trained one
+chose, and how often it would have chosen others is compared by itself.
 
-T tokens, V vocabulary (or labels of a classifier).
+T tokens, V vocabulary (or labels of a classifier), K experts of a token.
 """
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -24,7 +29,16 @@ FP32_BOUND, HALF_BOUND = 2e-3, 0.1
 """The largest relative difference of a position's logits, in the median: rounding stays far below it in fp32. In 16
 bits merging rounds each weight, which moves logits by some percent."""
 OUTLIERS = 8
-"""A single position may differ by this many bounds: in a mixture of experts rounding may choose another expert."""
+"""A single position may differ by this many bounds."""
+MOST_OTHER_EXPERTS = 0.25
+"""The largest share of experts that the saved model alone would not choose. With another router more than half differ."""
+
+
+class Routing(NamedTuple):
+    """The experts of one layer for each token, and what their outputs are multiplied by."""
+
+    experts: torch.Tensor  # [T, K] int64
+    weights: torch.Tensor  # [T, K], or [T, number of experts]
 
 
 class Probe(NamedTuple):
@@ -33,6 +47,7 @@ class Probe(NamedTuple):
     inputs: dict[str, torch.Tensor]
     logits: torch.Tensor  # [T, V] fp32 on the CPU
     dtype: torch.dtype  # that the trained model computes in
+    routings: list[Routing]  # on the CPU, in the order of the layers; empty without experts
 
 
 def ask_model(module: nn.Module, device: torch.device) -> Probe | None:
@@ -47,10 +62,12 @@ def ask_model(module: nn.Module, device: torch.device) -> Probe | None:
     inputs = {"input_ids": _tokens(module, base).to(device)}
     if base.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = inputs["input_ids"]
-    logits = _logits(module, inputs)
+    routings: list[Routing] = []
+    with _experts_hooked(module, lambda routing: routings.append(_on_cpu(routing))):
+        logits = _logits(module, inputs)
     if not torch.isfinite(logits).all():
         return None  # there is no answer to compare with
-    return Probe({name: ids.cpu() for name, ids in inputs.items()}, logits, base.dtype)
+    return Probe({name: ids.cpu() for name, ids in inputs.items()}, logits, base.dtype, routings)
 
 
 def check_saved_logits(model_class: Any, folder: Path, probe: Probe) -> None:
@@ -66,21 +83,86 @@ def check_saved_logits(model_class: Any, folder: Path, probe: Probe) -> None:
     finally:
         if shows_bars:
             transformers_logging.enable_progress_bar()
-    difference = relative_difference(_logits(saved, probe.inputs), probe.logits)
+    following = _FollowedRoutings(probe.routings)
+    with _experts_hooked(saved, following.follow):
+        difference = relative_difference(_logits(saved, probe.inputs), probe.logits)
     bound = FP32_BOUND if probe.dtype == torch.float32 else HALF_BOUND
     if difference.median() > bound or difference.max() > OUTLIERS * bound:
-        raise RuntimeError(
-            f"save_16bit_model(): the saved {model_class.__name__} is not the trained model: its logits differ by "
-            f"{difference.median():.2g} of their size in the median of {len(difference)} tokens and by "
-            f"{difference.max():.2g} at most, where rounding stays below {bound:g}. Nothing was saved; "
-            "save_checkpoint() keeps the training's state as it is"
+        raise _not_the_trained_model(
+            model_class,
+            f"its logits differ by {difference.median():.2g} of their size in the median of {len(difference)} tokens "
+            f"and by {difference.max():.2g} at most, where rounding stays below {bound:g}",
         )
+    if following.share_of_others > MOST_OTHER_EXPERTS:
+        raise _not_the_trained_model(
+            model_class,
+            f"it chooses other experts in {following.share_of_others:.0%} of all choices, where rounding stays below "
+            f"{MOST_OTHER_EXPERTS:.0%}",
+        )
+
+
+def _not_the_trained_model(model_class: Any, reason: str) -> RuntimeError:
+    return RuntimeError(
+        f"save_16bit_model(): the saved {model_class.__name__} is not the trained model: {reason}. Nothing was saved; "
+        "save_checkpoint() keeps the training's state as it is"
+    )
 
 
 def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """RMS of the difference over the spread of `expected`, for each position: `[T]`."""
     spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1) if expected.shape[-1] > 1 else expected.norm()
     return (logits - expected).norm(dim=-1) / spread.clamp(min=1e-6)
+
+
+class _FollowedRoutings:
+    """Routings of another model, which experts follow where their own router chose others."""
+
+    def __init__(self, routings: list[Routing]) -> None:
+        self._coming = iter(routings)
+        self._choices = self._others = 0
+
+    def follow(self, chosen: Routing) -> Routing:
+        given = next(self._coming, None)
+        if given is None or given.experts.shape != chosen.experts.shape or given.weights.shape != chosen.weights.shape:
+            return chosen
+        is_other = ~(chosen.experts[:, :, None] == given.experts[:, None, :]).any(-1)  # [T, K]
+        self._choices += is_other.numel()
+        self._others += int(is_other.sum())
+        follows = is_other.any(-1, keepdim=True)  # [T, 1]
+        weights = torch.where(follows, given.weights.to(chosen.weights.dtype), chosen.weights)
+        return Routing(torch.where(follows, given.experts, chosen.experts), weights)
+
+    @property
+    def share_of_others(self) -> float:
+        """Share of the chosen experts that the other model did not choose, of 1."""
+        return self._others / max(self._choices, 1)
+
+
+@contextmanager
+def _experts_hooked(module: nn.Module, see: Callable[[Routing], Routing | None]) -> Iterator[None]:
+    """Inside, `see` gets the routing of each layer before its experts compute, and may return another.
+
+    Experts of transformers are modules called with hidden states, indices and weights.
+    """
+
+    def before(part: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if len(args) != 3 or not all(isinstance(arg, torch.Tensor) for arg in args) or args[1].dtype != torch.int64:
+            return None
+        seen = see(Routing(args[1], args[2]))
+        return None if seen is None else (args[0], *seen)
+
+    # An adapter around experts is called with the same and calls them.
+    parts = [part for part in module.modules() if not isinstance(part, BaseTunerLayer)]
+    handles = [part.register_forward_pre_hook(before) for part in parts if "Experts" in type(part).__name__]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _on_cpu(routing: Routing) -> Routing:
+    return Routing(routing.experts.cpu(), routing.weights.cpu())
 
 
 def _tokens(module: nn.Module, base: PreTrainedModel) -> torch.Tensor:
