@@ -1,9 +1,9 @@
 """Whether a saved model computes what the trained one does: logits of a few tokens, before the save counts.
 
 `ZeroEngine.save_16bit_model` asks the trained model, `export.py` the folder that was written. An adapter that is merged
-wrong, a head that is tied again when it is loaded or a weight under a wrong name all change logits. So does the rounding
-of a merged weight where two experts are close: the saved model is therefore asked with the experts that the trained one
-chose, and how often it would have chosen others is compared by itself.
+wrong, a head that is tied again when it is loaded or a weight under a wrong name all change logits. So does rounding
+where two experts are close: the saved model is therefore asked with the experts that the trained one chose, and how
+often it would have chosen others is compared by itself.
 
 T tokens, V vocabulary (or labels of a classifier), K experts of a token.
 """
@@ -31,7 +31,7 @@ bits merging rounds each weight, which moves logits by some percent."""
 OUTLIERS = 8
 """A single position may differ by this many bounds."""
 MOST_OTHER_EXPERTS = 0.25
-"""The largest share of experts that the saved model alone would not choose. With another router more than half differ."""
+"""The largest share of experts that the saved model would not choose. With another router about half of them differ."""
 
 
 class Routing(NamedTuple):
