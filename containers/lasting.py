@@ -1,5 +1,6 @@
 """A tensor whose memory comes and goes while its address stays, so that recorded steps that read it stay valid."""
 
+import ctypes
 import mmap
 import sys
 
@@ -31,6 +32,13 @@ class LastingBuffer:
         return self.tensor.nbytes if self.tensor is not None and self._is_held else 0
 
     @property
+    def resident_bytes(self) -> int:
+        """Bytes held now that something was written to: the system gives a CPU's memory page by page."""
+        if isinstance(self._memory, mmap.mmap) and self._is_held:
+            return _count_resident_bytes(self._memory)
+        return self.num_bytes
+
+    @property
     def held(self) -> torch.Tensor:
         """The tensor, which has memory behind it now."""
         assert self.tensor is not None and self._is_held
@@ -50,6 +58,12 @@ class LastingBuffer:
             self.tensor.untyped_storage().resize_(self.tensor.nbytes)
         self._is_held = True
         return self.tensor
+
+    def take_zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The tensor with zeros in it. Pages of the system's are zeros by themselves, and stay untouched here."""
+        self.release()
+        tensor = self.take(shape, dtype, device)
+        return tensor if isinstance(self._memory, mmap.mmap) else tensor.zero_()
 
     def release(self) -> None:
         """Gives the memory back; whoever still looks at the tensor must not read it."""
@@ -78,3 +92,15 @@ class LastingBuffer:
 
 def _is_kept(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and tensor.nbytes <= _KEPT_BYTES
+
+
+def _count_resident_bytes(memory: mmap.mmap) -> int:
+    """Bytes of the pages that have memory behind them."""
+    pages = (ctypes.c_ubyte * -(-len(memory) // mmap.PAGESIZE))()
+    start = ctypes.c_ubyte.from_buffer(memory)
+    status = ctypes.CDLL(None, use_errno=True).mincore(
+        ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(memory)), pages
+    )
+    if status != 0:
+        raise OSError(ctypes.get_errno(), "mincore failed")
+    return mmap.PAGESIZE * bytes(pages).count(1)

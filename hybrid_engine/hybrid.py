@@ -184,7 +184,8 @@ class HybridEngine(ZeroEngine):
             longest: tokens of a prompt and its answer together; None: as many as fit.
             max_running: sequences that decode at once; None: as in a rollout.
             model_name: what clients call it; None: the name of the model's folder, or "policy".
-            **options: `host`, `port`, `api_key`, `max_waiting`, `max_sessions`, `adapters` and others of
+            **options: `memory` for keys and values (a size such as "6GiB", or a share of what is free; default: 0.5 on
+                a CPU, 0.9 on a GPU), `host`, `port`, `api_key`, `max_waiting`, `max_sessions`, `adapters` and others of
                 `serving.server.Server`.
 
         Raises:

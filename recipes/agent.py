@@ -12,6 +12,7 @@ N: episodes of a step, T: columns from the first answer to the last. Any other e
 import itertools
 import secrets
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from jinja2 import TemplateError
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.processes import all_processes
+from hybrid_engine.generation.memory.budget import read_memory
 from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.recipes.algorithms.advantages import compute_advantages
 from hybrid_engine.recipes.algorithms.choices import Algorithm
@@ -39,7 +41,7 @@ from hybrid_engine.recipes.experience.rollout import SamplingOptions, warm_up
 from hybrid_engine.recipes.planning.following import follow_memory, write_result
 from hybrid_engine.recipes.planning.read import Read
 from hybrid_engine.recipes.runs.checkpoints import begin_run, load_checkpoints, save_checkpoints
-from hybrid_engine.recipes.runs.checks import check_above, check_answers, check_count, flag
+from hybrid_engine.recipes.runs.checks import check_above, check_answers, check_at_least, check_count, flag
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.recipes.runs.options import LoopOptions, ResumeOptions, RolloutOptions, is_due, suitable_rate
 from hybrid_engine.recipes.runs.precision import gradient_figures
@@ -59,7 +61,7 @@ from hybrid_engine.recipes.tasks.calculator import (
     problems,
 )
 from hybrid_engine.rl.aggregation import count_step
-from hybrid_engine.serving.sessions import Trajectory
+from hybrid_engine.serving.sessions import MAX_SESSION_BYTES, MAX_SESSION_TOKENS, Size, Trajectory, size_of
 
 PLOT_PANELS = {
     "success": ["success", "held_out_success"],
@@ -68,6 +70,8 @@ PLOT_PANELS = {
 }
 NOT_OF_EPISODES = ("dynamic_sampling", "overlong_buffer", "mask_cut_off")
 """Choices of an algorithm that are about single answers to prompts."""
+MESSAGES_BYTES = 2**14
+"""Of a conversation's messages, as Python objects."""
 SHOWN = ["success", "turns", "e2e_seconds", "episode_seconds", "training_seconds"]
 
 
@@ -94,6 +98,13 @@ class Config(LoopOptions, RolloutOptions, ResumeOptions):
     max_prompt_tokens: int = 256
     max_new_tokens: int = 24
     """longest answer of one turn"""
+    serving_memory: str | None = None
+    """for keys and values of answers while episodes run: a size such as 6GiB, or a share of what is free; default: 0.5
+    on a CPU, 0.9 on a GPU"""
+    max_session_bytes: int | None = None
+    """memory of a step's conversations; default: 2 GiB, or more where the longest ones take that"""
+    stall_seconds: float = 30.0
+    """a client that takes less than 4 KiB in so many seconds of an answer that waits for it is dropped"""
     learning_rate: float | None = None
     """peak of the learning rate; default: 1.5e-3, with --model 1e-6, of an adapter 1e-5"""
     algorithm: Algorithm = Algorithm()  # noqa: RUF009  frozen
@@ -107,6 +118,14 @@ class Config(LoopOptions, RolloutOptions, ResumeOptions):
         if self.learning_rate is not None:
             check_above("learning_rate", self.learning_rate, 0)
         check_answers(self.rollout_size, self.group_size)
+        read_memory(self.serving_memory, "cpu", "serving_memory")
+        check_at_least("stall_seconds", self.stall_seconds, 0.1)
+        check_count("max_session_bytes", self.max_session_bytes, 1)
+        if self.max_session_bytes is not None and self.max_session_bytes < self.largest_step.num_bytes:
+            raise ValueError(
+                f"--max-session-bytes={self.max_session_bytes} is less than the {self.largest_step.num_bytes} that a "
+                "step's conversations may take, all of which are learned from; raise it or leave it out"
+            )
         self.algorithm.check_group_size("group_size", self.group_size)
         if self.algorithm.needs_reference:
             raise ValueError("--kl-place: episodes are not compared with a reference; leave it at none")
@@ -121,6 +140,23 @@ class Config(LoopOptions, RolloutOptions, ResumeOptions):
     def minibatch_size(self) -> int:
         """Episodes of an optimizer step."""
         return self.rollout_size * self.group_size
+
+    @property
+    def largest_step(self) -> Size:
+        """Memory of a step's conversations, or an evaluation's, with answers as long as they may be."""
+        num_answers = MAX_TURNS * max(self.minibatch_size, self.eval_prompts)
+        num_tokens = num_answers * (self.max_prompt_tokens + self.max_new_tokens)
+        return size_of(num_answers, num_tokens, num_answers * MESSAGES_BYTES)
+
+    @property
+    def server_options(self) -> dict[str, Any]:
+        """Limits of the server that episodes are played against, which keeps all of a step's conversations."""
+        return {
+            "memory": self.serving_memory,
+            "stall_seconds": self.stall_seconds,
+            "max_session_bytes": self.max_session_bytes or max(MAX_SESSION_BYTES, self.largest_step.num_bytes),
+            "max_session_tokens": max(MAX_SESSION_TOKENS, self.largest_step.num_tokens),
+        }
 
 
 @dataclass(frozen=True)
@@ -215,7 +251,8 @@ def train_loop(policy: Policy, config: Config, log: RunLog, first_step: int) -> 
         for step in range(first_step, config.steps):
             drawn = list(itertools.islice(asked, config.rollout_size))
             started = time.perf_counter()
-            episodes = play(policy, [p for p in drawn for _ in range(config.group_size)], config, seed=step)
+            repeated = [problem for problem in drawn for _ in range(config.group_size)]
+            episodes = play(policy, repeated, config, step, config.server_options)
             seconds = time.perf_counter() - started
             policy.actor.train()
             figures = update(policy, episodes, config)
@@ -227,8 +264,10 @@ def train_loop(policy: Policy, config: Config, log: RunLog, first_step: int) -> 
                 save_checkpoints({"actor": policy.actor}, Path(config.out) / CHECKPOINTS, step + 1, config, {})
 
 
-def play(policy: Policy, drawn: list[Problem], config: Config, seed: int) -> list[Episode]:
-    """An episode for each problem, many at once, against the policy as it is now.
+def play(
+    policy: Policy, drawn: list[Problem], config: Config, seed: int, limits: Mapping[str, Any] | None = None
+) -> list[Episode]:
+    """An episode for each problem, many at once, against the policy as it is now; `limits` are options of its server.
 
     Another program of this machine has neither the key nor an episode's id, so nothing of it is trained on.
     """
@@ -236,7 +275,7 @@ def play(policy: Policy, drawn: list[Problem], config: Config, seed: int) -> lis
     ids = [secrets.token_urlsafe() for _ in drawn]
     options = {"api_key": secrets.token_urlsafe(), "session_ids": ids, "max_sessions": len(ids)}
     with (
-        policy.actor.serving(policy.tokenizer, model_name="policy", **options) as server,
+        policy.actor.serving(policy.tokenizer, model_name="policy", **options, **(limits or {})) as server,
         server.client() as client,
         ThreadPoolExecutor(config.num_clients) as pool,
     ):
@@ -267,7 +306,8 @@ def solve(client: Any, problem: Problem, session_id: str, config: Config, seed: 
 
 def evaluate(policy: Policy, config: Config) -> float:
     """The share of the held-out problems, up to `--eval-prompts` of them, that are solved."""
-    episodes = play(policy, held_out_problems()[: config.eval_prompts], config, seed=EVALUATION_SEED)
+    held_out = held_out_problems()[: config.eval_prompts]
+    episodes = play(policy, held_out, config, EVALUATION_SEED, config.server_options)
     return sum(episode.success for episode in episodes) / len(episodes)
 
 

@@ -7,6 +7,7 @@ torchrun --nproc-per-node 2 -m hybrid_engine.command.cli serve --model Qwen/Qwen
 """
 
 import contextlib
+import math
 import os
 import signal
 import threading
@@ -15,18 +16,27 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
-from hybrid_engine.distributed.processes import on_rank_zero
+from hybrid_engine.containers import InferenceModel, UnsupportedModelError
+from hybrid_engine.distributed.processes import default_device, on_rank_zero
+from hybrid_engine.generation.batching.demand import BLOCK_SIZE
+from hybrid_engine.generation.live_opening import count_tokens
+from hybrid_engine.generation.memory.budget import read_memory
+from hybrid_engine.generation.memory.usage import free_and_total_bytes
 from hybrid_engine.recipes.batch.adapters import load_with_adapters, peft_names, read_adapters
-from hybrid_engine.recipes.batch.model import BaseModelOptions
+from hybrid_engine.recipes.batch.model import BaseModelOptions, most_tokens
 from hybrid_engine.recipes.batch.shared import join, load_shared
 from hybrid_engine.recipes.runs.checks import check_at_least, check_between, check_count, check_one_of
+from hybrid_engine.recipes.runs.precision import torch_dtype
 from hybrid_engine.recipes.runs.run_log import say
+from hybrid_engine.recipes.runs.stages import explained, load_config
 from hybrid_engine.serving import import_serving
 from hybrid_engine.serving.address import check_address, check_free
 from hybrid_engine.serving.keys import Keys
 from hybrid_engine.serving.pages import Pages
+from hybrid_engine.serving.sessions import size_of
 from hybrid_engine.serving.tool_calls import PARSERS
 
 KEY_VARIABLE = "HYBRID_ENGINE_API_KEY"
@@ -69,8 +79,15 @@ class Config(BaseModelOptions):
     """tokens of a prompt and its answer together; default: as many as the model takes and memory holds"""
     max_running: int | None = None
     """answers at once; default: as many as in a rollout"""
+    memory: str | None = None
+    """for keys and values of answers: a size such as 6GiB, or a share of what is free beside the model; at most what
+    --max-running answers of --longest tokens take is used; default: 0.5 on a CPU, 0.9 on a GPU"""
     max_waiting: int = 1024
     """answers that may wait to begin; more are told to come again"""
+    max_session_bytes: int = 2147483648
+    """memory of the conversations that are remembered; the oldest are forgotten"""
+    stall_seconds: float = 30.0
+    """a client that takes less than 4 KiB in so many seconds of an answer that waits for it is dropped"""
     finish_seconds: float = 60.0
     """what runs at the end may take so long; then its clients get an error"""
     tp: int = 1
@@ -84,6 +101,9 @@ class Config(BaseModelOptions):
         check_one_of("tool_call_parser", self.tool_call_parser, PARSERS)
         for name in ("max_waiting", "longest", "max_running", "tp", "pp"):
             check_count(name, getattr(self, name), 1)
+        check_count("max_session_bytes", self.max_session_bytes, size_of(1, 1, 0).num_bytes)
+        check_at_least("stall_seconds", self.stall_seconds, 0.1)
+        read_memory(self.memory, "cpu")
         check_at_least("finish_seconds", self.finish_seconds, 0)
         check_address(self.host, has_keys=bool(Keys(self.key, self.api_key_file)))
         Pages(self.allow_host, self.allow_origin)
@@ -109,6 +129,7 @@ def run(config: Config) -> None:
     join(config.tp, config.pp, "serve")
     import_serving()  # a model may take long to load
     on_rank_zero(lambda: check_free(config.host, config.port))
+    check_limits(config)
     engine, tokenizer, adapters = load(config)
     tell(engine.report())
     ending = told_to_end(config.finish_seconds + SECONDS_TO_END)  # before anybody can see that it serves
@@ -116,6 +137,7 @@ def run(config: Config) -> None:
         tokenizer,
         longest=config.longest,
         max_running=config.max_running,
+        memory=config.memory,
         model_name=config.name,
         adapters=adapters,
         tool_call_parser=config.tool_call_parser,
@@ -126,12 +148,52 @@ def run(config: Config) -> None:
         allow_hosts=config.allow_host,
         allow_origins=config.allow_origin,
         max_waiting=config.max_waiting,
+        max_session_bytes=config.max_session_bytes,
+        stall_seconds=config.stall_seconds,
         finish_seconds=config.finish_seconds,
     ) as server:
         reload_on_hangup(server)
         tell(f"serving {', '.join((server.name, *adapters))} at {server.url}; Ctrl-C ends it")
         server.wait(ending)
         tell(f"ending: {server.num_running} answers are finished first; Ctrl-C again drops them")
+
+
+def check_limits(config: Config) -> None:
+    """Raises ValueError where not one request fits the limits, as the model's config says before weights are read."""
+    first = load_config(str(config.model))
+    most = most_tokens(first)
+    if config.longest is not None and config.longest > most:
+        raise ValueError(
+            f"--longest={config.longest} is more than the {most} tokens that --model={config.model} takes; lower it"
+        )
+    remembered = size_of(1, config.longest or most, 0).num_bytes
+    if config.max_session_bytes < remembered:
+        raise ValueError(
+            f"--max-session-bytes={config.max_session_bytes} is less than the {remembered} that one conversation of "
+            f"--longest={config.longest or most} tokens takes; raise the one or lower the other"
+        )
+    if config.memory is not None and config.tp * config.pp == 1:
+        check_memory(config, first)
+
+
+def check_memory(config: Config, first: PretrainedConfig) -> None:
+    """Raises ValueError where --memory has no room for one request, or is more than there is."""
+    with torch.device("meta"), explained("model", str(config.model)):
+        model = AutoModelForCausalLM.from_config(first, trust_remote_code=False)
+    try:
+        shape = InferenceModel(model).kv_shape(1, BLOCK_SIZE)
+    except UnsupportedModelError:
+        return  # the model's own generate() takes memory as it goes
+    device = default_device()
+    free = read_memory(config.memory, device.type).of(free_and_total_bytes(device)[0])
+    block_bytes = math.prod(shape) * torch_dtype(config.dtype).itemsize
+    held = count_tokens(block_bytes, BLOCK_SIZE, free // (len(config.adapter) + 1), 0)
+    longest = config.longest or 2
+    if held < longest:
+        raise ValueError(
+            f"--memory={config.memory} holds keys and values of {held} tokens for each model that is served, and a "
+            f"request may have --longest={longest}; raise the one or lower the other"
+        )
 
 
 def load(config: Config) -> tuple[Any, PreTrainedTokenizerBase, dict[str, str]]:

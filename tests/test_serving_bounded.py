@@ -131,9 +131,8 @@ def test_the_sizes_of_forgotten_conversations_are_taken_off():
     assert kept._size == sessions.size_of(2, 6, 0)
 
 
-def test_a_client_that_does_not_read_is_dropped_and_its_answer_with_it(opened, monkeypatch):
-    monkeypatch.setattr(connections, "SECONDS_TO_TAKE", 0.2)
-    with opened() as server:
+def test_a_client_that_does_not_read_is_dropped_and_its_answer_with_it(opened):
+    with opened(stall_seconds=0.2) as server:
         body = {"prompt": list(range(3, 153)), "n": 60, "max_tokens": 1, "echo": True, "logprobs": 20, "model": "tiny"}
         body = json.dumps(body).encode()
         held = [socket.socket() for _ in range(2)]

@@ -25,6 +25,7 @@ from hybrid_engine.generation.live_own import open_own
 from hybrid_engine.generation.live_shared import LeadingBatch
 from hybrid_engine.generation.live_staged import StagedBatch
 from hybrid_engine.generation.live_streamed import StreamedBatch
+from hybrid_engine.generation.memory.budget import MemoryLimit
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.pipeline.rollouts import StageRollouts
 from hybrid_engine.generation.pipeline.turns import OrderedTurns
@@ -38,6 +39,7 @@ def live_batch(
     link: LiveLink | None = None,
     adapters: tuple[str, ...] = (),
     caller: str = "serving()",
+    memory: MemoryLimit | None = None,
 ) -> Iterator[LiveBatch]:
     """Inside, the weights are gathered, LoRA fused and the KV workspace taken for a batch that is empty at first.
 
@@ -53,6 +55,7 @@ def live_batch(
         adapters: of a peft model, each with a batch of its own beside that of the base model; empty: the active one is
             fused, as in a rollout.
         caller: the function or command that errors and notices name.
+        memory: for the KV workspace; None: as for a rollout.
 
     Raises:
         ValueError: the model is in another live batch; it has no containers, and processes share it or `adapters` are
@@ -68,11 +71,11 @@ def live_batch(
             say_once(f"sequences are answered one by one, by the model's own generate(): {generator.fallback_reason}")
             yield own
             return
-        spare = generator.memory.spare_bytes(generator.model)
-        memory = generator.group.gather_objects(Memory(spare, generator.memory.training_bytes))
+        spare = partners.agree(lambda: _spare_bytes(generator, memory))
+        of_all = generator.group.gather_objects(Memory(spare, generator.memory.training_bytes))
         num_parts = len(adapters) + 1 if adapters else 1
         asked = Asked(longest, max_running, link is not None, num_parts, caller)
-        plan = partners.agree(lambda: _plan(generator, asked, memory))
+        plan = partners.agree(lambda: _plan(generator, asked, of_all))
         native = generator.native
         assert native is not None
         num_blocks = num_parts * (plan.num_blocks + native.num_reserved_blocks) - native.num_reserved_blocks
@@ -161,6 +164,12 @@ def _check_free(generator: Generator, caller: str) -> None:
         raise ValueError(f"{caller}: the model is in a live batch already, of serving() or generate_async(); end that")
 
 
+def _spare_bytes(generator: Generator, limit: MemoryLimit | None) -> int:
+    if limit is None:
+        return generator.memory.spare_bytes(generator.model)
+    return generator.memory.served_bytes(generator.model, limit)
+
+
 def _open_own(generator: Generator, longest: int | None, release: ExitStack, caller: str) -> LiveBatch:
     _check_free(generator, caller)
     return open_own(generator, longest, release, caller)
@@ -204,7 +213,7 @@ def _plan(generator: Generator, asked: Asked, memory: list[Memory]) -> Plan:
     if longest > num_held:
         raise ValueError(
             f"longest={longest}: a prompt and its answer of so many tokens do not fit into {spare:,} bytes, which hold "
-            f"{num_held} tokens; lower it, ask for shorter answers (max_new_tokens) or free memory"
+            f"{num_held} tokens; lower it, ask for shorter answers (max_new_tokens), raise memory or free some"
         )
     options = GenerationOptions(max_new_tokens=longest - 1)
     shapes = [Sequence(Prompt([0]), row, options) for row in range(rows)]
@@ -214,12 +223,17 @@ def _plan(generator: Generator, asked: Asked, memory: list[Memory]) -> Plan:
 
 
 def _most_tokens(model: InferenceModel, config: HybridEngineConfig, spare_bytes: int, num_reserved: int) -> int:
-    """Tokens of the longest sequence that there is memory for, beside the blocks that are reserved and a fork's."""
+    """Tokens of the longest sequence that there is memory for."""
 
-    def num_blocks(block_size: int) -> int:
-        return spare_bytes // (torch.Size(model.kv_shape(1, block_size)).numel() * model.dtype.itemsize)
+    def block_bytes(block_size: int) -> int:
+        return torch.Size(model.kv_shape(1, block_size)).numel() * model.dtype.itemsize
 
     if config.kv_block_size == 0 and model.device.type == "cpu":  # a block holds a whole sequence
-        return num_blocks(1) // (num_reserved + 2)
+        return spare_bytes // block_bytes(1) // (num_reserved + 2)
     block_size = config.kv_block_size or BLOCK_SIZE
-    return max(0, num_blocks(block_size) - num_reserved - 1) * block_size
+    return count_tokens(block_bytes(block_size), block_size, spare_bytes, num_reserved)
+
+
+def count_tokens(block_bytes: int, block_size: int, spare_bytes: int, num_reserved: int) -> int:
+    """Tokens of the longest sequence in blocks of so many tokens, beside the ones that are reserved and a fork's."""
+    return max(0, spare_bytes // block_bytes - num_reserved - 1) * block_size

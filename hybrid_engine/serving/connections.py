@@ -17,7 +17,7 @@ SECONDS_BETWEEN_REQUESTS = 75.0
 """Clients close a connection that they do not use after seconds (httpx: 5); one that the server closes first may be in
 use again by then, and a request is lost."""
 SECONDS_TO_TAKE = 30.0
-"""In which a client takes some of an answer that waits for it."""
+"""In which a client takes some of an answer that waits for it, unless told otherwise."""
 MIN_TAKEN = 4096
 """Bytes of it, where there are so many."""
 MAX_CONNECTIONS = 4096
@@ -55,8 +55,12 @@ class BoundedConnection(H11Protocol):
 
     So is one of too many: there are MAX_CONNECTIONS, and fewer where the process may open few files.
 
-    h11 bounds the size of a request's line and headers to 64 KiB.
+    h11 bounds the size of a request's line and headers to 64 KiB. `stall_seconds`: in which a client takes something.
     """
+
+    def __init__(self, *args: Any, stall_seconds: float, **options: Any):
+        super().__init__(*args, **options)
+        self.stall_seconds = stall_seconds
 
     def connection_made(self, transport: Any) -> None:
         """Begins to watch a connection that a client has opened."""
@@ -101,13 +105,14 @@ class BoundedConnection(H11Protocol):
         left = self.transport.get_write_buffer_size() if is_waiting else 0
         if left > max(0, last_left - MIN_TAKEN) and self.cycle is last_cycle and not self._has_resumed:
             log.info(
-                "serving: a client took nothing of its answer for %g s, its connection is dropped", SECONDS_TO_TAKE
+                "serving: a client took nothing of its answer for %g s, its connection is dropped", self.stall_seconds
             )
             _reset(self.transport)
             return
         self._has_resumed = False
-        self._reader_timer = self.loop.call_later(SECONDS_TO_TAKE, self._watch_reader, self.cycle, left or math.inf)
+        self._reader_timer = self.loop.call_later(self.stall_seconds, self._watch_reader, self.cycle, left or math.inf)
 
+    stall_seconds = SECONDS_TO_TAKE
     _watched = _has_resumed = False
     _timer: asyncio.TimerHandle | None = None
     _reader_timer: asyncio.TimerHandle | None = None

@@ -12,6 +12,7 @@ from hybrid_engine.generation.end_tokens import end_token_ids
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.live_link import LiveLink
 from hybrid_engine.generation.live_opening import live_batch
+from hybrid_engine.generation.memory.budget import read_memory
 from hybrid_engine.generation.options import token_ids
 from hybrid_engine.serving.following import FollowingServer
 from hybrid_engine.serving.keys import Keys
@@ -27,6 +28,7 @@ def build_server(
     max_running: int | None,
     model_name: str | None,
     adapters: Mapping[str, str] | None = None,
+    memory: float | str | None = None,
     **options: Any,
 ) -> Server | FollowingServer:
     """A Server that `start()` begins; `options` are its own. Collective where processes share the model.
@@ -40,6 +42,7 @@ def build_server(
         longest, max_running: as `live_batch` takes them.
         model_name: None takes the last part of that name, or "policy".
         adapters: of a `PeftModel` by the names that clients call them; None: the active one is the model.
+        memory: for keys and values of the answers, as `read_memory` takes it.
 
     Raises:
         ValueError: there is no tokenizer, or an option is out of range.
@@ -49,7 +52,14 @@ def build_server(
     link = LiveLink(generator.group) if generator.group.size > 1 else None
     name = model_name or Path(source).name or "policy"
     check_adapters(module, adapters or {}, name)
-    opening = partial(live_batch, generator, longest, max_running, link, tuple((adapters or {}).values()))
+    shape = longest, max_running, link, tuple((adapters or {}).values())
+    limit = read_memory(memory, generator.device.type)
+    if memory is not None and generator.model is None:
+        raise ValueError(
+            f"memory={memory}: {generator.fallback_reason}, and the model's own generate() takes memory as it goes; "
+            "leave it out"
+        )
+    opening = partial(live_batch, generator, *shape, memory=limit)
 
     def build() -> Server:
         defaults: Any = module.generation_config

@@ -24,11 +24,11 @@ from hybrid_engine.serving.address import BACKLOG, bind, check_address
 from hybrid_engine.serving.app import App
 from hybrid_engine.serving.asked import ServedModel
 from hybrid_engine.serving.clients import build_client
-from hybrid_engine.serving.connections import SECONDS_BETWEEN_REQUESTS, BoundedConnection
+from hybrid_engine.serving.connections import SECONDS_BETWEEN_REQUESTS, SECONDS_TO_TAKE, BoundedConnection
 from hybrid_engine.serving.keys import Keys
 from hybrid_engine.serving.listening import Listening
 from hybrid_engine.serving.pages import Pages
-from hybrid_engine.serving.sessions import MAX_SESSION_BYTES, MAX_SESSION_TOKENS, Sessions, Trajectory
+from hybrid_engine.serving.sessions import MAX_SESSION_BYTES, MAX_SESSION_TOKENS, Sessions, Trajectory, size_of
 from hybrid_engine.serving.tool_calls import AUTO, choose_parser
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ class Server:
         max_sessions: conversations that are remembered; the oldest are forgotten.
         max_session_tokens: tokens of their answers together, each counted from the conversation's first one; the same.
         max_session_bytes: memory of all that is remembered of them, tokens and messages alike; the same.
+        stall_seconds: in which a client takes some of an answer that waits for it, or is dropped.
         session_ids: the only conversations that are recorded, and others are refused; None: any id makes one.
         finish_seconds: what runs at the end may take so long; then its clients get an error.
         version: of the weights, with which tokens are stamped.
@@ -85,6 +86,7 @@ class Server:
         max_sessions: int = MAX_SESSIONS,
         max_session_tokens: int = MAX_SESSION_TOKENS,
         max_session_bytes: int = MAX_SESSION_BYTES,
+        stall_seconds: float = SECONDS_TO_TAKE,
         session_ids: Collection[str] | None = None,
         finish_seconds: float = FINISH_SECONDS,
         version: int = 0,
@@ -95,12 +97,13 @@ class Server:
         check_integer("max_waiting", max_waiting, 1)
         check_integer("max_sessions", max_sessions, 1)
         check_integer("max_session_tokens", max_session_tokens, 1)
-        check_integer("max_session_bytes", max_session_bytes, 1)
+        check_integer("max_session_bytes", max_session_bytes, size_of(1, 1, 0).num_bytes)
+        check_number("stall_seconds", stall_seconds, 0.1)
         check_number("finish_seconds", finish_seconds, 0)
         self.keys, self._pages = Keys(api_key, api_key_file), Pages(allow_hosts, allow_origins)
         check_address(host, has_keys=bool(self.keys))
         self.host, self.port = host, port
-        self.version, self.finish_seconds = version, finish_seconds
+        self.version, self.finish_seconds, self.stall_seconds = version, finish_seconds, stall_seconds
         self._bounds = max_sessions, max_session_tokens, session_ids, max_session_bytes
         self._facts: dict[str, Any] = {
             "name": name,
@@ -145,7 +148,7 @@ class Server:
         self.app = App(model, self.worker, self.listening, self.sessions, keys=self.keys, pages=self._pages)
         config = uvicorn.Config(
             self.app.asgi,
-            http=BoundedConnection,
+            http=partial(BoundedConnection, stall_seconds=self.stall_seconds),  # type: ignore[arg-type]
             ws="none",
             log_level="warning",
             access_log=False,

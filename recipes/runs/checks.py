@@ -17,6 +17,7 @@ LARGEST_COUNTS = {
     **dict.fromkeys(("epochs", "ppo_epochs", "dynamic_sampling"), 10_000),
     **dict.fromkeys(("vocab_size", "max_waiting"), 2**20),
     "max_running": 2**16,
+    "max_session_bytes": 2**38,
     "hidden_size": 2**14,
     "num_layers": 2**10,
 }

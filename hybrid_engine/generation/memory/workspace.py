@@ -21,15 +21,19 @@ class KVWorkspace:
         """Bytes held now."""
         return self._buffer.num_bytes
 
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes held now that something was written to; on a CPU often fewer than are allocated."""
+        return self._buffer.resident_bytes
+
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The tensor with memory behind it; one that is there is used again if it holds `shape` or more blocks.
 
-        New memory is zeroed: attention multiplies hidden places by zero, which only finite numbers survive.
+        New memory is zeros: attention multiplies hidden places by zero, which only finite numbers survive.
         """
         if self.tensor is not None and self.allocated_bytes > 0 and self._serves(self.tensor, shape, dtype, device):
             return self.tensor
-        self.release()
-        return self._buffer.take(shape, dtype, device).zero_()
+        return self._buffer.take_zeros(shape, dtype, device)
 
     @staticmethod
     def _serves(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
