@@ -344,6 +344,28 @@ def test_a_choice_is_followed_whatever_letters_it_has_and_however_many_begin_ali
     assert not torch.isfinite(guide(torch.tensor([tokenizer.encode("word")]), torch.zeros(1, len(tokenizer)))).all()
 
 
+@pytest.mark.parametrize("ends", [(), ("<eos>",), ("<start>",), ("<eos>", "<start>"), ("z", "<eos>"), ("b",)])
+def test_a_rows_own_ends_come_where_its_text_is_complete(guided, ends):
+    """A token that ends the row may also be text of the guide: the row ends there, complete or not."""
+    from hybrid_engine.generation.sampling.guides import GuidedTokens, read_guide
+
+    tokenizer = build_chat_tokenizer()
+    ids = tuple(tokenizer.convert_tokens_to_ids(list(ends)))
+    guide = GuidedTokens(read_guide("guided_regex", "ab{1,2}"), tokenizer, ids, 0)
+    a, b = (tokenizer.convert_tokens_to_ids(letter) for letter in "ab")
+
+    def allowed(*tokens):
+        scores = guide(torch.tensor([tokens], dtype=torch.long), torch.zeros(1, len(tokenizer)))
+        return set(torch.isfinite(scores[0]).nonzero().flatten().tolist())
+
+    own = set(ids) or {tokenizer.eos_token_id}
+    assert allowed() == {a} and allowed(a) == {b}
+    if b not in ids:
+        assert allowed(a, b) == {b} | own and not guide.is_complete([a, b], len(tokenizer))
+        assert allowed(a, b, b) == own
+    assert guide.is_complete([a, b, b], len(tokenizer))
+
+
 def test_a_guide_that_is_given_up_is_an_error_and_no_end_of_the_text(guided, tokenizer):
     input_ids, mask = padded_prompts()
     grammar = "start: " + " | ".join(f'"a{number}"' for number in range(3000))

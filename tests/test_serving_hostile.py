@@ -362,6 +362,19 @@ def test_a_guide_is_compiled_once_for_all_answers_of_a_request_and_not_in_a_turn
     assert len(threads) == 1 and threads[0].startswith("hybrid-engine-request")
 
 
+def test_the_tokenizer_is_read_for_guides_before_anybody_asks_and_never_again(server, monkeypatch):
+    """Nothing else of Python's runs meanwhile, which takes half a second and more."""
+    hf = pytest.importorskip("llguidance.hf", reason="the extra 'guided' is not installed")
+
+    def read_again(*args, **options):
+        raise AssertionError("the tokenizer is read again")
+
+    monkeypatch.setattr(hf, "from_tokenizer", read_again)
+    for ends in ([], [5], [6, 7]):
+        answer = post(server, GOOD | {"guided_choice": ["yes", "no"], "stop_token_ids": ends, "max_tokens": 20})
+        assert answer.status_code == 200 and answer.json()["choices"][0]["text"] in ("yes", "no")
+
+
 def test_the_end_does_not_wait_without_end(fresh, monkeypatch):
     """What takes too long is told; half a request keeps nothing."""
     monkeypatch.setattr(server_module, "SECONDS_TO_ANSWER", 1)

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from hybrid_engine.generation.live_thread import LiveThread
+from hybrid_engine.generation.sampling.guides import prepare_guides
 from hybrid_engine.serving.answers import ChatWriter, CompletionWriter, Piece, Writer
 from hybrid_engine.serving.asked import (
     ServedModel,
@@ -87,6 +88,7 @@ class App:
         self._bodies_bytes = 0
         self._threads = ThreadPoolExecutor(NUM_THREADS, "hybrid-engine-request")
         self._trying = ThreadPoolExecutor(NUM_TRYING, "hybrid-engine-guide")
+        prepare_guides(model.tokenizer, model.vocab_size)  # before anybody waits
         model.tokenizer.encode("x")  # the first call lets go of truncation, which threads must not do at once
         self.metrics = Metrics(worker)
         app = Starlette(routes=self._routes(), exception_handlers={404: _not_found, 405: _not_found})

@@ -254,7 +254,7 @@ def _compiled(options: GenerationOptions, model: ServedModel) -> list[CompiledGu
     if options.rules.guide is None:
         return []
     try:
-        return [compile_guide(options.rules.guide, model.tokenizer, model.vocab_size, options.eos_token_ids)]
+        return [compile_guide(options.rules.guide, model.tokenizer, model.vocab_size)]
     except GuideError as error:
         raise rule_failed(error) from error
 

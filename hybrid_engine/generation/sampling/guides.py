@@ -3,6 +3,7 @@
 It says after every token which ones may come next; the others' logits become -inf.
 """
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -144,11 +145,22 @@ def _grammar(option: str, guide: tuple[str, str]) -> str:
     return matcher.grammar_from_json_schema(content, {"whitespace_pattern": JSON_SPACE})
 
 
-@lru_cache(maxsize=8)  # reading a tokenizer takes about a second
-def _read_tokenizer(tokenizer: Any, vocab: int, ends: tuple[int, ...]) -> Any:
+@lru_cache(maxsize=8)
+def _read_tokenizer(tokenizer: Any, vocab: int) -> Any:
+    """The tokenizer as the library has it, with one end of text: rows have ends of their own.
+
+    Reading one of 49,000 tokens takes half a second of CPU, in which no other thread of Python's runs.
+    """
     from llguidance.hf import from_tokenizer
 
-    return from_tokenizer(tokenizer, n_vocab=max(vocab, len(tokenizer)), eos_token=list(ends) or None)
+    ends = (end for end in (tokenizer.eos_token_id, *tokenizer.all_special_ids) if end is not None)
+    return from_tokenizer(tokenizer, n_vocab=max(vocab, len(tokenizer)), eos_token=next(ends, None))
+
+
+def prepare_guides(tokenizer: Any, vocab: int) -> None:
+    """Reads the tokenizer for guides that come later, where the library is installed and can."""
+    if importlib.util.find_spec(LIBRARY) is not None and tokenizer.is_fast:
+        _read_tokenizer(tokenizer, vocab)
 
 
 @dataclass(eq=False)
@@ -156,30 +168,32 @@ class CompiledGuide:
     """A guide at the beginning of a text, of which rows take copies."""
 
     matcher: Any
+    end: int
+    """The token that it allows where the text is complete."""
 
 
 _compiled: WeakValueDictionary[tuple[Any, ...], CompiledGuide] = WeakValueDictionary()
 
 
-def compile_guide(guide: tuple[str, str], tokenizer: Any, vocab: int, ends: tuple[int, ...]) -> CompiledGuide:
+def compile_guide(guide: tuple[str, str], tokenizer: Any, vocab: int) -> CompiledGuide:
     """The guide for these tokens; the same one again as long as somebody holds it. Takes up to seconds.
 
     Args:
-        guide, tokenizer, ends: as `GuidedTokens` takes them.
+        guide, tokenizer: as `GuidedTokens` takes them.
         vocab: width of the logits.
 
     Raises:
         GuideError: it is too large for the library's limits.
     """
-    key = guide, tokenizer, vocab, ends
+    key = guide, tokenizer, vocab
     compiled = _compiled.get(key)
     if compiled is None:
-        known, library = _read_tokenizer(tokenizer, vocab, ends), _library(f"guided_{guide[0]}")
-        compiled = CompiledGuide(library.LLMatcher(known, _grammar(f"guided_{guide[0]}", guide), log_level=0))
-        _check_state(compiled.matcher, guide)
-        compiled.matcher.compute_bitmask()  # the first one is the dearest
-        _check_state(compiled.matcher, guide)
-        _compiled[key] = compiled
+        known, library = _read_tokenizer(tokenizer, vocab), _library(f"guided_{guide[0]}")
+        matcher = library.LLMatcher(known, _grammar(f"guided_{guide[0]}", guide), log_level=0)
+        _check_state(matcher, guide)
+        matcher.compute_bitmask()  # the first one is the dearest
+        _check_state(matcher, guide)
+        compiled = _compiled[key] = CompiledGuide(matcher, known.eos_tokens[0])
     return compiled
 
 
@@ -199,7 +213,7 @@ class GuidedTokens:
     Args:
         guide: as `read_guide` gives it.
         tokenizer: transformers', a fast one.
-        ends: the row's end-of-sequence tokens, which may come where the text is complete.
+        ends: the row's end-of-sequence tokens, which may come where the text is complete; empty: the tokenizer's.
         prompt_length: tokens of the row that are not guided.
     """
 
@@ -208,26 +222,33 @@ class GuidedTokens:
         self._compiled: CompiledGuide | None = None
         self._matcher: Any = None
         self._num_read = 0
+        self._has_ended = False
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """`scores [1, V]` after the tokens `input_ids [1, L]`, prompt included. Raises GuideError."""
-        self._follow(input_ids[0, self.prompt_length :].tolist(), scores.shape[1])
+        vocab = scores.shape[1]
+        compiled = self._follow(input_ids[0, self.prompt_length :].tolist(), vocab)
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         _check_state(self._matcher, self.guide, self._num_read)
-        allowed = torch.from_numpy(np.unpackbits(bits, count=scores.shape[1], bitorder="little").astype(bool))
-        return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
+        allowed = np.unpackbits(bits, count=vocab, bitorder="little").astype(bool)
+        if self.ends and compiled.end < vocab:
+            is_complete, allowed[compiled.end] = allowed[compiled.end], False
+            allowed[[end for end in self.ends if end < vocab]] |= is_complete
+        return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), float("-inf"))
 
     def is_complete(self, tokens: list[int], vocab: int) -> bool:
         """Whether nothing may follow the response `tokens` but an end of sequence. Raises GuideError."""
         self._follow(tokens, vocab)
-        return self._matcher.is_stopped()
+        return self._has_ended or self._matcher.is_stopped()
 
-    def _follow(self, tokens: list[int], vocab: int) -> None:
-        if self._matcher is None:
-            self._compiled = compile_guide(self.guide, self.tokenizer, vocab, self.ends)
+    def _follow(self, tokens: list[int], vocab: int) -> CompiledGuide:
+        if self._compiled is None:
+            self._compiled = compile_guide(self.guide, self.tokenizer, vocab)
             self._matcher = self._compiled.matcher.deep_copy()
         for token in tokens[self._num_read :]:
-            if not self._matcher.is_stopped():
+            self._has_ended = self._has_ended or token in self.ends
+            if not self._has_ended and not self._matcher.is_stopped():
                 self._matcher.consume_token(token)
                 _check_state(self._matcher, self.guide, self._num_read)
             self._num_read += 1
+        return self._compiled
