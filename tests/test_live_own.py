@@ -10,7 +10,7 @@ from chat import build_chat_tokenizer
 from models import PAD, VOCAB, build_model, randomised
 
 import hybrid_engine
-from hybrid_engine.generation import scoring
+from hybrid_engine.generation import live_own, scoring
 from hybrid_engine.generation.asynchronous import Carried, start_async
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.live_opening import live_batch
@@ -325,3 +325,19 @@ def test_processes_do_not_share_a_model_without_containers(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"--tp=2 --pp=1: .* and no policy for MambaBlock.*leave both at 1"):
         load_shared(ServeConfig(model=str(tmp_path), tp=2), 2, 1, {})
+
+
+def test_shares_take_turns_so_that_one_keys_requests_keep_no_others_waiting(monkeypatch):
+    monkeypatch.setattr(live_own, "TOKENS_OF_A_TURN", 2)
+    generator = _engine(MODELS["mamba"]).generator
+    read = read_options({"max_new_tokens": 6, "eos_token_id": None}, 0, VOCAB)
+    alone = _answers(generator, {"max_new_tokens": 6, "eos_token_id": None}, PROMPTS * 2)
+    rows = [Sequence(Prompt(list(prompt)), row, read, row) for row, prompt in enumerate(PROMPTS * 2)]
+    rows[3].share = "b"
+    ended = []
+    with live_batch(generator) as batch:
+        batch.add(rows)
+        while batch.has_work:
+            ended += [told.sequence for told in batch.turn() if told.finish_reason is not None]
+    assert set(ended[:2]) == {rows[0], rows[3]} and ended[2:] == rows[1:3]
+    assert [row.tokens for row in rows] == [row.tokens for row in alone]

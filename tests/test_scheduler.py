@@ -28,11 +28,12 @@ class Memory:
         self.blocks[copy.target][: copy.num_tokens] = self.blocks[copy.source][: copy.num_tokens]
 
 
-def build(prompt_lengths, num_samples, max_new_tokens=25, **limits):
+def build(prompt_lengths, num_samples, max_new_tokens=25, num_shares=1, **limits):
     options, sequences = GenerationOptions(max_new_tokens=max_new_tokens), []
     for index, length in enumerate(prompt_lengths):
         prompt = Prompt([1000 * (index + 1) + i for i in range(length)])
-        sequences += [Sequence(prompt, len(sequences) + g, options) for g in range(num_samples)]
+        share = str(index % num_shares)
+        sequences += [Sequence(prompt, len(sequences) + g, options, share=share) for g in range(num_samples)]
     return sequences, Scheduler(sequences, **({"max_prefill_tokens": 64} | limits))
 
 
@@ -61,6 +62,7 @@ def run(sequences, scheduler, lengths, mixes=False, chunk_tokens=None):
     while scheduler.has_work:
         turns += 1
         assert turns < 10_000, "no progress"
+        scheduler.make_way()
         admission = scheduler.admit(chunk_tokens)
         assert len(scheduler.running) <= scheduler.max_running
         rows = scheduler.grow_beside(admission) if mixes and admission.prefills else []
@@ -188,7 +190,8 @@ def test_samples_of_a_prefilled_prompt_enter_at_once():
     ("mixes", "chunk_tokens"), [(False, None), (True, None), (True, 3)], ids=["one kind a turn", "mixed", "in chunks"]
 )
 @pytest.mark.parametrize("seed", range(40))
-def test_random_rollouts_finish_keep_their_tokens_and_leak_no_block(seed, mixes, chunk_tokens):
+@pytest.mark.parametrize("num_shares", [1, 2, 3])
+def test_random_rollouts_finish_keep_their_tokens_and_leak_no_block(num_shares, seed, mixes, chunk_tokens):
     rng = random.Random(seed)
     block_size = rng.choice([1, 3, 4, 16, 64])
     num_samples = rng.choice([1, 1, 2, 5])
@@ -202,6 +205,7 @@ def test_random_rollouts_finish_keep_their_tokens_and_leak_no_block(seed, mixes,
         num_blocks=rng.randint(enough, 3 * enough),
         block_size=block_size,
         max_prefill_tokens=rng.choice([8, 64]),
+        num_shares=num_shares,
     )
     order, _ = run(sequences, scheduler, lengths, mixes, chunk_tokens)
     assert sorted(order) == list(range(len(sequences)))
@@ -369,3 +373,85 @@ def test_a_block_is_free_only_when_its_last_owner_releases_it():
     assert pool.free == [2]
     pool.release(shared)
     assert pool.free == [0, 1, 2]
+
+
+def shares_in_line(num_of_a, lengths_of_b, max_new_tokens=25, **limits):
+    """Requests of share a, of which the first run, and then those of share b in line."""
+    a, _ = build([4] * num_of_a, 1, max_new_tokens, **limits)
+    for sequence in a:
+        sequence.share, sequence.prompt.num_waiting = "a", 0
+    scheduler = Scheduler(a, max_prefill_tokens=64, longest=64, **limits)
+    take_turn(scheduler)
+    options = GenerationOptions(max_new_tokens=max_new_tokens)
+    b = [Sequence(Prompt([7] * length), row, options, share="b") for row, length in enumerate(lengths_of_b)]
+    for sequence in b:
+        scheduler.add(sequence)
+    return a, b, scheduler
+
+
+def take_turn(scheduler):
+    """A turn in which each row gets a token, and nobody ends."""
+    scheduler.make_way()
+    started = scheduler.admit().sequences
+    for row in scheduler.running:
+        row.tokens.append(0)
+    scheduler.grow()
+    return started
+
+
+@pytest.mark.parametrize("max_running", [4, 64, 256])
+def test_the_one_request_of_a_share_starts_before_the_rest_of_anothers(max_running):
+    limits = {"max_running": max_running, "num_blocks": 600, "block_size": 32}
+    a, (b,), scheduler = shares_in_line(max_running + 64, [4], **limits)
+    while len(scheduler.running) < max_running:
+        scheduler.waiting.remove(b)
+        take_turn(scheduler)
+        scheduler.add(b)
+    assert take_turn(scheduler) == [b]
+    assert scheduler.num_preemptions == 1 and scheduler.running[:-1] == a[: max_running - 1]
+    assert list(scheduler.waiting) == a[max_running - 1 :], "who made way is the first of its share again"
+    for _ in range(3):
+        assert take_turn(scheduler) == [], "and nobody makes way for a share that has its part, or wants no more"
+
+
+def test_shares_that_want_more_have_as_many_rows_each():
+    a, b, scheduler = shares_in_line(20, [4] * 20, max_running=8, num_blocks=64, block_size=32)
+    for _ in range(4):
+        take_turn(scheduler)
+    assert [row for row in scheduler.running if row.share == "a"] == a[:4]
+    assert [row for row in scheduler.running if row.share == "b"] == b[:4]
+    for ended in (a[0], b[0]):
+        scheduler.finish(ended, "stop")
+    started = take_turn(scheduler)
+    assert {row.row for row in started if row.share == "a"} == {4} and scheduler.num_preemptions == 4
+    assert [row for row in started if row.share == "b"] == b[4:5]
+
+
+def test_rows_make_way_where_blocks_are_short_and_the_largest_share_loses_its_newest():
+    a, (b,), scheduler = shares_in_line(6, [9], max_running=16, num_blocks=6, block_size=8)
+    assert scheduler.running == a[:5] and len(scheduler.pool.free) == 1
+    assert take_turn(scheduler) == [b], "two blocks, and a spare one"
+    assert scheduler.running == [*a[:3], b] and list(scheduler.waiting) == a[3:]
+    while len(scheduler.running) == 4:
+        take_turn(scheduler)
+    assert scheduler.running == [*a[:2], b], "the newest of the largest share, not the newest of all"
+
+
+def test_a_prompt_whose_samples_wait_gives_its_blocks_up_for_another_share():
+    """Nothing runs, and the first in line needs the blocks that another share's prompt keeps."""
+    sequences, _ = build([8, 20], 2, max_running=1, num_blocks=6, block_size=4)
+    for sequence in sequences:
+        sequence.prompt.num_waiting = 0
+        sequence.share = "a" if sequence.row < 2 else "b"
+    scheduler = Scheduler(sequences, max_running=1, num_blocks=6, block_size=4, max_prefill_tokens=64, longest=24)
+    (first,) = scheduler.admit().sequences
+    assert first is sequences[0] and sequences[0].prompt.blocks
+    scheduler.finish(first, "stop")
+    started = []
+    for _ in range(3):
+        (row,) = scheduler.admit().sequences
+        started.append(row)
+        row.tokens.append(0)
+        scheduler.finish(row, "stop")
+    assert started == [sequences[2], sequences[1], sequences[3]] and not scheduler.has_work
+    assert scheduler.pool.free == list(range(6))

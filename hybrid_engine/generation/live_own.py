@@ -16,6 +16,8 @@ TOKENS_OF_A_TURN = 16
 class OwnBatch(LiveBatch):
     """Answers those that were added in their order, a part of an answer a turn, by the model's own `generate()`.
 
+    Where they are of several shares (`Sequence.share`), turns go to each share in turn.
+
     A turn feeds the sequence anew, so that nothing is kept between turns: the next one may be another's.
 
     Args:
@@ -28,6 +30,7 @@ class OwnBatch(LiveBatch):
         self.generator, self.longest, self._passes = generator, longest, passes
         self.seconds_between_stays = None if passes is None else STREAMED_STAYS
         self._num_told: dict[Sequence, int] = {}
+        self._turns: dict[str, int] = {}  # by share, the number of its last turn
 
     @property
     def has_work(self) -> bool:
@@ -76,8 +79,9 @@ class OwnBatch(LiveBatch):
             self._passes.meet(IDLE)
 
     def turn(self) -> list[Progress]:
-        """More of the answer of the sequence that waits longest."""
-        sequence, first = next(iter(self._num_told.items()))
+        """More of the answer of the sequence that waits longest, of each share in turn."""
+        sequence = self._take_next()
+        first = self._num_told[sequence]
         most = max(TOKENS_OF_A_TURN, len(sequence) // 4)
         try:
             with nullcontext() if self._passes is None else self._passes.ending_pass():
@@ -93,6 +97,14 @@ class OwnBatch(LiveBatch):
         if sequence.error is not None:
             return [Progress(sequence, [], [], "error")]
         return [Progress(sequence, sequence.tokens[first:], sequence.logprobs[first:], sequence.finish_reason)]
+
+    def _take_next(self) -> Sequence:
+        firsts = {sequence.share: sequence for sequence in reversed(self._num_told)}
+        share = min(firsts, key=lambda share: self._turns.get(share, 0))
+        self._turns = {name: self._turns.get(name, 0) for name in firsts} | {
+            share: max(self._turns.values(), default=0) + 1
+        }
+        return firsts[share]
 
 
 def open_own(generator: Generator, longest: int | None, release: ExitStack, caller: str) -> OwnBatch:

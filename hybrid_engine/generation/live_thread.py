@@ -6,6 +6,7 @@ end. What a turn brought is handed on once a turn, to whoever listens.
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -51,7 +52,8 @@ class LiveThread:
         self._notes, self._changed = _Notes(), threading.Condition()
         self._joining: list[Sequence] = []  # those that the batch is taking in
         self._opened = threading.Event()
-        self._num_waiting = 0
+        self._waiting: Counter[str] = Counter()  # sequences that have not begun, by share
+        self._shares: set[str] = set()  # all that were heard of
         self._thread = threading.Thread(target=self._run, name="hybrid-engine-live", daemon=True)
         self.batch: LiveBatch | None = None
         self.error: BaseException | None = None
@@ -68,20 +70,31 @@ class LiveThread:
             raise self.error
 
     def submit(self, sequences: list[Sequence]) -> None:
-        """Lets `sequences` join, which together are one request.
+        """Lets `sequences` join, which together are one request, all of one share.
 
         Raises:
-            TooManyWaitError: nothing joined; some of those that wait have to begin first.
+            TooManyWaitError: nothing joined; some of those that wait have to begin first. Where others fill the line,
+                a share may still have its part of it.
             EndedError: the batch has ended, or is about to.
         """
         with self._changed:
             if self._notes.is_closing or self.error is not None:
                 raise EndedError
-            if self._num_waiting + len(sequences) > self.max_waiting and self.num_waiting > 0:
+            if not sequences:
+                return
+            share = sequences[0].share
+            if self._waiting and not self._has_room(share, len(sequences)):
                 raise TooManyWaitError
+            self._shares.add(share)
             self._notes.joining += sequences
-            self._num_waiting += len(sequences)
+            self._waiting[share] += len(sequences)
             self._changed.notify()
+
+    def _has_room(self, share: str, count: int) -> bool:
+        if self.num_waiting + count <= self.max_waiting:
+            return True
+        part = self.max_waiting // len(self._waiting.keys() | {share})
+        return self._waiting[share] + count <= part
 
     def cancel(self, sequences: list[Sequence]) -> None:
         """Takes out what nobody waits for any more; one that has finished stays as it is."""
@@ -92,7 +105,7 @@ class LiveThread:
     @property
     def num_waiting(self) -> int:
         """Sequences that have not begun."""
-        return self._num_waiting
+        return self._waiting.total()
 
     @property
     def num_running(self) -> int:
@@ -169,9 +182,16 @@ class LiveThread:
                 return
             batch.cancel(notes.leaving)
             progress = batch.turn() if batch.has_work else []
-            self._num_waiting = batch.num_waiting + len(self._notes.joining)
+            self._waiting = self._count_waiting(batch)
             if progress:
                 self._listener(progress)
+
+    def _count_waiting(self, batch: LiveBatch) -> Counter[str]:
+        """Sequences that have not begun, or begin again, by share; none is zero."""
+        joining = Counter(sequence.share for sequence in self._notes.joining)
+        if len(self._shares) > 1:
+            return joining + Counter(sequence.share for sequence in batch.unfinished if sequence.slot < 0)
+        return +Counter(dict.fromkeys(self._shares, batch.num_waiting + joining.total()))
 
     @property
     def _has_notes(self) -> bool:

@@ -321,6 +321,8 @@ class App:
         """The answer to what `reading`, which may take long, makes of the request."""
         writer, record = await self._unless_gone(request, self._elsewhere(reading))
         asked = writer.asked
+        for sequence in asked.sequences:
+            sequence.share = getattr(request.state, "key_name", "")
         self.metrics.prompt_tokens.inc(sum(map(len, asked.prompts)))
         progress = self._measured(self.listening.run(self.worker, asked.sequences, writer.add))
         if asked.request.stream:

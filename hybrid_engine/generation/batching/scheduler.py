@@ -4,7 +4,8 @@ Continuous batching: at most `max_running` sequences decode at once, a finished 
 next waiting ones take its place. A prompt is prefilled once; its samples share its full blocks and copy
 the last partial one. When blocks run out, prompts kept for later samples go first, then the newest
 running sequence is preempted: its blocks are freed and it is prefilled again later, response included. What a sequence
-takes when it starts is `starts.py`'s.
+takes when it starts is `starts.py`'s, and who is first in line `waiting_line.py`'s. Where sequences are of several
+shares, the newest one of the largest share is preempted, also for a share that has fewer places than its part of them.
 
 A pass with a prefill is no recorded step, and what runs waits for it where it cannot decode in the same pass (see
 `grow_beside`), so prompts enter in bulk: see `_is_worth_a_pass`. Samples of a prompt that is prefilled already enter at
@@ -12,7 +13,6 @@ once. A prompt that would make others wait long is fed in chunks, one a turn, be
 """
 
 from bisect import insort
-from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 
@@ -21,6 +21,7 @@ from hybrid_engine.generation.batching.blocks import BlockPool
 from hybrid_engine.generation.batching.kept_blocks import KeptBlocks
 from hybrid_engine.generation.batching.sequence import PENDING, Sequence
 from hybrid_engine.generation.batching.starts import Starts
+from hybrid_engine.generation.batching.waiting_line import WaitingLine
 
 # A prefill starts a sequence for every so many that run. With 1 024 prompts over 256 slots and answers of 256 tokens in
 # the mean there are 58 prefill turns instead of 511, and 1 777 decode turns instead of 1 746: 2.5% of the slots wait.
@@ -41,12 +42,12 @@ class Scheduler:
         longest: int | None = None,
     ):
         """`longest`: tokens that are fed of the longest sequence; None: of `sequences`, and no longer one is added."""
-        self.waiting: deque[Sequence] = deque()
+        self.pool = BlockPool(num_blocks)
+        self.kept = KeptBlocks(self.pool)
+        self.waiting = WaitingLine(self.kept)
         for sequence in sequences:
             self.add(sequence)
         self.running: list[Sequence] = []  # oldest first
-        self.pool = BlockPool(num_blocks)
-        self.kept = KeptBlocks(self.pool)
         self._starts = Starts(self.kept, block_size)
         self.max_running, self.block_size, self.max_prefill_tokens = max_running, block_size, max_prefill_tokens
         if longest is None:
@@ -57,7 +58,7 @@ class Scheduler:
         self.num_preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
-        """Puts a sequence at the end of the line; one that has tokens already goes on from them."""
+        """Puts a sequence at the end of its share's line; one that has tokens already goes on from them."""
         sequence.prompt.num_waiting += 0 if sequence.tokens else 1
         self.waiting.append(sequence)
 
@@ -84,22 +85,27 @@ class Scheduler:
         admission, budget = Admission(), self.max_prefill_tokens
         most_fed = chunk_tokens if chunk_tokens is not None and self.running else None
         while self.waiting and len(self.running) < self.max_running:
-            sequence = self.waiting[0]
+            sequence = self.waiting.first
             num_tokens = self._starts.num_to_prefill(sequence)
             is_cut = most_fed is not None and num_tokens > most_fed
             if num_tokens and admission.prefills and (is_cut or num_tokens > budget):
                 break
             is_chunk = is_cut or self.kept.has_begun(sequence)
-            if num_tokens and not admission.prefills and not is_chunk and not self._is_worth_a_pass():
+            is_first_prefill = num_tokens and not admission.prefills and not is_chunk
+            if is_first_prefill and self.running and not self._is_worth_a_pass():
                 break
-            if not self._starts.make_room(sequence, bool(self.running)) or (is_chunk and self.must_preempt):
+            if not self._starts.make_room(sequence, bool(self.running)):
+                if not self.running and self.kept.give_up_one():  # what another share's prompt keeps
+                    continue
+                break
+            if is_chunk and self.must_preempt:
                 break
             if is_cut:
                 assert most_fed is not None
                 self._starts.feed_chunk(sequence, most_fed, admission)
                 break
             budget -= num_tokens
-            self._starts.start(self.waiting.popleft(), admission)
+            self._starts.start(self.waiting.start_first(), admission)
             self._enter(sequence)
         for prompt in [prompt for prompt in self.kept.prompts if prompt.num_waiting == 0]:
             self.kept.give_up_prompt(prompt)
@@ -108,9 +114,12 @@ class Scheduler:
     def _is_worth_a_pass(self) -> bool:
         """Whether a prefill would now start enough of those that wait to stop decoding for it.
 
-        Enough is one for every RUNNING_PER_NEWCOMER that run, or as many tokens as a pass may have, or all that wait.
+        Enough is one for every RUNNING_PER_NEWCOMER that run, or as many tokens as a pass may have, or all that wait,
+        or one of a share that is short of rows.
         """
         num_newcomers = max(1, len(self.running) // RUNNING_PER_NEWCOMER)
+        if self._is_short(self.waiting.first.share):
+            num_newcomers = 1
         num_free = self.max_running - len(self.running)
         num_tokens, num_blocks, prompt = 0, 0, None
         for sequence in islice(self.waiting, min(num_newcomers, num_free)):
@@ -133,7 +142,7 @@ class Scheduler:
         for sequence in self.short_of_blocks():
             while not self.pool.free and sequence in self.running:
                 if not self.kept.give_up_one():
-                    self._preempt(self.running[-1])
+                    self._preempt(self._newest_of_the_largest_share())
             if sequence in self.running:
                 sequence.blocks += self.pool.allocate(1)
                 self.changed.append(sequence)
@@ -183,17 +192,40 @@ class Scheduler:
             changed = [sequence for sequence in changed if sequence in among]
         return changed
 
+    def _is_short(self, share: str) -> bool:
+        """Whether a share has fewer running rows than its part of them, and another one has more."""
+        if self.waiting.num_shares < 2 or not self.running:
+            return False
+        counts, part = self.waiting.num_running, len(self.running) // self.waiting.num_shares
+        return counts[share] < part < counts[self.waiting.largest_share]
+
+    @property
+    def must_make_way(self) -> bool:
+        """Whether the first in line, whose share is short of rows, finds no place or no blocks."""
+        if not self.waiting or not self._is_short(self.waiting.first.share):
+            return False
+        return len(self.running) >= self.max_running or not self._starts.make_room(self.waiting.first, True)
+
+    def make_way(self) -> None:
+        """Preempts rows of the largest share as long as `must_make_way`."""
+        while self.must_make_way:
+            self._preempt(self._newest_of_the_largest_share())
+
+    def _newest_of_the_largest_share(self) -> Sequence:
+        share = self.waiting.largest_share
+        return next(row for row in reversed(self.running) if row.share == share)
+
     def _preempt(self, sequence: Sequence) -> None:
         assert len(self.running) > 1, "one sequence alone must fit: checked before the rollout"
         self.recompute(sequence)
         self.num_preemptions += 1
 
     def recompute(self, sequence: Sequence) -> None:
-        """Sends a running sequence back to the head of the line: it is prefilled anew, response included."""
+        """Sends a running sequence back to the head of its share's line: it is prefilled anew, response included."""
         assert PENDING not in sequence.tokens, "its tokens are needed to recompute it"
         self._leave(sequence)
-        self.kept.give_up_begun()  # which is nobody's but the first one's in line
-        self.waiting.appendleft(sequence)
+        self.kept.give_up_begun()  # the first one's in line, which may be another now
+        self.waiting.append_first(sequence)
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """Notes why a sequence finished; takes it out and frees its blocks if it still runs, unless they are kept.
@@ -212,6 +244,7 @@ class Scheduler:
             self.pool.release(sequence.blocks)
         insort(self.free_slots, sequence.slot)
         sequence.slot = -1
+        self.waiting.leave(sequence)
 
     def close_gaps(self) -> list[Copy]:
         """Moves single-block rows down to the blocks that finished rows left; returns the copies to make.

@@ -44,6 +44,7 @@ class Sequence:
     begins_from: "Sequence | None" = None  # a kept one, whose tokens its prompt begins with
     processors: Any = None  # of its logits, where its rules read its tokens; made when it is first drawn for
     tops: list[list[tuple[int, float]]] = field(default_factory=list)  # likeliest tokens at each position, where wanted
+    share: str = ""  # of the places: that of the client's key, where clients have keys with names
     adapter: str | None = None  # peft's, in a live batch that serves several; None: the base model, or what is fused
     error: Exception | None = None  # of a rule of its own, which ends it
     finish_reason: str | None = None  # "stop": drew what ends it; "length": ran out of new tokens

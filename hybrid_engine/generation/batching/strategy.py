@@ -92,12 +92,15 @@ class TextGeneration:
             self._read(self.lag if self.scheduler.running else 0)
 
     def _recompute(self) -> None:
-        """Sends those back whose keys belong to other frequencies from their next token on."""
+        """Sends those back whose keys belong to other frequencies from their next token on, or who have to make way."""
         length = self.model.recompute_length
         if length is not None and any(len(row) == length for row in self.scheduler.running):
             self._read(0)
             for row in [row for row in self.scheduler.running if len(row) == length]:
                 self.scheduler.recompute(row)
+        if self.scheduler.must_make_way:
+            self._read(0)
+            self.scheduler.make_way()
 
     def idle(self) -> None:
         """Passes over the layers without computing, so that other processes can gather theirs."""
