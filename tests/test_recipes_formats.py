@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 from chat import MARKED_TEMPLATE, PLAIN_TEMPLATE, build_chat_tokenizer
 from datasets import Dataset
+from transformers import LlamaConfig
 
 from hybrid_engine.config.notices import say_once
-from hybrid_engine.recipes import grpo
+from hybrid_engine.recipes import grpo, sft
+from hybrid_engine.recipes.data.corpus import load_corpus
 from hybrid_engine.recipes.data.encoding import Encoded, encode_completion, encode_pair, encode_prompt
 from hybrid_engine.recipes.data.held_out import prompt_key
 from hybrid_engine.recipes.data.lengths import keep_fitting, limit_of
@@ -413,6 +415,22 @@ BAD_IN_STEPS = [  # as they are read, as a reward reads them, as they become tok
 ]
 
 
+def test_rows_that_are_too_long_are_told_with_those_that_cannot_be_read_or_held_out(tmp_path, capsys):
+    rows = [{"prompt": f"{n}?", "completion": "a" * (200 if n in (7, 8) else 1)} for n in range(100)]
+    rows[3] = {"prompt": 5, "completion": "a"}
+    build_chat_tokenizer().save_pretrained(tmp_path / "model")
+    LlamaConfig().save_pretrained(tmp_path / "model")
+    path, held_out = write(tmp_path / "data.jsonl", rows), write(tmp_path / "held_out.jsonl", rows[6:8])
+    config = sft.Config(model=str(tmp_path / "model"), dataset=path, max_tokens=100, held_out_dataset=held_out)
+    with pytest.raises(
+        ValueError, match=r"3 of 102 rows cannot be used: line 4 has prompt=5.* line 9 has 203 .*line 2 has"
+    ):
+        load_corpus(config)
+    _, corpus = load_corpus(replace(config, skip_bad_rows=True))
+    assert (len(corpus.train), len(corpus.held_out)) == (96, 1)
+    assert f"--skip-bad-rows: --held-out-dataset={held_out!r}: 1 of 2 rows are left out: " in capsys.readouterr().out
+
+
 def test_rows_that_are_bad_for_several_reasons_are_told_in_one_error(tmp_path, capsys):
     rows = [{"prompt": [user(f"{n}?")], "answer": str(n)} for n in range(1000)]
     for index, row, _ in BAD_IN_STEPS:
@@ -633,17 +651,30 @@ def test_what_cannot_be_encoded_is_named_with_its_row(template, row, message):
         encode(build_chat_tokenizer(template), row)
 
 
-def test_rows_too_long_are_counted_and_the_first_is_named_with_its_length_or_they_are_left_out(capsys):
-    rows = [PromptRow(prompt="a", place=f"line {n}") for n in range(4)]
-    limit = limit_of(3, None, "--model='m'")
+def test_rows_too_long_are_counted_with_their_lengths_or_left_out(capsys):
+    rows = [PromptRow(prompt="a", place=f"--dataset='d': line {n}") for n in range(4)]
+    limit, config = limit_of(3, None, "--model='m'"), sft.Config(model="m", dataset="d")
 
     def tokens(*lengths):
         return [Encoded(prompt_ids=[0], response_ids=[0] * (length - 1)) for length in lengths]
 
-    assert keep_fitting(rows, tokens(1, 2, 3, 3), limit, skips=False) == (rows, tokens(1, 2, 3, 3))
-    message = "line 1 has 5 tokens, more than --max-tokens=3 \\(and 1 more rows are too long\\); raise it, shorten"
-    with pytest.raises(ValueError, match=message):
-        keep_fitting(rows, tokens(1, 5, 3, 4), limit, skips=False)
-    kept = keep_fitting(rows, tokens(1, 5, 3, 4), limit, skips=True)
-    assert kept == ([rows[0], rows[2]], tokens(1, 3))
-    assert capsys.readouterr().out == "2 of 4 rows have more tokens than --max-tokens=3 and are left out\n"
+    assert keep_fitting(config, rows, tokens(1, 2, 3, 3), limit) == (rows, tokens(1, 2, 3, 3))
+    message = (
+        "--dataset='d': 2 of 4 rows cannot be used: line 1 has 5 tokens, more than --max-tokens=3; raise it, or leave "
+        "out what is longer by --skip-too-long | line 3 has 4 tokens, more than --max-tokens=3; --skip-bad-rows leaves "
+        "them out"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        keep_fitting(config, rows, tokens(1, 5, 3, 4), limit)
+    for option, said in (
+        ("skip_too_long", "2 of 4 rows have more tokens than --max-tokens=3 and are left out\n"),
+        ("skip_bad_rows", "--skip-bad-rows: --dataset='d': 2 of 4 rows are left out: line 1 has 5 tokens, more than"),
+    ):
+        kept = keep_fitting(replace(config, **{option: True}), rows, tokens(1, 5, 3, 4), limit)
+        assert kept == ([rows[0], rows[2]], tokens(1, 3))
+        assert capsys.readouterr().out.startswith(said)
+    own = sft.Config(model="m", max_tokens=3)
+    with pytest.raises(
+        ValueError, match=r"^--dataset='d': line 1 has 5 tokens.*leave out what is longer by --skip-too-long$"
+    ):
+        keep_fitting(own, rows, tokens(1, 5, 3, 3), limit)

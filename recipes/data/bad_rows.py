@@ -19,6 +19,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 OfDataSet = TypeVar("OfDataSet", bound=Row)
 NUM_SHOWN = 5
+OWN_ROWS = "the task that is learned without --dataset"
 
 
 @dataclass
@@ -102,9 +103,17 @@ def encode_each(
     config: DatasetOptions, rows: Sequence[OfDataSet], encode: Callable[[OfDataSet], T]
 ) -> tuple[list[OfDataSet], list[T]]:
     """`each_good` of the rows of `--dataset`, or of a recipe's own task, whose tokens `encode` makes."""
-    kept, made = each_good(rows, encode, config.source.shown, skips=config.skip_bad_rows)
+    kept, made = each_good(rows, encode, shown_source(config, rows), skips=config.skip_bad_rows)
     say_what_is_gone(rows, kept)
     return kept, made
+
+
+def shown_source(config: DatasetOptions, rows: Sequence[Row]) -> str:
+    """The option that names the data set of `rows` as it is typed; without one they are the recipe's own."""
+    if config.dataset is None:
+        return OWN_ROWS
+    data_sets = {row.place.rpartition(": ")[0] for row in rows}
+    return (data_sets.pop() if len(data_sets) == 1 else "") or config.source.shown
 
 
 def say_what_is_gone(rows: Sequence[Row], kept: Sequence[Row]) -> None:
@@ -119,6 +128,7 @@ def say_what_is_gone(rows: Sequence[Row], kept: Sequence[Row]) -> None:
 
 def _tell(problems: Sequence[str], num_rows: int, source: str, *, skips: bool) -> None:
     is_all = len(problems) == num_rows
+    remedy = "" if source == OWN_ROWS else f"; --skip-bad-rows leaves {'it' if len(problems) == 1 else 'them'} out"
     if skips and not is_all:
         say(
             f"--skip-bad-rows: {source}: {len(problems)} of {num_rows} rows are left out: {_first_of(problems, source)}"
@@ -126,11 +136,10 @@ def _tell(problems: Sequence[str], num_rows: int, source: str, *, skips: bool) -
     elif skips:
         raise ValueError(f"--skip-bad-rows leaves none of {num_rows} rows of {source}: {_first_of(problems, source)}")
     elif len(problems) == 1:
-        raise ValueError(f"{problems[0]}; --skip-bad-rows leaves it out")
+        raise ValueError(f"{problems[0]}{remedy}")
     else:
         raise ValueError(
-            f"{source}: {len(problems)} of {num_rows} rows cannot be used: {_first_of(problems, source)}; "
-            "--skip-bad-rows leaves them out"
+            f"{source}: {len(problems)} of {num_rows} rows cannot be used: {_first_of(problems, source)}{remedy}"
         )
 
 

@@ -65,7 +65,7 @@ def load_corpus(config: Any) -> tuple[PreTrainedTokenizerBase, Corpus]:
     limit, encoded = limit_of(config.max_tokens, positions, model), []
     for part in (train, held_out):
         rows, tokens = encode_each(config, part, partial(encode_completion, tokenizer))
-        encoded.append(keep_fitting(rows, tokens, limit, skips=config.skip_too_long)[1])
+        encoded.append(keep_fitting(config, rows, tokens, limit)[1])
     if config.dataset is not None:
         check_parts(config.source, encoded[0], encoded[1])
     return tokenizer, Corpus(train=encoded[0], held_out=encoded[1], pad_token=tokenizer.pad_token_id)

@@ -1,10 +1,11 @@
-"""Rows that are too long: refused by name, or left out and counted where `--skip-too-long` says so."""
+"""Rows that are too long: told with others that cannot be used, or left out and counted by `--skip-too-long`."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
-from hybrid_engine.recipes.data.bad_rows import say_what_is_gone
+from hybrid_engine.recipes.data.bad_rows import each_good, say_what_is_gone, shown_source
 from hybrid_engine.recipes.data.rows import Row
+from hybrid_engine.recipes.runs.options import DatasetOptions
 from hybrid_engine.recipes.runs.run_log import say
 
 
@@ -37,30 +38,37 @@ def limit_of(max_tokens: int | None, positions: int | None, model: str) -> Limit
     return Limit(positions, f"the {positions} positions of {model}", "use a model with more")
 
 
-def keep_fitting(rows: Sequence[R], tokens: Sequence[T], limit: Limit, *, skips: bool) -> tuple[list[R], list[T]]:
-    """The rows within `limit`, and their tokens; all of them, unless `skips` says that others are left out.
+def keep_fitting(
+    config: DatasetOptions, rows: Sequence[R], tokens: Sequence[T], limit: Limit
+) -> tuple[list[R], list[T]]:
+    """The rows within `limit`, and their tokens.
+
+    With `--skip-too-long` others are left out, which is said; without it they are rows that cannot be used, as
+    `each_good` treats them.
 
     Args:
+        config: whose rows these are.
         rows: as read.
         tokens: of each row.
         limit: the most that there may be.
-        skips: whether rows that are too long are left out, which is said; else they are an error.
 
     Raises:
-        ValueError: naming the first row that is too long.
+        ValueError: with the rows that are too long, and their lengths.
     """
-    lengths = [entry.num_tokens for entry in tokens]
-    too_long = [] if limit.tokens is None else [index for index, found in enumerate(lengths) if found > limit.tokens]
-    if not too_long:
-        return list(rows), list(tokens)
-    if skips:
-        say(f"{len(too_long)} of {len(rows)} rows have more tokens than {limit.name} and are left out")
-        left = sorted(set(range(len(rows))) - set(too_long))
-        kept = [rows[index] for index in left]
-        say_what_is_gone(rows, kept)
-        return kept, [tokens[index] for index in left]
-    others = f" (and {len(too_long) - 1} more rows are too long)" if len(too_long) > 1 else ""
-    raise ValueError(
-        f"{rows[too_long[0]].place} has {lengths[too_long[0]]} tokens, more than {limit.name}{others}; {limit.remedy}, "
-        "shorten or remove what is too long, or leave it out by --skip-too-long"
-    )
+    is_long = [limit.tokens is not None and entry.num_tokens > limit.tokens for entry in tokens]
+    pairs = list(zip(rows, tokens, strict=True))
+    if any(is_long) and config.skip_too_long:
+        say(f"{sum(is_long)} of {len(rows)} rows have more tokens than {limit.name} and are left out")
+        kept = [pair for pair, is_left_out in zip(pairs, is_long, strict=True) if not is_left_out]
+    else:
+        option = "" if config.skip_bad_rows else ", or leave out what is longer by --skip-too-long"
+        remedies = iter([f"; {limit.remedy}{option}"])
+
+        def check(pair: tuple[R, T]) -> None:
+            row, found = pair[0], pair[1].num_tokens
+            if limit.tokens is not None and found > limit.tokens:  # the remedy once: it is the same for all
+                raise ValueError(f"{row.place} has {found} tokens, more than {limit.name}{next(remedies, '')}")
+
+        kept, _ = each_good(pairs, check, shown_source(config, rows), skips=config.skip_bad_rows)
+    say_what_is_gone(rows, [row for row, _ in kept])
+    return [row for row, _ in kept], [found for _, found in kept]

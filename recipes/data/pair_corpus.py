@@ -55,7 +55,7 @@ def load_pair_corpus(config: Any, tokenizer: PreTrainedTokenizerBase, source: st
     encoded = []
     for part in (train, held_out):
         encode = partial(build_pair, tokenizer, kind_column=None if config.dataset else "kind")
-        encoded.append(keep_fitting(*encode_each(config, part, encode), limit, skips=config.skip_too_long))
+        encoded.append(keep_fitting(config, *encode_each(config, part, encode), limit))
     (train, pairs), (_, held_out_pairs) = encoded
     if config.dataset is not None:
         check_parts(config.source, pairs, held_out_pairs)

@@ -165,6 +165,6 @@ def _that_fit(
     """Of rows to train on and held-out ones those to train on that the model has positions for; refuses what the run
     will refuse."""
     limit = limit_of(None, num_positions(first), f"--model={config.model!r}")
-    found = [keep_fitting(*encode_each(config, rows, encode), limit, skips=config.skip_too_long)[1] for rows in parts]
+    found = [keep_fitting(config, *encode_each(config, rows, encode), limit)[1] for rows in parts]
     check_enough(config, len(found[0]), len(found[1]), what)
     return found[0]

@@ -76,7 +76,7 @@ def keep_what_fits(
     """The rows, with their tokens, that the model has positions for; ValueError for others, or without them."""
     rows, tokens = encode_each(config, rows, encode)
     limit = limit_of(None, num_positions(load_config(source)), f"--model={source!r}")
-    return keep_fitting(rows, tokens, limit, skips=config.skip_too_long)
+    return keep_fitting(config, rows, tokens, limit)
 
 
 def with_lengths(
