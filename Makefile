@@ -41,7 +41,7 @@ DEVICE ?= cuda
 RESULTS ?= $(if $(filter cpu,$(DEVICE)),runs/gpu-rehearsal,benchmarks/results/gpu)
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: help demo quick test real clients attack fuzz fuzz-serving parity kernels launches check lint types wheel versions clean gpu
+.PHONY: help demo quick test real clients attack fuzz soak fuzz-serving parity kernels launches check lint types wheel versions clean gpu
 .DELETE_ON_ERROR:
 
 help:
@@ -53,6 +53,7 @@ help:
 	@echo '             environment of its own, 1.4 GB in all; CLIENTS="openai litellm": these'
 	@echo 'make attack  kill, interrupt and misuse it at length, half an hour and more; writes docs/robustness.md'
 	@echo 'make fuzz    run 100 random plans of each of eight models, a quarter of an hour'
+	@echo 'make soak    a server under honest, clumsy and hostile clients, ten minutes (SOAK_S=seconds); writes docs/soak.md'
 	@echo 'make fuzz-serving   100,000 generated requests to a server; half an hour and more; writes docs/soak.md'
 	@echo 'make parity  train eleven models under every policy on 1, 2 and 4 processes, with and without ZeRO; an hour'
 	@echo 'make kernels compile every Triton kernel in every form for an H100, without one'
@@ -101,6 +102,14 @@ attack: $(INSTALLED)
 # 100 random plans of each model on simulated ranks, against the model; some 15 minutes.
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/fuzz_plans.py
+
+# Honest clients beside clumsy and hostile ones, SOAK_S seconds; its section of SOAK_PAGE; SOAK_MODEL=FOLDER: a real model.
+SOAK_S ?= 600
+SOAK_PAGE ?= docs/soak.md
+SOAK_MODEL ?=
+soak: $(INSTALLED)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/soak.py --seconds $(SOAK_S) --page $(SOAK_PAGE) \
+	  $(if $(SOAK_MODEL),--model $(SOAK_MODEL))
 
 # 100,000 requests of Hypothesis over the server's OpenAPI document; half an hour and more; its section of docs/soak.md.
 fuzz-serving: .venv/hypothesis/installed
