@@ -14,6 +14,41 @@ MARKED_TEMPLATE = (
     "{% else %}{{ message['content'] + '<eos>' }}{% endif %}{{ '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<start>assistant\n' }}{% endif %}"
 )
+_TURN = "{% for message in messages %}{{ '<start>' + message['role'] + '\n' }}"
+_FUNCTION = "call.function.name + ':' + "
+_END = "{{ '<eos>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start>assistant\n' }}{% endif %}"
+CALL_TEMPLATES = {
+    "null content, arguments as text": (  # DeepSeek V3
+        _TURN + "{% if message['role'] == 'assistant' and message['content'] is none %}"
+        "{% for call in message['tool_calls'] %}{{ " + _FUNCTION + "call['function']['arguments'] }}{% endfor %}"
+        "{% endif %}"
+        "{% if message['content'] is not none %}{{ message['content'] }}{% endif %}" + _END
+    ),
+    "any content, arguments as objects": (  # Llama 3.1, Hermes, Mistral
+        _TURN + "{% if message.tool_calls is defined and message.tool_calls is not none %}"
+        "{% for call in message.tool_calls %}{{ " + _FUNCTION + "(call.function.arguments | tojson) }}{% endfor %}"
+        "{% else %}{{ message['content'] | trim }}{% endif %}" + _END
+    ),
+    "content if there is any, either arguments": (  # Qwen 3
+        _TURN + "{% if message.content is string %}{{ message.content }}{% endif %}"
+        "{% for call in message.tool_calls or [] %}{{ " + _FUNCTION + "(call.function.arguments if call.function.arguments is string else "
+        "call.function.arguments | tojson) }}{% endfor %}" + _END
+    ),
+    "searches in content, asks for keys": (  # gpt-oss
+        _TURN + "{% if 'content' in message and '<start>' in message.content %}{{ raise_exception('no') }}{% endif %}"
+        "{% if 'tool_calls' in message %}{% set call = message.tool_calls[0] %}{{ " + _FUNCTION
+        + "(call.function.arguments | tojson) }}{% else %}{{ message.content }}{% endif %}" + _END
+    ),
+    "concatenates content": (
+        _TURN + "{{ message.content }}{% set text = '' + message.content %}{% for call in message.tool_calls or [] %}"
+        "{{ " + _FUNCTION + "(call.function.arguments | tojson) }}{% endfor %}" + _END
+    ),
+    "writes arguments as they are": (
+        _TURN + "{{ message.content or '' }}{% for call in message.tool_calls or [] %}"
+        "{{ call.function.name }}:{{ call.function.arguments }}{% endfor %}" + _END
+    ),
+}  # fmt: skip
+"""Templates that write a call of f as f:{"a": 1}, with what families of models ask of a turn."""
 
 
 def build_chat_tokenizer(template: str | None = PLAIN_TEMPLATE) -> PreTrainedTokenizerFast:

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 
 import pytest
-from chat import PLAIN_TEMPLATE, build_chat_tokenizer
+from chat import CALL_TEMPLATES, PLAIN_TEMPLATE, build_chat_tokenizer
 from datasets import Dataset
 from transformers import LlamaConfig
 
@@ -577,6 +577,20 @@ def test_a_template_that_does_not_render_calls_is_an_error_that_names_it(content
         encode_completion(tokenizer, row)
     shown = encode_completion(build_chat_tokenizer(TOOLS_TEMPLATE), row)
     assert '"look"' in tokenizer.decode(shown.response_ids)
+
+
+@pytest.mark.parametrize("name", CALL_TEMPLATES)
+@pytest.mark.parametrize("content", [{}, {"content": ""}])
+def test_calls_are_learned_with_templates_of_all_families(name, content):
+    tokenizer = build_chat_tokenizer(CALL_TEMPLATES[name])
+    call = {"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {"a": [1, None]}}}
+    called, answer = {"role": "assistant", **content, "tool_calls": [call]}, {"role": "assistant", "content": "4"}
+    row = ConversationRow(messages=[*ASKED, called])
+    assert tokenizer.decode(encode_completion(tokenizer, row).response_ids) == 'f:{"a": [1, null]}<eos>'
+    row = ConversationRow(messages=[*ASKED, called, {"role": "tool", "content": "3"}, answer])
+    learned = encode_completion(tokenizer, row)
+    assert 'f:{"a": [1, null]}<eos>' in tokenizer.decode(learned.prompt_ids)
+    assert tokenizer.decode(learned.response_ids) == "4<eos>"
 
 
 def test_a_call_without_content_is_learned_where_the_template_concatenates_contents():

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from chat import PLAIN_TEMPLATE, build_chat_tokenizer
+from chat import CALL_TEMPLATES, PLAIN_TEMPLATE, build_chat_tokenizer
 from pydantic import ValidationError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -229,6 +229,19 @@ def test_content_that_is_null_is_nothing_unless_the_template_asks_for_null(templ
     model = served("{% for message in messages %}" + template + "{% endfor %}")
     request = ChatRequest(model="tiny", messages=[message])
     assert chat_text(request, model, request.template_messages) == shown
+
+
+@pytest.mark.parametrize("name", CALL_TEMPLATES)
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+@pytest.mark.parametrize("arguments", ['{"a": "\u00fc"}', "{}"])
+def test_calls_of_an_earlier_turn_are_rendered_by_templates_of_all_families(name, content, arguments):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    told = {"role": "tool", "content": "2", "tool_call_id": "1"}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", **content, "tool_calls": [call]}, told]
+    request = ChatRequest(model="tiny", messages=messages)
+    text = chat_text(request, served(CALL_TEMPLATES[name]), request.template_messages)
+    turns = ("user\nx", f"assistant\nf:{arguments}", "tool\n2")
+    assert text == "".join(f"<start>{turn}<eos>\n" for turn in turns) + "<start>assistant\n"
 
 
 def test_a_developer_speaks_as_the_system_where_the_template_knows_no_developer():

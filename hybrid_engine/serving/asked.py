@@ -1,13 +1,11 @@
 """From a checked body to sequences: prompts as token ids, options in the engine's words, names for the noise."""
 
 import functools
-import re
 import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from hybrid_engine.generation.batching.noise import prompt_digest, sample_keys
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
@@ -15,7 +13,7 @@ from hybrid_engine.generation.options import GenerationOptions, read_options
 from hybrid_engine.generation.sampling.guides import CompiledGuide, GuideError, compile_guide, guide_of, try_guide
 from hybrid_engine.serving.errors import RequestError, rule_failed
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
-from hybrid_engine.serving.tool_calls import NONE, calls_grammar, forcing_parser
+from hybrid_engine.serving.tool_calls import NONE, asking_template, calls_grammar, forcing_parser, form_for_template
 
 MAX_ANSWERS = 1024
 """That one request may ask for unless told otherwise."""
@@ -101,33 +99,20 @@ def chat_text(request: ChatRequest, model: ServedModel, messages: list[dict[str,
         )
     if "developer" not in str(template):
         messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
-    filled = [m | {"content": ""} if "content" in m and m["content"] is None else m for m in messages]
     try:
-        try:
-            return _apply_template(request, model, messages)
-        except Exception:
-            if filled == messages:
-                raise
-            return _apply_template(request, model, filled)  # the template concatenates content that is null
+        return form_for_template(messages, lambda form: _apply_template(request, model, form))
     except Exception as error:  # a template is a program of the model's, and may fail in any way
         raise RequestError(
             f"messages: the chat template of {model.name} refuses them: {error}", param="messages", code="template"
         ) from error
 
 
-# DeepSeek's templates write calls where content is null; `apply_chat_template` leaves out what is.
-_ASKS_FOR_NULL = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none")
-
-
 def _apply_template(request: ChatRequest, model: ServedModel, messages: list[dict[str, Any]]) -> str:
     tokenizer, inputs = model.tokenizer, request.template_inputs
     inputs["add_generation_prompt"] = request.add_generation_prompt and not request.continue_final_message
     inputs["continue_final_message"] = request.continue_final_message
-    template = tokenizer.get_chat_template(None, inputs.get("tools"))
-    if any("content" in m and m["content"] is None for m in messages) and _ASKS_FOR_NULL.search(template):
-        texts, _ = render_jinja_template([messages], chat_template=template, **(tokenizer.special_tokens_map | inputs))
-        return texts[0]
-    return tokenizer.apply_chat_template(messages, tokenize=False, **inputs)
+    template = asking_template(tokenizer, inputs.get("tools"))
+    return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **inputs)
 
 
 def parser_for(request: ChatRequest, model: ServedModel) -> str:

@@ -7,7 +7,7 @@ have none, there are the three common forms. What looks like a call and is none 
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
@@ -174,6 +174,87 @@ def for_template(message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(message.get("tool_calls"), list):
         return message
     return message | {"tool_calls": [_with_object(call) for call in message["tool_calls"]]}
+
+
+# DeepSeek's templates write calls where content is null, which `apply_chat_template` leaves out.
+_ASKS_FOR_NULL = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none")
+_WITH_NULLS = (
+    "{%- set given = namespace(messages=[]) -%}{%- for message in messages -%}"
+    "{%- set is_call = message.tool_calls and not message.content -%}"
+    "{%- set given.messages = given.messages + [dict(message, content=none) if is_call or 'content' not in message "
+    "else message] -%}{%- endfor -%}{%- set messages = given.messages -%}"
+)
+
+
+def asking_template(tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None) -> str:
+    """The chat template of `tokenizer`, which finds contents that are missing as null if it asks for null.
+
+    Raises:
+        ValueError: there is none.
+    """
+    template = tokenizer.get_chat_template(None, tools)
+    return _WITH_NULLS + template if _ASKS_FOR_NULL.search(template) else template
+
+
+def form_for_template(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> str:
+    """What `render`, a chat template, makes of the messages in the first form that it takes.
+
+    Some templates concatenate contents, also those that a call leaves out, and some the arguments of calls, which they
+    then want as JSON text; some write out objects as Python does.
+
+    Raises:
+        Exception: that of the first form, where there is none that it takes.
+    """
+    failed: Exception | None = None
+    for form in _forms(messages):
+        try:
+            text = render(form)
+        except Exception as error:  # a template is a program of the model's, and may fail in any way
+            failed = failed or error
+            continue
+        if not any(written in text for written in _written_by_python(form)):
+            return text
+    raise failed or ValueError("it writes the arguments of calls of tools as Python does, not as JSON")
+
+
+def _forms(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Contents as they are or "" where there are none, arguments as objects or text: those that differ."""
+    written = [_with_text(message) for message in messages]
+    found: list[list[dict[str, Any]]] = []
+    for one in (messages, written):
+        for form in (one, [_with_content(message) for message in one]):
+            if form not in found:
+                found.append(form)
+                yield form
+
+
+def _with_content(message: dict[str, Any]) -> dict[str, Any]:
+    is_missing = message.get("content") is None and ("content" in message or message.get("tool_calls"))
+    return message | {"content": ""} if is_missing else message
+
+
+def _written_by_python(messages: list[dict[str, Any]]) -> Iterator[str]:
+    """Arguments of calls as Python writes them, where that is not JSON."""
+    for call in (call for message in messages for call in message.get("tool_calls") or []):
+        function = call.get("function") if isinstance(call, dict) else None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if isinstance(arguments, dict) and repr(arguments) != json.dumps(arguments, ensure_ascii=False):
+            yield repr(arguments)
+
+
+def _with_text(message: dict[str, Any]) -> dict[str, Any]:
+    """`message` with the arguments of its calls as JSON text."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return message | {"tool_calls": [_with_written(call) for call in calls]}
+
+
+def _with_written(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+        return call
+    return call | {"function": function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
 def _with_object(call: Any) -> Any:

@@ -30,9 +30,12 @@ from hybrid_engine.recipes.data.rows import (
     TextRow,
 )
 from hybrid_engine.recipes.runs.checks import flag
+from hybrid_engine.serving.tool_calls import asking_template, form_for_template
 
 RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}
 """What a row's `chat_template_kwargs` may not say: how a conversation becomes tokens is not its business."""
+FAILURES = (TemplateError, ValueError, TypeError, KeyError)
+"""What a chat template that refuses a conversation raises."""
 _UNMARKED = "the chat template does not mark the assistant's tokens ({% generation %})"
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -342,11 +345,19 @@ def _template_options(row: Row) -> dict[str, Any]:
 def _as_template_takes(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Any] | None, options: dict[str, Any]
 ) -> list[Message]:
-    """The messages; with "" for contents that are missing beside calls of tools, where a template concatenates them."""
-    filled = [{"content": "", **message} if message.get("tool_calls") else message for message in messages]
-    if filled == messages or _text_of(tokenizer, messages, tools, options) is not None:
+    """The messages in the form that the template takes; as they are where it takes none, which is told later."""
+    taken = messages
+
+    def render(form: list[Message]) -> str:
+        nonlocal taken
+        taken = form
+        return _render_text(tokenizer, form, tools, options)
+
+    try:
+        form_for_template(messages, render)
+    except FAILURES:
         return messages
-    return filled
+    return taken
 
 
 def _check_shown(
@@ -379,9 +390,16 @@ def _text_of(
 ) -> str | None:
     """The text that the chat template makes of the conversation; None where it fails."""
     try:
-        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options))
-    except (TemplateError, ValueError, TypeError, KeyError):
+        return _render_text(tokenizer, messages, tools, options)
+    except FAILURES:
         return None
+
+
+def _render_text(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Any] | None, options: dict[str, Any]
+) -> str:
+    template = asking_template(tokenizer, tools)
+    return str(tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False, **options))
 
 
 def _render(
@@ -390,7 +408,7 @@ def _render(
     """The tokens of a conversation, and which the template marks as the assistant's; None where it marks nothing."""
     tools = row.columns.get("tools") or None
     try:
-        template = tokenizer.get_chat_template(tools=tools)
+        template = asking_template(tokenizer, tools)
     except ValueError as error:
         raise ValueError(
             f"{row.place} is a conversation, and {_owner(tokenizer)} has no chat template; use a model with one (their "
@@ -403,9 +421,14 @@ def _render(
     _check_shown(tokenizer, row, messages, tools, options)
     try:
         rendered = tokenizer.apply_chat_template(
-            messages, tools=tools, return_dict=True, return_assistant_tokens_mask=is_marked, **options
+            messages,
+            tools=tools,
+            chat_template=template,
+            return_dict=True,
+            return_assistant_tokens_mask=is_marked,
+            **options,
         )
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
+    except FAILURES as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{row.place}: the chat template refuses the conversation: {reason}; fix the row") from error
     return rendered["input_ids"], [bool(mark) for mark in rendered["assistant_masks"]] if is_marked else None
