@@ -31,8 +31,9 @@ CALL_TEMPLATES = {
     ),
     "content if there is any, either arguments": (  # Qwen 3
         _TURN + "{% if message.content is string %}{{ message.content }}{% endif %}"
-        "{% for call in message.tool_calls or [] %}{{ " + _FUNCTION + "(call.function.arguments if call.function.arguments is string else "
-        "call.function.arguments | tojson) }}{% endfor %}" + _END
+        "{% for call in message.tool_calls or [] %}{% set given = call.function.arguments %}"
+        "{{ " + _FUNCTION + "(given if given is string else "
+        "given | tojson) }}{% endfor %}" + _END
     ),
     "searches in content, asks for keys": (  # gpt-oss
         _TURN + "{% if 'content' in message and '<start>' in message.content %}{{ raise_exception('no') }}{% endif %}"
