@@ -99,11 +99,17 @@ class Config(BaseModelOptions):
         super().__post_init__()
         check_between("port", self.port, 0, 65535)
         check_one_of("tool_call_parser", self.tool_call_parser, PARSERS)
-        for name in ("max_waiting", "longest", "max_running", "tp", "pp"):
+        for name in ("max_waiting", "max_running", "tp", "pp"):
             check_count(name, getattr(self, name), 1)
+        check_count("longest", self.longest, 2)  # a prompt and its answer
         check_count("max_session_bytes", self.max_session_bytes, size_of(1, 1, 0).num_bytes)
         check_at_least("stall_seconds", self.stall_seconds, 0.1)
         read_memory(self.memory, "cpu")
+        if self.api_key_file is not None and self.api_key is None and self.key is not None:
+            raise ValueError(
+                f"{KEY_VARIABLE} is set and --api-key-file is given; put the key into the file and unset the one, or "
+                "leave out the other"
+            )
         check_at_least("finish_seconds", self.finish_seconds, 0)
         check_address(self.host, has_keys=bool(Keys(self.key, self.api_key_file)))
         Pages(self.allow_host, self.allow_origin)

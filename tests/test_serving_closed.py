@@ -20,7 +20,7 @@ def opened():
     """Opens servers of one engine, one at a time."""
     tokenizer = build_chat_tokenizer()
     engine = build(tokenizer)
-    return lambda **options: engine.serving(tokenizer, model_name="tiny", longest=160, **options)
+    return lambda **options: engine.serving(tokenizer, **({"model_name": "tiny", "longest": 160} | options))
 
 
 def ask(server, **headers):
@@ -138,12 +138,43 @@ def test_keys_that_others_can_read_that_are_empty_or_doubled_are_refused_at_star
     monkeypatch.setenv("HYBRID_ENGINE_API_KEY", "")
     with pytest.raises(ValueError, match="HYBRID_ENGINE_API_KEY is set and empty"):
         Config(model="m")
+    monkeypatch.setenv("HYBRID_ENGINE_API_KEY", "secret")
+    with pytest.raises(ValueError, match="HYBRID_ENGINE_API_KEY is set and --api-key-file is given"):
+        Config(model="m", api_key_file=str(file))
     monkeypatch.delenv("HYBRID_ENGINE_API_KEY")
     file.chmod(0o644)
     with pytest.raises(ValueError, match="can be read by other users; run chmod 600"):
         Config(model="m", api_key_file=str(file))
+    file.chmod(0o622)
+    with pytest.raises(ValueError, match="can be written by other users; run chmod 600"):
+        Config(model="m", api_key_file=str(file))
     with pytest.raises(ValueError, match="cannot be read"):
         Config(model="m", api_key_file=str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"session_ids": "abc"}, "session_ids='abc' is one text"),
+        ({"session_ids": ["a", ""]}, "'' is no text of 1 to 256 characters"),
+        ({"session_ids": ["a" * 257]}, "is no text of 1 to 256 characters"),
+        ({"session_ids": [1]}, "1 is no text of 1 to 256 characters"),
+        ({"session_ids": ["a", "b", "a"]}, "session_ids has an id twice"),
+        ({"session_ids": ["a", "b"], "max_sessions": 1}, "max_sessions=1 is less than the 2 session_ids"),
+        ({"api_key": ""}, "api_key is empty"),
+        ({"api_key": "a", "api_key_file": "b"}, "api_key and api_key_file are given"),
+        ({"longest": 1}, "longest=1"),
+        ({"max_waiting": 0}, "max_waiting=0"),
+    ],
+)
+def test_options_that_contradict_each_other_or_fit_no_request_are_refused_at_start(opened, options, told):
+    with pytest.raises(ValueError, match=told), opened(**options):
+        pass
+
+
+def test_the_command_refuses_a_longest_that_fits_no_request():
+    with pytest.raises(ValueError, match="--longest=1 must be at least 2"):
+        Config(model="m", longest=1)
 
 
 @pytest.mark.parametrize("host", ["", "http://a", "a:80", "a/b", "user@a"])
@@ -275,7 +306,20 @@ def test_only_conversations_that_were_handed_out_are_recorded(opened):
             told = ask(server, X_Session_Id=session)
             assert told.status_code == 403
         assert ask(server).status_code == 200  # without a session: answered, and not recorded
+        assert server.api_key is None
         assert [trajectory.session_id for trajectory in server.trajectories()] == ["a", "b"]
+
+
+def test_a_script_with_ids_of_its_own_goes_on_with_the_runs_key(opened):
+    """As MIGRATION.md says; another program of the machine records nothing."""
+    with opened(api_key="of-this-run") as server:
+        message = [{"role": "user", "content": "hi"}]
+        server.client().chat.completions.create(
+            model="tiny", messages=message, max_tokens=2, extra_body={"session_id": "0"}
+        )
+        assert chat(server, "1", server.api_key).status_code == 200
+        assert chat(server, "0").status_code == chat(server, "0", "none").status_code == 401
+        assert [trajectory.session_id for trajectory in server.trajectories()] == ["0", "1"]
 
 
 def test_clients_of_other_keys_have_conversations_of_their_own(opened, tmp_path):

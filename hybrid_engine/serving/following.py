@@ -47,6 +47,11 @@ class FollowingServer:
         """An `openai.OpenAI` that talks to the leader; ValueError where the package is not installed."""
         return build_client(self.url, self.keys.first)
 
+    @property
+    def api_key(self) -> str | None:
+        """The key to hand to whoever plays episodes; None: the leader needs none."""
+        return self.keys.first
+
     num_running = 0
     """Of requests that came here."""
 

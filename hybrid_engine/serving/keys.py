@@ -69,8 +69,9 @@ def read_keys(path: Path) -> list[Key]:
         mode, text = path.stat().st_mode, path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"api_key_file={str(path)!r} cannot be read: {error}") from error
-    if os.name == "posix" and mode & (stat.S_IRGRP | stat.S_IROTH):
-        raise ValueError(f"api_key_file={str(path)!r} can be read by other users; run chmod 600 {path}")
+    for what, bits in (("read", stat.S_IRGRP | stat.S_IROTH), ("written", stat.S_IWGRP | stat.S_IWOTH)):
+        if os.name == "posix" and mode & bits:
+            raise ValueError(f"api_key_file={str(path)!r} can be {what} by other users; run chmod 600 {path}")
     keys: list[Key] = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()

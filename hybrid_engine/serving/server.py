@@ -28,7 +28,14 @@ from hybrid_engine.serving.connections import SECONDS_BETWEEN_REQUESTS, SECONDS_
 from hybrid_engine.serving.keys import Keys
 from hybrid_engine.serving.listening import Listening
 from hybrid_engine.serving.pages import Pages
-from hybrid_engine.serving.sessions import MAX_SESSION_BYTES, MAX_SESSION_TOKENS, Sessions, Trajectory, size_of
+from hybrid_engine.serving.sessions import (
+    MAX_SESSION_BYTES,
+    MAX_SESSION_TOKENS,
+    Sessions,
+    Trajectory,
+    check_session_ids,
+    size_of,
+)
 from hybrid_engine.serving.tool_calls import AUTO, choose_parser
 
 log = logging.getLogger(__name__)
@@ -100,6 +107,7 @@ class Server:
         check_integer("max_session_bytes", max_session_bytes, size_of(1, 1, 0).num_bytes)
         check_number("stall_seconds", stall_seconds, 0.1)
         check_number("finish_seconds", finish_seconds, 0)
+        check_session_ids(session_ids, max_sessions)
         self.keys, self._pages = Keys(api_key, api_key_file), Pages(allow_hosts, allow_origins)
         check_address(host, has_keys=bool(self.keys))
         self.host, self.port = host, port
@@ -180,6 +188,11 @@ class Server:
     def client(self) -> Any:
         """An `openai.OpenAI` that talks to this server; ValueError where the package is not installed."""
         return build_client(self.url, self.keys.first)
+
+    @property
+    def api_key(self) -> str | None:
+        """The key to hand to whoever plays episodes here, of a file the first client's; None: the server has none."""
+        return self.keys.first
 
     @property
     def name(self) -> str:

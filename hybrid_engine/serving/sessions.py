@@ -19,7 +19,7 @@ from hybrid_engine.generation.batching.sequence import Sequence as BatchSequence
 from hybrid_engine.serving.answers import Choice
 from hybrid_engine.serving.asked import Asked, ServedModel, chat_text, chat_tokens
 from hybrid_engine.serving.errors import RequestError
-from hybrid_engine.serving.protocol import ChatRequest
+from hybrid_engine.serving.protocol import MAX_SESSION_ID, ChatRequest
 from hybrid_engine.serving.tool_calls import for_template
 
 REASONING = "reasoning_content"
@@ -245,6 +245,24 @@ class Sessions:
         with self._lock:
             nodes = [node for nodes in self._nodes.values() for node in nodes]
             return [node for node in nodes if node not in self._continued]
+
+
+def check_session_ids(session_ids: Collection[str] | None, max_sessions: int) -> None:
+    """Raises ValueError for ids that no request could have, that come twice, or of which some would be forgotten."""
+    if session_ids is None:
+        return
+    if isinstance(session_ids, str):
+        raise ValueError(f"session_ids={session_ids!r} is one text; pass a list of ids")
+    for session_id in session_ids:
+        if not isinstance(session_id, str) or not 0 < len(session_id) <= MAX_SESSION_ID:
+            raise ValueError(f"session_ids: {session_id!r} is no text of 1 to {MAX_SESSION_ID} characters; pass others")
+    if len(set(session_ids)) < len(session_ids):
+        raise ValueError("session_ids has an id twice; each conversation has its own")
+    if len(session_ids) > max_sessions:
+        raise ValueError(
+            f"max_sessions={max_sessions} is less than the {len(session_ids)} session_ids that are handed out, so that "
+            "some would be forgotten; raise it"
+        )
 
 
 def size_of(num_answers: int, num_tokens: int, num_bytes: int) -> Size:
