@@ -8,10 +8,11 @@ from chat import PLAIN_TEMPLATE, build_chat_tokenizer
 from test_serving import build
 
 from hybrid_engine.serving.answer_reader import build_reader
-from hybrid_engine.serving.asked import ServedModel
+from hybrid_engine.serving.asked import ServedModel, read_chat
+from hybrid_engine.serving.errors import RequestError
 from hybrid_engine.serving.protocol import ChatRequest
 from hybrid_engine.serving.sessions import Sessions
-from hybrid_engine.serving.tool_calls import choose_parser
+from hybrid_engine.serving.tool_calls import FORMS, choose_parser
 
 TOOLS = [
     {
@@ -242,6 +243,46 @@ def test_a_call_that_must_be_is_one_in_the_models_form(begin, is_special):
             assert call.function.name == "weather"
             assert json.loads(call.function.arguments) in ({"city": "A"}, {"city": "B"})
             assert tokenizer.decode(tokens).startswith(begin)
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("is_special", [False, True])
+def test_an_answer_may_be_a_call_where_its_text_has_a_format(form, is_special):
+    """A bias on the first token that differs chooses for the model."""
+    pytest.importorskip("llguidance", reason="the extra 'guided' is not installed")
+    sign = FORMS[form].sign
+    tokenizer = build_chat_tokenizer(PLAIN_TEMPLATE + "{# " + sign + " #}")
+    if is_special:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<start>", sign]})
+    named = {"type": "object", "properties": {"town": {"enum": ["A"]}, "name": {"enum": ["B"]}}, "required": ["town"]}
+    schema = {"name": "x", "schema": named | {"required": ["town", "name"], "additionalProperties": False}}
+    said = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 150, "tools": [WEATHER]}
+    said |= {"response_format": {"type": "json_schema", "json_schema": schema}, "parallel_tool_calls": False}
+    (call_first, *_), (text_first, *_) = (tokenizer.encode(text) for text in ("n" if form == "llama3" else sign, "t"))
+    other = [] if form == "llama3" else tokenizer.encode("{")
+    spaces = dict.fromkeys(map(str, tokenizer.encode(" \t\n")), -100)
+    with build(tokenizer).serving(tokenizer, model_name="tiny") as server:
+        client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+        bias = spaces | {str(call_first): 100}
+        (choice,) = client.chat.completions.create(**said, logit_bias=bias).choices
+        (call,) = choice.message.tool_calls
+        assert choice.finish_reason == "tool_calls" and call.function.name == "weather"
+        assert json.loads(call.function.arguments) in ({"city": "A"}, {"city": "B"})
+        bias = spaces | dict.fromkeys(map(str, [text_first, *other]), 100)
+        (choice,) = client.chat.completions.create(**said, logit_bias=bias).choices
+        assert json.loads(choice.message.content) == {"town": "A", "name": "B"} and not choice.message.tool_calls
+
+
+def test_a_format_of_texts_is_refused_beside_calls_in_a_form_of_the_tokenizers_own():
+    tokenizer = build_chat_tokenizer()
+    model = ServedModel(
+        name="tiny", tokenizer=tokenizer, vocab_size=len(tokenizer), longest=500, end_tokens=[1], created=0,
+        tool_call_parser="tokenizer",
+    )  # fmt: skip
+    said = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}
+    with pytest.raises(RequestError, match="response_format: an answer may be a call here, and tiny writes calls in a"):
+        read_chat(ChatRequest(**said, tools=[WEATHER]), model, [5])
+    read_chat(ChatRequest(**said, tools=[WEATHER], tool_choice="none"), model, [5])
 
 
 def test_a_template_that_wants_a_call_before_what_a_tool_says_begins_anew():

@@ -4,13 +4,13 @@ Nothing is invented and nothing is lost: what is no call, or was cut off within 
 white space around calls and reasoning is left out.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.generation.detokenize import longest_beginning
-from hybrid_engine.serving.tool_calls import FORMS, OWN, Form, as_tool_call, is_cut_in_string, parse_calls
+from hybrid_engine.serving.tool_calls import FORMS, OWN, Form, as_tool_call, is_cut_in_string, parse_calls, tool_name
 
 THINK, THOUGHT = "<think>", "</think>"
 REASONING_FIELDS = ("thinking", "reasoning", "reasoning_content")
@@ -44,18 +44,21 @@ def build_reader(
     if parser == OWN:
         return TemplateReader(tokenizer, tools, prompt)
     begun = tokenizer.decode(prompt[-8:]).rstrip().endswith(THINK)
-    return FormReader(FORMS[parser], is_reasoning=begun)
+    return FormReader(FORMS[parser], {tool_name(tool) for tool in tools}, is_reasoning=begun)
 
 
 class FormReader:
     """Reads calls of one form, and reasoning in front of everything else.
 
     Args:
+        form: of the model's calls.
+        names: of the tools that may be called.
         is_reasoning: the prompt ends with the beginning of reasoning.
     """
 
-    def __init__(self, form: Form, *, is_reasoning: bool = False):
+    def __init__(self, form: Form, names: Collection[str | None], *, is_reasoning: bool = False):
         self.form = form
+        self._names = names
         self.calls: list[dict[str, Any]] = []
         self._buffer = ""  # not read yet, or of a call that is not complete
         self._body = 0  # where the call in the buffer begins after its sign
@@ -155,6 +158,8 @@ class FormReader:
         """Reads the calls that are in the buffer up to `end`; it is text where there are none."""
         written, self._read = self._buffer[:end], self._read_text
         found = parse_calls(self._buffer[self._body : body_end])
+        if self.form.is_whole and not all(name in self._names for name, _ in found):
+            found = []  # JSON that has a name of something else
         self._buffer = self._buffer[end:]
         self.calls += [as_tool_call(name, arguments) for name, arguments in found]
         return Shown() if found else Shown(written)

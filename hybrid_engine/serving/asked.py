@@ -10,11 +10,28 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_engine.generation.batching.noise import prompt_digest, sample_keys
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.options import GenerationOptions, read_options
-from hybrid_engine.generation.sampling.guides import CompiledGuide, GuideError, compile_guide, guide_of, try_guide
+from hybrid_engine.generation.sampling.guides import (
+    JSON_SPACE,
+    CompiledGuide,
+    GuideError,
+    compile_guide,
+    guide_of,
+    try_guide,
+)
 from hybrid_engine.serving.errors import RequestError, rule_failed
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
-from hybrid_engine.serving.tool_calls import NONE, asking_template, calls_grammar, forcing_parser, form_for_template
+from hybrid_engine.serving.tool_calls import (
+    NONE,
+    OWN,
+    asking_template,
+    calls_grammar,
+    forcing_parser,
+    form_for_template,
+    tool_name,
+)
 
+TEXT_GUIDE = ("guided_json", "guided_whitespace_pattern")
+"""What a `response_format` becomes, of an answer that is no call."""
 MAX_ANSWERS = 1024
 """That one request may ask for unless told otherwise."""
 MAX_ECHOED = 2**18
@@ -224,7 +241,7 @@ def _asked(request: SamplingFields, prompts: list[list[int]], num_new: int, mode
 
 def try_guide_of(request: SamplingFields, model: ServedModel) -> None:
     """Raises RequestError for a guide that cannot be read in time; takes seconds then."""
-    given = request.guide | _forced_calls(request, model)
+    given = _guide_of(request, model)
     json_space = given.pop("guided_whitespace_pattern", None)
     if len(given) != 1:
         return
@@ -244,13 +261,33 @@ def _compiled(options: GenerationOptions, model: ServedModel) -> list[CompiledGu
         raise rule_failed(error) from error
 
 
-def _forced_calls(request: SamplingFields, model: ServedModel) -> dict[str, Any]:
-    """The guide of an answer that must call a tool; empty where it need not."""
-    if not isinstance(request, ChatRequest) or request.forced_tools is None:
-        return {}
-    parser, is_single = parser_for(request, model), not request.parallel_tool_calls
-    is_single |= request.tool_choice != "required"  # a named tool is called once
-    return {"guided_grammar": calls_grammar(parser, request.forced_tools, model.tokenizer, is_single=is_single)}
+def _guide_of(request: SamplingFields, model: ServedModel) -> dict[str, Any]:
+    """What guides an answer, by the engine's names: a call where it must be one, a call or a text where it may be.
+
+    Raises RequestError where a call would have a form that cannot be guided.
+    """
+    given = request.guide
+    parser = parser_for(request, model) if isinstance(request, ChatRequest) else NONE
+    if not isinstance(request, ChatRequest) or parser == NONE:
+        return given
+    tools = request.forced_tools or [tool for tool in request.offered_tools or [] if tool_name(tool) is not None]
+    is_single = not request.parallel_tool_calls
+    if request.forced_tools is not None:
+        is_single |= request.tool_choice != "required"  # a named tool is called once
+        return given | {"guided_grammar": calls_grammar(parser, tools, model.tokenizer, is_single=is_single)}
+    if request.text_schema is None or not tools:
+        return given
+    if parser == OWN:
+        raise RequestError(
+            f"response_format: an answer may be a call here, and {model.name} writes calls in a form of its own, which "
+            "nothing can guide; set tool_choice to none or required, or leave out response_format",
+            param="response_format",
+            code="invalid_value",
+        )
+    text = {"x-guidance": {"whitespace_pattern": given.get("guided_whitespace_pattern", JSON_SPACE)}}
+    grammar = calls_grammar(parser, tools, model.tokenizer, is_single=is_single, or_text=text | request.text_schema)
+    others = {name: value for name, value in given.items() if name not in TEXT_GUIDE}
+    return others | {"guided_grammar": grammar}
 
 
 def _options(request: SamplingFields, num_new: int, prompt_length: int, model: ServedModel) -> GenerationOptions:
@@ -268,8 +305,7 @@ def _options(request: SamplingFields, num_new: int, prompt_length: int, model: S
         "suppress_tokens": model.suppressed or None,
         "top_logprobs": request.num_top_logprobs or 0,
         "tokenizer": model.tokenizer,
-        **request.guide,
-        **_forced_calls(request, model),
+        **_guide_of(request, model),
         "eos_token_id": [*ends, *request.stop_token_ids] or None,
     }
     if is_sampled:

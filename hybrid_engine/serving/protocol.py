@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.generation.sampling.rules import GUIDES
 from hybrid_engine.serving.errors import cut
-from hybrid_engine.serving.tool_calls import for_template
+from hybrid_engine.serving.tool_calls import for_template, tool_name
 
 MAX_CHOICES = 128
 """OpenAI's bound for `n`."""
@@ -347,13 +347,6 @@ class NamedTool(Body):
     function: NamedFunction
 
 
-def tool_name(tool: dict[str, Any]) -> str | None:
-    """The name of a tool of a request; None where it has none."""
-    function = tool.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    return name if isinstance(name, str) else None
-
-
 class ChatRequest(SamplingFields):
     """The body of `/v1/chat/completions`."""
 
@@ -454,10 +447,15 @@ class ChatRequest(SamplingFields):
     @property
     def guide(self) -> dict[str, Any]:
         """What the text of the answer must be, by the engine's names; `response_format` is of texts, not of calls."""
+        return super().guide if self.text_schema is None else super().guide | {"guided_json": self.text_schema}
+
+    @property
+    def text_schema(self) -> dict[str, Any] | None:
+        """The JSON schema of an answer that is a text, and no call, by `response_format`; None: any text."""
         if self.response_format is None or self.response_format.type == "text" or self.forced_tools:
-            return super().guide
+            return None
         schema = self.response_format.json_schema
-        return super().guide | {"guided_json": {"type": "object"} if schema is None else schema.schema_}
+        return {"type": "object"} if schema is None else schema.schema_
 
     @property
     def longest_answer(self) -> int | None:

@@ -58,8 +58,16 @@ FORMS = {
 WITHOUT_FORM = "llama3"
 """The form of calls that an answer must have where the model shows none: a JSON object."""
 PARSERS = (AUTO, NONE, OWN, *FORMS)
+_SPACED = {"x-guidance": {"whitespace_pattern": JSON_SPACE}}
 _NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")  # Mistral's later form: f[ARGS]{"x": 1}
 _BETWEEN = re.compile(r"[\s;,]*(?:\[TOOL_CALLS\])?\s*")
+
+
+def tool_name(tool: dict[str, Any]) -> str | None:
+    """The name of a tool of a request; None where it has none."""
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def choose_parser(wanted: str, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -96,28 +104,64 @@ def forcing_parser(parser: str) -> str:
 
 
 def calls_grammar(
-    parser: str, tools: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, *, is_single: bool
+    parser: str,
+    tools: Sequence[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    is_single: bool,
+    or_text: dict[str, Any] | None = None,
 ) -> str:
-    """The grammar of answers that are calls of `tools`, in Lark's notation; `is_single`: one call only.
+    """The grammar of answers that are calls of `tools`, in Lark's notation.
 
     Args:
         parser: one of FORMS.
         tools: of a request, each with a name; arguments follow its `parameters`, a JSON schema.
+        tokenizer: of the model.
+        is_single: one call only.
+        or_text: the JSON schema of answers that are no calls; None: there are none.
     """
     form = FORMS[parser]
     tags = [_terminal(tag, tokenizer) for tag in (form.sign, form.closing or "")]
     first, more, last = (part.format(*tags) for part in form.grammar)
-    objects = " | ".join(_object_grammar(tool["function"], form.arguments) for tool in tools)
-    return f"start: {first} {'' if is_single else more} {last}\ncall: {objects}\n"
+    write_object = _object_schema if form.is_whole and or_text is not None else _object_grammar
+    objects = " | ".join(write_object(tool["function"], form.arguments) for tool in tools)
+    calls = f"calls: {first} {'' if is_single else more} {last}\ncall: {objects}\n"
+    return f"start: calls\n{calls}" if or_text is None else f"start: calls | %json {json.dumps(or_text)}\n{calls}"
 
 
 def _object_grammar(function: dict[str, Any], arguments: str) -> str:
     begin = f'{{"name": {json.dumps(function["name"])}, "{arguments}": '
+    return f'{json.dumps(begin)} %json {json.dumps(_SPACED | _arguments_schema(function))} "}}"'
+
+
+def _object_schema(function: dict[str, Any], arguments: str) -> str:
+    """The same, of an object that its first characters do not tell from another by a schema.
+
+    The library reads ahead as far as a text of the grammar goes on, and would take `{"name` for a call's.
+    """
+    named = {"const": function["name"]}
+    properties = {"name": named, arguments: _moved(_arguments_schema(function), f"#/properties/{arguments}")}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return f"%json {json.dumps(_SPACED | schema)}"
+
+
+def _arguments_schema(function: dict[str, Any]) -> dict[str, Any]:
     schema = function.get("parameters") or {"type": "object", "properties": {}}
-    schema = {"x-guidance": {"whitespace_pattern": JSON_SPACE}} | schema
-    if "properties" in schema:  # a schema that does not say so allows arguments that the tool does not have
-        schema = {"additionalProperties": False} | schema
-    return f'{json.dumps(begin)} %json {json.dumps(schema)} "}}"'
+    # A schema that does not say so allows arguments that the tool does not have.
+    return {"additionalProperties": False} | schema if "properties" in schema else schema
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema whose references lead to the same, where it stands at `place` of another."""
+    if isinstance(schema, list):
+        return [_moved(part, place) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: _moved(part, place) for name, part in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = place + reference[1:]
+    return moved
 
 
 def _terminal(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
