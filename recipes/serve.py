@@ -6,7 +6,9 @@ curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
 torchrun --nproc-per-node 2 -m hybrid_engine.command.cli serve --model Qwen/Qwen3-8B --tp 2
 """
 
+import atexit
 import contextlib
+import gc
 import math
 import os
 import signal
@@ -139,6 +141,9 @@ def run(config: Config) -> None:
     engine, tokenizer, adapters = load(config)
     tell(engine.report())
     ending = told_to_end(config.finish_seconds + SECONDS_TO_END)  # before anybody can see that it serves
+    # At its end the interpreter would look through all objects, for four seconds on a busy machine, with no thread left
+    # that could end it.
+    atexit.register(gc.freeze)
     with engine.serving(
         tokenizer,
         longest=config.longest,

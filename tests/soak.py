@@ -463,6 +463,13 @@ class Watch:
             return None
         return int(statistics.median(later[:third])), int(statistics.median(later[-third:]))
 
+    def minutes(self) -> list[int]:
+        """The median of memory in each minute, in MiB."""
+        parts: dict[int, list[int]] = {}
+        for seconds, size in self.memory:
+            parts.setdefault(int(seconds // 60), []).append(size)
+        return [round(statistics.median(part) / 2**20) for part in parts.values()]
+
     def at(self, share: float) -> float:
         """Milliseconds that so large a share of the calls of /health took at most."""
         ordered = sorted(self.health) or [0.0]
@@ -571,6 +578,7 @@ def report(load: Load, watch: Watch, seconds_to_end: float, model: str) -> str:
         rows.append((kind, sum(count for _, count in outcomes), ", ".join(f"{name}: {num}" for name, num in outcomes)))
     answered = sum(count for (kind, outcome), count in load.sent.items() if (kind, outcome) == ("honest", "200"))
     medians = watch.medians()
+    by_minute = ", ".join(map(str, watch.minutes()))
     flat = "too short a run to say" if medians is None else " and ".join(f"{size / 2**20:.0f}" for size in medians)
     sizes = [size / 2**20 for _, size in watch.memory] or [0]
     except_those = ", except those below" if any("given back" in failure for failure in load.failures) else ""
@@ -579,7 +587,7 @@ def report(load: Load, watch: Watch, seconds_to_end: float, model: str) -> str:
         f"{table(('client', 'requests', 'what came back'), rows)}\n"
         f"{answered:,} honest answers, each compared with the one alone. Wrong: {len(load.failures)}.\n\n"
         f"- Memory of the server: at most {max(sizes):.0f} MiB; medians of the first and the last third after "
-        f"{WINDOW:g} s: {flat}{' MiB' if medians else ''}\n"
+        f"{WINDOW:g} s: {flat}{' MiB' if medians else ''}; of each minute: {by_minute}\n"
         f"- `/health`: {len(watch.health):,} calls, {watch.at(0.5):.0f} ms in the median, {watch.at(0.99):.0f} ms at "
         f"the 99th percentile, {watch.at(1):.0f} ms at most, on a machine whose {os.cpu_count()} cores the clients "
         f"use as well (load {os.getloadavg()[0]:.1f})\n"
