@@ -122,7 +122,8 @@ class GatheredParameters:
             and those of no engine none.
         modifier_rank: the process whose changes reach the parameters everywhere, and with the next step their fp32
             masters. None discards all changes at stage 3; below, each process keeps its own, which must be the same:
-            where they are not, the next step is an error on all.
+            where they are not, the next step is an error on all. What one process writes outside of a block is not
+            noticed.
         fwd_module: has no meaning here.
         enabled: False does nothing.
 
