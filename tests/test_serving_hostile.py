@@ -17,7 +17,8 @@ from test_serving import build, until
 
 from hybrid_engine.generation.sampling import guides
 from hybrid_engine.recipes.serve import told_to_end
-from hybrid_engine.serving import app, connections
+from hybrid_engine.serving import app, connections, sessions
+from hybrid_engine.serving import asked as asked_module
 from hybrid_engine.serving import server as server_module
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest
 
@@ -31,6 +32,8 @@ HALF = (
 )
 GOOD = {"model": "tiny", "prompt": "hi", "max_tokens": 2}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+GUIDED = GOOD | {"guided_choice": ["yes", "no"]}
+TWICE = CHAT | {"session_id": "twice"}
 LONG = {"model": "tiny", "prompt": "x", "max_tokens": 150, "ignore_eos": True}
 NASTY = [
     None, True, 0, -1, 1, 1e-300, 1e300, 2**31, 2**63, 10**30, -(2**63), 0.5, "", "x", "1e5", "\x00", "\ud800", [],
@@ -293,12 +296,22 @@ def test_a_guide_that_is_given_up_is_the_clients_error(server):
         (app, "read_completion", "completions", GOOD),
         (app, "chat_tokens", "chat/completions", CHAT),
         (app, "read_tokens", "../tokenize", {"model": "tiny", "prompt": "hi"}),
+        (app, "try_guide_of", "completions", GUIDED),
+        (asked_module, "read_options", "completions", GUIDED),
+        (asked_module, "compile_guide", "completions", GUIDED),
+        (sessions, "count_bytes", "chat/completions", CHAT | {"session_id": "counted"}),
+        (sessions, "_goes_on_from", "chat/completions", TWICE),
+        (sessions.Sessions, "record", "chat/completions", CHAT | {"session_id": "recorded"}),
         (app.CompletionWriter, "whole", "completions", GOOD),
         (app.CompletionWriter, "opening", "completions", GOOD | {"stream": True}),
         (app._WholeResponse, "render", "completions", GOOD),
     ],
 )
 def test_others_are_answered_while_a_request_is_read_or_written(server, monkeypatch, place, name, path, body):
+    if "guided_choice" in body:
+        pytest.importorskip("llguidance", reason="the extra 'guided' is not installed")
+    if body is TWICE:  # there is something to compare with
+        assert post(server, body, path).status_code == 200
     real, begun, may_go_on = getattr(place, name), threading.Event(), threading.Event()
 
     def wait(*args):
