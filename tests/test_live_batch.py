@@ -7,6 +7,7 @@ import torch
 from models import build_model
 
 import hybrid_engine
+from hybrid_engine.generation import scoring
 from hybrid_engine.generation.batching.noise import prompt_digest, sample_keys
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.joint_turns import FAILED, LEFT
@@ -69,6 +70,42 @@ def test_in_bf16_company_and_arrival_change_log_probabilities_within_the_models_
         own_errors.append((logprobs_of(own, sequence) - expected).abs())
     errors, own_errors = torch.cat(errors), torch.cat(own_errors)
     assert errors.mean() <= 1.25 * own_errors.mean() and errors.max() <= 2 * own_errors.max()
+
+
+def test_prompts_are_scored_in_parts_and_others_are_answered_between_them(monkeypatch):
+    monkeypatch.setitem(scoring.MOST_TOKENS, "cpu", 2)
+    model = build_model()
+    engine = hybrid_engine.init_inference(model, max_out_tokens=64)
+    options = GenerationOptions(max_new_tokens=3)
+    prompt = Prompt(list(range(5, 30)), num_tops=2)  # 12 parts
+    scored, left, other = (Sequence(given, row, options) for row, given in enumerate((prompt, prompt, Prompt([5, 6]))))
+    with live_batch(engine.generator, 32, 3) as batch:
+        batch.add([scored, left, other])
+        while other.finish_reason is None:
+            batch.turn()
+        assert prompt.scores is None and not scored.tokens and batch.num_waiting == 2
+        batch.cancel([left])
+        while batch.has_work:
+            batch.turn()
+    assert len(scored.tokens) == 3 and not left.tokens
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt.tokens])).logits[0, :-1].log_softmax(-1)
+    found = torch.tensor(prompt.scores.logprobs)
+    torch.testing.assert_close(found, expected.gather(1, torch.tensor(prompt.tokens)[1:, None]).squeeze(1))
+    tops = torch.tensor([[value for _, value in pairs] for pairs in prompt.scores.tops])
+    torch.testing.assert_close(tops, expected.topk(2).values)
+
+
+def test_what_is_taken_out_before_its_prompt_is_scored_goes_on_in_another_batch():
+    engine = hybrid_engine.init_inference(build_model(), max_out_tokens=64)
+    sequence = Sequence(Prompt([5, 6, 7], num_tops=0), 0, GenerationOptions(max_new_tokens=3))
+    with live_batch(engine.generator, 32, 3) as batch:
+        batch.add([sequence])
+        assert batch.take_out() == [] and not batch.has_work and sequence.finish_reason is None
+        batch.add([sequence])
+        while batch.has_work:
+            batch.turn()
+    assert len(sequence.tokens) == 3 and len(sequence.prompt.scores.logprobs) == 2
 
 
 class Others:

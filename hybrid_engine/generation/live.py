@@ -6,7 +6,7 @@ from typing import NamedTuple
 from hybrid_engine.containers.model import InferenceModel
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.batching.strategy import TextGeneration
-from hybrid_engine.generation.scoring import score_prompts
+from hybrid_engine.generation.scoring import ScoringTurns, is_unscored
 from hybrid_engine.ops.kernel_errors import naming_kernels
 
 
@@ -52,11 +52,13 @@ class LiveBatch:
         self.model, self.strategy, self.scheduler, self.longest = model, strategy, strategy.scheduler, longest
         strategy.raises_errors = False  # they end the sequence that has them
         self._num_told: dict[Sequence, int] = {}  # of each unfinished sequence, the tokens that were handed on
+        self._scoring = ScoringTurns(model, lambda: strategy.layers())
+        self._unscored: list[Sequence] = []  # they join the scheduler once their prompts are scored
 
     @property
     def has_work(self) -> bool:
         """Whether a turn would bring something."""
-        return self.strategy.has_work
+        return self.strategy.has_work or bool(self._unscored)
 
     @property
     def num_running(self) -> int:
@@ -66,7 +68,7 @@ class LiveBatch:
     @property
     def num_waiting(self) -> int:
         """Sequences that have not begun, or begin again."""
-        return len(self.scheduler.waiting)
+        return len(self.scheduler.waiting) + len(self._unscored)
 
     @property
     def kv_blocks(self) -> KVBlocks:
@@ -87,17 +89,29 @@ class LiveBatch:
             if self.model.angles.trained_length is not None:  # keys belong to other frequencies in a longer sequence
                 sequence.is_kept = False
             self._num_told[sequence] = len(sequence.tokens)  # one that goes on has some already
-            self.scheduler.add(sequence)
+            self._unscored.append(sequence)
+        self._join_scored()
 
     def score(self, prompts: list[Prompt]) -> None:
         """Sees to it that those of `prompts` which want scores have them before their sequences end."""
-        score_prompts(self.model, prompts)
+        self._scoring.add(prompts)
+
+    def _join_scored(self) -> None:
+        for sequence in self._unscored:
+            if not is_unscored(sequence.prompt):
+                self.scheduler.add(sequence)
+        self._unscored = [sequence for sequence in self._unscored if is_unscored(sequence.prompt)]
 
     def cancel(self, sequences: list[Sequence]) -> None:
         """Takes `sequences` out at once, whether they run or wait; those that have finished stay as they are."""
         for sequence in sequences:
             if self._num_told.pop(sequence, None) is not None and sequence.finish_reason is None:
-                self.scheduler.cancel(sequence)
+                if sequence in self._unscored:
+                    self._unscored.remove(sequence)
+                    sequence.finish_reason = "cancelled"
+                else:
+                    self.scheduler.cancel(sequence)
+        self._scoring.keep({sequence.prompt for sequence in self._unscored})
 
     def take_out(self) -> list[Progress]:
         """Takes everything out, for another batch to go on with; returns what was drawn and not handed on yet."""
@@ -110,9 +124,15 @@ class LiveBatch:
         return progress
 
     def turn(self) -> list[Progress]:
-        """One pass over the layers; what it brought, in the order in which the sequences were added."""
+        """One pass over the layers; what it brought, in the order in which the sequences were added.
+
+        Where prompts are to be scored there is another one before it.
+        """
         with naming_kernels():
-            self.strategy.turn()
+            self._scoring.turn()
+            self._join_scored()
+            if self.strategy.has_work:
+                self.strategy.turn()
         return self.tell()
 
     def settle(self) -> list[Progress]:

@@ -9,11 +9,9 @@ from contextlib import AbstractContextManager
 from hybrid_engine.containers.model import InferenceModel
 from hybrid_engine.distributed.verdict import Partners
 from hybrid_engine.generation.backend import ContainerRollouts
-from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.batching.strategy import TextGeneration
 from hybrid_engine.generation.joint_turns import IDLE, STREAMED_STAYS, WORKS, JointTurns
 from hybrid_engine.generation.live import LiveBatch, Progress
-from hybrid_engine.generation.scoring import ScoringTurns
 from hybrid_engine.ops.kernel_errors import naming_kernels
 
 
@@ -37,16 +35,6 @@ class StreamedBatch(LiveBatch):
     ):
         super().__init__(model, strategy, longest)
         self._turns = JointTurns(partners, lambda: native.pass_over_stream(self._pass))
-        self._scoring = ScoringTurns(model, lambda: native.layers())
-
-    def score(self, prompts: list[Prompt]) -> None:
-        """LiveBatch's, in turns that come before those of sequences."""
-        self._scoring.add(prompts)
-
-    def cancel(self, sequences: list[Sequence]) -> None:
-        """Takes `sequences` out, whether they run or wait, and forgets to score prompts that only they have."""
-        super().cancel(sequences)
-        self._scoring.keep({sequence.prompt for sequence in self.unfinished})
 
     def turn(self) -> list[Progress]:
         """One pass over the layers, on all processes."""
@@ -66,4 +54,5 @@ class StreamedBatch(LiveBatch):
         """One pass over the layers, whether there is something to compute or not."""
         with naming_kernels():
             if not self._scoring.turn():
+                self._join_scored()
                 self.strategy.turn()

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MAX_LOGITS = 2**27
 """Of one pass; more are made in several."""
+MOST_TOKENS = {"cpu": 512, "cuda": 2048}
+"""Of one pass of containers, by the type of device: others decode between two, as between chunks of a long prompt."""
 TOKENS_AT_ONCE = 2048
 """Of wrapped models, at least one row: with 150 000 logits each, 1.2 GB."""
 
@@ -105,10 +107,18 @@ def score_in_passes(
     Each step is one pass over `layers()`; the scores are there after the last.
     """
 
-    def logits_after(given: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        return score_packed(model, given, [len(given)], places, layers())
+    longest, kv = len(prompt.tokens), None
 
-    return _score(prompt, logits_after, model.vocab_size, model.device)
+    def logits_after(given: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        nonlocal kv
+        if model.angles.trained_length is not None:  # keys of a part belong to other frequencies than the whole's
+            return score_packed(model, given, [longest], places, layers())
+        if kv is None:
+            model.prepare_positions(longest)
+            kv = torch.zeros(model.kv_shape(1, longest), dtype=model.dtype, device=model.device)
+        return model.forward(pack(given[places], [len(places)], num_before=int(places[0])), kv, layers())
+
+    return _score(prompt, logits_after, model.vocab_size, model.device, MOST_TOKENS.get(model.device.type, 2048))
 
 
 def score_by_module(module: nn.Module, prompts: Iterable[Prompt], vocab_size: int, device: torch.device) -> None:
@@ -131,12 +141,14 @@ def _score(
     logits_after: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     vocab_size: int,
     device: torch.device,
+    most_tokens: int = MAX_LOGITS,
 ) -> Iterator[None]:
-    """`logits_after`: of tokens `[N]` and n places among them, `[n, V]`; asked once a step."""
+    """`logits_after`: of tokens `[N]` and the next n places, up to `most_tokens`, `[n, V]`; asked once a step."""
     tokens, num_tops = prompt.tokens, prompt.num_tops or 0
     given = torch.tensor(tokens, device=device)
     scores = TokenScores([], [])
-    for places in torch.arange(len(tokens) - 1, device=device).split(max(1, MAX_LOGITS // vocab_size)):
+    at_once = min(most_tokens, max(1, MAX_LOGITS // vocab_size))
+    for places in torch.arange(len(tokens) - 1, device=device).split(at_once):
         if len(places):
             found = logits_after(given, places).float().log_softmax(-1)
             scores.logprobs.extend(found.gather(1, given[places + 1, None]).squeeze(1).tolist())
@@ -148,7 +160,7 @@ def _score(
 
 
 class ScoringTurns:
-    """Prompts to be scored over layers that are gathered one by one: a turn of all processes for every pass.
+    """Prompts to be scored beside sequences that take turns: a turn for every pass.
 
     Args:
         layers: one pass over the layers of `model`.
