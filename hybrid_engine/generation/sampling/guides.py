@@ -230,7 +230,7 @@ class GuidedTokens:
         compiled = self._follow(input_ids[0, self.prompt_length :].tolist(), vocab)
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         _check_state(self._matcher, self.guide, self._num_read)
-        allowed = np.unpackbits(bits, count=vocab, bitorder="little").astype(bool)
+        allowed: np.ndarray = np.unpackbits(bits, count=vocab, bitorder="little").astype(bool)
         if self.ends and compiled.end < vocab:
             is_complete, allowed[compiled.end] = allowed[compiled.end], False
             allowed[[end for end in self.ends if end < vocab]] |= is_complete
