@@ -55,11 +55,16 @@ def write_model(folder: Path) -> None:
 
 
 @contextmanager
-def serving(model: Path, log: Path, *options: str) -> Iterator[Served]:
-    """A server for the model in a folder, at a free port, whose output goes to `log`; ended by SIGTERM."""
+def serving(model: Path, log: Path, *options: str, environment: dict[str, str] | None = None) -> Iterator[Served]:
+    """A server for the model in a folder, at a free port, whose output goes to `log`; ended by SIGTERM.
+
+    `environment`: variables in addition to this process's.
+    """
     command = [Path(sys.executable).parent / "hybrid-engine", "serve", "--model", model, "--port", "0", *options]
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | (environment or {})
+        )
     try:
         yield Served(wait_for_address(process, log), process, log)
     finally:

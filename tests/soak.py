@@ -49,6 +49,12 @@ PATIENCE = 120.0
 """Seconds for one honest answer."""
 FINISH_SECONDS = 5
 OPTIONS = ("--longest", "512", "--max-running", "16", "--max-waiting", "128", "--finish-seconds", str(FINISH_SECONDS))
+GIVES_BACK = {
+    "MALLOC_ARENA_MAX": "2",
+    "MALLOC_MMAP_THRESHOLD_": "131072",
+    "MALLOC_TRIM_THRESHOLD_": "131072",
+}
+"""glibc gives freed memory back then; else it keeps more of it in each minute, 200 MiB, which hides what grows."""
 KEYS = {"honest": "key-of-the-honest", "clumsy": "key-of-the-clumsy", "hostile": "key-of-the-hostile"}
 METRICS_KEY = "key-of-metrics"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
@@ -617,7 +623,7 @@ def main() -> int:
         keys = scratch / "keys"
         keys.touch(0o600)
         keys.write_text("".join(f"{name} {key}\n" for name, key in KEYS.items()) + f"monitor {METRICS_KEY} metrics\n")
-        with serving(model, scratch / "log", "--api-key-file", str(keys), *OPTIONS) as served:
+        with serving(model, scratch / "log", "--api-key-file", str(keys), *OPTIONS, environment=GIVES_BACK) as served:
             with web_client() as web:
                 card = web.get(f"{served.url}/models").json()["data"][0]
             load = Load(served, card["id"], card["max_model_len"], options.seconds)
