@@ -14,11 +14,11 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/.venv/pycache
 # What `make versions` runs, and with which releases of torch: the oldest and the newest that pyproject.toml allows,
 # and those between. Each has an environment of its own, about 6 GB for a build with CUDA packages.
 VERSIONS ?= 2.11.0 2.12.1 2.14.1 2.15.0
-VERSION_TESTS := tests/test_every_optimizer.py tests/test_zero_training.py tests/test_zero_init.py \
-  tests/test_fsdp2_private.py tests/test_gathered_parameters.py tests/test_external_parameters.py tests/test_changed_models.py \
-  tests/test_checkpoint.py tests/test_generate_distributed.py tests/test_parallel_checkpoints.py tests/test_parallel_pipelines.py \
-  tests/test_parallel_generate.py tests/test_parallel_stages_generate.py tests/test_parallel_one_rank_fails.py \
-  tests/test_parallel_reducers.py tests/test_parallel_hooks.py tests/test_parallel_scalars.py
+VERSION_TESTS := tests/optim/test_every_optimizer.py tests/zero/test_zero_training.py tests/zero/test_zero_init.py \
+  tests/zero/test_fsdp2_private.py tests/zero/test_gathered_parameters.py tests/zero/test_external_parameters.py tests/zero/test_changed_models.py \
+  tests/checkpoint/test_checkpoint.py tests/generation/test_generate_distributed.py tests/extensions/parallelize/test_checkpoints.py tests/extensions/parallelize/test_pipelines.py \
+  tests/extensions/parallelize/test_generate.py tests/extensions/parallelize/test_stages_generate.py tests/extensions/parallelize/test_one_rank_fails.py \
+  tests/extensions/parallelize/test_reducers.py tests/extensions/parallelize/test_hooks.py tests/extensions/parallelize/test_scalars.py
 # Short tests of every room, two minutes on two cores.
 QUICK := import_direction readme quick config recipes_refusals lr_schedules zero_loss_scaler optimizers zero_to_fp32 \
   waiting zero_dataloader decode_graph scheduler latency dispatch ops moe_block rotary vocabulary kernels_block_copy \
@@ -87,7 +87,7 @@ quick: $(INSTALLED)
 	$(BIN)/python -m pytest $(TWO_AT_A_TIME) $(QUICK:%=tests/test_%.py)
 
 clients: $(INSTALLED) $(CLIENTS:%=.venv-clients-%/installed)
-	$(BIN)/python tests/clients/run.py $(CLIENTS)
+	$(BIN)/python tests/tools/clients/run.py $(CLIENTS)
 
 # In the newest releases: what they send changes, and that is what is to be learned.
 .venv-clients-%/installed:
@@ -97,23 +97,23 @@ clients: $(INSTALLED) $(CLIENTS:%=.venv-clients-%/installed)
 
 # Kills, Ctrl-C, bad input and leaks at length; writes docs/robustness.md and fails where one of them does harm.
 attack: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.attack.write_page
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.tools.attack.write_page
 
 # 100 random plans of each model on simulated ranks, against the model; some 15 minutes.
 fuzz: $(INSTALLED)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/fuzz_plans.py
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/tools/fuzz_plans.py
 
 # Honest clients beside clumsy and hostile ones, SOAK_S seconds; its section of SOAK_PAGE; SOAK_MODEL=FOLDER: a real model.
 SOAK_S ?= 600
 SOAK_PAGE ?= docs/soak.md
 SOAK_MODEL ?=
 soak: $(INSTALLED)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/soak.py --seconds $(SOAK_S) --page $(SOAK_PAGE) \
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/tools/soak.py --seconds $(SOAK_S) --page $(SOAK_PAGE) \
 	  $(if $(SOAK_MODEL),--model $(SOAK_MODEL))
 
 # 100,000 requests of Hypothesis over the server's OpenAPI document; half an hour and more; its section of docs/soak.md.
 fuzz-serving: .venv/hypothesis/installed
-	OMP_NUM_THREADS=1 PYTHONPATH=.venv/hypothesis:tests $(BIN)/python tests/fuzz_serving.py --write-page
+	OMP_NUM_THREADS=1 PYTHONPATH=.venv/hypothesis:tests $(BIN)/python tests/tools/fuzz_serving.py --write-page
 
 .venv/hypothesis/installed: | $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --upgrade --target $(@D) hypothesis
@@ -121,7 +121,7 @@ fuzz-serving: .venv/hypothesis/installed
 
 # Every policy, model and number of processes beside the module's own training.
 parity: $(INSTALLED)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/parity.py
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/tools/parity.py
 
 # Every kernel in every form, for an H100, which need not be there.
 kernels: $(INSTALLED)
@@ -131,7 +131,7 @@ kernels: $(INSTALLED)
 launches: $(INSTALLED) $(TRITONS:%=.venv/triton-%/installed) .venv/triton-newest/installed
 	@failed=; for release in $(TRITONS) newest; do \
 	  PYTHONPATH=.venv/triton-$$release:benchmarks OMP_NUM_THREADS=1 \
-	    $(BIN)/python tests/launches.py --out runs/launches/$$release.md || failed="$$failed $$release"; \
+	    $(BIN)/python tests/tools/launches.py --out runs/launches/$$release.md || failed="$$failed $$release"; \
 	done; \
 	test -z "$$failed" || echo "Triton$$failed: kernels or checks failed, see above" >&2; \
 	test -z "$$(echo $$failed | sed s/newest//)"
@@ -153,7 +153,7 @@ check: lint types wheel
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/python -m pytest tests/test_import_direction.py
+	$(BIN)/python -m pytest tests/properties/test_import_direction.py
 
 # torch first: a later, wider requirement then finds it installed instead of fetching another build.
 # Without build isolation the setuptools that torch needs anyway builds the package. Python compiles what is imported.

@@ -23,6 +23,6 @@ setup(
     package_data={
         "hybrid_engine": ["py.typed", "compat/deepspeed_path/*/*"],
         "hybrid_engine.ops": ["*.c", "*.h"],
-        "hybrid_engine.recipes.reports": ["*.html", "*.css", "*.js"],
+        "hybrid_engine.rlhf.reports": ["*.html", "*.css", "*.js"],
     },
 )

@@ -18,12 +18,12 @@ import torch
 from planned_training import TOKENS, on_meta, train
 from processes import run_fresh
 
-from hybrid_engine.parallel.compute_config import ComputeConfig
-from hybrid_engine.parallel.graph.graph import build_graph
-from hybrid_engine.parallel.planning.machine import Machine
-from hybrid_engine.parallel.planning.plan import Plan
-from hybrid_engine.parallel.planning.plan_costs import plan_costs
-from hybrid_engine.parallel.planning.setting import Setting
+from hybrid_engine.extensions.parallelize.compute_config import ComputeConfig
+from hybrid_engine.extensions.parallelize.graph.graph import build_graph
+from hybrid_engine.extensions.parallelize.planning.machine import Machine
+from hybrid_engine.extensions.parallelize.planning.plan import Plan
+from hybrid_engine.extensions.parallelize.planning.plan_costs import plan_costs
+from hybrid_engine.extensions.parallelize.planning.setting import Setting
 
 AUTODIST_GB = 0.5
 """Little enough that weights are split."""

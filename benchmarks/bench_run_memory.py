@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import common
 
-from hybrid_engine.recipes.experience.own_tasks import SUMMARIES
+from hybrid_engine.rlhf.experience.own_tasks import SUMMARIES
 
 PACKED = "--tokens-per-micro-batch 2048"
 SAMPLED = "--model {demo}/sft --dataset {prompts} --reward length:target=60 --steps 2 --eval-prompts 16 --eval-every 0"
@@ -67,7 +67,7 @@ def run(job: Job, folder: Path) -> dict[str, Any]:
     if "--out" not in command:
         out = Path(tempfile.mkdtemp(dir=folder))
         command += ["--out", str(out)]
-    module = ["-m", "hybrid_engine.command.cli", *command]
+    module = ["-m", "hybrid_engine.cli.cli", *command]
     if job.processes > 1:
         module = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.processes}", *module]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -30,18 +30,18 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hybrid_engine.recipes.algorithms.advantages import compute_advantages
-from hybrid_engine.recipes.algorithms.choices import Algorithm
-from hybrid_engine.recipes.algorithms.figures import policy_figures
-from hybrid_engine.recipes.algorithms.objective import PolicyBatch, correction_weights, policy_objective
-from hybrid_engine.recipes.data.sequences import (
+from hybrid_engine.rl.aggregation import count_step
+from hybrid_engine.rl.preferences import PairLogprobs, build_loss
+from hybrid_engine.rlhf.algorithms.advantages import compute_advantages
+from hybrid_engine.rlhf.algorithms.choices import Algorithm
+from hybrid_engine.rlhf.algorithms.figures import policy_figures
+from hybrid_engine.rlhf.algorithms.objective import PolicyBatch, correction_weights, policy_objective
+from hybrid_engine.rlhf.data.sequences import (
     Sequences,
     build_sequences,
     response_logprobs,
     response_logprobs_and_entropy,
 )
-from hybrid_engine.rl.aggregation import count_step
-from hybrid_engine.rl.preferences import PairLogprobs, build_loss
 
 TOLERANCE = 1e-5
 G, MAX_LENGTH, VOCAB = 4, 8, 40

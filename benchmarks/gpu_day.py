@@ -103,7 +103,7 @@ PARTS = (
         "kernels", "is every kernel right in every dtype, at odd sizes, on poisoned memory",
         (*TESTS, *(f"tests/test_kernels_{name}.py" for name in
                    ("softmax_context", "gemm", "sample", "moe", "block_copy", "linear_log_prob", "model"))),
-        (*TESTS, "tests/test_kernels_compile.py"), ("pytest", "xdist"), is_alone=False,
+        (*TESTS, "tests/ops/test_kernels_compile.py"), ("pytest", "xdist"), is_alone=False,
     ),
     Part(
         "decode", "are the goals of a decode step met",

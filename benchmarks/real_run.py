@@ -29,9 +29,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybrid_engine.recipes.data.prompts import load_prompt_rows, select_prompts
-from hybrid_engine.recipes.runs.run_folder import has_checkpoint
 from hybrid_engine.rl.estimates import Interval, mean_interval
+from hybrid_engine.rlhf.data.prompts import load_prompt_rows, select_prompts
+from hybrid_engine.rlhf.runs.run_folder import has_checkpoint
 
 FOLDER = Path(__file__).parent
 TASK = "reasoning_gym:letter_counting:min_words=3,max_words=6,shots=3,held_out=120,held_out_seed=3000000000"
@@ -116,7 +116,7 @@ def our_command(job: Job, part: Part) -> list[str]:
         "tokens_per_micro_batch": TOKENS_PER_PASS, "eval_every": 0, "eval_prompts": 8, "eval_samples": 1,
         "save_every": CHECKPOINT_EVERY, "dtype": "fp32", "temperature": TEMPERATURE,
     }  # fmt: skip
-    command = [sys.executable, "-m", "hybrid_engine.command.cli", "grpo", "--no-measure-kl"]
+    command = [sys.executable, "-m", "hybrid_engine.cli.cli", "grpo", "--no-measure-kl"]
     command += [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     return [*command, "--resume" if has_checkpoint(run, "grpo") else "--restart"]
 
@@ -137,7 +137,7 @@ def evaluation_command(job: Job, part: Part) -> list[str]:
         "max_new_tokens": MAX_NEW_TOKENS, "max_prompt_tokens": MAX_PROMPT_TOKENS, "dtype": "fp32",
         "temperature": TEMPERATURE,
     }  # fmt: skip
-    command = [sys.executable, "-m", "hybrid_engine.command.cli", "evaluate", "--held-out", "--restart"]
+    command = [sys.executable, "-m", "hybrid_engine.cli.cli", "evaluate", "--held-out", "--restart"]
     return command + [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 

@@ -10,10 +10,10 @@ seconds, which `hybrid-engine --help` shall not wait for.
 
 from typing import TYPE_CHECKING, Any
 
-from hybrid_engine.compat.first_use import import_surface, watch_imports
+from hybrid_engine.extensions.deepspeed.first_use import import_surface, watch_imports
 
 if TYPE_CHECKING:
-    from hybrid_engine.compat.surface import *  # noqa: F403
+    from hybrid_engine.extensions.deepspeed.surface import *  # noqa: F403
 
 watch_imports()
 

@@ -9,15 +9,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from hybrid_engine.compat.engines import DeepSpeedEngine
-from hybrid_engine.compat.hybrid_engine import DeepSpeedHybridEngine
-from hybrid_engine.compat.presence import is_announced
 from hybrid_engine.config import EngineConfig, load_config
 from hybrid_engine.config.checks import check_flag, check_integer
 from hybrid_engine.distributed.dataloader import TrainingDataLoader
 from hybrid_engine.distributed.environment import describe_process
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size, init_distributed, join_alone
-from hybrid_engine.engine import ZeroEngine
+from hybrid_engine.engine.zero_engine import ZeroEngine
+from hybrid_engine.extensions.deepspeed.engines import DeepSpeedEngine
+from hybrid_engine.extensions.deepspeed.hybrid_engine import DeepSpeedHybridEngine
+from hybrid_engine.extensions.deepspeed.presence import is_announced
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.zero.init import suspended
 from hybrid_engine.zero.split_module import unit_size_of

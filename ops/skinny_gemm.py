@@ -29,7 +29,7 @@ FEW_ROWS = 64
 # 32 and 64 rows, on an H200 of 132 SMs, 228 KB of shared memory each (`benchmarks/tune_products.py`). A program streams
 # 64 columns in stages of 16 KB of weights; one that is alone on its SM keeps 96 KB of them in flight, of two each what
 # fits. Programs of 64 columns beat twice as many of 32 down to a quarter of the SMs, and K that is split in up to 8
-# parts beats both. In 16 bits weights come in 16-byte asynchronous copies (`tests/compile_gemm_kernels.py`).
+# parts beats both. In 16 bits weights come in 16-byte asynchronous copies (`tests/tools/compile_gemm_kernels.py`).
 NUM_SMS = 132
 STAGE_BYTES = 16 * 1024
 IN_FLIGHT_BYTES = 96 * 1024

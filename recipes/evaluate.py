@@ -16,19 +16,19 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import hybrid_engine
 from hybrid_engine.distributed.processes import get_rank, get_world_size, on_rank_zero
-from hybrid_engine.recipes.batch.model import build_answering
-from hybrid_engine.recipes.data.bad_rows import told_together
-from hybrid_engine.recipes.data.parts import read_once
-from hybrid_engine.recipes.data.prompts import fit_prompts, load_prompt_rows
-from hybrid_engine.recipes.data.reading import read_prompt_rows
-from hybrid_engine.recipes.data.rows import PromptRow
-from hybrid_engine.recipes.experience.evaluation import Evaluation, PassRule, evaluate, prompt_shown
-from hybrid_engine.recipes.experience.rollout import SamplingOptions
-from hybrid_engine.recipes.experience.start import keep_usable
-from hybrid_engine.recipes.rewards.learned import LearnedReward
-from hybrid_engine.recipes.rewards.loading import load_rewards
-from hybrid_engine.recipes.rewards.rewards import Rewards
-from hybrid_engine.recipes.runs.checks import (
+from hybrid_engine.rlhf.batch.model import build_answering
+from hybrid_engine.rlhf.data.bad_rows import told_together
+from hybrid_engine.rlhf.data.parts import read_once
+from hybrid_engine.rlhf.data.prompts import fit_prompts, load_prompt_rows
+from hybrid_engine.rlhf.data.reading import read_prompt_rows
+from hybrid_engine.rlhf.data.rows import PromptRow
+from hybrid_engine.rlhf.experience.evaluation import Evaluation, PassRule, evaluate, prompt_shown
+from hybrid_engine.rlhf.experience.rollout import SamplingOptions
+from hybrid_engine.rlhf.experience.start import keep_usable
+from hybrid_engine.rlhf.rewards.learned import LearnedReward
+from hybrid_engine.rlhf.rewards.loading import load_rewards
+from hybrid_engine.rlhf.rewards.rewards import Rewards
+from hybrid_engine.rlhf.runs.checks import (
     LARGEST_SEED,
     check_at_least,
     check_between,
@@ -36,14 +36,14 @@ from hybrid_engine.recipes.runs.checks import (
     check_finite,
     check_texts,
 )
-from hybrid_engine.recipes.runs.config_files import CONFIG, write_config
-from hybrid_engine.recipes.runs.model_lengths import settle_lengths
-from hybrid_engine.recipes.runs.options import LENGTHS, DatasetOptions, RewardOptions
-from hybrid_engine.recipes.runs.precision import DtypeOptions, torch_dtype
-from hybrid_engine.recipes.runs.run_checks import check_positions
-from hybrid_engine.recipes.runs.run_folder import check_out, left_behind
-from hybrid_engine.recipes.runs.run_log import samples_table, say, write_json
-from hybrid_engine.recipes.runs.stages import load_config, load_model, load_tokenizer, move_aside, num_positions
+from hybrid_engine.rlhf.runs.config_files import CONFIG, write_config
+from hybrid_engine.rlhf.runs.model_lengths import settle_lengths
+from hybrid_engine.rlhf.runs.options import LENGTHS, DatasetOptions, RewardOptions
+from hybrid_engine.rlhf.runs.precision import DtypeOptions, torch_dtype
+from hybrid_engine.rlhf.runs.run_checks import check_positions
+from hybrid_engine.rlhf.runs.run_folder import check_out, left_behind
+from hybrid_engine.rlhf.runs.run_log import samples_table, say, write_json
+from hybrid_engine.rlhf.runs.stages import load_config, load_model, load_tokenizer, move_aside, num_positions
 
 RESULTS = ("result.json", "samples.jsonl", CONFIG)
 NUM_SHOWN = 6

@@ -1,7 +1,7 @@
 """Answers prompts: a file of them into a file, or line by line in the terminal.
 
     hybrid-engine generate --model runs/sums/actor --prompts problems.jsonl --out answers.jsonl
-    torchrun --nproc-per-node 4 -m hybrid_engine.command.cli generate --tp 2 --pp 2 --model ... --prompts ... --out ...
+    torchrun --nproc-per-node 4 -m hybrid_engine.cli.cli generate --tp 2 --pp 2 --model ... --prompts ... --out ...
     echo "Once upon a time" | hybrid-engine generate --model gpt2 --prompts - --out -
 
 All rows go through one continuously refilled batch. What is finished is written down at once: after a kill the same
@@ -25,22 +25,22 @@ from hybrid_engine.generation.batching.noise import prompt_digest, sample_keys
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.end_tokens import answer_text, end_token_ids
 from hybrid_engine.generation.given_sequences import run_sequences
-from hybrid_engine.generation.live import LiveBatch
-from hybrid_engine.generation.live_opening import live_batch
+from hybrid_engine.generation.live.batch import LiveBatch
+from hybrid_engine.generation.live.opening import live_batch
 from hybrid_engine.generation.options import GenerationOptions, read_options
-from hybrid_engine.recipes.batch.journal import Journal
-from hybrid_engine.recipes.batch.model import ModelOptions, load_answering, load_answering_tokenizer, most_tokens
-from hybrid_engine.recipes.batch.shared import join, load_shared, telling
-from hybrid_engine.recipes.batch.terminal import TERMINAL, check_row_options, opened, read_lines, write_answer
-from hybrid_engine.recipes.data.bad_rows import each_good, told_together
-from hybrid_engine.recipes.data.encoding import encode_prompt
-from hybrid_engine.recipes.data.reading import read_prompt_rows
-from hybrid_engine.recipes.data.rows import PromptRow
-from hybrid_engine.recipes.data.sources import DataSource
-from hybrid_engine.recipes.runs.checks import LARGEST_SEED, check_at_least, check_between, check_count
-from hybrid_engine.recipes.runs.options import RowOptions
-from hybrid_engine.recipes.runs.run_log import say
-from hybrid_engine.recipes.runs.stages import load_config
+from hybrid_engine.rlhf.batch.journal import Journal
+from hybrid_engine.rlhf.batch.model import ModelOptions, load_answering, load_answering_tokenizer, most_tokens
+from hybrid_engine.rlhf.batch.shared import join, load_shared, telling
+from hybrid_engine.rlhf.batch.terminal import TERMINAL, check_row_options, opened, read_lines, write_answer
+from hybrid_engine.rlhf.data.bad_rows import each_good, told_together
+from hybrid_engine.rlhf.data.encoding import encode_prompt
+from hybrid_engine.rlhf.data.reading import read_prompt_rows
+from hybrid_engine.rlhf.data.rows import PromptRow
+from hybrid_engine.rlhf.data.sources import DataSource
+from hybrid_engine.rlhf.runs.checks import LARGEST_SEED, check_at_least, check_between, check_count
+from hybrid_engine.rlhf.runs.options import RowOptions
+from hybrid_engine.rlhf.runs.run_log import say
+from hybrid_engine.rlhf.runs.stages import load_config
 
 WITHOUT_EFFECT = ("out", "restart", "max_running", "tp", "pp")
 """Options that the answers do not depend on."""

@@ -22,10 +22,11 @@ from pathlib import Path
 import torch
 
 from hybrid_engine.distributed.processes import gather_objects, get_world_size
-from hybrid_engine.recipes.data.encoding import EncodedPair
-from hybrid_engine.recipes.data.micro_batches import check_budget
 from hybrid_engine.recipes.dpo import update
-from hybrid_engine.recipes.experience.evaluation import (
+from hybrid_engine.rl.preferences import best_and_worst
+from hybrid_engine.rlhf.data.encoding import EncodedPair
+from hybrid_engine.rlhf.data.micro_batches import check_budget
+from hybrid_engine.rlhf.experience.evaluation import (
     Evaluation,
     answer_sums,
     evaluate,
@@ -34,21 +35,21 @@ from hybrid_engine.recipes.experience.evaluation import (
     score_sum,
     show_comparison,
 )
-from hybrid_engine.recipes.experience.followed import FollowedAnswers, follow
-from hybrid_engine.recipes.experience.groups import GroupSource, ScoredGroups
-from hybrid_engine.recipes.experience.policy import Policy, build_policy
-from hybrid_engine.recipes.experience.policy_experience import trained_rows
-from hybrid_engine.recipes.experience.rollout import SamplingOptions, warm_up
-from hybrid_engine.recipes.experience.start import Start, prepare
-from hybrid_engine.recipes.planning.following import follow_answers, write_result
-from hybrid_engine.recipes.preference.answers import Reading
-from hybrid_engine.recipes.preference.options import PairLossOptions
-from hybrid_engine.recipes.preference.pairs import TrainingPair
-from hybrid_engine.recipes.runs.best import Best, keep_highest
-from hybrid_engine.recipes.runs.checkpoints import begin_run, load_checkpoints, save_checkpoints
-from hybrid_engine.recipes.runs.checks import check_above, check_answers, check_count, check_divides
-from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
-from hybrid_engine.recipes.runs.options import (
+from hybrid_engine.rlhf.experience.followed import FollowedAnswers, follow
+from hybrid_engine.rlhf.experience.groups import GroupSource, ScoredGroups
+from hybrid_engine.rlhf.experience.policy import Policy, build_policy
+from hybrid_engine.rlhf.experience.policy_experience import trained_rows
+from hybrid_engine.rlhf.experience.rollout import SamplingOptions, warm_up
+from hybrid_engine.rlhf.experience.start import Start, prepare
+from hybrid_engine.rlhf.planning.following import follow_answers, write_result
+from hybrid_engine.rlhf.preference.answers import Reading
+from hybrid_engine.rlhf.preference.options import PairLossOptions
+from hybrid_engine.rlhf.preference.pairs import TrainingPair
+from hybrid_engine.rlhf.runs.best import Best, keep_highest
+from hybrid_engine.rlhf.runs.checkpoints import begin_run, load_checkpoints, save_checkpoints
+from hybrid_engine.rlhf.runs.checks import check_above, check_answers, check_count, check_divides
+from hybrid_engine.rlhf.runs.metrics_file import METRICS, read_metrics
+from hybrid_engine.rlhf.runs.options import (
     AnswerOptions,
     DataOptions,
     LoopOptions,
@@ -58,11 +59,10 @@ from hybrid_engine.recipes.runs.options import (
     is_due,
     suitable_rate,
 )
-from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
-from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
-from hybrid_engine.recipes.runs.schedule import Schedule
-from hybrid_engine.recipes.runs.stages import save_stage, seed_everything
-from hybrid_engine.rl.preferences import best_and_worst
+from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS
+from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
+from hybrid_engine.rlhf.runs.schedule import Schedule
+from hybrid_engine.rlhf.runs.stages import save_stage, seed_everything
 
 PLOT_PANELS = {
     "score": ["score", "held_out_score"],

@@ -24,29 +24,33 @@ from pathlib import Path
 import torch
 
 from hybrid_engine.distributed.processes import all_processes, gather_objects, get_rank, get_world_size
-from hybrid_engine.recipes.data.micro_batches import DeviceFigures, train_in_parts
-from hybrid_engine.recipes.data.prompts import select_prompts
-from hybrid_engine.recipes.data.sequences import in_parts, note_rows, response_logprobs, response_values
-from hybrid_engine.recipes.experience.critic_experience import CriticExperience, reward_tokens
-from hybrid_engine.recipes.experience.evaluation import (
+from hybrid_engine.rl.advantages import gae, whiten
+from hybrid_engine.rl.aggregation import token_mean
+from hybrid_engine.rl.kl import kl_k1
+from hybrid_engine.rl.losses import clipped_value_loss, explained_variance, policy_metrics, ppo_policy_loss
+from hybrid_engine.rlhf.data.micro_batches import DeviceFigures, train_in_parts
+from hybrid_engine.rlhf.data.prompts import select_prompts
+from hybrid_engine.rlhf.data.sequences import in_parts, note_rows, response_logprobs, response_values
+from hybrid_engine.rlhf.experience.critic_experience import CriticExperience, reward_tokens
+from hybrid_engine.rlhf.experience.evaluation import (
     global_means,
     mean_sums,
     score_sum,
     show_comparison,
     step_means,
 )
-from hybrid_engine.recipes.experience.followed import FollowedAnswers, follow
-from hybrid_engine.recipes.experience.own_tasks import SUMMARIES
-from hybrid_engine.recipes.experience.role_figures import evaluate_held_out, judge, rollout_sums
-from hybrid_engine.recipes.experience.roles import Roles, build_roles
-from hybrid_engine.recipes.experience.rollout import Rollout, SamplingOptions, sample, warm_up
-from hybrid_engine.recipes.experience.start import Start, prepare
-from hybrid_engine.recipes.planning.following import follow_answers, write_result
-from hybrid_engine.recipes.rewards.scores import reward_figures
-from hybrid_engine.recipes.runs.adapters import check_shared_base
-from hybrid_engine.recipes.runs.best import Best, keep_highest
-from hybrid_engine.recipes.runs.checkpoints import SavedRun, begin_run, load_checkpoints, save_checkpoints
-from hybrid_engine.recipes.runs.checks import (
+from hybrid_engine.rlhf.experience.followed import FollowedAnswers, follow
+from hybrid_engine.rlhf.experience.own_tasks import SUMMARIES
+from hybrid_engine.rlhf.experience.role_figures import evaluate_held_out, judge, rollout_sums
+from hybrid_engine.rlhf.experience.roles import Roles, build_roles
+from hybrid_engine.rlhf.experience.rollout import Rollout, SamplingOptions, sample, warm_up
+from hybrid_engine.rlhf.experience.start import Start, prepare
+from hybrid_engine.rlhf.planning.following import follow_answers, write_result
+from hybrid_engine.rlhf.rewards.scores import reward_figures
+from hybrid_engine.rlhf.runs.adapters import check_shared_base
+from hybrid_engine.rlhf.runs.best import Best, keep_highest
+from hybrid_engine.rlhf.runs.checkpoints import SavedRun, begin_run, load_checkpoints, save_checkpoints
+from hybrid_engine.rlhf.runs.checks import (
     check_above,
     check_at_least,
     check_between,
@@ -54,8 +58,8 @@ from hybrid_engine.recipes.runs.checks import (
     check_divides,
     check_finite,
 )
-from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
-from hybrid_engine.recipes.runs.options import (
+from hybrid_engine.rlhf.runs.metrics_file import METRICS, read_metrics
+from hybrid_engine.rlhf.runs.options import (
     DataOptions,
     LoopOptions,
     ResumeOptions,
@@ -65,14 +69,10 @@ from hybrid_engine.recipes.runs.options import (
     is_due,
     suitable_rate,
 )
-from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
-from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
-from hybrid_engine.recipes.runs.schedule import Schedule
-from hybrid_engine.recipes.runs.stages import mix_seed, save_stage, seed_everything
-from hybrid_engine.rl.advantages import gae, whiten
-from hybrid_engine.rl.aggregation import token_mean
-from hybrid_engine.rl.kl import kl_k1
-from hybrid_engine.rl.losses import clipped_value_loss, explained_variance, policy_metrics, ppo_policy_loss
+from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS
+from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
+from hybrid_engine.rlhf.runs.schedule import Schedule
+from hybrid_engine.rlhf.runs.stages import mix_seed, save_stage, seed_everything
 
 PLOT_PANELS = {
     "reward": ["score", "judge_pass_rate"],

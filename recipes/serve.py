@@ -3,7 +3,7 @@
 hybrid-engine serve --model runs/sums/actor
 curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
   -d '{"model": "actor", "prompt": "384+697=", "max_tokens": 40}'
-torchrun --nproc-per-node 2 -m hybrid_engine.command.cli serve --model Qwen/Qwen3-8B --tp 2
+torchrun --nproc-per-node 2 -m hybrid_engine.cli.cli serve --model Qwen/Qwen3-8B --tp 2
 """
 
 import atexit
@@ -24,16 +24,16 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedToken
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.distributed.processes import default_device, on_rank_zero
 from hybrid_engine.generation.batching.demand import BLOCK_SIZE
-from hybrid_engine.generation.live_opening import count_tokens
+from hybrid_engine.generation.live.opening import count_tokens
 from hybrid_engine.generation.memory.budget import read_memory
 from hybrid_engine.generation.memory.usage import free_and_total_bytes
-from hybrid_engine.recipes.batch.adapters import load_with_adapters, peft_names, read_adapters
-from hybrid_engine.recipes.batch.model import BaseModelOptions, most_tokens
-from hybrid_engine.recipes.batch.shared import join, load_shared
-from hybrid_engine.recipes.runs.checks import check_at_least, check_between, check_count, check_one_of
-from hybrid_engine.recipes.runs.precision import torch_dtype
-from hybrid_engine.recipes.runs.run_log import say
-from hybrid_engine.recipes.runs.stages import explained, load_config
+from hybrid_engine.rlhf.batch.adapters import load_with_adapters, peft_names, read_adapters
+from hybrid_engine.rlhf.batch.model import BaseModelOptions, most_tokens
+from hybrid_engine.rlhf.batch.shared import join, load_shared
+from hybrid_engine.rlhf.runs.checks import check_at_least, check_between, check_count, check_one_of
+from hybrid_engine.rlhf.runs.precision import torch_dtype
+from hybrid_engine.rlhf.runs.run_log import say
+from hybrid_engine.rlhf.runs.stages import explained, load_config
 from hybrid_engine.serving import import_serving
 from hybrid_engine.serving.address import check_address, check_free
 from hybrid_engine.serving.keys import Keys

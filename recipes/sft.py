@@ -23,22 +23,23 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import hybrid_engine
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size, on_rank_zero
-from hybrid_engine.recipes.data.corpus import TASKS, Corpus, load_corpus
-from hybrid_engine.recipes.data.encoding import Encoded
-from hybrid_engine.recipes.data.micro_batches import DeviceFigures, check_budget, train_in_parts
-from hybrid_engine.recipes.data.packable import pack_where_exact
-from hybrid_engine.recipes.data.pass_shapes import Items
-from hybrid_engine.recipes.data.passes import in_passes, split, turns
-from hybrid_engine.recipes.data.sequences import (
+from hybrid_engine.rl.aggregation import token_mean
+from hybrid_engine.rlhf.data.corpus import TASKS, Corpus, load_corpus
+from hybrid_engine.rlhf.data.encoding import Encoded
+from hybrid_engine.rlhf.data.micro_batches import DeviceFigures, check_budget, train_in_parts
+from hybrid_engine.rlhf.data.packable import pack_where_exact
+from hybrid_engine.rlhf.data.pass_shapes import Items
+from hybrid_engine.rlhf.data.passes import in_passes, split, turns
+from hybrid_engine.rlhf.data.sequences import (
     NUM_POOLED,
     Sequences,
     build_sequences,
     epochs_of_similar_length,
     response_logprobs,
 )
-from hybrid_engine.recipes.planning.following import follow_examples, write_result
-from hybrid_engine.recipes.runs.adapters import add_adapter, check_trainable
-from hybrid_engine.recipes.runs.checkpoints import (
+from hybrid_engine.rlhf.planning.following import follow_examples, write_result
+from hybrid_engine.rlhf.runs.adapters import add_adapter, check_trainable
+from hybrid_engine.rlhf.runs.checkpoints import (
     SavedRun,
     begin_run,
     check_resume,
@@ -47,16 +48,16 @@ from hybrid_engine.recipes.runs.checkpoints import (
     mark_finished,
     save_checkpoints,
 )
-from hybrid_engine.recipes.runs.checks import check_above, check_count, check_divides, check_one_of
-from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
-from hybrid_engine.recipes.runs.metrics_file import read_metrics
-from hybrid_engine.recipes.runs.options import AdapterOptions, DataOptions, ResumeOptions, is_due
-from hybrid_engine.recipes.runs.precision import gradient_figures
-from hybrid_engine.recipes.runs.recomputation import recompute_activations
-from hybrid_engine.recipes.runs.run_folder import checkpoints_of, results_of
-from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
-from hybrid_engine.recipes.runs.schedule import Schedule
-from hybrid_engine.recipes.runs.stages import (
+from hybrid_engine.rlhf.runs.checks import check_above, check_count, check_divides, check_one_of
+from hybrid_engine.rlhf.runs.engine_config import build_engine_config, largest_micro_batch
+from hybrid_engine.rlhf.runs.metrics_file import read_metrics
+from hybrid_engine.rlhf.runs.options import AdapterOptions, DataOptions, ResumeOptions, is_due
+from hybrid_engine.rlhf.runs.precision import gradient_figures
+from hybrid_engine.rlhf.runs.recomputation import recompute_activations
+from hybrid_engine.rlhf.runs.run_folder import checkpoints_of, results_of
+from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
+from hybrid_engine.rlhf.runs.schedule import Schedule
+from hybrid_engine.rlhf.runs.stages import (
     is_finished,
     load_config,
     load_model,
@@ -64,8 +65,7 @@ from hybrid_engine.recipes.runs.stages import (
     save_stage,
     seed_everything,
 )
-from hybrid_engine.recipes.tasks.small_llama import FOR_TEXT, USUAL, build_small_llama, check_size
-from hybrid_engine.rl.aggregation import token_mean
+from hybrid_engine.rlhf.tasks.small_llama import FOR_TEXT, USUAL, build_small_llama, check_size
 
 
 @dataclass(frozen=True, kw_only=True)

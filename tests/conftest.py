@@ -116,7 +116,7 @@ def kernels(monkeypatch):
     """Ops run their Triton kernels in this test: compiled on a GPU, interpreted elsewhere."""
     pytest.importorskip("triton", reason="Triton does not exist for this platform")
     if not HAS_GPU:
-        from fast_interpreter import install
+        from tests.support.fast_interpreter import install
 
         install()
     monkeypatch.setenv("HYBRID_ENGINE_FALLBACK", "0")

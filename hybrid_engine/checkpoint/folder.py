@@ -30,7 +30,7 @@ SCRIPT = "zero_to_fp32.py"
 SCRIPT_TEXT = """# Written by hybrid_engine, which has to be installed:
 #     python zero_to_fp32.py . OUTPUT_FOLDER
 # writes the fp32 weights of the latest checkpoint in this folder to OUTPUT_FOLDER; --help says more.
-from hybrid_engine.compat.zero_to_fp32 import main
+from hybrid_engine.extensions.deepspeed.zero_to_fp32 import main
 
 if __name__ == "__main__":
     main()

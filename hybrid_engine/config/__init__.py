@@ -5,7 +5,7 @@
 
 Names, defaults and meanings are DeepSpeed's. Every key of a block is either a field of its dataclass or a
 row of `keys.py`; anything else is an error or reported, so a misspelt option cannot be silently dropped.
-`docs/config.md` lists them all and is written by `python -m hybrid_engine.command.config_page`.
+`docs/config.md` lists them all and is written by `python -m hybrid_engine.cli.config_page`.
 """
 
 import os

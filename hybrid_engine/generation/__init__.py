@@ -3,16 +3,16 @@
 A backend runs a strategy over a wrapped model; below, the scheduler says who runs and the workspace holds KV.
 """
 
-from hybrid_engine.generation.levels.backends import (
+from hybrid_engine.extensions.megatron.levels.backends import (
     AbstractBackend,
     NativeBackend,
     TransformersBackend,
     choose_backend,
     common_generate,
 )
-from hybrid_engine.generation.levels.parameters import CommonInferenceParams
-from hybrid_engine.generation.levels.strategy import SimpleTextGenerationStrategy
-from hybrid_engine.generation.levels.wrapped_model import AbstractModelInferenceWrapper, GPTInferenceWrapper
+from hybrid_engine.extensions.megatron.levels.parameters import CommonInferenceParams
+from hybrid_engine.extensions.megatron.levels.strategy import SimpleTextGenerationStrategy
+from hybrid_engine.extensions.megatron.levels.wrapped_model import AbstractModelInferenceWrapper, GPTInferenceWrapper
 
 __all__ = [
     "AbstractBackend",

@@ -21,9 +21,9 @@ from transformers import GenerationConfig
 
 from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.generator import Generator
-from hybrid_engine.generation.live import LiveBatch, Progress
-from hybrid_engine.generation.live_opening import live_batch
-from hybrid_engine.generation.live_thread import LiveThread
+from hybrid_engine.generation.live.batch import LiveBatch, Progress
+from hybrid_engine.generation.live.opening import live_batch
+from hybrid_engine.generation.live.thread import LiveThread
 from hybrid_engine.generation.preparing import prepare
 
 

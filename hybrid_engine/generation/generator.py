@@ -26,6 +26,7 @@ from hybrid_engine.generation.backend import ContainerRollouts, ModuleRollouts, 
 from hybrid_engine.generation.batching.demand import BLOCK_SIZE
 from hybrid_engine.generation.batching.plan import Plan
 from hybrid_engine.generation.bound_weights import LastingWeights, bound, pass_over_layers
+from hybrid_engine.generation.computing import computes_by
 from hybrid_engine.generation.decoding.open_step import Choice
 from hybrid_engine.generation.exact import ExactModel
 from hybrid_engine.generation.memory.budget import MemoryBudget
@@ -43,7 +44,6 @@ from hybrid_engine.generation.sampling.in_step import InStep
 from hybrid_engine.ops.dispatch import fallback_forced
 from hybrid_engine.ops.fixed_shapes import NotExactError
 from hybrid_engine.ops.kernel_errors import naming_kernels
-from hybrid_engine.training.computing import computes_by
 from hybrid_engine.zero.gathering import WeightGatherer
 from hybrid_engine.zero.sharding import Sharding
 

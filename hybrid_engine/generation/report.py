@@ -7,7 +7,7 @@ from hybrid_engine.generation.backend import ContainerRollouts
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.pipeline.stage_model import StageModel
 from hybrid_engine.generation.probing.agreement import describe_switch
-from hybrid_engine.observing.memory_plan import format_bytes
+from hybrid_engine.metrics.memory_plan import format_bytes
 from hybrid_engine.ops.cpu_kernels import use_compiled
 from hybrid_engine.ops.dispatch import fallback_forced, use_triton
 from hybrid_engine.ops.kernel_errors import replaced_kernels

@@ -17,7 +17,7 @@ from hybrid_engine.generation.batching.sequence import Prompt
 from hybrid_engine.ops import Context, PrefillBatch, token_logprobs
 
 if TYPE_CHECKING:
-    from hybrid_engine.generation.levels.wrapped_model import AbstractModelInferenceWrapper
+    from hybrid_engine.extensions.megatron.levels.wrapped_model import AbstractModelInferenceWrapper
 
 MAX_LOGITS = 2**27
 """Of one pass; more are made in several."""

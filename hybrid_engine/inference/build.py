@@ -24,7 +24,7 @@ from hybrid_engine.containers.tensor_parallel import Heads, check_divides, read_
 from hybrid_engine.distributed.processes import check_gpu, default_device, get_rank, init_distributed
 from hybrid_engine.generation.bound_weights import bound
 from hybrid_engine.generation.generator import Generator
-from hybrid_engine.generation.live_adapters import FusedAdapter
+from hybrid_engine.generation.live.adapters import FusedAdapter
 from hybrid_engine.generation.memory.usage import usable_memory_bytes
 from hybrid_engine.generation.model_group import (
     PIPELINE_OPTION,
@@ -40,7 +40,7 @@ from hybrid_engine.inference.config import InferenceConfig, read_config
 from hybrid_engine.inference.engine import InferenceEngine
 from hybrid_engine.inference.held_slices import HeldSlices
 from hybrid_engine.inference.linears import share_linears
-from hybrid_engine.observing.memory_plan import format_bytes
+from hybrid_engine.metrics.memory_plan import format_bytes
 from hybrid_engine.optim.build import cast_module
 from hybrid_engine.zero.sharding import Sharding
 

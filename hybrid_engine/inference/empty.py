@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hybrid_engine.inference.megatron.checkpoint import is_megatron_checkpoint
-from hybrid_engine.inference.megatron.loading import build_empty_megatron_gpt
+from hybrid_engine.extensions.megatron.checkpoints.checkpoint import is_megatron_checkpoint
+from hybrid_engine.extensions.megatron.checkpoints.loading import build_empty_megatron_gpt
 
 
 def build_empty_model(folder: str | os.PathLike[str]) -> PreTrainedModel:

@@ -34,7 +34,7 @@ from hybrid_engine.generation.request import Request
 from hybrid_engine.generation.scoring import score_packed
 from hybrid_engine.generation.warm_up import WarmUp, warm_up
 from hybrid_engine.inference.config import InferenceConfig
-from hybrid_engine.observing.memory_plan import format_bytes
+from hybrid_engine.metrics.memory_plan import format_bytes
 from hybrid_engine.serving import import_serving
 
 

@@ -1,6 +1,6 @@
 """What `train_batch()` and `eval_batch()` run: all micro-batches of an optimizer step, one after the other.
 
-A module in stages runs them at once instead: see `parallel/stage_training.py`.
+A module in stages runs them at once instead: see `extensions/parallelize/stage_training.py`.
 """
 
 from collections.abc import Callable, Iterable, Mapping

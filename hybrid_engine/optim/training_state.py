@@ -7,7 +7,7 @@ from torch import nn
 
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.distributed.dataloader import TrainingDataLoader
-from hybrid_engine.observing.observer import Observer
+from hybrid_engine.metrics.observer import Observer
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.zero.passes import Passes
 from hybrid_engine.zero.sharding import Sharding

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybrid_engine.generation.end_tokens import end_token_ids
 from hybrid_engine.generation.generator import Generator
-from hybrid_engine.generation.live_link import LiveLink
-from hybrid_engine.generation.live_opening import live_batch
+from hybrid_engine.generation.live.link import LiveLink
+from hybrid_engine.generation.live.opening import live_batch
 from hybrid_engine.generation.memory.budget import read_memory
 from hybrid_engine.generation.options import token_ids
 from hybrid_engine.serving.following import FollowingServer

@@ -16,10 +16,10 @@ import uvicorn
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.config.checks import check_integer, check_number
-from hybrid_engine.generation.live import LiveBatch
-from hybrid_engine.generation.live_link import LiveLink
-from hybrid_engine.generation.live_shared import LeadingBatch
-from hybrid_engine.generation.live_thread import LiveThread
+from hybrid_engine.generation.live.batch import LiveBatch
+from hybrid_engine.generation.live.link import LiveLink
+from hybrid_engine.generation.live.shared import LeadingBatch
+from hybrid_engine.generation.live.thread import LiveThread
 from hybrid_engine.serving.address import BACKLOG, bind, check_address
 from hybrid_engine.serving.app import App
 from hybrid_engine.serving.asked import ServedModel

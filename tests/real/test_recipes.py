@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hybrid_engine
 from hybrid_engine.recipes import agent, dpo, evaluate, generate, grpo, kto, online_dpo, ppo, reward, sft
-from hybrid_engine.recipes.runs.metrics_file import read_metrics
-from hybrid_engine.recipes.runs.run_log import RunLog
+from hybrid_engine.rlhf.runs.metrics_file import read_metrics
+from hybrid_engine.rlhf.runs.run_log import RunLog
 
 pytest.importorskip("reasoning_gym", reason="pip install 'hybrid-engine[real]'")
 QUESTIONS = "reasoning_gym:chain_sum:max_terms=2,max_digits=1,size=40,held_out=4,shots=1"

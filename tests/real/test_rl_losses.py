@@ -11,9 +11,9 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hybrid_engine.recipes import agent, grpo, online_dpo, ppo, reward
-from hybrid_engine.recipes.algorithms.choices import Algorithm
-from hybrid_engine.recipes.algorithms.presets import with_preset
-from hybrid_engine.recipes.runs.metrics_file import read_metrics
+from hybrid_engine.rlhf.algorithms.choices import Algorithm
+from hybrid_engine.rlhf.algorithms.presets import with_preset
+from hybrid_engine.rlhf.runs.metrics_file import read_metrics
 
 trl = pytest.importorskip("trl")
 pytest.importorskip("reasoning_gym", reason="pip install 'hybrid-engine[real]'")

@@ -11,7 +11,7 @@ from hybrid_engine.containers import InferenceModel
 from hybrid_engine.generation.memory.training import TrainingMemory
 from hybrid_engine.generation.memory.usage import free_and_total_bytes, usable_memory_bytes
 from hybrid_engine.generation.memory.workspace import KVWorkspace
-from hybrid_engine.observing.memory_plan import format_bytes, read_bytes
+from hybrid_engine.metrics.memory_plan import format_bytes, read_bytes
 from hybrid_engine.zero.gathering import WeightGatherer
 
 SERVED_SHARES = {"cpu": 0.5, "cuda": 0.9}

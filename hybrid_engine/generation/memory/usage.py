@@ -8,7 +8,7 @@ import torch
 
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.containers.quantised import stored_tensors
-from hybrid_engine.observing.memory_plan import format_bytes
+from hybrid_engine.metrics.memory_plan import format_bytes
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.zero.fsdp2_private import fsdp_params, unreduced_gradients
 from hybrid_engine.zero.sharding import Sharding, local_tensor

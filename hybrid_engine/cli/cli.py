@@ -1,0 +1,310 @@
+"""The `hybrid-engine` command: a subcommand per recipe, with an option per field of its `Config`, and some others.
+
+    hybrid-engine ppo --steps 20 --kl-coef 0.1
+    hybrid-engine launch --num_gpus 2 train.py
+    hybrid-engine diff runs/a runs/b
+    hybrid-engine report runs/a runs/b
+    hybrid-engine plan ppo --steps 20 --kl-coef 0.1
+
+The command stands below the recipes it starts, so it imports them by name, and only to run them: what it says about
+them (`--help`, an unknown option) is read from their source.
+"""
+
+import argparse
+import difflib
+import errno
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import hybrid_engine.cli.doctor as doctor
+import hybrid_engine.cli.launcher as launcher
+import hybrid_engine.cli.measure_links as measure_links
+import hybrid_engine.cli.plan as plan
+import hybrid_engine.cli.real_model as real_model
+from hybrid_engine.cli.config_file import read_config_file
+from hybrid_engine.cli.freed_memory import keep_freed_memory
+from hybrid_engine.cli.option_names import InOptions, in_options
+from hybrid_engine.cli.recipe_options import Option, read_recipe_help
+from hybrid_engine.rlhf.reports import difference, page
+from hybrid_engine.rlhf.runs.run_folder import has_checkpoint, left_behind, results_of
+
+RECIPES = ("sft", "reward", "ppo", "grpo", "dpo", "kto", "online-dpo", "evaluate", "generate", "serve", "agent")
+OTHERS: dict[str, Any] = {
+    "launch": launcher,
+    "diff": difference,
+    "report": page,
+    "measure-links": measure_links,
+    "doctor": doctor,
+    "real-model": real_model,
+}
+"""Commands that are no recipes: modules with a DESCRIPTION and a `main` of the arguments behind the name."""
+PLAN = "plan"
+FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+"""Exit statuses: of a disk that takes no more, of input that is refused, and of Ctrl-C."""
+NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the recipe that `arguments` (default: the command line) name; returns the exit status.
+
+    A ValueError that one of our modules raised, which is how they refuse bad input, becomes one line on stderr and the
+    status 2, a disk that is full one line and the status 1, Ctrl-C one line and the status 130. Any other error leaves
+    with its traceback: it may be in the user's own reward or data.
+    """
+    status = _run_command(sys.argv[1:] if arguments is None else list(arguments))
+    if arguments is None and status == INTERRUPTED:  # what is left is Python's own end, which may wait for threads
+        sys.stdout.flush()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    return status
+
+
+def _run_command(arguments: list[str]) -> int:
+    """`main` of a list."""
+    try:
+        if arguments and arguments[0] == PLAN:
+            wishes, command = plan.read_wishes(arguments[1:])
+            if not command or command[0] not in plan.PLANNED:
+                told = f"plan {command[0]}" if command and not command[0].startswith("-") else "plan"
+                print(f"hybrid-engine: {told}: give one of {', '.join(plan.PLANNED)} first", file=sys.stderr)
+                return REFUSED
+            return run(command, partial(plan_recipe, wishes))
+        return run_other(arguments[0], arguments[1:]) if arguments and arguments[0] in OTHERS else run(arguments)
+    except KeyboardInterrupt:  # in a command that is no recipe, or before a recipe began
+        print("hybrid-engine: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def run(arguments: Sequence[str], act: Callable[..., int] | None = None) -> int:
+    """Runs the recipe that `arguments` name, or `act` on it and its options; returns the exit status."""
+    given = read_arguments(arguments)
+    name = given.pop("recipe")
+    options = read_recipe_help(name).options
+    try:
+        if (path := given.pop("config", None)) is not None:
+            given = read_config_file(path, options) | given
+        with speaking_of(options):
+            return (act or run_recipe)(name, options, given)
+    except ValueError as error:
+        if not is_ours(error):
+            raise
+        print(f"hybrid-engine: {in_options(str(error), names_of(options))}", file=sys.stderr)
+        return REFUSED
+    except OSError as error:
+        return _failed_writing(error)
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            settled = {option.name: option.default for option in options} | given
+            print("; ".join(["hybrid-engine: interrupted", *how_to_go_on(name, settled)]), file=sys.stderr)
+        return INTERRUPTED
+
+
+def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
+    """The recipe and the options that `arguments` give it; SystemExit, after a line, for what it does not take."""
+    parser = build_parser()
+    found, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        flags = ["--config", *(flag for option in read_recipe_help(found.recipe).options for flag in flags_of(option))]
+        nearest = difflib.get_close_matches(name, flags, 1) if name.startswith("-") else []
+        remedy = (
+            f"did you mean {nearest[0]}?" if nearest else f"`hybrid-engine {found.recipe} --help` names its options"
+        )
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; {remedy}")
+    return vars(found)
+
+
+def _failed_writing(error: OSError) -> int:
+    """Says that the disk takes no more and returns the exit status; raises what is anything else."""
+    if error.errno not in NO_PLACE or not is_ours(error):
+        raise error
+    print(f"hybrid-engine: {error}", file=sys.stderr)
+    return FAILED
+
+
+def names_of(options: Sequence[Option]) -> list[str]:
+    """The names of a recipe's options."""
+    return [option.name for option in options]
+
+
+@contextmanager
+def speaking_of(options: Sequence[Option]) -> Iterator[None]:
+    """Inside, notices call what the user gave as it was given."""
+    logger, words = logging.getLogger("hybrid_engine"), InOptions(names_of(options))
+    logger.addFilter(words)
+    try:
+        yield
+    finally:
+        logger.removeFilter(words)
+
+
+def run_other(name: str, arguments: Sequence[str]) -> int:
+    """Runs a command that is no recipe; returns the exit status."""
+    try:
+        return int(OTHERS[name].main(arguments))
+    except ValueError as error:
+        if not is_ours(error):
+            raise
+        print(f"hybrid-engine: {error}", file=sys.stderr)
+        return REFUSED
+    except OSError as error:
+        return _failed_writing(error)
+
+
+def run_recipe(name: str, options: Sequence[Option], given: Mapping[str, Any]) -> int:
+    """Runs the recipe with the options that were given."""
+    keep_freed_memory()
+    recipe = import_recipe(name)
+    recipe.run(build_config(recipe.Config, options, given))
+    return 0
+
+
+def plan_recipe(wishes: plan.Wishes, name: str, options: Sequence[Option], given: Mapping[str, Any]) -> int:
+    """Says what memory the recipe with these options takes; returns the exit status."""
+    recipe = import_recipe(name)
+    planning = importlib.import_module("hybrid_engine.rlhf.planning.fitting")
+    return plan.show(planning.plan(name, build_config(recipe.Config, options, given), wishes), wishes)
+
+
+def import_recipe(name: str) -> Any:
+    """The module of a recipe; with `plan_recipe` the one place where an import goes up."""
+    with _interrupted_at_once():
+        recipe = importlib.import_module(f"hybrid_engine.recipes.{name.replace('-', '_')}")
+    transformers_logging = importlib.import_module("transformers.utils.logging")
+    # A classifier's new head and every saved file would each interrupt the progress bar with lines of their own.
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    return recipe
+
+
+@contextmanager
+def _interrupted_at_once() -> Iterator[None]:
+    """Inside, Ctrl-C ends the process: a module that is being imported may swallow a KeyboardInterrupt, and go on."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: Any) -> None:
+        print("hybrid-engine: interrupted", file=sys.stderr, flush=True)
+        os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def build_config(config_class: Any, options: Sequence[Option], given: Mapping[str, Any]) -> Any:
+    """The `Config` of a recipe; a field with options of its own is built by its class's `from_options`."""
+    groups: dict[str, dict[str, Any]] = {option.group: {} for option in options if option.group}
+    own: dict[str, Any] = {}
+    for option in options:
+        if option.name in given:
+            value = tuple(given[option.name]) if option.is_list else given[option.name]
+            (groups[option.group] if option.group else own)[option.name] = value
+    types_of = get_type_hints(config_class)
+    return config_class(**own, **{name: types_of[name].from_options(part) for name, part in groups.items()})
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether a module of this package raised `error`, and not a library or the user's own code that it called."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__")).startswith("hybrid_engine.")
+
+
+def how_to_go_on(recipe: str, options: Mapping[str, Any]) -> list[str]:
+    """What to do after Ctrl-C, if anything; a checkpoint that was being written does not count until it is complete."""
+    if recipe == "generate" and options["out"] not in (None, "-"):
+        return ["finished rows stay, the same command goes on with the others"]
+    if recipe in ("generate", "serve"):
+        return []
+    return [_how_to_train_on(recipe, options)]
+
+
+def _how_to_train_on(recipe: str, options: Mapping[str, Any]) -> str:
+    folder = Path(options["out"])
+    if "resume" in options and has_checkpoint(folder, recipe):
+        place = "in place of --restart" if options["restart"] else "added"
+        return f"the same command, --resume {place}, goes on from the last checkpoint"
+    if "resume" in options and left_behind(folder, results_of(recipe)):
+        return "there is no checkpoint yet: the same command with --restart begins again"
+    return "finished stages stay, the same command begins the unfinished one again"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands."""
+    parser = argparse.ArgumentParser(
+        prog="hybrid-engine", description="Train and generate with one set of weights.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"hybrid-engine {version('hybrid-engine')}")
+    commands = parser.add_subparsers(dest="recipe", required=True, metavar="command", title="commands")
+    for name in RECIPES:
+        recipe = read_recipe_help(name)
+        command = commands.add_parser(
+            name,
+            help=recipe.text.splitlines()[0],
+            description=recipe.text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        command.add_argument(
+            "--config",
+            default=argparse.SUPPRESS,
+            metavar="FILE",
+            help="a YAML file of these options, such as the config.yaml of an earlier run; options given here win",
+        )
+        for option in recipe.options:
+            _add_option(command, option)
+    for name, module in (OTHERS | {PLAN: plan}).items():  # only for the overview: they read their arguments themselves
+        commands.add_parser(name, help=module.DESCRIPTION.splitlines()[0], add_help=False)
+    return parser
+
+
+class _Once(argparse.Action):
+    """Stores a value; a second one is an error, not what takes the first one's place."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if hasattr(namespace, self.dest):
+            first = getattr(namespace, self.dest)
+            raise argparse.ArgumentError(self, f"takes one value, and there are {first!r} and {values!r}; give it once")
+        setattr(namespace, self.dest, values)
+
+
+def flags_of(option: Option) -> list[str]:
+    """The flags by which an option is typed."""
+    flags = ["--" + option.name.replace("_", "-")]
+    return [f"-{option.name}", *flags] if len(option.name) == 1 else flags
+
+
+def _add_option(parser: argparse.ArgumentParser, option: Option) -> None:
+    text = option.meaning.replace("%", "%%")
+    settings: dict[str, Any] = {"default": argparse.SUPPRESS}  # what was given is told from what was not
+    if option.kind is bool and option.default is False:
+        settings |= {"action": "store_true"}
+    elif option.kind is bool:
+        settings |= {"action": argparse.BooleanOptionalAction}
+    elif option.is_list:
+        settings |= {"type": option.kind, "nargs": "+", "action": "extend", "metavar": "VALUE"}
+    else:
+        settings |= {"type": option.kind, "metavar": "VALUE", "action": _Once}
+    if option.kind is not bool and option.default not in (None, ()):
+        shown = " ".join(map(str, option.default)) if option.is_list else option.default
+        text += f" (default: {shown})".replace("%", "%%")
+    parser.add_argument(*flags_of(option), help=text, **settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

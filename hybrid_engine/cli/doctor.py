@@ -1,0 +1,71 @@
+"""`hybrid-engine doctor`: what this machine and this installation have, and what is missing for what."""
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+DESCRIPTION = """\
+Says what this machine and installation have, and what is missing for which feature.
+
+    hybrid-engine doctor
+    hybrid-engine doctor --gpu
+    hybrid-engine doctor --json
+
+Versions, devices, links between them, kernels and a whole decode layer that are compiled and run once, memory, file
+descriptors, write access, packages of features. With --gpu instead, in about a minute, whether this card works: its
+driver and memory, a decode layer, greedy tokens against the model's own generate(), a training step, and the share of
+the memory's bandwidth that a decode step reaches. The exit status is 1 where something is broken, and 0 where things
+are merely missing; with --gpu on a machine without a GPU it is 2.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints the findings; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="hybrid-engine doctor",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--gpu", action="store_true", help="whether the GPU generates and trains as it should")
+    parser.add_argument("--json", action="store_true", help="a list of objects with kind, name, state and text")
+    options = parser.parse_args(arguments)
+    found = _examine_gpu() if options.gpu else _examine()
+    findings = list(found) if options.json else _show(found)
+    if options.json:
+        json.dump([asdict(finding) for finding in findings], sys.stdout, indent=2)
+        print()
+    return int(any(finding.state == "broken" for finding in findings))
+
+
+def _examine_gpu() -> Iterable[Any]:
+    # Needs torch and transformers, which `--help` does not wait for.
+    return importlib.import_module("hybrid_engine.cli.gpu_doctor").examine_gpu()
+
+
+def _examine() -> Iterable[Any]:
+    """All kinds in their order, a decode layer on each device among the kernels."""
+    health = importlib.import_module("hybrid_engine.metrics.health")
+    layers = importlib.import_module("hybrid_engine.cli.gpu_doctor").try_layers
+    tried = False
+    for finding in health.examine():
+        if finding.kind == "memory" and not tried:
+            tried = True
+            for device in health.devices_to_try():
+                yield from layers(device, "kernels")
+        yield finding
+
+
+def _show(findings: Iterable[Any]) -> list[Any]:
+    """Prints each as soon as it is known; returns them."""
+    shown: list[Any] = []
+    for finding in findings:
+        if not shown or finding.kind != shown[-1].kind:
+            print(finding.kind)
+        print(f"  {finding.state:<7}  {finding.name}: {finding.text}", flush=True)
+        shown.append(finding)
+    return shown

@@ -1,0 +1,281 @@
+"""A model whose `generate()` runs on containers, in a training loop that knows nothing of them.
+
+    hybrid_engine.attach(model)                  # once
+    model.generate(input_ids, ...)               # as before, also in training mode and between any two steps
+    attached = hybrid_engine.attach(other)       # what it returns detaches, reports, and is a rollout_func for TRL
+    attached.detach()
+
+Containers read the model's parameters where they lie, so that every in-place update is followed, adapters of peft
+included. What changes beneath them is found at the next call: modules that were put in (an adapter), another dtype or
+device, `fully_shard`. B prompts, P their padded length, G samples of each, T the longest answer.
+"""
+
+import difflib
+import threading
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from hybrid_engine.config.generation import HybridEngineConfig
+from hybrid_engine.config.notices import say_once
+from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
+from hybrid_engine.distributed.presence import naming_who_left
+from hybrid_engine.engine.attached_layout import as_found, find_sharding, fingerprint, own_forward, reason_unreadable
+from hybrid_engine.engine.attached_output import as_transformers
+from hybrid_engine.engine.rollout_func import completions, prompt_tensors, tokenize
+from hybrid_engine.generation.fewer_rows import roll_out_what_fits
+from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.module_generate import PutGenerate
+from hybrid_engine.generation.preparing import prepare
+from hybrid_engine.generation.probing.agreement import LogprobDifference, evaluating
+from hybrid_engine.generation.report import describe_generation
+from hybrid_engine.generation.request import Request
+from hybrid_engine.ops.gpu import kernel_problem
+
+OPTIONS = (
+    "enable_cuda_graph",
+    "kv_block_size",
+    "max_kv_blocks",
+    "max_out_tokens",
+    "max_running",
+    "pin_parameters",
+    "release_inference_cache",
+)
+"""Keys of the `hybrid_engine` block that say something about a model that somebody else trains."""
+MOST_TOKENS_WITHOUT_LIMIT = 32768
+"""Of a sequence of a model whose config names no longest."""
+
+
+def attach(model: nn.Module, **options: Any) -> "Attached":
+    """From now on `model.generate()` runs on containers, until `detach()`; where they cannot, one line says why.
+
+    Nothing but the attribute `generate` of the model changes. A copy of the model generates by itself. Where FSDP2
+    shards the model every call is collective, as it was; otherwise each process generates alone.
+
+    Args:
+        model: a causal model of transformers or a peft model, plain, compiled, within DDP, or sharded by FSDP2.
+        **options: keys of the config's `hybrid_engine` block: `max_out_tokens` (as many as the model has positions),
+            `max_running`, `max_kv_blocks`, `kv_block_size`, `pin_parameters`, `enable_cuda_graph`,
+            `release_inference_cache` (true here).
+
+    Raises:
+        ValueError: for a model that is attached already, belongs to an engine or does not generate; for an option that
+            is unknown or out of range.
+    """
+    model = _generating_module(model)
+    return Attached(model, _read_options(model, options))
+
+
+def _generating_module(model: nn.Module) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"attach(): model is a {type(model).__name__}; pass a torch.nn.Module")
+    if hasattr(model, "backward") and hasattr(model, "step"):
+        raise ValueError(
+            f"attach(): {type(model).__name__} is an engine; set hybrid_engine.enabled in the config of initialize(), "
+            "and it generates on containers"
+        )
+    for name in ("_orig_mod", "module"):  # within torch.compile's OptimizedModule, DistributedDataParallel
+        inner = getattr(model, name, None)
+        if not hasattr(type(model), "generate") and isinstance(inner, nn.Module):
+            model = inner
+    config = getattr(model, "config", None)
+    if not hasattr(type(model), "generate") or getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"attach(): {type(model).__name__} is no decoder-only language model with generate()")
+    for module in (model, _base(model)):
+        generate = module.__dict__.get("generate")
+        if isinstance(generate, AttachedGenerate):
+            raise ValueError("attach(): the model is attached already; call detach() on what the first call returned")
+        if hasattr(generate, "engine"):
+            raise ValueError("attach(): the model belongs to an engine, whose generate() runs on containers already")
+    return model
+
+
+def _base(model: nn.Module) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _read_options(model: nn.Module, options: dict[str, Any]) -> HybridEngineConfig:
+    for name in options:
+        if name not in OPTIONS:
+            nearest = difflib.get_close_matches(name, OPTIONS, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(OPTIONS)}"
+            raise ValueError(f"attach(): {name}={options[name]!r} is no option; {hint}")
+    config: Any = model.config
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    defaults = {"max_out_tokens": (longest or MOST_TOKENS_WITHOUT_LIMIT) + 1, "release_inference_cache": True}
+    return HybridEngineConfig(enabled=True, **{**defaults, **options})
+
+
+class AttachedGenerate(PutGenerate):
+    """`generate` of an attached model."""
+
+    def __init__(self, attached: "Attached") -> None:
+        super().__init__(attached.module)
+        self.attached = attached
+
+    def __call__(
+        self, inputs: torch.Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any
+    ) -> Any:
+        return self.attached.generate(inputs, generation_config, **kwargs)
+
+
+class Attached:
+    """What `attach` returns: gives the model its own `generate()` back, and tells how it generates."""
+
+    def __init__(self, module: nn.Module, config: HybridEngineConfig):
+        self.module, self.config = module, config
+        self._before = module.__dict__.get("generate")
+        self._own = module.generate
+        self._turn = threading.RLock()
+        self._is_generating = self._is_detached = False
+        self._build()
+        module.generate = AttachedGenerate(self)  # type: ignore[assignment]
+
+    def _build(self) -> None:
+        """Containers for the model as it is now; where that ends by an error, the next call begins it again."""
+        self._fingerprint: Any = None
+        self.generator: Generator | None = None
+        device = next(self.module.parameters()).device
+        reason = reason_unreadable(self.module) or kernel_problem(device)
+        found, generator = fingerprint(self.module), None
+        if reason is None:
+            with as_found(sharding := find_sharding(self.module)), torch.no_grad():
+                generator = Generator(self.module, sharding, self.config, device=device)
+                with own_forward(self.module), evaluating(self.module):
+                    generator.build_containers()
+            reason = generator.fallback_reason
+        self.generator, self._fingerprint = generator, found
+        if reason is not None:
+            say_once(f"attach(): {type(self.module).__name__} generates by its own generate(): {reason}")
+
+    @property
+    def logprob_difference(self) -> LogprobDifference | None:
+        """How far the rollout and the model's forward were apart at start-up; None: it could not be measured.
+
+        The rollout is that of containers, or the model's own `generate()` where `generator.fallback_reason` says why.
+        """
+        return None if self.generator is None else self.generator.logprob_difference
+
+    def detach(self) -> None:
+        """Gives the model its own `generate()` back, and the memory of containers; once is enough.
+
+        Raises:
+            ValueError: inside `generate()` of the same thread; one of another thread ends first.
+        """
+        with self._turn:
+            if self._is_generating:
+                raise ValueError("detach() was called inside generate(); wait until that ends")
+            self._is_detached = True
+            generate = self.module.__dict__.get("generate")
+            if not isinstance(generate, AttachedGenerate) or generate.attached is not self:
+                return
+            if self._before is None:
+                del self.module.generate
+            else:
+                self.module.generate = self._before  # type: ignore[assignment]
+            if self.generator is not None:
+                self.generator.release_workspace()
+                self.generator = None
+
+    def report(self) -> str:
+        """How the model generates, and why so."""
+        if self.generator is None:
+            reason = "it was detached" if self._is_detached else reason_unreadable(self.module)
+            return f"{type(self.module).__name__} generates by its own generate(): {reason}"
+        return describe_generation(self.generator)
+
+    @naming_who_left("generate()")
+    def generate(
+        self, inputs: torch.Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any
+    ) -> Any:
+        """What transformers' `generate()` takes and returns; dropout is off meanwhile, and modes are put back.
+
+        Beside transformers' options it takes those of `HybridEngine.generate`; the noise of samples follows torch's
+        seed. With `return_dict_in_generate` the result has `logprobs`, `lengths` and `finish_reason` too. What
+        containers cannot do runs by the model's own `generate()`, and one line says why.
+
+        Raises:
+            ValueError: for any input or option that cannot work, before anything is done.
+        """
+        if inputs is not None and kwargs.get("input_ids") is not None:
+            raise ValueError("generate(): inputs and input_ids are two names of the prompts; pass one of them")
+        with self._turn:  # other threads wait for theirs
+            if self._is_detached:  # by a thread that came first, or called by somebody who kept it
+                return self._own(inputs, generation_config, **kwargs)
+            if self._is_generating:
+                raise ValueError("generate() was called inside generate(); wait until that ends")
+            self._is_generating = True
+            try:
+                with (
+                    holding_interrupts() as held,
+                    torch.inference_mode(False),
+                    torch.no_grad(),
+                    evaluating(self.module),
+                ):
+                    return self._generate(inputs, generation_config, kwargs, held)
+            finally:
+                self._is_generating = False
+
+    def _generate(
+        self,
+        inputs: torch.Tensor | None,
+        generation_config: GenerationConfig | None,
+        kwargs: dict[str, Any],
+        held: HeldInterrupts,
+    ) -> Any:
+        if fingerprint(self.module) != self._fingerprint:
+            self._build()
+        kwargs = dict(kwargs)
+        prompts = inputs if inputs is not None else kwargs.pop("input_ids", None)
+        if self.generator is None or prompts is None:
+            if self.generator is not None and self.generator.model is not None:  # embeddings, or a first token
+                say_once("generate() uses the model's own implementation: there are no input_ids to begin from")
+            with held.allowed():
+                return self._own(prompts, generation_config, **kwargs)
+        with as_found(self.generator.sharding), own_forward(self.module):
+            self.generator.begin()
+            others = {name: value for name, value in kwargs.items() if name != "attention_mask"}
+            mask = kwargs.get("attention_mask")
+            request = prepare(self.generator, prompts, mask, generation_config, None, others)
+            return roll_out_what_fits(
+                self.generator, request, lambda request: self._run(request, prompts, generation_config, kwargs, held)
+            )
+
+    def _run(
+        self,
+        request: Request,
+        prompts: torch.Tensor,
+        generation_config: GenerationConfig | None,
+        kwargs: dict[str, Any],
+        held: HeldInterrupts,
+    ) -> Any:
+        generator = self.generator
+        assert generator is not None
+        with ExitStack() as release:
+            kv = generator.gather(request, release)
+            if request.plan is not None or request.sequences:
+                return as_transformers(generator.run(request, kv, held).output)
+            # With whole weights nobody waits for others, as transformers would for every token of a sharded module.
+            if generator.sharding.is_sharded:
+                kwargs.setdefault("synced_gpus", generator.gatherer.is_streamed)
+            with held.allowed():
+                return generator.partners.agree(lambda: self._own(prompts, generation_config, **kwargs))
+
+    def rollout_func(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """For TRL's trainers that take a `rollout_func`: one completion for each of `prompts`, which have its repeats.
+
+        Returns `prompt_ids` and `completion_ids`, lists of token ids, and `logprobs`, the sampler's log-probability of
+        each token of a completion under softmax(logits / temperature), as the trainer computes them.
+
+        Raises:
+            ValueError: where the model's own `generate()` runs, which gives no such log-probabilities.
+        """
+        prompt_ids = tokenize(prompts, trainer)
+        ids, mask = prompt_tensors(prompt_ids, trainer)
+        output = self.generate(ids, trainer.generation_config, attention_mask=mask, return_dict_in_generate=True)
+        if getattr(output, "logprobs", None) is None:
+            raise ValueError(f"rollout_func: there are no log-probabilities of the sampler; {self.report()}")
+        return {"prompt_ids": prompt_ids, **completions(output, ids.shape[1])}

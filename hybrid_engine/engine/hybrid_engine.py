@@ -1,0 +1,399 @@
+"""HybridEngine: the training engine that also generates, from the very same weights.
+
+    engine.eval()
+    rollout = engine.generate(input_ids, attention_mask=mask, do_sample=True, return_dict_in_generate=True)
+    engine.train()
+    engine.backward(loss)
+    engine.step()
+
+A rollout has three phases: gather (weights whole or streamed layer by layer, LoRA fused, KV workspace
+taken), run (prefill, fork, decode), release (LoRA unfused, weights resharded, workspace given back).
+`engine.module.generate` is the same function. What containers cannot do goes to the model's own
+`generate()`, with one line that names what and why.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from hybrid_engine.config import EngineConfig
+from hybrid_engine.containers.linear import TransposedLinear
+from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
+from hybrid_engine.distributed.presence import naming_who_left
+from hybrid_engine.engine.model_checks import check_generates
+from hybrid_engine.engine.zero_engine import ZeroEngine
+from hybrid_engine.extensions.parallelize.engine_checks import check_parallel
+from hybrid_engine.generation.asynchronous import AsyncRollout, Carried, start_async
+from hybrid_engine.generation.backend import RolloutResult
+from hybrid_engine.generation.fewer_rows import roll_out_what_fits
+from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.memory.training import AllocatorPeak, TrainingMemory
+from hybrid_engine.generation.model_group import TRAINING_OPTION, check_group_size, share_sharded_model
+from hybrid_engine.generation.module_generate import ModuleGenerate
+from hybrid_engine.generation.output import GenerateOutput
+from hybrid_engine.generation.preparing import prepare
+from hybrid_engine.generation.probing.agreement import LogprobDifference, compare_logprobs
+from hybrid_engine.generation.report import describe_generation
+from hybrid_engine.generation.request import Request
+from hybrid_engine.generation.split_weights import check_parts, share_unit
+from hybrid_engine.generation.warm_up import WarmUp, warm_up
+from hybrid_engine.metrics.latency import LatencyStats
+from hybrid_engine.optim.state_offload import OffloadStateTypeEnum
+from hybrid_engine.serving import import_serving
+from hybrid_engine.zero.split_module import original_of
+
+if TYPE_CHECKING:
+    from hybrid_engine.serving.server import Server
+
+
+class HybridEngine(ZeroEngine):
+    """ZeroEngine with `generate()`."""
+
+    def __init__(self, model: nn.Module, config: EngineConfig, **kwargs: Any) -> None:
+        """Takes what ZeroEngine takes; `model` must have `generate()`, `config` and `generation_config`."""
+        check_parallel(model, config)
+        check_generates(original_of(model))
+        tp_size = config.hybrid_engine.inference_tp_size
+        check_group_size(tp_size, TRAINING_OPTION)
+        check_parts(model, config.hybrid_engine.exact, tp_size)
+        super().__init__(model, config, **kwargs)
+        if self.sharding.unit_size == 1:
+            group = share_sharded_model(tp_size, self.sharding, self.device)
+        else:
+            group = share_unit(model, self.device)
+        meter = AllocatorPeak(self.device) if self.device.type == "cuda" else None
+        dtype = config.accumulation_dtype
+        self.training_memory = TrainingMemory(self.sharding, self.optimizer, dtype, self.device, meter)
+        self.generator = Generator(
+            original_of(model), self.sharding, config.hybrid_engine, group, self.device, self.training_memory
+        )
+        self._generating_for = model
+        self.latency = LatencyStats(self.sharding.num_units, self.device)
+        self._is_generating = False
+        self.create_inference_containers()
+        self.module.generate = ModuleGenerate(self)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """ZeroEngine's; in exact mode a token's log-probability has the bits that a rollout records."""
+        if self.generator.exact is None:
+            return super()._forward(args, kwargs)
+        with self.generator.exact.training(args, kwargs) as arguments:
+            return super()._forward((), arguments)
+
+    @naming_who_left("generate()")
+    def generate(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor | GenerateOutput:
+        """Generates with Hugging Face's options, meanings and shapes; collective on several processes.
+
+        Args:
+            input_ids: `[B, P]` int64, padded on the left; needed also beside `inputs_embeds`.
+            attention_mask: `[B, P]`, 1 for tokens; inferred from `pad_token_id` when None.
+            generation_config: as in transformers; keyword options come before it.
+            seed: of the sampling noise; None draws one from torch's generator of rank 0.
+            **kwargs: `max_new_tokens`, `do_sample`, `temperature`, ... as transformers names them; beside them
+                `row_options`, one dict for each prompt with options of its own.
+
+        Returns:
+            `[B*G, P+T]` token ids, or a GenerateOutput under `return_dict_in_generate=True`.
+
+        Raises:
+            ValueError: for any mode, input or option that cannot work, before anything is done.
+        """
+        # Tensors made in inference mode would stay behind in the workspace.
+        with holding_interrupts() as held, torch.inference_mode(False), torch.no_grad():
+            self._begin_to_generate()
+            request = prepare(self.generator, input_ids, attention_mask, generation_config, seed, kwargs)
+            return roll_out_what_fits(self.generator, request, lambda request: self._roll_out(request, held))
+
+    def _begin_to_generate(self, caller: str = "generate()") -> None:
+        """Raises ValueError where this engine cannot generate now; finds what was changed since. Collective."""
+        self.backward_hooks.recover()
+        self.generator.begin(lambda: self._check_can_generate(caller))
+
+    def _roll_out(self, request: Request, held: HeldInterrupts) -> torch.Tensor | GenerateOutput:
+        with self._generating(), ExitStack() as release:
+            with self.latency.measure("gather"):
+                kv = self.generator.gather(request, release)
+            with self.latency.measure("generate"):
+                result = self.generator.run(request, kv, held)
+            self._count(result)
+        return result.output
+
+    @contextmanager
+    def generate_async(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        carried: Carried | None = None,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> Iterator[AsyncRollout]:
+        """Inside, an iterable of groups of answers, in the order in which they finish; others decode meanwhile.
+
+        Leaving ends what runs. `rollout.carried` then has what is unfinished, for the next call to go on with, under
+        the weights of then; each token is stamped with `global_steps` of the weights that drew it. Arguments are those
+        of `generate()`; collective where weights are sharded, each process with prompts of its own.
+
+        Args:
+            input_ids: None where `carried` is to be finished alone.
+            attention_mask, generation_config, seed, **kwargs: as in `generate()`, for the new prompts.
+            carried: what the rollout before left, with its own options and noise.
+
+        Raises:
+            ValueError: as `generate()` does, and for a model that processes share.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            self._begin_to_generate("generate_async()")
+            rollout = start_async(
+                self.generator, input_ids, attention_mask, generation_config, seed, kwargs, carried, self.global_steps
+            )
+        with self._generating(), rollout:
+            yield rollout
+
+    @contextmanager
+    def serving(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        longest: int | None = None,
+        max_running: int | None = None,
+        model_name: str | None = None,
+        **options: Any,
+    ) -> Iterator["Server"]:
+        """Inside, the policy answers at an OpenAI-compatible address, by its weights as they are now.
+
+        Between `eval()` and `train()`. Weights are gathered and LoRA fused once, for all requests; at the end what
+        runs is finished and everything given back. Collective where weights are sharded: each process serves at a port
+        of its own. Needs the `serve` extra.
+
+        Args:
+            tokenizer: None loads the one from where the model was loaded.
+            longest: tokens of a prompt and its answer together; None: as many as fit.
+            max_running: sequences that decode at once; None: as in a rollout.
+            model_name: what clients call it; None: the name of the model's folder, or "policy".
+            **options: `memory` for keys and values (a size such as "6GiB", or a share of what is free; default: 0.5 on
+                a CPU, 0.9 on a GPU), `host`, `port`, `api_key`, `max_waiting`, `max_sessions`, `adapters` and others of
+                `serving.server.Server`.
+
+        Raises:
+            ValueError: in training mode, for a model without containers that processes share, and for wrong options.
+        """
+        build_server = import_serving()
+        with torch.inference_mode(False), torch.no_grad():
+            self._begin_to_generate("serving()")
+        if self.training:
+            raise ValueError("serving(): the engine is in training mode; call engine.eval() first")
+        options = {"version": self.global_steps, "longest": longest, "max_running": max_running, **options}
+        with (
+            self._generating(),
+            build_server(self.generator.module, self.generator, tokenizer, model_name=model_name, **options) as server,
+        ):
+            yield server
+
+    @contextmanager
+    def reading_weights(self) -> Iterator[None]:
+        """Inside, containers and the module's forward find whole weights, adapters fused; train() is refused.
+
+        Collective. Raises ValueError where `generate()` would for the engine's mode or state.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            self._begin_to_generate()
+            with self._generating(), self.generator.readable(self.generator.model):
+                yield
+
+    def warm_up(self, num_prompts: int | None = None, prompt_length: int | None = None, **options: Any) -> WarmUp:
+        """Probes, compiles and records before the first rollout what it would wait for; prints how long it took.
+
+        Takes the rollouts' shape and the options of `generate()`, see `generation.warm_up`. Collective; in eval mode.
+        """
+        with holding_interrupts(), torch.inference_mode(False), torch.no_grad():
+            self._begin_to_generate("warm_up()")
+            result = warm_up(self.generator, num_prompts, prompt_length, options)
+        if self.sharding.rank == 0 and self.config.hybrid_engine.print_latency:
+            print(result, flush=True)
+        return result
+
+    def eval(self) -> "HybridEngine":
+        """Ends an iteration, printing where its time went (rank 0, from the second call on), and stops training."""
+        self._check_not_generating("eval()")
+        with holding_interrupts():
+            line = self.latency.begin()
+            if line is not None and self.sharding.rank == 0 and self.config.hybrid_engine.print_latency:
+                print(line, flush=True)
+            super().eval()
+        return self
+
+    def train(self, mode: bool = True) -> "HybridEngine":
+        """Training mode, with the KV workspace given back where training needs its memory.
+
+        Raises ValueError inside `generate()`.
+        """
+        self._check_not_generating("train()")
+        with holding_interrupts():
+            super().train(mode)
+            if mode:
+                self.generator.memory.make_room_for_training()
+                self.training_memory.begin()
+                self.latency.mark_training()
+        return self
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """ZeroEngine's step; raises ValueError inside `generate()`."""
+        self._check_not_generating("step()")
+        super().step(lr_kwargs)
+        if self.num_pending_micro_batches == 0:  # an optimizer step: waiting for the device is cheap there
+            self.latency.add_training()
+            self.training_memory.finish_step()
+
+    def pass_step(self) -> None:
+        """ZeroEngine's `pass_step()`; raises ValueError inside `generate()`."""
+        self._check_not_generating("pass_step()")
+        super().pass_step()
+        self.latency.add_training()
+
+    def follow_moved_weights(self) -> None:
+        """Points the containers at them: views of the old storage would keep its memory."""
+        if self.generator.model is not None and not self.sharding.is_sharded:
+            self.generator.model.bind()
+
+    def measured_values(self) -> dict[str, Any]:
+        """A figure for checkpoints: how far rollout and trainer were apart last, by which loops decide."""
+        difference = self.logprob_difference
+        return {"logprob_difference": None if difference is None else [difference.mean, difference.max]}
+
+    def restore_measured_values(self, values: dict[str, Any]) -> None:
+        """Puts the saved figure in the place of the one that this engine measured when it was built."""
+        if "logprob_difference" in values:
+            saved = values["logprob_difference"]
+            mean, largest = (0.0, 0.0) if saved is None else map(float, saved)
+            self.generator.logprob_difference = None if saved is None else LogprobDifference(mean, largest)
+
+    def create_inference_containers(self) -> None:
+        """Builds the containers anew, as after a change of the module's structure, and measures them."""
+        self.checks.check_whole("create_inference_containers()", OffloadStateTypeEnum.lp_params)
+        self._check_not_generating("create_inference_containers()")
+        with holding_interrupts():
+            self.generator.build_containers()
+
+    def convert_to_linear_transposed(self) -> list[TransposedLinear]:
+        """The containers' linears, whose weights are [in, out] views of the parameters."""
+        if self.generator.model is None:
+            return []
+        return [linear for layer in self.generator.model.layers for linear in layer.linears]
+
+    def fuse_lora_weight(self) -> None:
+        """Fuses the adapters into the containers, until `unfuse_lora_weight()` or the next `generate()`."""
+        if self.generator.model is None:
+            return
+        with holding_interrupts():
+            with self.generator.gatherer.gathered(whole=True):
+                self.generator.model.bind()
+                self.generator.model.fuse_lora()
+            self.generator.gatherer.count_bytes()  # no rollout's
+
+    def unfuse_lora_weight(self) -> None:
+        """Drops the fused buffers; the parameters were never written to."""
+        if self.generator.model is not None:
+            self.generator.model.unfuse_lora()
+
+    def retake_inference_cache(self) -> None:
+        """Gives a released KV workspace its storage back."""
+        self.generator.workspace.retake()
+
+    def release_inference_cache(self) -> None:
+        """Frees the KV workspace's storage; the next `generate()` takes it again. ValueError inside `generate()`."""
+        self._check_not_generating("release_inference_cache()")
+        self.generator.workspace.release()
+
+    release_workspace = release_inference_cache
+
+    def observe_logprobs(self, rollout: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor) -> LogprobDifference:
+        """Measures how far a rollout's log-probabilities are from the trainer's, before the weights change.
+
+        Three tensors of one shape; `mask` is True on response tokens. Collective on several processes.
+        """
+        difference = compare_logprobs(rollout, trainer, mask, self.sharding.world_size)
+        self.generator.logprob_difference = difference
+        return difference
+
+    @property
+    def logprob_difference(self) -> LogprobDifference | None:
+        """How far rollout and trainer were apart when last measured: at start-up, or by `observe_logprobs`.
+
+        A checkpoint has it: a run that goes on decides by the figure that it had.
+        Without containers it is the model's own `generate()` that was measured; None: that failed.
+        """
+        return self.generator.logprob_difference
+
+    def latency_stats(self) -> dict[str, float]:
+        """Where the time since the last `eval()` went: seconds, counts and bytes by name.
+
+        Read it at the end of an iteration, before the `eval()` that prints the same figures and begins the next.
+        """
+        stats = self.latency.stats()
+        if self.logprob_difference is not None:
+            stats["logprob_difference_mean"] = self.logprob_difference.mean
+            stats["logprob_difference_max"] = self.logprob_difference.max
+        return stats
+
+    def destroy(self) -> None:
+        """Drops recorded steps and the KV workspace; call it before `torch.distributed.destroy_process_group()`.
+
+        NCCL's communicators wait for the CUDA graphs that hold their collectives. A later rollout records again.
+        """
+        self.generator.destroy()
+
+    def report(self) -> str:
+        """ZeroEngine's report, and how this engine generates: containers, gathering, memory, and why."""
+        return f"{super().report()}\n{describe_generation(self.generator)}"
+
+    def _check_can_generate(self, caller: str) -> None:
+        """Raises ValueError inside `generate()`, where weights are away, or for another model; local.
+
+        Containers are views of modules: where others have taken their place, they are built anew. On several processes
+        others' parameters would not be gathered, and are refused.
+        """
+        self.checks.check_whole(caller, OffloadStateTypeEnum.lp_params)
+        self._check_not_generating(caller)
+        if self.module is not self._generating_for:
+            raise ValueError(
+                f"{caller}: engine.module is not the model that this engine was built for; give the new one an engine "
+                "of its own by initialize()"
+            )
+        if self.sharding.is_sharded:
+            self.checks.check_unchanged(self.module)
+
+    def _check_not_generating(self, what: str) -> None:
+        # `train()` also runs while nn.Module is being built, before there is a flag.
+        if self.__dict__.get("_is_generating", False):
+            raise ValueError(f"{what} was called inside generate() or serving(); wait until that ends")
+
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        self._is_generating = True
+        try:
+            yield
+        finally:
+            self._is_generating = False
+
+    def _count(self, result: RolloutResult) -> None:
+        figures = {**result.figures(), "gathered_bytes": self.generator.gatherer.count_bytes()}
+        for figure, amount in figures.items():
+            self.latency.add(figure, amount)
+        taken = self.generator.workspace.allocated_bytes
+        self.latency.raise_peak(taken)
+        if self.memory_use is not None:
+            self.memory_use.note_rollout(taken, self.generator.memory.bytes_to_gather(self.generator.model))

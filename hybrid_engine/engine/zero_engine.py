@@ -1,0 +1,569 @@
+"""ZeroEngine: trains an ordinary PyTorch module under ZeRO, mixed precision and gradient accumulation.
+
+    for batch in dataloader:
+        loss = engine(**batch).loss
+        engine.backward(loss)  # or engine.scale(loss).backward()
+        engine.step()
+
+Where things are: sharding in `zero/wrapping.py`, masters, clipping and loss scaling in `optim/optimizer.py`, files in
+`checkpoint/` and `export.py`. Names and meanings are those of DeepSpeed's engine.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map
+
+from hybrid_engine import checkpoint
+from hybrid_engine.checkpoint.random_state import seed_everything
+from hybrid_engine.config import EngineConfig
+from hybrid_engine.config.checks import check_flag, check_integer, check_path
+from hybrid_engine.containers.quantised import keep_as_loaded
+from hybrid_engine.containers.streams import launching
+from hybrid_engine.distributed.dataloader import build_training_dataloader
+from hybrid_engine.distributed.interrupts import holding_interrupts, restoring_modes
+from hybrid_engine.distributed.presence import naming_who_left
+from hybrid_engine.distributed.processes import broadcast_module, default_device, get_rank, get_world_size
+from hybrid_engine.distributed.verdict import agree, attempt
+from hybrid_engine.engine.faster_linears import use_faster_linears
+from hybrid_engine.engine.model_checks import check_training
+from hybrid_engine.extensions.parallelize.stage_training import StagedBatches
+from hybrid_engine.generation.memory.usage import describe_memory
+from hybrid_engine.metrics.memory_use import MemoryUse
+from hybrid_engine.metrics.observer import Observer
+from hybrid_engine.ops.kernel_errors import naming_kernels
+from hybrid_engine.optim.accumulation import GradientAccumulation
+from hybrid_engine.optim.backward_hooks import BackwardHooks
+from hybrid_engine.optim.batches import Batches, LossFunction, SuccessiveBatches
+from hybrid_engine.optim.build import build_lr_scheduler, build_optimizer, cast_parameters
+from hybrid_engine.optim.call_checks import CallChecks, check_loss
+from hybrid_engine.optim.state_offload import OffloadStateTypeEnum, StateOffload
+from hybrid_engine.optim.stepping import count_empty_step, end_micro_batch
+from hybrid_engine.zero.built_shards import take_over_evaluated
+from hybrid_engine.zero.external_parameters import MIXED, describe_shard_used
+from hybrid_engine.zero.fsdp2_private import wrapping_of
+from hybrid_engine.zero.gathered_parameters import keeping_attributes, mark_copies, mark_parameters
+from hybrid_engine.zero.mesh import mesh_shape
+from hybrid_engine.zero.no_copies import Uncopied
+from hybrid_engine.zero.passes import Passes
+from hybrid_engine.zero.split_module import num_stages_of, original_of, together, unit_size_of
+from hybrid_engine.zero.unwrapping import found_sharding
+from hybrid_engine.zero.wrapping import place_module, shard_module
+
+if TYPE_CHECKING:
+    from hybrid_engine.checkpoint.saved_logits import Probe
+
+logger = logging.getLogger("hybrid_engine")
+
+
+class ZeroEngine(Uncopied):
+    """A module that is trained with `engine(...)`, `engine.backward(loss)` and `engine.step()`.
+
+    Attributes that the engine has not are looked up on the module; `extensions/deepspeed/engines.py` adds DeepSpeed's further names.
+    Without an optimizer, neither passed nor in the config, it only evaluates and `optimizer` is None.
+    """
+
+    is_engine = True
+    """No model to give to `initialize()`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: EngineConfig,
+        *,
+        optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+        model_parameters: Iterable[Any] | None = None,
+        lr_scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        training_data: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        """Takes over `model`: casts its parameters in place, moves it to the device and shards it.
+
+        Args:
+            model: the same architecture on every process; the weights are rank 0's.
+            config: read by `load_config`.
+            optimizer: an optimizer on the model's parameters, or a function of parameter groups that builds one;
+                None takes the one of the config.
+            model_parameters: what the config's or the function's optimizer steps; None is all that require a gradient.
+            lr_scheduler: a scheduler on that optimizer, or a function of the optimizer; None takes the config's.
+            training_data: a map-style dataset, for `training_dataloader`.
+            collate_fn: makes a batch of a list of samples.
+
+        Raises:
+            ValueError: for what cannot be trained; the model is then as it was.
+        """
+        super().__init__()
+        trains = optimizer is not None or config.optimizer is not None
+        groups = check_training(model, config, optimizer, model_parameters, lr_scheduler, trains)
+        self.training_dataloader = (
+            build_training_dataloader(training_data, collate_fn, config, unit_size=unit_size_of(model))
+            if training_data is not None
+            else None
+        )
+        # Everything is checked; from here on the model is changed.
+        mesh = mesh_shape(config, get_world_size() // unit_size_of(model))
+        take_over_evaluated(model, config.zero_optimization.stage, mesh)
+        keep_as_loaded(model)
+        self.config = config
+        self.device = default_device()
+        if config.seed is not None:
+            seed_everything(config.seed + get_rank() // unit_size_of(model))  # units draw alike
+        cast_parameters(model, config)
+        use_faster_linears(model)
+        place_module(model, config, self.device)
+        if num_stages_of(model) == 1:  # stages, which differ, have rank 0's weights from parallelize()
+            broadcast_module(model)
+        self.sharding = shard_module(model, config, trains)
+        self._wrapping = wrapping_of(model)
+        self.passes = Passes(self.sharding, config, trains)
+        mark_parameters(self.sharding)
+        self.module = model
+        self.optimizer = build_optimizer(optimizer, groups, self.sharding, config) if trains else None
+        self.sharding.settle()
+        mark_copies(self.sharding)
+        self.checks = CallChecks(self)
+        self.lr_scheduler = build_lr_scheduler(lr_scheduler, self.optimizer, config)
+        self.global_steps = 0
+        self.micro_steps = 0
+        self.global_samples = 0
+        self.skipped_steps = 0
+        self.observer = Observer(config, self.device, self.sharding.rank)
+        self.num_pending_micro_batches = 0
+        self.folder_lock: Any = None
+        self.accumulation = GradientAccumulation(self)
+        self.state_offload = StateOffload(self)
+        if self.optimizer is not None:
+            self.optimizer.state_offload = self.state_offload
+        self.backward_hooks = BackwardHooks(self)
+        self.memory_use: MemoryUse | None = None
+        """Of the run that this engine trains in, where that was planned."""
+        self.batches: Batches = StagedBatches(self) if num_stages_of(model) > 1 else SuccessiveBatches(self)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+        return getattr(self.module, name)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "ZeroEngine":
+        """Does the work of `to()` and its like; collective below stage 3, whose parameters end whole."""
+        with self.sharding.as_shards(), keeping_attributes(self.module):
+            return super()._apply(fn, recurse)
+
+    @naming_who_left("forward()")
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward; collective at stage 3, where an error of one process is raised on all.
+
+        Raises:
+            ValueError: it uses a parameter of which there is only a shard; or its parameters are no longer those that
+                the engine trains.
+        """
+        self._follow_wrapping()
+        output = self.passes.forward_together(partial(self._forward, args, kwargs))
+        self.backward_hooks.watch(output)
+        return output
+
+    def _follow_wrapping(self) -> None:
+        """Goes on evaluating after another engine has taken the module over."""
+        if self.optimizer is None and wrapping_of(self.module) is not self._wrapping:
+            self._wrapping, self.sharding = wrapping_of(self.module), found_sharding(self.sharding)
+            self.passes, self.checks = Passes(self.sharding, self.config, False), CallChecks(self)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.checks.check_single_passes("forward()")
+        self.checks.check_parameters()
+        if self.config.fp16.enabled and self.config.fp16.auto_cast:
+            args, kwargs = tree_map(_to_half, (args, kwargs))
+        self.checks.check_whole("forward()", OffloadStateTypeEnum.lp_params)
+        self.backward_hooks.recover()
+        self.passes.expect_backward(torch.is_grad_enabled() and self.optimizer is not None)
+        observed = self.observer.forward(self.global_steps, self.module.training)
+        with restoring_modes(), observed, self._saving_activations(), self.passes.ending_on_error(), naming_kernels():
+            try:
+                with launching(self.device):
+                    return self.module(*args, **kwargs)
+            except RuntimeError as error:
+                if MIXED in str(error):
+                    raise ValueError(describe_shard_used(error, self.module, self.sharding.layers)) from error
+                raise
+
+    @naming_who_left("backward()")
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Adds the gradients of `loss / gradient_accumulation_steps` to those of this step; returns that quotient.
+
+        Collective when the gradients are reduced here: in stages 2 and 3, and at the accumulation boundary.
+
+        Args:
+            loss: one number.
+            retain_graph: whether the graph is kept for another backward pass.
+            scale_wrt_gas: False does not divide by the accumulation steps, and returns `loss`.
+
+        Raises:
+            ValueError: `loss` is not one number or does not depend on the parameters; the engine does not train, or not
+                what are the module's parameters now; a parameter of a layer was used before it.
+
+        After an error on the way, also Ctrl-C, all gradients are dropped and the accumulation starts again.
+        """
+        self.checks.check_single_passes("backward()")
+        optimizer = self.check_trains("backward()")
+        self.backward_hooks.recover()
+        self.accumulation.agree_to_begin(attempt(lambda: self.checks.check_backward(loss))[1])
+        num_micro_batches = self.config.gradient_accumulation_steps if scale_wrt_gas else 1
+        own_pass = self.backward_hooks.own_pass(optimizer.cur_scale)
+        try:
+            self.accumulation.begin_pass()
+
+            def run() -> None:
+                scaled = optimizer.scale_loss(loss.float() * (self.passes.loss_factor / num_micro_batches))
+                with together(self.module), launching(self.device), naming_kernels():
+                    scaled.backward(retain_graph=retain_graph)
+                self.accumulation.check_pass()
+                optimizer.accumulate_gradients()
+
+            with restoring_modes(), self.observer.backward(loss), self.passes.ending_on_error(), own_pass:
+                self.accumulation.run_pass(run)
+            self.accumulation.end_pass()
+            self.accumulation.reduce_at_end()
+            # Inside: Ctrl-C before the caller has it is an error, too.
+            return loss / num_micro_batches if scale_wrt_gas else loss
+        except BaseException:
+            self.drop_accumulation()
+            raise
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss on which to call PyTorch's own `backward()`: in fp16 it is multiplied by its scale.
+
+        The division by the accumulation steps is done when gradients come to the parameters. After an error in such a
+        pass all gradients are dropped, by the next call of the engine.
+
+        Raises:
+            ValueError: the engine does not train; `loss` is not one number or does not depend on parameters.
+        """
+        self.check_trains("scale()")
+        check_loss("scale()", loss)
+        return self.backward_hooks.scale(loss)
+
+    @naming_who_left("train_batch()")
+    def train_batch(self, batches: Iterable[Any], loss_fn: LossFunction | None = None) -> torch.Tensor:
+        """An optimizer step on the next `gradient_accumulation_steps` micro-batches; their mean loss, of this unit.
+
+        The one way to train a module in stages, and everywhere the same as `forward`, `backward` and `step` on each.
+        Collective.
+
+        Args:
+            batches: the micro-batches, or an iterator of them. Each is a mapping of arguments of the module's forward
+                by name, or its first argument, or a pair of that and of targets for `loss_fn`. In stages all have one
+                shape and are the same on all processes of a unit.
+            loss_fn: makes one number of what the module gives and the targets (without them the arguments), on the
+                last stage; None takes the first tensor that the module gives.
+
+        Raises:
+            ValueError: as `backward()` and `step()`; there are fewer micro-batches. An error of one process is raised
+                on all where they run in stages; gradients are dropped then.
+        """
+        self.check_trains("train_batch()")
+        self.backward_hooks.recover()
+        return self.batches.train(batches, loss_fn)
+
+    @naming_who_left("eval_batch()")
+    def eval_batch(self, batches: Iterable[Any]) -> list[Any]:
+        """The module's results for each of the next `gradient_accumulation_steps` micro-batches, without gradients.
+
+        The one forward pass of a module in stages, whose results all processes of the unit get. Collective.
+        """
+        with torch.no_grad():
+            return self.batches.evaluate(batches)
+
+    @naming_who_left("step()")
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Ends a micro-batch; at the accumulation boundary the optimizer and the scheduler step.
+
+        Args:
+            lr_kwargs: what the scheduler's `step()` takes by name, such as `metrics` of ReduceLROnPlateau.
+
+        Raises:
+            ValueError: no `backward()` since the last `step()`; the module's parameters are no longer those that the
+                engine trains; or a non-finite gradient norm outside fp16, or no gradient of any trained parameter:
+                nothing was stepped, the gradients are dropped and the accumulation starts again.
+
+        Where the optimizer steps, an error of one process is raised on all. One that comes while it steps, as when
+        there is no memory for its state, leaves parameters torn on all, until a checkpoint is loaded; one before that
+        leaves them as they were. Ctrl-C is raised when the step is done.
+        """
+        self.check_trains("step()")
+        error = attempt(self._check_step)[1]
+        with holding_interrupts():
+            end_micro_batch(self, lr_kwargs or {}, error)
+
+    def pass_step(self) -> None:
+        """Counts an optimizer step in which no process has a gradient: nothing changes, but the schedule goes on.
+
+        What `step()` with gradients of 0 would do, less what the optimizer's momentum and weight decay do. Every
+        process must call it.
+
+        Raises:
+            ValueError: there has been a `backward()` since the last step.
+        """
+        self.check_trains("pass_step()")
+        with holding_interrupts():
+            count_empty_step(self)
+
+    def _check_step(self) -> None:
+        self.checks.check_parameters()
+        self.checks.check_whole("step()")
+        self.backward_hooks.recover()
+        self.accumulation.check_step()
+
+    def drop_accumulation(self) -> None:
+        """Drops all gradients; the next micro-batch is the first of a step again."""
+        self.accumulation.num_passes = 0
+        self.micro_steps -= self.num_pending_micro_batches
+        self.zero_grad()
+
+    def begin_step_again(self) -> None:
+        """Drops what was done of a step, also forward passes that no backward pass followed; collective."""
+        self.passes.end()
+        self.drop_accumulation()
+        self.sharding.settle()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops all gradients, also those of the micro-batches since the last boundary."""
+        self.module.zero_grad(set_to_none=True)
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        self.passes.drop_pending_gradients()
+        self.accumulation.has_unreduced = False
+        self.state_offload.forget_gradients()
+        self.observer.forget_losses()
+        self.num_pending_micro_batches = 0
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch under way is the last of its optimizer step."""
+        return self.accumulation.is_boundary()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Says whether each micro-batch from now on ends an optimizer step; None counts them again, as at first.
+
+        The loss is divided by `gradient_accumulation_steps` all the same.
+        """
+        if is_boundary is not None:
+            check_flag("is_boundary", is_boundary)
+        self.accumulation.set_boundary(is_boundary)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside reduce no gradients. See `GradientAccumulation.no_sync`."""
+        return self.accumulation.no_sync()
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` at a boundary changed the parameters; False before the first and after a skip."""
+        return self.global_steps > 0 and self.optimizer is not None and not self.optimizer.overflow
+
+    def get_global_grad_norm(self) -> float | None:
+        """The gradients' 2-norm at the last step, before clipping and without the loss scale; None before the first."""
+        return self.optimizer.grad_norm if self.optimizer is not None else None
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.config.gradient_accumulation_steps
+
+    def train_batch_size(self) -> int:
+        """Samples per optimizer step over all processes."""
+        return self.config.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per micro-batch of this process."""
+        return self.config.train_micro_batch_size_per_gpu
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Changes the samples per step, by the number of micro-batches; between two steps, alike on all processes.
+
+        Raises:
+            ValueError: it is no multiple of a micro-batch of all processes, or micro-batches of a step are done.
+        """
+        size, world_size = self.config.train_micro_batch_size_per_gpu, self.sharding.num_units
+        if train_batch_size < size * world_size or train_batch_size % (size * world_size):
+            raise ValueError(
+                f"{train_batch_size=} must be a multiple of train_micro_batch_size_per_gpu={size} times {world_size} "
+                f"processes"
+            )
+        self._set_batch_sizes(size, train_batch_size // (size * world_size))
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Changes the samples per micro-batch, and with them those per step; else as `set_train_batch_size`."""
+        check_integer("micro_batch_size", micro_batch_size, 1)
+        self._set_batch_sizes(micro_batch_size, self.config.gradient_accumulation_steps)
+
+    def _set_batch_sizes(self, micro_batch_size: int, num_micro_batches: int) -> None:
+        self.accumulation.set_batch_sizes(micro_batch_size, num_micro_batches)
+        self.observer.throughput.batch_size = self.config.train_batch_size
+
+    @naming_who_left("save_checkpoint()")
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: Any = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> Path:
+        """Saves everything needed to go on, on disk when it returns; collective. See `checkpoint.save`.
+
+        Between two boundaries the gradients so far stay in the engine, and are not in the checkpoint.
+        `save_latest=False` leaves the tag that is loaded by default as it is. With `exclude_frozen_parameters` it
+        goes on only where the model has them already, as the base of adapters.
+        """
+        self.backward_hooks.recover()
+        self.checks.check_whole_module_saves("save_checkpoint()")
+        agree(lambda: self.checks.check_saves("save_checkpoint()", save_dir))
+        tag = checkpoint.choose_tag(tag, self.config.checkpoint.tag_validation)
+        return checkpoint.save(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+
+    @naming_who_left("load_checkpoint()")
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str, Any]:
+        """Continues a saved run, by default the latest; collective. Returns its path and the client state.
+
+        Args:
+            load_dir: where the run was saved.
+            tag: which checkpoint; None is the latest.
+            load_module_strict: False leaves weights that only the model or only the checkpoint has as they are.
+            load_optimizer_states: False leaves the optimizer's state and options as they are; schedule, counters,
+                random states and the position in the data are the checkpoint's.
+            load_lr_scheduler_states: False leaves the schedule where it is.
+            load_module_only: takes only the weights; steps are counted on from where they are.
+            custom_load_fn: must be None: DeepSpeed's gets the whole state dict, which there never is here.
+
+        Raises:
+            ValueError: see `checkpoint.load`; a `custom_load_fn`. The engine is then unchanged, as after Ctrl-C.
+        """
+        self.backward_hooks.recover()
+        self.checks.check_whole_module_saves("load_checkpoint()")
+        check_path("load_dir", load_dir)
+        if custom_load_fn is not None:
+            raise ValueError(
+                f"load_checkpoint(): {custom_load_fn=} is not supported, as the weights are read as shards and never "
+                f"as one state dict; leave it out, and change the weights after loading"
+            )
+        self.state_offload.check("load_checkpoint()")
+        path, client_state = checkpoint.load(
+            self,
+            load_dir,
+            tag,
+            module_only=load_module_only,
+            with_optimizer=load_optimizer_states,
+            with_scheduler=load_lr_scheduler_states,
+            is_strict=load_module_strict,
+        )
+        if self.optimizer is not None:
+            self.optimizer.is_torn = False
+        return str(path), client_state
+
+    @naming_who_left("save_16bit_model()")
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str | None = None,
+        exclude_frozen_parameters: bool = False,
+    ) -> Path | bool:
+        """Saves the weights in the precision they are computed in; collective.
+
+        Args:
+            save_dir: the folder. Of a model of transformers it becomes one for `from_pretrained`, adapters merged.
+            save_filename: writes the module's state dict to this file in it instead, like DeepSpeed; None means
+                "pytorch_model.bin" for a module that is not of transformers.
+            exclude_frozen_parameters: leaves them out of that state dict, which is written in any case then.
+
+        Returns:
+            The folder; False when the config forbids to gather a stage 3 model, with a warning.
+        """
+        # Here, not at the top: training a plain module needs neither transformers nor peft.
+        from hybrid_engine.checkpoint.export import save_16bit_model
+
+        self.backward_hooks.recover()
+        self.checks.check_whole_module_saves("save_16bit_model()")
+        agree(lambda: self.checks.check_saves("save_16bit_model()", save_dir, OffloadStateTypeEnum.lp_params))
+        zero = self.config.zero_optimization
+        if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
+            logger.warning(
+                "save_16bit_model(): nothing was saved, zero_optimization.stage3_gather_16bit_weights_on_model_save "
+                "is false"
+            )
+            return False
+        probe = self._ask_for_export() if save_filename is None and not exclude_frozen_parameters else None
+        self.sharding.settle()
+        module = original_of(self.module)
+        return save_16bit_model(module, save_dir, save_filename, exclude_frozen_parameters, probe)
+
+    def _ask_for_export(self) -> "Probe | None":
+        """Logits to compare a saved model with; None where the module cannot be asked, which a line says."""
+        from hybrid_engine.checkpoint.saved_logits import ask_model
+
+        if original_of(self.module) is not self.module:  # a plan's module takes the shapes it was planned for
+            return None
+        self.passes.expect_backward(False)
+        ask = partial(ask_model, self.module, self.device)
+        with restoring_modes():
+            probe, error = attempt(partial(self.passes.forward_together, ask))
+        if error is not None:
+            if not isinstance(error, Exception):  # Ctrl-C
+                raise error
+            logger.warning("save_16bit_model(): the saved model is not compared with the trained one (%s)", error)
+        return probe
+
+    def report(self) -> str:
+        """How this engine trains: stage, processes, precision, sharding, and the bytes that takes on this process.
+
+        In a run that was planned, also what was planned and measured so far.
+        """
+        lines = [describe_memory(self.sharding, self.optimizer, self.config)]
+        if self.memory_use is not None:
+            lines += [*self.memory_use.plan.lines(), self.memory_use.describe()]
+        return "\n".join(lines)
+
+    def _saving_activations(self) -> AbstractContextManager[Any]:
+        """Where what the forward pass saves for the backward pass lies."""
+        if not self.config.activation_checkpointing.cpu_checkpointing or self.device.type == "cpu":
+            return nullcontext()
+        return save_on_cpu(pin_memory=True)
+
+    def check_trains(self, what: str) -> Any:
+        if self.optimizer is None:
+            raise ValueError(f"{what}: this engine only evaluates; pass an optimizer to initialize()")
+        return self.optimizer
+
+    def follow_moved_weights(self) -> None:
+        """After the parameters were given other storage; nothing here reads the old one."""
+
+    def measured_values(self) -> dict[str, Any]:
+        """Nothing is measured here that training reads later."""
+        return {}
+
+    def restore_measured_values(self, values: dict[str, Any]) -> None:
+        """Leaves all as it is."""
+
+
+def _to_half(value: Any) -> Any:
+    return value.half() if isinstance(value, torch.Tensor) and value.is_floating_point() else value

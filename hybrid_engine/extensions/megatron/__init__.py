@@ -1,0 +1,1 @@
+"""Megatron-LM's checkpoint formats, and the three levels of its text generation."""

@@ -1,0 +1,219 @@
+"""How the prompts of a batch are continued: by the engine's own rollout, or in step over any wrapped model.
+
+b rows, S columns, V logits.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hybrid_engine.extensions.megatron.levels.parameters import CommonInferenceParams
+from hybrid_engine.extensions.megatron.levels.turns import BatchStatus, StrategyChoice, Turn, check_drawn, first_decides
+from hybrid_engine.extensions.megatron.levels.wrapped_model import GPTInferenceWrapper
+from hybrid_engine.generation.checking import mixes_rows
+from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.options import WITHOUT_EFFECT
+from hybrid_engine.generation.output import response_lengths
+from hybrid_engine.generation.scoring import score_rows
+
+if TYPE_CHECKING:
+    from hybrid_engine.extensions.megatron.levels.strategy import SimpleTextGenerationStrategy
+
+PER_TURN = ("sample_from_logits", "update_generation_status")
+"""The methods of a strategy that are asked at each turn."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """The continuation of one row."""
+
+    tokens: list[int]
+    """All that were drawn, the end token included."""
+    num_counted: int
+    """How many of them are the answer's: an end token is not."""
+
+
+def roll_out(
+    strategy: "SimpleTextGenerationStrategy", tokens: torch.Tensor, lengths: list[int], params: CommonInferenceParams
+) -> list[Continuation]:
+    """Continues all rows of `tokens [b, S]` by the engine's continuous batching; collective, the same on all ranks.
+
+    Processes with a whole model each take their part of the rows; those that share one run all of the group's.
+    """
+    wrapper = strategy.inference_wrapped_model
+    assert isinstance(wrapper, GPTInferenceWrapper)
+    generator, partners = wrapper.generator, wrapper.partners
+    bounds = _row_bounds(len(tokens), generator)
+    first, last = bounds[partners.rank]
+    rows = [tokens[row, : lengths[row]] for row in range(first, last)]
+    status = choice = None
+    if any(map(strategy.is_overridden, PER_TURN)):
+        status = BatchStatus(strategy, tokens, lengths, params)
+        group = generator.group
+        choice = StrategyChoice(strategy, params, status, bounds[partners.rank - group.rank][0], group.layer_partners)
+    input_ids, mask = pad_left(rows, tokens, strategy.tokenizing.end)
+    options = rollout_options(strategy, generator, params)
+    with generator.choosing_by(choice):
+        output = wrapper.model.generate(input_ids, attention_mask=mask, **options)
+    if status is not None:
+        status.num_generated = generator.group.from_last_stage(status.num_generated)
+    responses = output.sequences[:, input_ids.shape[1] :]
+    continued = []
+    for row, response, length, reason in zip(
+        range(first, last), responses.tolist(), output.lengths.tolist(), output.finish_reason, strict=True
+    ):
+        num_counted = length - (reason == "stop") if status is None else int(status.num_generated[row])
+        continued.append(Continuation(response[:length], num_counted))
+    if generator.group.has_same_prompts:
+        return continued
+    return [row for part in partners.exchange(continued) for row in part]
+
+
+def call_transformers(
+    strategy: "SimpleTextGenerationStrategy", tokens: torch.Tensor, lengths: list[int], params: CommonInferenceParams
+) -> list[Continuation]:
+    """Continues all rows of `tokens [b, S]` by the model's own `generate()`; collective, each process all rows.
+
+    Raises ValueError where no process holds the whole model.
+    """
+    wrapper, end = strategy.inference_wrapped_model, strategy.tokenizing.end
+    assert isinstance(wrapper, GPTInferenceWrapper)
+    generator = wrapper.generator
+    if not generator.group.has_whole_module:
+        raise ValueError(
+            "TransformersBackend: this process holds only its part of the model; use NativeBackend, or set "
+            f"{generator.group.remedy}"
+        )
+    options = rollout_options(strategy, generator, params)
+    # Each forward pass over streamed layers is collective, also where sampled rows end at different times.
+    options["synced_gpus"] = generator.gatherer.is_streamed and generator.partners.size > 1
+    rows = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+    batches = [[row] for row in rows] if mixes_rows(generator, len(rows)) else [rows]
+    drawn = []
+    with wrapper.reading():
+        for batch in batches:
+            input_ids, mask = pad_left(batch, tokens, end)
+            responses = generator.own.generate(input_ids, attention_mask=mask, **options).sequences
+            responses = responses[:, input_ids.shape[1] :]
+            ends_at = response_lengths(responses, (end,)).tolist()
+            drawn += [response[:length] for response, length in zip(responses.tolist(), ends_at, strict=True)]
+    return [Continuation(row, len(row) - (row[-1] == end)) for row in drawn]
+
+
+def collect(
+    strategy: "SimpleTextGenerationStrategy",
+    prompts_tokens: torch.Tensor,
+    prompts_lengths: torch.Tensor,
+    continued: list[Continuation],
+    params: CommonInferenceParams,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """What `SimpleTextGenerationStrategy.generate_output_tokens` returns, of `continued` rows; collective."""
+    lengths, end = prompts_lengths.tolist(), strategy.tokenizing.end
+    ends = [length + len(row.tokens) for length, row in zip(lengths, continued, strict=True)]
+    tokens = prompts_tokens.new_full((len(ends), max(ends)), end)
+    for row, (length, row_end) in enumerate(zip(lengths, ends, strict=True)):
+        tokens[row, :length] = prompts_tokens[row, :length]
+        tokens[row, length:row_end] = tokens.new_tensor(continued[row].tokens)
+    counted = prompts_lengths.new_tensor([row.num_counted for row in continued])
+    log_probs = score_rows(strategy.inference_wrapped_model, tokens, ends) if params.return_log_probs else None
+    return tokens, prompts_lengths + counted, log_probs
+
+
+def _row_bounds(num_rows: int, generator: Generator) -> list[tuple[int, int]]:
+    """The first row and the one after the last that each process hands to `generate()`."""
+    size = generator.partners.size
+    if generator.group.has_same_prompts:
+        return [(0, num_rows)] * size
+    return [(num_rows * rank // size, num_rows * (rank + 1) // size) for rank in range(size)]
+
+
+def pad_left(rows: list[torch.Tensor], like: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of different lengths and their mask, as `generate()` takes them."""
+    width = max(map(len, rows), default=1)
+    input_ids = like.new_full((len(rows), width), end)
+    mask = torch.zeros_like(input_ids)
+    for place, row in enumerate(rows):
+        input_ids[place, width - len(row) :] = row
+        mask[place, width - len(row) :] = 1
+    return input_ids, mask
+
+
+def rollout_options(
+    strategy: "SimpleTextGenerationStrategy", generator: Generator, params: CommonInferenceParams
+) -> dict[str, Any]:
+    """Options of `generate()` that say what `params` say, with everything off that the model's own config sets.
+
+    Ids that pad the model's vocabulary beyond the tokenizer's are never drawn.
+    """
+    module, end = generator.module, strategy.tokenizing.end
+    padding = range(strategy.tokenizing.vocab_size, module.config.get_text_config().vocab_size)
+    set_by_model = {name for name, value in module.generation_config.to_dict().items() if value is not None}
+    off = {name: None for name in set_by_model - set(WITHOUT_EFFECT) if not name.startswith("_")}
+    return {
+        **off,
+        "max_new_tokens": params.num_tokens_to_generate,
+        "min_new_tokens": 0,
+        "do_sample": not params.is_greedy,
+        "temperature": 1.0 if params.is_greedy else params.temperature,
+        "top_k": 0 if params.is_greedy else params.top_k,
+        "top_p": 1.0 if params.is_greedy else params.top_p or 1.0,
+        "suppress_tokens": list(padding) or None,
+        "eos_token_id": end,
+        "pad_token_id": end,
+        "return_dict_in_generate": True,
+    }
+
+
+def go_in_step(
+    strategy: "SimpleTextGenerationStrategy", tokens: torch.Tensor, lengths: list[int], params: CommonInferenceParams
+) -> list[Continuation]:
+    """Continues the rows of `tokens [b, S]` window by window over any wrapped model; collective, the same on all ranks.
+
+    Prompts of one length go together: they are fed by one window, and none waits for the end of a longer one.
+    """
+    wrapper = strategy.inference_wrapped_model
+    status = BatchStatus(strategy, tokens, lengths, params)
+    ends_at = [0] * len(tokens)
+    with wrapper.reading():
+        for length in sorted(set(lengths)):
+            group = [row for row, of_row in enumerate(lengths) if of_row == length]
+            _run_group(strategy, status, group, length, params, ends_at)
+        wrapper.release()
+    counted = status.num_generated.tolist()
+    return [
+        Continuation(status.tokens[row, lengths[row] : ends_at[row]].tolist(), counted[row])
+        for row in range(len(tokens))
+    ]
+
+
+def _run_group(
+    strategy: "SimpleTextGenerationStrategy",
+    status: BatchStatus,
+    group: list[int],
+    length: int,
+    params: CommonInferenceParams,
+    ends_at: list[int],
+) -> None:
+    """Continues rows that have prompts of `length` until all have ended, as the first process says."""
+    wrapper, vocab_size = strategy.inference_wrapped_model, strategy.tokenizing.vocab_size
+    fed = status.tokens[group, : length + params.num_tokens_to_generate]
+    wrapper.prep_model_for_inference(fed)
+    start, running = 0, list(range(len(group)))
+    for end in range(length, length + params.num_tokens_to_generate):
+        logits = wrapper(wrapper.get_batch_for_context_window(start, end))[running, -1]
+
+        def decide(logits: torch.Tensor = logits, end: int = end, rows: list[int] = running) -> Turn:
+            drawn = check_drawn(strategy.sample_from_logits(logits, params, vocab_size), logits)
+            return status.add([group[place] for place in rows], [end] * len(rows), drawn)
+
+        turn = first_decides(wrapper.partners, decide)
+        rows = [group[place] for place in running]
+        status.follow(rows, [end] * len(rows), turn)
+        fed[running, end] = status.tokens[rows, end]
+        for row in rows:
+            ends_at[row] = end + 1
+        running = [place for place, is_done in zip(running, turn.is_done, strict=True) if not is_done]
+        if not running:
+            break
+        start = end

@@ -1,0 +1,138 @@
+"""The middle level: from prompts to tokens, through the model, and back to text, in five methods.
+
+Interface: Megatron Core's `inference/text_generation_strategies/simple_text_generation_strategy.py`. Each method can be
+overridden alone. With none overridden, prompts are continued by the engine's continuous batching; an overridden
+`sample_from_logits` or `update_generation_status` is asked at each turn for the rows that run; an overridden
+`generate_output_tokens` takes the place of all that.
+
+b rows, S columns, V logits.
+"""
+
+from typing import Any
+
+import torch
+
+from hybrid_engine.extensions.megatron.levels.continuation import Continuation, collect, go_in_step, roll_out
+from hybrid_engine.extensions.megatron.levels.parameters import CommonInferenceParams
+from hybrid_engine.extensions.megatron.levels.sampling import sample
+from hybrid_engine.extensions.megatron.levels.tokenizing import Tokenizing
+from hybrid_engine.extensions.megatron.levels.turns import first_decides
+from hybrid_engine.extensions.megatron.levels.wrapped_model import AbstractModelInferenceWrapper, GPTInferenceWrapper
+
+
+class SimpleTextGenerationStrategy:
+    """Continues each prompt until its end token or `num_tokens_to_generate`.
+
+    Args:
+        inference_wrapped_model: what gives logits.
+        tokenizer: of transformers, or with the names of Megatron's: see `tokenizing.py`.
+    """
+
+    def __init__(self, inference_wrapped_model: AbstractModelInferenceWrapper, tokenizer: Any):
+        self.inference_wrapped_model, self.tokenizer = inference_wrapped_model, tokenizer
+        self.tokenizing = Tokenizing(tokenizer)
+
+    def is_overridden(self, name: str) -> bool:
+        """Whether the method `name` is another one than this class's."""
+        method = getattr(self, name)
+        return getattr(method, "__func__", method) is not getattr(SimpleTextGenerationStrategy, name)
+
+    def tokenize_and_pad_input_prompts(
+        self, prompts: list[str], num_tokens_to_generate: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rank 0's prompts on all ranks: tokens `[b, S]` and their lengths `[b]`, int64; collective.
+
+        Rows are padded on the right by the end token; S is the longest prompt's length and `num_tokens_to_generate`.
+
+        Raises:
+            ValueError: no prompts, or one that is no text or gives no token.
+        """
+        wrapper = self.inference_wrapped_model
+        ids = first_decides(wrapper.partners, lambda: self._encode(prompts))
+        width = max(map(len, ids)) + num_tokens_to_generate
+        tokens = torch.full((len(ids), width), self.tokenizing.end, device=wrapper.device)
+        for row, of_row in enumerate(ids):
+            tokens[row, : len(of_row)] = torch.tensor(of_row)
+        return tokens, torch.tensor([len(of_row) for of_row in ids], device=wrapper.device)
+
+    def _encode(self, prompts: list[str]) -> list[list[int]]:
+        if not isinstance(prompts, list | tuple) or not prompts:
+            raise ValueError(f"prompts is {prompts!r:.80}; pass a list of at least one text")
+        for number, prompt in enumerate(prompts):
+            if not isinstance(prompt, str):
+                raise ValueError(f"prompts[{number}] is a {type(prompt).__name__}; pass texts")
+        ids = [self.tokenizing.encode(prompt) for prompt in prompts]
+        for number, of_prompt in enumerate(ids):
+            if not of_prompt:
+                raise ValueError(f"prompts[{number}]={prompts[number]!r:.80} gives no token; pass a text that does")
+        return ids
+
+    def sample_from_logits(
+        self,
+        last_token_logits: torch.Tensor,
+        common_inference_params: CommonInferenceParams,
+        vocab_size: int | None = None,
+    ) -> torch.Tensor:
+        """`[b]` int64: the next token of each row that runs, drawn with torch's generator.
+
+        The likeliest one with `use_greedy` or `top_k=1`; else temperature, then top-k or top-p. Ids from `vocab_size`
+        on are never drawn. `last_token_logits [b, V]` stay as they are.
+
+        Raises:
+            ValueError: for top-k and top-p together or out of range.
+        """
+        return sample(last_token_logits, common_inference_params, vocab_size)
+
+    def update_generation_status(
+        self,
+        updated_prompts_tokens: torch.Tensor,
+        generation_started: torch.Tensor,
+        current_context_end_position: int,
+        is_generation_done_tensor: torch.Tensor,
+        generated_sequence_lengths: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which rows have ended, `[b]` bool, and the tokens of their answers, `[b]` int64; an end token is not counted.
+
+        Args:
+            updated_prompts_tokens: `[b, S]`, padded on the right.
+            generation_started: `[b]` bool: rows whose newest token, which was generated, stands at the position below.
+                What is returned for other rows is not used.
+            current_context_end_position: a column.
+            is_generation_done_tensor, generated_sequence_lengths: `[b]`, before that token.
+        """
+        newest = updated_prompts_tokens[:, current_context_end_position]
+        is_done = is_generation_done_tensor | (generation_started & (newest == self.tokenizing.end))
+        return is_done, generated_sequence_lengths + (generation_started & ~is_done)
+
+    def generate_output_tokens(
+        self,
+        prompts_tokens: torch.Tensor,
+        prompts_lengths: torch.Tensor,
+        common_inference_params: CommonInferenceParams,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Continues `prompts_tokens [b, S]`, whose rows have `prompts_lengths [b]` tokens; collective.
+
+        Returns:
+            tokens `[b, S']`, padded by the end token to the longest row; lengths `[b]` without end tokens; and with
+            `return_log_probs` raw log-probabilities `[b, S' - 1]`, else None: entry t is of token t + 1, the prompt
+            included, and 0 beyond a row's end.
+        """
+        params, lengths = common_inference_params, prompts_lengths.tolist()
+        params.check()
+        if params.num_tokens_to_generate == 0:
+            continued = [Continuation([], 0)] * len(lengths)
+        elif self._runs_on_containers:
+            continued = roll_out(self, prompts_tokens, lengths, params)
+        else:
+            continued = go_in_step(self, prompts_tokens, lengths, params)
+        return collect(self, prompts_tokens, prompts_lengths, continued, params)
+
+    @property
+    def _runs_on_containers(self) -> bool:
+        wrapper = self.inference_wrapped_model
+        return isinstance(wrapper, GPTInferenceWrapper) and wrapper.is_plain and wrapper.generator.model is not None
+
+    def detokenize_generations(self, tokens: torch.Tensor, required_sequence_lengths: torch.Tensor) -> list[str]:
+        """The text of each row of `tokens [b, S]` up to its length in `required_sequence_lengths [b]`."""
+        pairs = zip(tokens.tolist(), required_sequence_lengths.tolist(), strict=True)
+        return [self.tokenizing.decode(ids[:length]) for ids, length in pairs]

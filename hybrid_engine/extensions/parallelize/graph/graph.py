@@ -1,0 +1,299 @@
+"""The ops of a module's forward pass, by keys that stay the same from one trace to the next.
+
+A key names the module, the op and which of the module's ops of that kind it is: `layers.0.mlp.up:linear:0`. A plan says
+by these keys how each op is split; it holds for other shapes of the arguments, whose graphs have the same keys.
+"""
+
+import copy
+import hashlib
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind, OutputSpec
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils import _pytree as pytree
+from torch.utils._pytree import TreeSpec
+
+from hybrid_engine.extensions.parallelize.graph.calls import Call, call_of, tensors_in
+from hybrid_engine.extensions.parallelize.graph.library import op_name, rule_for
+from hybrid_engine.extensions.parallelize.graph.normalising import normalise
+from hybrid_engine.extensions.parallelize.graph.rules import OpRule
+from hybrid_engine.extensions.parallelize.graph.trace_state import trace_state
+from hybrid_engine.extensions.parallelize.graph.tracing import trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """A tensor of the graph: a parameter, a buffer, a constant, an argument, or the result of an op."""
+
+    key: str
+    """`layers.0.mlp.up.weight` for what the module holds, `op key/0` for the first result of an op."""
+    kind: str
+    """`parameter`, `buffer`, `constant`, `input` or `result`."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the whole tensor."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One op of the graph."""
+
+    key: str
+    path: str
+    """Of the module whose forward calls it, empty for the outermost."""
+    name: str
+    """`linear`, or `namespace::name` of an op that is not PyTorch's."""
+    rule: OpRule
+    inputs: tuple[str, ...]
+    """Keys of the operands, in the order of the annotation's."""
+    outputs: tuple[str, ...]
+    """Keys of the results."""
+    node: fx.Node
+    """The node of the graph that calls it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """All ops of one forward pass in the order in which they run."""
+
+    ops: Mapping[str, Op]
+    values: Mapping[str, Value]
+    outputs: tuple[str | None, ...]
+    """Keys of the results of the module, flattened; None for one that is no tensor."""
+    plain_results: tuple[Any, ...]
+    """In the places of those None the results, as numbers and texts; None in the others."""
+    mutations: Mapping[str, str]
+    """The key of the new value of each buffer, by its name, and argument, by its key, that the forward pass writes
+    into."""
+    requires_grad: frozenset[str]
+    """Names of the parameters that are trained."""
+    aliases: Mapping[str, str]
+    """By each further name of a tied parameter or buffer, the name it has in `values`."""
+    nodes: Mapping[fx.Node, str]
+    """The key of the value of each node of `module` whose value is a tensor."""
+    module: fx.GraphModule
+    original: nn.Module
+    """The module that was traced, on meta: how it computes, without its weights."""
+    trace_state: Hashable
+    """What of modes, plain attributes and autocast it was traced for."""
+    constants: Mapping[str, Tensor]
+    out_spec: TreeSpec
+    signature: str
+    """SHA-256 of the model: ops, their order, what they read, the parameters' shapes. Not of the arguments' shapes."""
+    hash: str
+    """SHA-256 of all of that, of all shapes and of all arguments that are not tensors."""
+
+    def of_kind(self, kind: str) -> dict[str, Value]:
+        """The values of one kind, by key."""
+        return {key: value for key, value in self.values.items() if value.kind == kind}
+
+    def inputs_of(self, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors among the arguments of a forward pass by the names of their values."""
+        tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        return dict(zip(self.of_kind("input"), tensors, strict=True))
+
+    def result_of(self, outputs: Sequence[Tensor | None]) -> Any:
+        """The module's result, whose tensors are `outputs`."""
+        leaves = [plain if out is None else out for out, plain in zip(outputs, self.plain_results, strict=True)]
+        return pytree.tree_unflatten(leaves, self.out_spec)
+
+    def consumers(self) -> dict[str, list[tuple[Op, int]]]:
+        """For each value, the ops that read it and which of their operands it is."""
+        found: dict[str, list[tuple[Op, int]]] = {key: [] for key in self.values}
+        for op in self.ops.values():
+            for position, key in enumerate(op.inputs):
+                found[key].append((op, position))
+        return found
+
+
+def build_graph(module: nn.Module, arguments: Mapping[str, Any], runs_code: bool = False) -> Graph:
+    """The graph of `module.forward(**arguments)`; ValueError where it cannot be traced, or an op has no annotation.
+
+    `runs_code` as in `trace`.
+    """
+    return graph_of_trace(trace(module, arguments, runs_code), module)
+
+
+def graph_of_trace(exported: ExportedProgram, module: nn.Module) -> Graph:
+    """The graph of a traced forward pass of `module`, which is changed; ValueError for an op without annotation."""
+    normalise(exported.graph_module)
+    return graph_of(exported, module)
+
+
+def graph_of(exported: ExportedProgram, module: nn.Module) -> Graph:
+    """The graph of a program that `module` was exported to."""
+    aliases = _aliases(module)
+    signature = exported.graph_signature
+    values: dict[str, Value] = {}
+    ops: dict[str, Op] = {}
+    nodes: dict[fx.Node, str] = {}
+    placeholders = {spec.arg.name: spec for spec in signature.input_specs}
+    ordinals: Counter[tuple[str, str]] = Counter()
+    for node in exported.graph_module.graph.nodes:
+        if node.op == "placeholder":
+            _enter_placeholder(node, placeholders[node.name], aliases, values, nodes)
+        elif node.op == "call_function" and node.target is not getitem:
+            _enter_op(node, ordinals, values, nodes, ops)
+        elif node.op == "call_function":
+            producer, index = node.args
+            if isinstance(node.meta["val"], Tensor):
+                nodes[node] = f"{nodes[producer]}/{index}"
+    results = next(iter(reversed(exported.graph_module.graph.nodes))).args[0]
+    specs = list(zip(signature.output_specs, results, strict=True))
+    mutations = {_written(spec, aliases): nodes[node] for spec, node in specs if spec.kind in MUTATIONS}
+    given = [node for spec, node in specs if spec.kind is OutputKind.USER_OUTPUT]
+    outputs = tuple(nodes[node] if isinstance(node, fx.Node) else None for node in given)
+    trained = frozenset(
+        aliases.get(str(spec.target), str(spec.target))
+        for spec in signature.input_specs
+        if spec.kind is InputKind.PARAMETER and exported.state_dict[str(spec.target)].requires_grad
+    )
+    return Graph(
+        ops=ops,
+        values=values,
+        outputs=outputs,
+        plain_results=tuple(None if isinstance(node, fx.Node) else node for node in given),
+        mutations=mutations,
+        requires_grad=trained,
+        aliases=aliases,
+        nodes=nodes,
+        module=exported.graph_module,
+        original=without_weights(module),
+        trace_state=trace_state(module),
+        constants={name: value for name, value in exported.constants.items() if isinstance(value, Tensor)},
+        out_spec=exported.call_spec.out_spec,
+        signature=_digest(ops, values, with_shapes=False),
+        hash=_digest(ops, values, with_shapes=True),
+    )
+
+
+KINDS = {
+    InputKind.PARAMETER: "parameter",
+    InputKind.BUFFER: "buffer",
+    InputKind.CONSTANT_TENSOR: "constant",
+    InputKind.USER_INPUT: "input",
+}
+
+
+MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKind.USER_INPUT_MUTATION)
+
+
+def _written(spec: OutputSpec, aliases: Mapping[str, str]) -> str:
+    """The key of the tensor that a result of the program is written into; ValueError for a parameter."""
+    name = str(spec.target)
+    if spec.kind is OutputKind.PARAMETER_MUTATION:
+        raise ValueError(
+            f"forward writes into the parameter {name!r}, which would not change: each process has a part of it; do "
+            "that after the optimizer's step, or make it a buffer"
+        )
+    return f"input:{name}" if spec.kind is OutputKind.USER_INPUT_MUTATION else aliases.get(name, name)
+
+
+def _enter_placeholder(
+    node: fx.Node, spec: Any, aliases: Mapping[str, str], values: dict[str, Value], nodes: dict[fx.Node, str]
+) -> None:
+    tensor = node.meta.get("val")
+    if not isinstance(tensor, Tensor):
+        return
+    kind = KINDS[spec.kind]
+    key = node.name if kind == "input" else aliases.get(str(spec.target), str(spec.target))
+    key = f"{kind}:{key}" if kind in ("input", "constant") else key
+    values[key] = Value(key=key, kind=kind, shape=tuple(tensor.shape), dtype=tensor.dtype)
+    nodes[node] = key
+
+
+def _enter_op(
+    node: fx.Node,
+    ordinals: Counter[tuple[str, str]],
+    values: dict[str, Value],
+    nodes: dict[fx.Node, str],
+    ops: dict[str, Op],
+) -> None:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        raise ValueError(f"op {node.target} of the traced module is none of PyTorch's registered ops; register it")
+    call = call_of(node)
+    path, name = module_path(node), op_name(node.target)
+    key = f"{path}:{name}:{ordinals[path, name]}"
+    ordinals[path, name] += 1
+    if isinstance(node.meta["val"], torch.SymInt | torch.SymFloat | torch.SymBool):
+        raise ValueError(
+            f"{key} makes a number of the values of a tensor, which a graph has not; compute with the tensor itself, "
+            "without item(), float() and int()"
+        )
+    is_single = isinstance(node.meta["val"], Tensor)
+    nodes[node] = f"{key}/0" if is_single else key
+    outputs = [node.meta["val"]] if is_single else list(node.meta["val"])
+    for position, tensor in enumerate(outputs):
+        if isinstance(tensor, Tensor):
+            shape = tuple(tensor.shape)
+            values[f"{key}/{position}"] = Value(key=f"{key}/{position}", kind="result", shape=shape, dtype=tensor.dtype)
+    arguments = [*node.args, *node.kwargs.values()]
+    ops[key] = Op(
+        key=key,
+        path=path,
+        name=name,
+        rule=_rule_for(call, key),
+        inputs=tuple(nodes[operand] for operand in tensors_in(arguments)),
+        outputs=tuple(f"{key}/{position}" for position, tensor in enumerate(outputs) if isinstance(tensor, Tensor)),
+        node=node,
+    )
+
+
+def _rule_for(call: Call, key: str) -> OpRule:
+    try:
+        return rule_for(call)
+    except GuardOnDataDependentSymNode as error:
+        raise ValueError(
+            f"{key} reads a tensor whose shape depends on the values of another, as what nonzero() and x[mask] give; "
+            "keep the shape, and use torch.where or multiply by the mask"
+        ) from error
+
+
+def without_weights(module: nn.Module) -> nn.Module:
+    """A copy of `module` on meta; the module itself where all of it is there."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if all(tensor.is_meta for tensor in tensors):
+        return module
+    empty: dict[int, Any] = {id(b): b.to("meta") for b in module.buffers()}
+    empty |= {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
+    return copy.deepcopy(module, empty)
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the module whose forward made the node."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return str(stack[-1][0]).split("@")[0] if stack else ""
+
+
+def _digest(ops: Mapping[str, Op], values: Mapping[str, Value], with_shapes: bool) -> str:
+    """SHA-256 over the graph in words, which do not depend on the process."""
+    digest = hashlib.sha256()
+    for value in values.values():
+        is_known = with_shapes or value.kind in ("parameter", "buffer")
+        digest.update(f"{value.key} {value.kind} {value.dtype} {value.shape if is_known else ''}\n".encode())
+    for op in ops.values():
+        others = fx.node.map_arg([op.node.args, dict(op.node.kwargs)], lambda entry: "tensor") if with_shapes else ""
+        digest.update(f"{op.key} {op.inputs} {op.outputs} {others}\n".encode())
+    return digest.hexdigest()
+
+
+def _aliases(module: nn.Module) -> dict[str, str]:
+    """The further names of tensors that a module has under several."""
+    first: dict[int, str] = {}
+    found = {}
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        if first.setdefault(id(tensor), name) != name:
+            found[name] = first[id(tensor)]
+    return found

@@ -1,0 +1,259 @@
+"""From a module and sample arguments to a graph of ops on tensors without data, by torch.export.
+
+No weights are needed in memory: parameters and arguments are traced as fake tensors. Ops like `linear` and
+`scaled_dot_product_attention` stay whole. Writing into tensors becomes ops with results, buffers that a forward pass
+changes become results of the graph, and regions without gradients end in `detach`.
+"""
+
+import copy
+import inspect
+import keyword
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from hybrid_engine.extensions.parallelize.graph.decomposing import open_composites
+from hybrid_engine.extensions.parallelize.graph.gradient_code import LostGradient, own_gradients
+from hybrid_engine.extensions.parallelize.graph.kept_state import kept_state
+from hybrid_engine.extensions.parallelize.graph.silence import only_our_words
+
+OF_VALUES = ("DataDependent", "DynamicOutputShape", "Unbacked")
+"""In the names of errors of PyTorch's that a forward pass makes whose ops depend on values."""
+UNKNOWN_CONTAINER = re.compile(r"(?:Found|Unsupported input type) <class '([^']+)'>")
+"""In errors of torch.export's about an argument, or a result, that may have tensors in it."""
+NO_GRADIENT_REGION = "wrap_with_set_grad_enabled"
+
+
+def trace(module: nn.Module, arguments: Mapping[str, Any], runs_code: bool = False) -> ExportedProgram:
+    """The forward pass of `module` on arguments like these, by their names; neither is changed.
+
+    `runs_code`: the module's own code will run, or none will be trained, so that gradient hooks in it are not refused.
+    ValueError where the arguments do not fit `forward`, and where the ops depend on the values of tensors: it names the
+    line of the module.
+    """
+    check_arguments(module, arguments)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    device = _device_of(module, arguments)
+    # Regions without gradients are seen from one that has them alone.
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        _fake_tensors(module, mode, device),
+        only_our_words(),
+    ):
+        try:
+            with kept_state(module), own_gradients(runs_code):
+                exported = torch.export.export(module, (), _fake(dict(arguments), mode, device), strict=False)
+            _check_autocast(exported.graph_module)
+            _open_regions(exported.graph_module)
+            exported.graph_module.recompile()
+            return open_composites(exported.run_decompositions(WRITTEN) if _writes(exported.graph_module) else exported)
+        except _AutocastInside:
+            raise
+        except Exception as error:
+            raise ValueError(_untraceable(module, error)) from error
+
+
+def _copied(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    return source.to(to.dtype).expand(to.shape)
+
+
+WRITTEN = {torch.ops.aten.copy.default: _copied}
+"""What writing into a part of a tensor becomes: PyTorch's own op for it has no derivative."""
+
+
+def _writes(graph_module: fx.GraphModule) -> bool:
+    """Whether any op writes into a tensor; where none does, there is nothing to rewrite, which takes longest."""
+    ops = [node.target for node in graph_module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    return any(op._schema.is_mutable or "batch_norm" in op._schema.name for op in ops)
+
+
+def check_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """ValueError unless `arguments` can be given to the module's forward by name."""
+    signature = inspect.signature(module.forward)
+    positional = [p.name for p in signature.parameters.values() if p.kind is inspect.Parameter.POSITIONAL_ONLY]
+    if positional:
+        raise ValueError(
+            f"{type(module).__name__}.forward takes {positional} by position alone; remove the '/' of its signature"
+        )
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"dummy_forward_args={sorted(arguments)} do not fit {type(module).__name__}.forward{signature}: {error}"
+        ) from error
+
+
+def check_takes_sample(module_class: type[nn.Module]) -> None:
+    """ValueError unless the class's forward can be called with a sample alone."""
+    signature = inspect.signature(module_class.forward)
+    try:
+        signature.bind(None, None)  # itself and the sample
+    except TypeError as error:
+        raise ValueError(
+            f"{module_class.__name__}.forward{signature} must take a sample as its first argument, and have defaults "
+            f"for all others, for train_step and infer_step (use_end2end=True): {error}"
+        ) from error
+
+
+def arguments_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of the module's forward by name, those of **kwargs beside the others; ValueError."""
+    signature = inspect.signature(module.forward)
+    flat: dict[str, Any] = {}
+    try:
+        bound = signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise ValueError(f"{type(module).__name__}.forward{signature} does not take what is given: {error}") from error
+    for name, value in bound.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            raise ValueError(f"forward(*{name}) of a parallel module takes arguments by name alone")
+        flat |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    return flat
+
+
+def _device_of(module: nn.Module, arguments: Mapping[str, Any]) -> torch.device:
+    """Where tensors are taken to be that are on meta, so that the module can make others beside them: the CPU, or
+    the device of those that are somewhere."""
+    tensors = [*pytree.tree_leaves(dict(arguments)), *module.parameters(), *module.buffers()]
+    devices = [tensor.device for tensor in tensors if isinstance(tensor, Tensor) and not tensor.is_meta]
+    return next(iter(devices), torch.device("cpu"))
+
+
+def _fake(value: Any, mode: FakeTensorMode, device: torch.device) -> Any:
+    """The nested arguments with a fake tensor for each tensor, the same one where a tensor stands twice."""
+    with mode:
+        return pytree.tree_map_only(Tensor, lambda tensor: _fake_tensor(tensor.detach(), device), value)
+
+
+def _fake_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    """An empty tensor like it, on `device` where it is on meta."""
+    return torch.empty_like(tensor, device=device if tensor.is_meta else tensor.device)
+
+
+@contextmanager
+def _fake_tensors(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
+    """Puts fake tensors in the place of parameters and buffers, and these back in the end."""
+    kept = [(owner, dict(owner._parameters), dict(owner._buffers)) for owner in module.modules()]
+    fakes: dict[int, Tensor] = {}
+    with mode:
+        for owner, parameters, buffers in kept:
+            for name, tensor in parameters.items():
+                if tensor is not None:
+                    fake = nn.Parameter(_fake_tensor(tensor.detach(), device), requires_grad=tensor.requires_grad)
+                    owner._parameters[name] = fakes.setdefault(id(tensor), fake)  # type: ignore[assignment]
+            for name, buffer in buffers.items():
+                if buffer is not None:
+                    owner._buffers[name] = fakes.setdefault(id(buffer), _fake_tensor(buffer, device))
+    try:
+        yield
+    finally:
+        for owner, parameters, buffers in kept:
+            owner._parameters.update(parameters)
+            owner._buffers.update(buffers)
+
+
+def _untraceable(module: nn.Module, error: Exception) -> str:
+    """What to say of a module that cannot be traced, with the last line of its own code."""
+    frames, cause = [], error.__traceback__
+    while cause is not None:
+        frames.append((cause.tb_frame.f_code.co_filename, cause.tb_lineno))
+        cause = cause.tb_next
+    own = {inspect.getsourcefile(type(part)) for part in module.modules()} - {None}
+    lines = [f"{file}:{line}" for file, line in frames if file in own and "/torch/" not in file]
+    where = f" at {lines[-1]}" if lines else ""
+    if isinstance(error, LostGradient):
+        return f"{type(module).__name__} cannot be traced{where}: {error}"
+    reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    advice = "Check first that the module runs by itself on arguments of these shapes and types"
+    if any(word in type(error).__name__ for word in OF_VALUES):
+        advice = (
+            "What is computed must not depend on the values of tensors; use torch.where or a mask in place of an if"
+        )
+        if getattr(getattr(module, "config", None), "_experts_implementation", None) == "eager":
+            advice = (
+                "Which experts are called depends on what they are given: call "
+                'model.set_experts_implementation("batched_mm") or ("grouped_mm") before'
+            )
+    elif found := UNKNOWN_CONTAINER.search(str(error)):
+        advice = (
+            "Tensors are seen in lists, tuples, dicts and named tuples, and in a dataclass after "
+            f"torch.export.register_dataclass({found[1].rpartition('.')[2]}); give one of these"
+        )
+    elif type(error).__name__ == "UnsupportedOperatorException":
+        advice = "Say what shape and type its result has: torch.library.register_fake"
+    elif isinstance(error, SyntaxError) and ".from" in (error.text or ""):
+        advice = "PyTorch cannot write random_(from, to) in a graph; take torch.randint(from, to, size) in its place"
+    elif names := _taken_names(module):
+        advice = f"torch.export cannot write code with the names {names}; give what the module calls so other names"
+    return f"{type(module).__name__} cannot be traced{where}: {reason}\n{advice}"
+
+
+def _taken_names(module: nn.Module) -> list[str]:
+    """The names of parts, parameters and buffers that are keywords, or, outermost, a graph's own."""
+    names = {name for part in module.modules() for name in _names_in(part) if keyword.iskeyword(name)}
+    own = {*dir(fx.GraphModule), "meta"} - set(dir(nn.Module))
+    return sorted(names | (own & set(_names_in(module))))
+
+
+def _names_in(module: nn.Module) -> list[str]:
+    return [*module._modules, *module._parameters, *module._buffers]
+
+
+class _AutocastInside(ValueError):
+    """A region of the forward pass has another autocast than the call."""
+
+
+def _check_autocast(graph_module: fx.GraphModule) -> None:
+    graphs = [part.graph for part in graph_module.modules() if isinstance(part, fx.GraphModule)]
+    if any("wrap_with_autocast" in str(node.target) for graph in graphs for node in graph.nodes):
+        raise _AutocastInside(
+            "torch.autocast inside of a forward pass is not traced, nor are parts that switch it off where it is on "
+            "around the call; take lowering='eager', or module_dtype and no autocast"
+        )
+
+
+def _open_regions(graph_module: fx.GraphModule) -> None:
+    """Puts the ops of regions under `no_grad` in their place; their results are detached."""
+    for node in list(graph_module.graph.nodes):
+        if node.op == "call_function" and NO_GRADIENT_REGION in str(node.target):
+            _open_region(graph_module, node)
+
+
+def _open_region(graph_module: fx.GraphModule, node: fx.Node) -> None:
+    has_gradients, inner, *arguments = node.args
+    assert isinstance(inner, fx.Node), f"{inner=}"
+    body = getattr(graph_module, str(inner.target))
+    _open_regions(body)
+    copies = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), arguments, strict=True))
+    results: list[Any] = []
+    with graph_module.graph.inserting_before(node):
+        for entry in body.graph.nodes:
+            if entry.op == "output":
+                results = [
+                    _detached(graph_module, copies[n]) if not has_gradients else copies[n] for n in entry.args[0]
+                ]
+            elif entry.op == "get_attr":
+                setattr(graph_module, f"{inner.target}_{entry.target}", getattr(body, entry.target))
+                copies[entry] = graph_module.graph.get_attr(f"{inner.target}_{entry.target}")
+            elif entry.op != "placeholder":
+                copies[entry] = graph_module.graph.node_copy(entry, copies.__getitem__)
+    for user in list(node.users):
+        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+        graph_module.graph.erase_node(user)
+    graph_module.graph.erase_node(node)
+    if not inner.users:
+        graph_module.graph.erase_node(inner)
+
+
+def _detached(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node:
+    detached = graph_module.graph.call_function(torch.ops.aten.detach.default, (node,))
+    detached.meta = copy.copy(node.meta)
+    return detached

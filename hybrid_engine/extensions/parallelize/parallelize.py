@@ -1,0 +1,247 @@
+"""`parallelize`: from a module, a sample and a policy to a module that runs on any number of processes."""
+
+import copy
+import os
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybrid_engine.distributed.processes import (
+    broadcast_module,
+    default_device,
+    gather_objects,
+    get_rank,
+    on_rank_zero,
+)
+from hybrid_engine.distributed.verdict import agree
+from hybrid_engine.extensions.parallelize.alike import name_of
+from hybrid_engine.extensions.parallelize.arguments import agree_on, built_by, check_not_nested
+from hybrid_engine.extensions.parallelize.compute_config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
+from hybrid_engine.extensions.parallelize.eager_module import Carried, EagerModule, class_of, lower_eagerly
+from hybrid_engine.extensions.parallelize.graph.gradient_code import check_hooks
+from hybrid_engine.extensions.parallelize.graph.graph import Graph, build_graph, graph_of_trace
+from hybrid_engine.extensions.parallelize.graph.storing import dump_trace, load_trace, trace_key
+from hybrid_engine.extensions.parallelize.graph.tracing import trace
+from hybrid_engine.extensions.parallelize.kept_files import (
+    Kept,
+    kept_plan,
+    removed_on_error,
+    stored_trace,
+    write_plan,
+    write_trace,
+)
+from hybrid_engine.extensions.parallelize.meshes import build_meshes
+from hybrid_engine.extensions.parallelize.parallel_module import ParallelModule
+from hybrid_engine.extensions.parallelize.planning.named_policies import Policy, check_runs, plan_by
+from hybrid_engine.extensions.parallelize.planning.plan import Plan
+from hybrid_engine.extensions.parallelize.staged_module import StagedModule
+
+SENDS_GRAPH = (BroadcastGenFilesStrategy.ALL, BroadcastGenFilesStrategy.NO_WEIGHTS)
+SENDS_WEIGHTS = (BroadcastGenFilesStrategy.NONE, BroadcastGenFilesStrategy.ALL)
+
+
+def parallelize(
+    module_or_module_class: nn.Module | type[nn.Module],
+    dummy_forward_args: Mapping[str, Any],
+    pas_policy: str | Policy,
+    compute_config: ComputeConfig,
+    *,
+    gen_savedir: str | Path = "./.hybrid_engine",
+    reuse: ReuseType | str = ReuseType.MATCH,
+    instance_name: str | None = None,
+    load_module: bool = True,
+    module_dtype: torch.dtype | None = None,
+    module_fn: Callable[[], nn.Module] | None = None,
+    init_module_params: bool = True,
+    broadcast_strategy: BroadcastGenFilesStrategy | str = "none",
+) -> Any:
+    """A `ParallelModule` for an object, a subclass of it for a class, None with `load_module=False`; collective.
+
+    Rank 0 makes the plan, or reads it from the folder, and all take it. `load_module=False` needs no process group.
+    `broadcast_strategy` says what else they get: the graph, which they do not trace then, weights, files of a node.
+    Parameters are rank 0's, with `init_module_params=False` those of each unit's first process. ValueError, on every
+    rank, where the arguments do not fit, the module cannot be traced, or what lies in the folder is for something else.
+    """
+    if isinstance(module_or_module_class, ParallelModule) or (
+        isinstance(module_or_module_class, type) and issubclass(module_or_module_class, ParallelModule)
+    ):
+        return module_or_module_class
+    given = {
+        "module_or_module_class": module_or_module_class,
+        "dummy_forward_args": dummy_forward_args,
+        "pas_policy": pas_policy,
+        "compute_config": compute_config,
+        "gen_savedir": gen_savedir,
+        "instance_name": instance_name,
+        "load_module": load_module,
+        "module_dtype": module_dtype,
+        "module_fn": module_fn,
+        "init_module_params": init_module_params,
+    }
+    reuse, strategy = agree_on(given, reuse, broadcast_strategy)
+    init_module_params = init_module_params and strategy in SENDS_WEIGHTS
+    is_class = isinstance(module_or_module_class, type)
+
+    def build() -> nn.Module:
+        if not is_class:
+            return module_or_module_class
+        name = "module_or_module_class" if module_fn is None else "module_fn"
+        return built_by(module_fn or module_or_module_class, module_or_module_class, name)
+
+    traced = agree(lambda: _traced(build, is_class, module_dtype))
+    if load_module and not is_class:
+        agree(lambda: _check_initialised(traced, init_module_params))
+    runs_code = compute_config.inference_only or (compute_config.lowering == "eager" and compute_config.plan_ngpus == 1)
+    agree(lambda: None if compute_config.inference_only else check_hooks(traced, runs_code))
+    folder = Path(gen_savedir) / f"{_full_name(traced)}" / (instance_name or "_")
+    content = None
+    with removed_on_error(folder, reuse):
+        if reuse is ReuseType.GRAPH or strategy in SENDS_GRAPH:
+            content = on_rank_zero(
+                lambda: _trace_of(traced, dummy_forward_args, compute_config, folder, reuse, runs_code)
+            )
+            graph = agree(lambda: graph_of_trace(load_trace(content), traced))
+        else:
+            graph = agree(lambda: build_graph(traced, dummy_forward_args, runs_code))
+    kept = on_rank_zero(lambda: _planned(graph, pas_policy, compute_config, folder, reuse))
+    agree(
+        lambda: _send_to_nodes(
+            strategy, folder, kept, trace_key(traced, dummy_forward_args, compute_config.user_config), content
+        )
+    )
+    plan = agree(lambda: Plan.from_json(kept.content, graph))  # of another model on one process it is refused on all
+    is_eager = compute_config.lowering == "eager"
+    carried = agree(lambda: Carried(traced, dummy_forward_args, plan)) if is_eager else None
+    if not load_module:
+        return None
+
+    def built() -> nn.Module:
+        module = build() if is_class else traced
+        _check_initialised(module, init_module_params)
+        return _initialised(module if module_dtype is None else module.to(module_dtype), init_module_params)
+
+    if is_class:
+        return _subclass(module_or_module_class, built, plan, compute_config, carried, dummy_forward_args)
+    meshes = build_meshes(plan, compute_config)
+    if carried is not None:
+        return lower_eagerly(built(), plan, compute_config, meshes, carried)
+    return _class_for(plan)(built(), plan, compute_config, meshes, dummy_forward_args)
+
+
+def _class_for(plan: Plan) -> type[ParallelModule]:
+    return StagedModule if plan.stages else ParallelModule
+
+
+def _traced(build: Callable[[], nn.Module], is_class: bool, dtype: torch.dtype | None) -> nn.Module:
+    """The module whose forward pass is traced: the object itself, one of a class on meta."""
+    with torch.device("meta") if is_class else nullcontext():
+        module = build()
+    check_not_nested(module)
+    return module if dtype is None else module.to(dtype)
+
+
+def _full_name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}".replace("<locals>", "_")
+
+
+def _planned(graph: Graph, policy: str | Policy, config: ComputeConfig, folder: Path, reuse: ReuseType) -> Kept:
+    """The plan as its file holds it: that of the folder where `reuse` says so and it fits, else a new one."""
+    name = policy if isinstance(policy, str) else name_of(policy)
+    return kept_plan(
+        folder,
+        {"graph": graph.hash, "policy": name, **config.to_json()},
+        reuse,
+        lambda content, file: _edited(content, graph, config, file).to_json(),
+        lambda: plan_by(policy, graph, config).to_json(),
+    )
+
+
+def _edited(content: Any, graph: Graph, config: ComputeConfig, file: str) -> Plan:
+    """The plan that lies in the folder, where somebody may have changed it."""
+    plan = Plan.from_json(content, graph, file)
+    try:
+        check_runs(plan, config)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    return plan
+
+
+def _trace_of(
+    module: nn.Module,
+    arguments: Mapping[str, Any],
+    config: ComputeConfig,
+    folder: Path,
+    reuse: ReuseType,
+    runs_code: bool,
+) -> bytes:
+    """The traced forward pass: that of the folder where `reuse` says so and it is of the same, else a new one."""
+    key = trace_key(module, arguments, config.user_config)
+    content = stored_trace(folder, key) if reuse is ReuseType.GRAPH else None
+    if content is None:
+        content = dump_trace(trace(module, arguments, runs_code))
+        write_trace(folder, key, content)
+    return content
+
+
+def _send_to_nodes(
+    strategy: BroadcastGenFilesStrategy, folder: Path, kept: Kept, key: str, content: bytes | None
+) -> None:
+    """Writes what was made now into the folder of every other node, by its first process."""
+    if strategy is BroadcastGenFilesStrategy.NONE or not kept.is_new or get_rank() == 0:
+        return
+    if int(os.environ.get("LOCAL_RANK", get_rank())) == 0:
+        write_plan(folder, kept)
+        if content is not None:
+            write_trace(folder, key, content)
+
+
+def _check_initialised(module: nn.Module, init_module_params: bool) -> None:
+    """ValueError for parameters without values, where these are wanted."""
+    missing = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+    if missing and init_module_params:
+        raise ValueError(
+            f"parameters {missing[:3]} are on meta and have no values; pass init_module_params=False and load a state "
+            "dict, or load_module=False to make the plan alone"
+        )
+
+
+def _initialised(module: nn.Module, init_module_params: bool) -> nn.Module:
+    """The module with rank 0's values where all want such; else each unit's first process gives its own.
+
+    Parameters on meta become empty ones, of a copy.
+    """
+    if all(gather_objects(init_module_params)):
+        broadcast_module(module)
+        return module
+    empty: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device=default_device()), p.requires_grad)
+        for p in module.parameters()
+        if p.is_meta
+    }
+    return copy.deepcopy(module, empty) if empty else module
+
+
+def _subclass(
+    module_class: type[nn.Module],
+    build: Callable[[], nn.Module],
+    plan: Plan,
+    config: ComputeConfig,
+    carried: Carried | None,
+    sample: Mapping[str, Any],
+) -> type[ParallelModule]:
+    """A class whose objects are the parallelised module, each built anew by `build`."""
+    kind = _class_for(plan)
+
+    def __init__(self: ParallelModule) -> None:
+        kind.__init__(self, build(), plan, config, build_meshes(plan, config), sample)
+
+    def __new__(cls: type[EagerModule]) -> EagerModule:
+        return lower_eagerly(build(), plan, config, build_meshes(plan, config), carried, cls)  # type: ignore[arg-type]
+
+    if carried is not None:
+        return class_of(module_class, {"__new__": __new__, "__init__": lambda self: None})
+    return type(f"Parallel{module_class.__name__}", (kind,), {"__init__": __init__})

@@ -1,0 +1,182 @@
+"""What one op costs one rank: its time forward and backward, and what it keeps for the backward pass."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from hybrid_engine.extensions.parallelize.graph.graph import Graph, Op
+from hybrid_engine.extensions.parallelize.graph.rules import OpRule, local_shape
+from hybrid_engine.extensions.parallelize.planning.following import Names
+from hybrid_engine.extensions.parallelize.planning.setting import Setting
+
+WITHOUT_GRADIENT = frozenset({"detach", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones"})
+KEEPS_NOTHING = frozenset(
+    {
+        *("add", "sub", "rsub", "neg", "clone", "to", "_to_copy", "contiguous", "sum", "mean", "cat", "stack", "alias"),
+        *("fill", "constant_pad_nd", "pad", "slice_scatter", "select_scatter", "flip", "roll", "cumsum", "repeat"),
+        *("repeat_interleave", "masked_scatter", "view", "reshape", "squeeze", "unsqueeze", "detach", "lift"),
+        *("floor", "ceil", "round", "trunc", "sign", "index", "index_select", "gather", "native_dropout", "dropout"),
+        *("embedding", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "split", "split_with_sizes", "unbind"),
+    }
+)
+"""Ops whose backward pass needs no floating operand and no result."""
+KEEPS_RESULTS = frozenset(
+    {
+        *("relu", "tanh", "sigmoid", "exp", "exp2", "expm1", "sqrt", "rsqrt", "reciprocal", "softmax", "_softmax"),
+        *("log_softmax", "_log_softmax", "logsumexp", "cumprod", "elu", "selu"),
+    }
+)
+KEEPS_OTHERS = frozenset(
+    {"linear", "mm", "bmm", "matmul", "einsum", "mul", "div", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d"}
+    | {"convolution"}
+)
+"""Ops whose gradient for one operand needs the others alone."""
+KEEPS_MASK = {"where": 0, "masked_fill": 1}
+"""Ops that keep one operand, which says what of the others counts."""
+ATTENTION = "scaled_dot_product_attention"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What an op keeps for its backward pass."""
+
+    operands: frozenset[int] = frozenset()
+    results: bool = False
+    extra_bytes_per_element: float = 0.0
+    """Bytes besides, for each element of its first operand."""
+
+
+NOTHING = Kept()
+
+
+def differentiable(graph: Graph, trains: bool) -> frozenset[str]:
+    """The tensors that have a gradient."""
+    found = set(graph.requires_grad) if trains else set()
+    for op in graph.ops.values():
+        if op.name not in WITHOUT_GRADIENT and any(key in found for key in op.inputs):
+            found |= {key for key in op.outputs if graph.values[key].dtype.is_floating_point}
+    return frozenset(found)
+
+
+def kept_by(op: Op, graph: Graph, with_gradient: frozenset[str]) -> Kept:
+    """What `op` keeps; ops that are not known are taken to keep operands and results."""
+    if not any(key in with_gradient for key in op.outputs) or is_alias(op):
+        return NOTHING
+    if op.name == ATTENTION:
+        return Kept(frozenset({0, 1, 2}), results=True)
+    if op.name in ("cross_entropy_loss", "nll_loss_nd"):
+        return Kept(extra_bytes_per_element=4.0)  # the logarithms of probabilities
+    if op.name in ("native_dropout", "dropout"):
+        return Kept(extra_bytes_per_element=1.0)
+    if op.name in KEEPS_MASK:
+        return Kept(frozenset({KEEPS_MASK[op.name]}))
+    if op.name in KEEPS_RESULTS:
+        return Kept(results=True)
+    if op.name in KEEPS_NOTHING:
+        return NOTHING
+    floating = [position for position, key in enumerate(op.inputs) if graph.values[key].dtype.is_floating_point]
+    if op.name not in KEEPS_OTHERS:
+        return Kept(frozenset(floating), results="::" in op.name)
+    factors = _factors(op)
+    return Kept(frozenset(p for p in factors if any(op.inputs[q] in with_gradient for q in factors if q != p)))
+
+
+def _factors(op: Op) -> range:
+    """The operands that are multiplied: not a bias."""
+    start, end = {"einsum": (0, len(op.inputs)), "addmm": (1, 3), "baddbmm": (1, 3)}.get(op.name, (0, 2))
+    return range(start, min(end, len(op.inputs)))
+
+
+def is_alias(op: Op) -> bool:
+    """Whether the op's result is a view of its first operand, which takes no time and no memory."""
+    result = op.node.meta["val"]
+    sources = [node.meta.get("val") for node in op.node.all_input_nodes]
+    results = [r for r in (result if isinstance(result, list | tuple) else [result]) if isinstance(r, Tensor)]
+    storages = {_storage(source) for source in sources if isinstance(source, Tensor)}
+    return bool(results) and all(_storage(one) in storages for one in results)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@dataclass(frozen=True)
+class Work:
+    """The time of an op on one rank, and the bytes of the largest tensor that it reads or makes."""
+
+    forward_s: float
+    backward_s: float
+    largest_bytes: float
+
+
+def work(op: Op, graph: Graph, names: Names, mesh: Sequence[int], setting: Setting, gradients: frozenset[str]) -> Work:
+    """What a rank does for `op`, split along `names`; `gradients` are the tensors that have one."""
+    weights, device = setting.weights, setting.machine.device
+    reads, writes = op.rule.input_placements(names), op.rule.output_placements(names)
+    sides = []
+    for keys, layouts in ((op.inputs, reads), (op.outputs, writes)):
+        values = [graph.values[key] for key in keys]
+        sides.append(
+            [
+                prod(local_shape(value.shape, layout, mesh)) * weights.itemsize(value.dtype)
+                for value, layout in zip(values, layouts, strict=False)
+            ]
+        )
+    read, written = sides
+    largest = max([*read, *written], default=0.0)
+    if is_alias(op):
+        return Work(0.0, 0.0, 0.0)
+    flops = _flops(op, graph) / split_degree(op.rule, names, mesh)
+    dtype = weights.dtype(graph.values[op.outputs[0]].dtype if op.outputs else torch.float32)
+    forward = device.seconds(flops, sum(read) + sum(written), dtype)
+    wanted = [size for size, key in zip(read, op.inputs, strict=True) if key in gradients]
+    if not wanted or not any(key in gradients for key in op.outputs):
+        return Work(forward, 0.0, largest)
+    # A product is as much work again for each operand that has a gradient; others read what they wrote and write it.
+    share = len(wanted) if flops else 1
+    backward = device.seconds(share * flops, sum(written) + 2 * sum(wanted), dtype)
+    return Work(forward, backward, largest)
+
+
+def exchange_seconds(op: Op, graph: Graph, names: Names, mesh: Sequence[int], setting: Setting) -> float:
+    """The time of what parts of an op exchange while it runs, forward and backward."""
+    on_part = op.rule.on_part_of(names)
+    if on_part is None or not on_part[0].num_reductions:
+        return 0.0
+    value, layout = graph.values[op.inputs[0]], op.rule.input_placements(names)[0]
+    cut = layout[on_part[1][0]]
+    rows = prod(local_shape(value.shape, layout, mesh)) / local_shape(value.shape, layout, mesh)[cut.dim]  # type: ignore[attr-defined]
+    num_bytes = rows * setting.weights.itemsize(value.dtype)
+    seconds = sum(
+        setting.machine.collective_seconds("all_reduce", num_bytes, mesh[axis], prod(mesh[axis + 1 :]))
+        for axis in on_part[1]
+    )
+    return on_part[0].num_reductions * seconds
+
+
+def split_degree(rule: OpRule, names: Names, mesh: Sequence[int]) -> int:
+    """Into how many parts an op's work is cut; terms of a sum are as large as the sum."""
+    return prod(size for name, size in zip(names, mesh, strict=True) if name in rule.sizes)
+
+
+def _flops(op: Op, graph: Graph) -> float:
+    """Two for each multiplication that is added up, 0 for ops that wait for memory alone."""
+    rule = op.rule
+    if op.name == ATTENTION:
+        query, key, value = (graph.values[name].shape for name in op.inputs[:3])
+        causal = 0.5 if op.node.kwargs.get("is_causal") or True in op.node.args[5:6] else 1.0
+        return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1]) * causal
+    contracted = [n for n in rule.annotation.summed if sum(_has(p, n) for p in rule.annotation.inputs) > 1]
+    if not contracted:
+        return 0.0
+    if op.name.startswith("conv"):
+        weight, result = graph.values[op.inputs[1]].shape, graph.values[op.outputs[0]].shape
+        return 2 * prod(result) * prod(weight[1:])
+    return 2 * prod(rule.sizes.values())
+
+
+def _has(pattern: object, name: str) -> bool:
+    return any(name in dim.names for dim in getattr(pattern, "dims", None) or ())

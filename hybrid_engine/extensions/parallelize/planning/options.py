@@ -1,0 +1,179 @@
+"""The options of `autodist`, checked."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from hybrid_engine.extensions.parallelize.compute_config import ComputeConfig
+from hybrid_engine.extensions.parallelize.planning.machine import TABLES, Machine
+from hybrid_engine.extensions.parallelize.planning.setting import Generation, Setting, Weights
+from hybrid_engine.extensions.parallelize.values import COUNT, SWITCH, TEXT, Rule, check, is_count, is_number
+
+SCHEDULERS = ("1f1b", "gpipe")
+"""Those whose time and memory are known to the planner: the fill and drain of a pipeline."""
+ABOVE_ZERO = Rule(lambda value: is_number(value) and value > 0, "a number above 0")
+KINDS: Mapping[Any, Rule] = {
+    int: COUNT,
+    int | None: COUNT,
+    float: ABOVE_ZERO,
+    float | None: ABOVE_ZERO,
+    bool: SWITCH,
+    str: TEXT,
+    str | None: TEXT,
+}
+"""By the type of an option what its value must be; None is allowed where it is the default."""
+MAKES_A_PLAN = ("explore_pipeline", "partition_constraints_path", "recompute_modules", "max_partition_degree")
+"""What a plan that is loaded does not read."""
+SIXTEEN_BITS = ("use_fp16", "use_bf16", "use_memory_efficient_fp16", "use_memory_efficient_bf16")
+DEFAULT_TABLE = "h100"
+
+
+def measured_path() -> Path:
+    """Where `hybrid-engine measure-links` leaves what it measured."""
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "hybrid-engine" / "costs.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """`pas_config` of `autodist`. Names and meanings are nnScaler's; `costs` and `generation` are ours."""
+
+    update_freq: int = 1
+    """Samples of each `train_step`: with stages the micro-batches of the pipeline."""
+    mem_constraint: float | None = None
+    """GB (10^9 bytes) of one device for all that is planned; default: what the device has."""
+    task_name: str = ""
+    """A name that is kept in the plan's notes."""
+    use_fp16: bool = False
+    use_memory_efficient_fp16: bool = False
+    use_bf16: bool = False
+    """16-bit weights with fp32 copies and states in the optimizer."""
+    use_memory_efficient_bf16: bool = False
+    """16-bit weights and states, no copies."""
+    re_profile: bool = False
+    """Whether this process's device is measured now, in place of what the costs say of devices."""
+    verbose: bool = False
+    """Whether the plan is explained on stdout."""
+    load_plan_path: str | None = None
+    """A plan's file, which is taken in place of planning."""
+    save_plan_path: str | None = None
+    """Where the plan's file is written, besides the folder of `parallelize`."""
+    partition_constraints_path: str | None = None
+    """A YAML file of splits that are allowed, by globs of module paths."""
+    recompute_modules: str = ""
+    """Globs of module paths, with commas between them, which are recomputed."""
+    pipeline_pivots: str = ""
+    """Module paths, with commas between them, before which alone a stage may begin."""
+    use_apex_fused_adam_v2: bool = False
+    """Whether the optimizer keeps of fp32 copies the lower 16 bits alone."""
+    explore_pipeline: bool = False
+    """Whether plans of several stages are considered."""
+    pipeline_scheduler: str = "1f1b"
+    parallel_profile: bool = False
+    """For scripts that give one: a profile takes one process seconds."""
+    max_partition_degree: int | None = None
+    """The most processes over which an op is split."""
+    transient_mem_coef: float = 2.0
+    """How many tensors of the largest's size are there at once beside those that are kept."""
+    costs: str | None = None
+    """A table of published figures, or a measured file; default: that of measure-links, else the table h100."""
+    generation: Mapping[str, int] | None = None
+    """`num_tokens`: keys and values that a unit holds at once while it generates; `tensor_parallel`: over how many."""
+
+    def __post_init__(self) -> None:
+        """ValueError names the option, its value, the rule and the remedy."""
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.type in KINDS and not (value is None and one.default is None):
+                check(one.name, value, KINDS[one.type])
+        self._check_together()
+
+    def _check_together(self) -> None:
+        chosen = [name for name in SIXTEEN_BITS if getattr(self, name)]
+        if len(chosen) > 1:
+            raise ValueError(f"{chosen} exclude each other; keep one of them")
+        if self.use_apex_fused_adam_v2 and not (self.use_fp16 or self.use_bf16):
+            raise ValueError(
+                "use_apex_fused_adam_v2=True needs use_bf16 or use_fp16, whose copies it shortens; set one"
+            )
+        if self.pipeline_scheduler not in SCHEDULERS:
+            raise ValueError(f"pipeline_scheduler={self.pipeline_scheduler!r} must be one of {list(SCHEDULERS)}")
+        if self.pipeline_pivots and not self.explore_pipeline:
+            raise ValueError("pipeline_pivots needs explore_pipeline=True; set it, or leave the pivots out")
+        for name in MAKES_A_PLAN if self.load_plan_path is not None else ():
+            if value := getattr(self, name):
+                raise ValueError(
+                    f"load_plan_path takes the plan as it is, {name}={value!r} makes one; leave either out"
+                )
+        if self.generation is not None:
+            self._check_generation(self.generation)
+
+    def _check_generation(self, generation: Mapping[str, int]) -> None:
+        is_complete = isinstance(generation, Mapping) and set(generation) == {"num_tokens", "tensor_parallel"}
+        if not is_complete or not all(is_count(value) for value in generation.values()):
+            raise ValueError(
+                f"generation={generation!r} must have num_tokens and tensor_parallel, each a number of at least 1"
+            )
+
+    @classmethod
+    def of(cls, pas_config: Mapping[str, Any]) -> "Options":
+        """The options of a policy's config, whose free keys begin with `_`."""
+        return cls(**{name: value for name, value in pas_config.items() if not name.startswith("_")})
+
+    @property
+    def weights(self) -> Weights:
+        """The dtypes in which parameters, masters and moments are kept."""
+        return Weights(
+            is_16_bit=any(getattr(self, name) for name in SIXTEEN_BITS),
+            has_masters=self.use_fp16 or self.use_bf16,
+            keeps_remainders=self.use_apex_fused_adam_v2,
+        )
+
+    def check_folder(self) -> None:
+        """ValueError where the plan could not be written in the end."""
+        path = None if self.save_plan_path is None else Path(self.save_plan_path)
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise ValueError(f"save_plan_path={self.save_plan_path!r} must be a file in a folder that there is")
+
+    def machine(self) -> Machine:
+        """The costs that the options name."""
+        if self.costs is None:
+            path = measured_path()
+            return Machine.load(path) if path.is_file() else Machine.named(DEFAULT_TABLE)
+        return Machine.named(self.costs) if self.costs in TABLES or "." not in self.costs else Machine.load(self.costs)
+
+    def setting(self, config: ComputeConfig, machine: Machine) -> Setting:
+        """What plans are made for; ValueError for options that do not go with the config."""
+        for name in ("explore_pipeline", "recompute_modules") if config.lowering == "eager" else ():
+            if value := getattr(self, name):
+                raise ValueError(
+                    f"{name}={value!r} does not go with lowering='eager', which has one stage and leaves recomputing "
+                    "to the model's own gradient checkpointing; leave it out, or pass lowering='graph'"
+                )
+        generation = None
+        if self.generation is not None:
+            generation = Generation(**self.generation)
+            if config.plan_ngpus % generation.tensor_parallel:
+                raise ValueError(
+                    f"generation: tensor_parallel={generation.tensor_parallel} must divide "
+                    f"plan_ngpus={config.plan_ngpus}; change either"
+                )
+        memory = machine.device.memory_bytes if self.mem_constraint is None else self.mem_constraint * 1e9
+        return Setting(
+            machine=machine,
+            plan_ngpus=config.plan_ngpus,
+            num_units=config.num_units,
+            use_zero=config.use_zero,
+            trains=not config.inference_only,
+            weights=self.weights,
+            num_micro_batches=self.update_freq,
+            memory_bytes=memory,
+            transient_coefficient=self.transient_mem_coef,
+            max_partition_degree=self.max_partition_degree or config.plan_ngpus,
+            generation=generation,
+            is_eager=config.lowering == "eager",
+        )
+
+
+OPTION_NAMES = frozenset(one.name for one in fields(Options))

@@ -1,0 +1,260 @@
+"""A plan: how each op of a model is split over the processes of a unit, in which stage it runs, what is recomputed.
+
+    plan = Plan.load("plan.json")
+    plan.place("layers.*.mlp.up", out="n")
+    print(plan.diff(other))
+
+The file is JSON keyed by module paths. It holds decisions alone: costs are computed anew by whoever reads it.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from hybrid_engine.extensions.parallelize.graph.graph import Graph, Op
+from hybrid_engine.extensions.parallelize.pipelining.schedules import check_schedule, stages_each
+from hybrid_engine.extensions.parallelize.pipelining.stage_ops import divide
+from hybrid_engine.extensions.parallelize.planning.following import Names, follow
+from hybrid_engine.extensions.parallelize.planning.plan_contents import (
+    VERSION,
+    check_content,
+    check_decisions,
+    difference,
+    read_content,
+    shapes_of,
+)
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """The decisions, for the graph they were made for."""
+
+    graph: Graph
+    mesh: tuple[int, ...]
+    """The sizes of the axes over which ops are split; their product times the number of stages is `plan_ngpus`."""
+    splits: dict[str, Names] = field(default_factory=dict)
+    """By the key of an op; one that is not here is computed by every rank."""
+    stages: tuple[tuple[str, ...], ...] = ()
+    """For each stage of a pipeline the paths of its modules, in the order in which they run; empty: one stage."""
+    recompute: tuple[str, ...] = ()
+    """Paths, with globs, of modules whose activations are computed again in the backward pass."""
+    num_micro_batches: int = 1
+    schedule: str = "1f1b"
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What its maker says of it; kept in the file and read by nobody else."""
+
+    @property
+    def plan_ngpus(self) -> int:
+        """The number of processes of a unit."""
+        return prod(self.mesh) * max(len(self.stages) // stages_each(self.schedule), 1)
+
+    def split_of(self, op: Op) -> Names:
+        """The names along which `op` is split, by axis."""
+        return self.splits.get(op.key, (None,) * len(self.mesh))
+
+    def place(self, path: str, *, out: str | None, op: str = "*", axis: int = 0) -> list[str]:
+        """Splits the ops of the modules that match the glob `path` along `out`; None: not at all. Their keys.
+
+        `out` is a name of the op's annotation, `+` a sum that stays partial. `op` is a glob of op names. Ops that lack
+        the name stay as they are; ValueError where no op has it, or where it does not divide by the size of the axis.
+        """
+        if not 0 <= axis < len(self.mesh):
+            raise ValueError(f"axis={axis} is none of the mesh {self.mesh}; give 0 to {len(self.mesh) - 1}")
+        found = [o for o in self.graph.ops.values() if fnmatchcase(o.path, path) and fnmatchcase(o.name, op)]
+        if not found:
+            raise ValueError(f"place({path!r}): no module of the graph has an op; {nearest_paths(self.graph, path)}")
+        changed = [o for o in found if out is None or out in o.rule.annotation.candidates]
+        if not changed:
+            texts = sorted({f"{o.name}: {o.rule.annotation}" for o in found})
+            raise ValueError(f"place({path!r}): out={out!r} can be split in none of its ops; they are {texts}")
+        for one in changed:
+            names = list(self.split_of(one))
+            names[axis] = out
+            check_split(one, tuple(names), self.mesh)
+        for one in changed:
+            names = list(self.split_of(one))
+            names[axis] = out
+            self._set(one.key, tuple(names))
+        return [one.key for one in changed]
+
+    def follow(self, path: str = "*") -> list[str]:
+        """Splits each op that nobody placed, of the modules that match the glob, as the results that it reads are.
+
+        An op that would need another layout of one of them, or has partial sums to read, stays as it is. The keys of
+        what changed.
+        """
+        found = follow(self, [op for op in self.graph.ops.values() if fnmatchcase(op.path, path)])
+        for key, names in found.items():
+            self._set(key, names)
+        return list(found)
+
+    def _set(self, key: str, names: Names) -> None:
+        if any(names):
+            self.splits[key] = names
+        else:
+            self.splits.pop(key, None)
+
+    def check(self) -> None:
+        """ValueError where the plan does not fit its graph: it names the op and what is wrong."""
+        check_decisions({name: getattr(self, name) for name in DECISIONS}, "the plan")
+        for key, names in self.splits.items():
+            if key not in self.graph.ops:
+                raise ValueError(f"the plan splits {key!r}, but the model has no such op; remove the line")
+            check_split(self.graph.ops[key], names, self.mesh)
+
+    def check_runs(self) -> None:
+        """ValueError for stages, schedules and micro-batches that cannot be run, and for what would have no effect."""
+        if self.stages:
+            check_schedule(self.schedule, len(self.stages), self.num_micro_batches)
+            self._check_stages()
+            divide(self.graph, self.stages)
+        elif self.schedule != "1f1b":
+            raise ValueError(f"the plan has schedule={self.schedule!r} and no stages; name them, or leave it at '1f1b'")
+        for path in self.recompute:
+            if not any(fnmatchcase(around, path) for op in self.graph.ops.values() for around in _around(op.path)):
+                raise ValueError(f"recompute={path!r} is no module of the graph; {nearest_paths(self.graph, path)}")
+
+    def _check_stages(self) -> None:
+        """ValueError for a path of a stage that is no module, or that two stages have."""
+        known = {path for path, _ in self.graph.original.named_modules()}
+        known |= {around for op in self.graph.ops.values() for around in _around(op.path)}
+        stage_of: dict[str, int] = {}
+        for number, paths in enumerate(self.stages):
+            for path in paths:
+                if path not in known:
+                    raise ValueError(
+                        f"stages[{number}] has {path!r}, which is no module; {nearest_paths(self.graph, path)}"
+                    )
+                if stage_of.setdefault(path, number) != number:
+                    raise ValueError(f"stages {stage_of[path]} and {number} have {path!r}; leave it in one of them")
+
+    def diff(self, other: "Plan") -> str:
+        """What differs between this plan and another, one line each; empty if nothing does."""
+        lines = []
+        for name in ("mesh", "stages", "recompute", "num_micro_batches", "schedule"):
+            one, two = getattr(self, name), getattr(other, name)
+            if one != two:
+                lines.append(f"{name}: {one} -> {two}")
+        keys = [key for key in self.graph.ops if key in self.splits or key in other.splits]
+        keys += [key for key in other.graph.ops if key not in self.graph.ops and key in other.splits]
+        for key in keys:
+            one, two = (_words(plan.splits.get(key)) for plan in (self, other))
+            if one != two:
+                lines.append(f"{key}: {one} -> {two}")
+        return "\n".join(lines)
+
+    def for_graph(self, graph: Graph) -> "Plan":
+        """The plan's decisions for arguments of other shapes, or the other mode; ValueError for another model.
+
+        An op whose dimension does not divide there is computed whole by every rank. Ops that this graph alone has, as
+        those of dropout in training, are split as what they read.
+        """
+        if self.graph.signature != graph.signature and _uses_of_weights(self.graph) != _uses_of_weights(graph):
+            raise ValueError(f"the plan is for another model: {difference(self.graph, graph)}")
+        there = {key: names for key, names in self.splits.items() if key in graph.ops}
+        fitting = {key: names for key, names in there.items() if _fits(graph.ops[key], names, self.mesh)}
+        plan = Plan(graph=graph, **{name: getattr(self, name) for name in DECISIONS} | {"splits": fitting})
+        for key, names in follow(plan, [op for key, op in graph.ops.items() if key not in self.graph.ops]).items():
+            plan._set(key, names)
+        return plan
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as its file holds it."""
+        ops: dict[str, dict[str, Any]] = {}
+        for key in (key for key in self.graph.ops if key in self.splits):
+            path, op = key.split(":", 1)
+            ops.setdefault(path, {})[op] = list(self.splits[key])
+        return {
+            "version": VERSION,
+            "model": self.graph.signature,
+            "parameters": shapes_of(self.graph),
+            "mesh": list(self.mesh),
+            "stages": [list(stage) for stage in self.stages],
+            "recompute": list(self.recompute),
+            "num_micro_batches": self.num_micro_batches,
+            "schedule": self.schedule,
+            "notes": self.notes,
+            "splits": ops,
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan's file."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path, graph: Graph) -> "Plan":
+        """The plan of a file, for `graph`; ValueError for another model's, another version's or a wrong one."""
+        return cls.from_json(read_content(Path(path)), graph, str(path))
+
+    @classmethod
+    def from_json(cls, content: Any, graph: Graph, source: str = "the plan") -> "Plan":
+        """The plan that `to_json` gave."""
+        check_content(content, graph, source)
+        check_decisions({name: content[name] for name in DECISIONS if name != "splits"}, source)
+        splits = {f"{p}:{op}": tuple(names) for p, ops in content["splits"].items() for op, names in ops.items()}
+        plan = cls(
+            graph=graph,
+            mesh=tuple(content["mesh"]),
+            splits=splits,
+            stages=tuple(tuple(stage) for stage in content["stages"]),
+            recompute=tuple(content["recompute"]),
+            num_micro_batches=content["num_micro_batches"],
+            schedule=content["schedule"],
+            notes=content["notes"],
+        )
+        plan.check()
+        return plan
+
+
+DECISIONS = ("mesh", "splits", "stages", "recompute", "num_micro_batches", "schedule", "notes")
+
+
+def _uses_of_weights(graph: Graph) -> dict[str, set[tuple[str, Sequence[int]]]]:
+    """By module, the names and shapes of the parameters that its ops read: in evaluation these may be other ops."""
+    parameters = graph.of_kind("parameter")
+    found: dict[str, set[tuple[str, Sequence[int]]]] = {}
+    for op in graph.ops.values():
+        for key in parameters.keys() & set(op.inputs):
+            found.setdefault(op.path, set()).add((key, tuple(parameters[key].shape)))
+    return found
+
+
+def _around(path: str) -> list[str]:
+    """The paths of a module and of all those around it."""
+    parts = path.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+
+
+def _fits(op: Op, names: Names, mesh: Sequence[int]) -> bool:
+    known = all(name is None or name in op.rule.annotation.candidates for name in names)
+    return known and op.rule.can_split(names, mesh)
+
+
+def check_split(op: Op, names: Sequence[str | None], mesh: Sequence[int]) -> None:
+    """ValueError unless `op` can be split along `names` over the axes of `mesh`."""
+    if len(names) != len(mesh):
+        raise ValueError(f"{op.key}: {list(names)} must have one entry for each axis of the mesh {list(mesh)}")
+    unknown = [name for name in names if name is not None and name not in op.rule.annotation.candidates]
+    if unknown:
+        possible = list(op.rule.annotation.candidates)
+        raise ValueError(
+            f"{op.key} ('{op.rule.annotation}') cannot be split along {unknown[0]!r}; take one of {possible}"
+        )
+    if not op.rule.can_split(names, mesh):
+        sizes = {name: op.rule.sizes.get(name) for name in names if name}
+        raise ValueError(f"{op.key}: sizes {sizes} must divide by the mesh {list(mesh)}; split along another name")
+
+
+def _words(names: Names | None) -> str:
+    return ", ".join(name or "whole" for name in names) if names else "whole"
+
+
+def nearest_paths(graph: Graph, path: str) -> str:
+    """What to say of a glob that matches no module."""
+    near = get_close_matches(path, sorted({op.path for op in graph.ops.values()}), 3, 0.3)
+    return f"the nearest are {near}" if near else "see graph.ops for the paths"

@@ -1,0 +1,93 @@
+"""What a plan costs as it stands, whoever made it: seconds of a step, and bytes at each moment, by stage."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from hybrid_engine.extensions.parallelize.graph.graph import Graph, Op
+from hybrid_engine.extensions.parallelize.planning.blocks import recomputed_ops, stage_ops
+from hybrid_engine.extensions.parallelize.planning.choices import choices_of
+from hybrid_engine.extensions.parallelize.planning.cost import Cost, peaks
+from hybrid_engine.extensions.parallelize.planning.generating import generation_bytes
+from hybrid_engine.extensions.parallelize.planning.layouts import split_order
+from hybrid_engine.extensions.parallelize.planning.plan import Plan
+from hybrid_engine.extensions.parallelize.planning.setting import Setting
+from hybrid_engine.extensions.parallelize.planning.space import Space
+from hybrid_engine.extensions.parallelize.planning.stages import pipeline_seconds
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """What one stage costs one of its ranks."""
+
+    cost: Cost
+    seconds: float
+    """Of a micro-batch, with its part of what happens once a step."""
+    peaks: Mapping[str, float]
+    """Bytes, by the moments of a step."""
+    by_op: Mapping[str, Cost]
+
+
+@dataclass(frozen=True)
+class PlanCosts:
+    """What a step under a plan costs in time and memory, by its parts."""
+
+    plan: Plan
+    stages: tuple[StageCosts, ...]
+    seconds: float
+    """Of a step of the optimizer."""
+
+    @property
+    def peak_bytes(self) -> float:
+        """Peak bytes of the rank that needs most."""
+        return max(max(stage.peaks.values()) for stage in self.stages)
+
+
+def plan_costs(plan: Plan, setting: Setting) -> PlanCosts:
+    """The costs of a plan, computed op by op."""
+    recomputed = recomputed_ops(plan.graph, plan.recompute)
+    groups = stage_ops(plan)
+    micro = setting.num_micro_batches if len(groups) == 1 else plan.num_micro_batches
+    setting = replace(setting, num_micro_batches=micro)
+    stages = []
+    for number, ops in enumerate(groups):
+        flying = in_flight(plan.schedule, len(groups), number, micro)
+        inside = replace(setting, in_flight=flying)
+        own = {op.key: recomputed[op.key] for op in ops if op.key in recomputed}
+        order = split_order(plan.graph, plan)
+        space = Space(plan.graph, plan.mesh, inside, choices_of(plan), ops=ops, recomputed=own, order=order)
+        assignment = [0] * len(space.classes)
+        cost, largest = space.evaluate(assignment)
+        arriving = transfer_seconds(plan.graph, setting, ops, space.gradients) if number else 0.0
+        constants = generation_bytes(plan.graph, setting, ops, prod(plan.mesh))
+        stages.append(
+            StageCosts(
+                cost,
+                cost.seconds(micro) / micro + arriving,
+                peaks(cost, largest, inside, constants),
+                space.by_op(assignment),
+            )
+        )
+    times = [stage.seconds for stage in stages]
+    return PlanCosts(plan, tuple(stages), pipeline_seconds([sum(times), max(times)], micro))
+
+
+def in_flight(schedule: str, num_stages: int, stage: int, num_micro_batches: int) -> int:
+    """Micro-batches whose activations a stage keeps at once."""
+    if num_stages == 1:
+        return 1
+    return num_micro_batches if schedule == "gpipe" else min(num_stages - stage, num_micro_batches)
+
+
+def transfer_seconds(graph: Graph, setting: Setting, ops: Sequence[Op], gradients: frozenset[str]) -> float:
+    """The seconds for what comes from other stages to arrive in the one that begins with `ops`, and to go back."""
+    made = {key for op in ops for key in op.outputs}
+    values = {key: graph.values[key] for op in ops for key in op.inputs if key not in made}
+    link = setting.machine.near["all_gather"]
+    total = 0.0
+    for key, value in values.items():
+        if value.kind == "result":
+            ways = 2 if key in gradients else 1
+            size = value.num_bytes / value.dtype.itemsize * setting.weights.itemsize(value.dtype)
+            total += ways * (link.latency_s + size / link.bytes_per_s)
+    return total

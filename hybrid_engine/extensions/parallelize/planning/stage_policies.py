@@ -1,0 +1,140 @@
+"""Policies with stages: `pp`, one process each, and `hybrid`, which splits the batch inside of them besides."""
+
+from collections.abc import Sequence
+
+from hybrid_engine.extensions.parallelize.compute_config import ComputeConfig
+from hybrid_engine.extensions.parallelize.graph.graph import Graph, Op
+from hybrid_engine.extensions.parallelize.pipelining.schedules import check_name, check_schedule, stages_each
+from hybrid_engine.extensions.parallelize.pipelining.stage_ops import stage_of_path
+from hybrid_engine.extensions.parallelize.planning.plan import Plan
+from hybrid_engine.extensions.parallelize.planning.policies import batch_plan, replicated_plan
+from hybrid_engine.extensions.parallelize.values import COUNT, check
+
+STAGE_OPTIONS = frozenset({"pipeline_nmicros", "pipeline_scheduler", "pipeline_nstages"})
+
+
+def stages_of_equal_size(graph: Graph, config: ComputeConfig) -> Plan:
+    """`pp`: as many stages as processes (two each with 1f1b_interleaved) of about as many parameters."""
+    schedule = check_pipeline(config)
+    plan = replicated_plan(graph, (1,))
+    return _with_stages(plan, config, schedule, config.plan_ngpus * stages_each(schedule))
+
+
+def stages_and_batch(graph: Graph, config: ComputeConfig) -> Plan:
+    """`hybrid`: `pipeline_nstages` stages, in which dimension 0 is split over the processes of each."""
+    schedule, num_stages = check_pipeline_and_batch(config)
+    num_groups = num_stages // stages_each(schedule)
+    return _with_stages(batch_plan(graph, (config.plan_ngpus // num_groups,)), config, schedule, num_stages)
+
+
+def check_pipeline(config: ComputeConfig) -> str:
+    """The schedule; ValueError for one that there is not, and for a number of micro-batches that is none."""
+    schedule: str = config.pas_config.get("pipeline_scheduler", "infer_pipe" if config.inference_only else "1f1b")
+    check_name(schedule)
+    if "pipeline_nmicros" in config.pas_config:
+        check("pipeline_nmicros", config.pas_config["pipeline_nmicros"], COUNT)
+    return schedule
+
+
+def check_pipeline_and_batch(config: ComputeConfig) -> tuple[str, int]:
+    """The schedule and the number of stages; ValueError where processes cannot be shared out to them evenly."""
+    schedule = check_pipeline(config)
+    num_stages = config.pas_config.get("pipeline_nstages", config.plan_ngpus * stages_each(schedule))
+    check("pipeline_nstages", num_stages, COUNT)
+    num_groups = num_stages // stages_each(schedule)
+    if num_groups < 1 or num_stages % stages_each(schedule) or config.plan_ngpus % num_groups:
+        raise ValueError(
+            f"pipeline_nstages={num_stages!r} must share plan_ngpus={config.plan_ngpus} out evenly; take a divisor"
+        )
+    if "pipeline_nmicros" not in config.pas_config:
+        raise ValueError("policy 'hybrid' needs pas_config['pipeline_nmicros'], the number of micro-batches; give it")
+    return schedule, num_stages
+
+
+def _with_stages(plan: Plan, config: ComputeConfig, schedule: str, num_stages: int) -> Plan:
+    plan.num_micro_batches = config.pas_config.get("pipeline_nmicros", num_stages)
+    if num_stages > 1:
+        check_schedule(schedule, num_stages, plan.num_micro_batches)
+        plan.schedule, plan.stages = schedule, equal_stages(plan.graph, num_stages)
+    return plan
+
+
+def equal_stages(graph: Graph, num_stages: int) -> tuple[tuple[str, ...], ...]:
+    """The modules in the order in which they run, in stages of about as many parameters; the largest is the smallest.
+
+    A module is a layer of a list (`layers.3`) or one that is in none; those that run in turns stay together. ValueError
+    where there are fewer than stages.
+    """
+    sizes = _sizes(graph)
+    groups = _apart(graph, list(sizes))
+    if len(groups) < num_stages:
+        raise ValueError(
+            f"the model has {len(groups)} modules that run one after the other, {[' with '.join(g) for g in groups]}, "
+            f"for {num_stages} stages; ask for fewer"
+        )
+    ends = _smallest_largest([sum(sizes[path] for path in group) for group in groups], num_stages)
+    return tuple(
+        tuple(path for group in groups[start:end] for path in group)
+        for start, end in zip([0, *ends], ends, strict=False)
+    )
+
+
+def _apart(graph: Graph, paths: Sequence[str]) -> list[list[str]]:
+    """The modules, those in one group that cannot be in different stages: one reads what a later one made."""
+    single = tuple((path,) for path in paths)
+    latest: dict[str, int] = {}  # by tensor, the last module that was needed to make it
+    with_next = set[int]()
+    for op in graph.ops.values():
+        read = max((latest.get(key, -1) for key in op.inputs), default=-1)
+        place = stage_of_path(op.path, single)
+        if place is not None:
+            with_next.update(range(place, read))
+        latest |= dict.fromkeys(op.outputs, read if place is None else max(read, place))
+    groups: list[list[str]] = []
+    for number, path in enumerate(paths):
+        if number - 1 in with_next:
+            groups[-1].append(path)
+        else:
+            groups.append([path])
+    return groups
+
+
+def _sizes(graph: Graph) -> dict[str, int]:
+    """Elements of the parameters that each module reads first, and one for each op, by path."""
+    sizes: dict[str, int] = {}
+    seen: set[str] = set()
+    is_made_of_parameters: set[str] = set()
+    for op in graph.ops.values():
+        reads = [key for key in op.inputs if graph.values[key].kind == "parameter" or key in is_made_of_parameters]
+        if not reads:
+            continue
+        is_made_of_parameters |= set(op.outputs)
+        path = _layer(op)
+        if path:
+            new = {key for key in op.inputs if graph.values[key].kind == "parameter"} - seen
+            seen |= new
+            sizes[path] = sizes.get(path, 0) + 1 + sum(graph.values[key].num_bytes for key in new)
+    # Ops of a module around others run where what they read is there.
+    return {path: size for path, size in sizes.items() if not any(other.startswith(f"{path}.") for other in sizes)}
+
+
+def _layer(op: Op) -> str:
+    """The path up to the first number in it."""
+    parts = op.path.split(".")
+    numbers = [position for position, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0] + 1]) if numbers else op.path
+
+
+def _smallest_largest(sizes: Sequence[int], num_stages: int) -> list[int]:
+    """Where the stages end whose largest sum is smallest, each with at least one."""
+    best: list[list[tuple[float, list[int]]]] = [[(float("inf"), [])] * (len(sizes) + 1) for _ in range(num_stages + 1)]
+    best[0][0] = (0.0, [])
+    for stage in range(1, num_stages + 1):
+        for end in range(stage, len(sizes) + 1):
+            options = (
+                (max(best[stage - 1][start][0], sum(sizes[start:end])), [*best[stage - 1][start][1], end])
+                for start in range(stage - 1, end)
+                if best[stage - 1][start][0] < float("inf")
+            )
+            best[stage][end] = min(options, default=(float("inf"), []))
+    return best[num_stages][len(sizes)][1]

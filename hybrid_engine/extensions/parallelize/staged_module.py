@@ -1,0 +1,152 @@
+"""A module whose plan has stages: this process holds the parameters of its stages, samples run through all of them."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from hybrid_engine.distributed.verdict import agree
+from hybrid_engine.extensions.parallelize.graph.graph import Graph
+from hybrid_engine.extensions.parallelize.parallel_module import Latest, ParallelModule
+from hybrid_engine.extensions.parallelize.pipelining.pipeline import Pipeline, StageRunner
+from hybrid_engine.extensions.parallelize.pipelining.stage_ops import StageOps, divide
+
+
+class StagedModule(ParallelModule):
+    """A `ParallelModule` in stages; `train_step` and `infer_step`, or an engine's `train_batch`, run it."""
+
+    def __init__(self, *parts: Any):
+        """Takes what `ParallelModule` takes."""
+        super().__init__(*parts)
+        self.__dict__["_pipelines"], self.__dict__["_runner"] = Latest(), None
+
+    def _remade_state(self) -> dict[str, Any]:
+        return {**super()._remade_state(), "_pipelines": Latest(), "_runner": None}
+
+    def _names_here(self) -> frozenset[str]:
+        return frozenset().union(*(stage.held for stage in self._own_stages(self.plan.graph).values()))
+
+    @property
+    def unit_size(self) -> int:
+        """Processes that compute this module together."""
+        return self.compute_config.plan_ngpus
+
+    @property
+    def num_stages(self) -> int:
+        """How many consecutive parts of a unit hold stages."""
+        assert self.meshes.stages is not None
+        return self.meshes.stages.size()
+
+    def adopt(self, mesh: DeviceMesh) -> None:
+        """Puts the parts over `mesh`, of the same processes in the same order, in the place of the unit's mesh."""
+        super().adopt(mesh)
+        self._pipelines.clear()
+
+    def stages_of(self, path: str) -> frozenset[int]:
+        """The stages that hold parameters of the original's module at `path`."""
+        names = {self.canonical(f"{path}.{name}") for name, _ in self._original.get_submodule(path).named_parameters()}
+        stages = divide(self.plan.graph, self.plan.stages)
+        return frozenset(number for number, stage in enumerate(stages) if stage.held & names)
+
+    def shared_by_stages(self) -> dict[tuple[int, ...], list[str]]:
+        """By the processes of a pipeline that hold copies, the names of parameters that several stages read."""
+        found: dict[tuple[int, ...], list[str]] = {}
+        stages = divide(self.plan.graph, self.plan.stages)
+        for name in self.plan.graph.of_kind("parameter"):
+            holders = {number % self.num_stages for number, stage in enumerate(stages) if name in stage.held}
+            if len(holders) > 1:
+                found.setdefault(tuple(sorted(holders)), []).append(name)
+        return found
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """This process's stage of a micro-batch, inside of a step; ValueError elsewhere."""
+        return super().forward(*args, **kwargs) if self._runner is None else self._runner(*args, **kwargs)
+
+    def _own_stages(self, graph: Graph) -> dict[int, StageOps]:
+        """The stages of this process by their numbers."""
+        assert self.meshes.stages is not None
+        stages = divide(graph, self.plan.stages)
+        return {
+            number: stages[number]
+            for number in range(self.meshes.stages.get_local_rank(), len(stages), self.num_stages)
+        }
+
+    def _fails_on_all(self) -> bool:
+        return self.meshes.unit is None
+
+    def _times_read(self) -> dict[int, int]:
+        held = self.held()
+        return Counter(id(held[name]) for stage in self._own_stages(self.plan.graph).values() for name in stage.held)
+
+    def _run_samples(self, samples: Sequence[Any], loss: Callable[[Any, int], Tensor] | None) -> list[Any]:
+        return self._run_together(lambda: [self._arguments(sample) for sample in samples], loss)
+
+    def run_batches(
+        self, batches: Sequence[Any], loss: Callable[[Any, int], Tensor] | None, returns_results: bool = True
+    ) -> list[Any]:
+        """The results of `batches`, as many as micro-batches, on all processes; with `loss` gradients are added up.
+
+        Each is a mapping of arguments of the original's forward by name, or its first argument. `loss` makes of a
+        result and its place what the backward pass starts from, on the last stage. Without `returns_results` there are
+        none. Collective; an error of one process is raised on all.
+        """
+        return self._run_together(
+            lambda: [
+                self._arguments(**batch) if isinstance(batch, Mapping) else self._arguments(batch) for batch in batches
+            ],
+            loss,
+            returns_results,
+        )
+
+    def _run_together(
+        self,
+        arguments_of: Callable[[], list[dict[str, Any]]],
+        loss: Callable[[Any, int], Tensor] | None,
+        returns_results: bool = True,
+    ) -> list[Any]:
+        with torch.set_grad_enabled(loss is not None):
+            arguments, pipeline, graph = agree(lambda: self._prepared(arguments_of()))
+            self._check_same_input(arguments[0])
+
+        def loss_of(outputs: Sequence[Tensor | None], position: int) -> Tensor:
+            assert loss is not None
+            return loss(graph.result_of(outputs), position)
+
+        if len(pipeline.runners) == 1:
+            self.__dict__["_runner"] = next(iter(pipeline.runners.values()))
+        try:
+            inputs = [graph.inputs_of(entry) for entry in arguments]
+            with self._overlapping(len(inputs)) if loss is not None else nullcontext():
+                results = pipeline.run(inputs, loss_of if loss is not None else None, returns_results)
+        finally:
+            self.__dict__["_runner"] = None
+        return [graph.result_of(outputs) for outputs in results]
+
+    def _prepared(self, arguments: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], Pipeline, Graph]:
+        if len(arguments) != self.plan.num_micro_batches:
+            raise ValueError(
+                f"{len(arguments)} samples are given; with stages there must be as many as pipeline_nmicros="
+                f"{self.plan.num_micro_batches}"
+            )
+        self._check_runs()
+        if len({self._key(entry) for entry in arguments}) > 1:
+            raise ValueError("with stages all samples of a step must have the same shapes; pad them to one length")
+        return arguments, *self._pipeline_for(arguments[0])
+
+    def _pipeline_for(self, arguments: dict[str, Any]) -> tuple[Pipeline, Graph]:
+        """The stages of this process for samples of these shapes."""
+
+        def made() -> tuple[Pipeline, Graph]:
+            plan, graph = self._planned(arguments)
+            folds = self.compute_config.constant_folding
+            runners = {
+                number: StageRunner(graph, plan, self.meshes, stage, self.held, self.together, folds)
+                for number, stage in self._own_stages(graph).items()
+            }
+            return Pipeline(graph, plan, self.meshes, runners, self), graph
+
+        return self._pipelines.get_or(self._key(arguments), made)

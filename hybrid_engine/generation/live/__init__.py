@@ -1,0 +1,1 @@
+"""Live batches: sequences join and leave while the batch runs."""

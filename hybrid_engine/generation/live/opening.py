@@ -1,0 +1,239 @@
+"""Opens live batches: weights gathered, adapters fused, a KV workspace taken for sequences that are still to come."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from hybrid_engine.config import HybridEngineConfig
+from hybrid_engine.config.checks import check_integer
+from hybrid_engine.config.notices import say_once
+from hybrid_engine.containers.model import InferenceModel
+from hybrid_engine.containers.streams import on_device
+from hybrid_engine.distributed.presence import naming_who_left
+from hybrid_engine.generation.backend import ContainerRollouts
+from hybrid_engine.generation.batching.demand import BLOCK_SIZE, MAX_RUNNING
+from hybrid_engine.generation.batching.plan import Plan, plan_rollout
+from hybrid_engine.generation.batching.sequence import Prompt, Sequence
+from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.live.adapters import AdapterBatches, FusedAdapter, split_workspace
+from hybrid_engine.generation.live.batch import LiveBatch
+from hybrid_engine.generation.live.link import LiveLink
+from hybrid_engine.generation.live.own import open_own
+from hybrid_engine.generation.live.shared import LeadingBatch
+from hybrid_engine.generation.live.staged import StagedBatch
+from hybrid_engine.generation.live.streamed import StreamedBatch
+from hybrid_engine.generation.memory.budget import MemoryLimit
+from hybrid_engine.generation.options import GenerationOptions
+from hybrid_engine.generation.pipeline.rollouts import StageRollouts
+from hybrid_engine.generation.pipeline.turns import OrderedTurns
+
+
+@contextmanager
+def live_batch(
+    generator: Generator,
+    longest: int | None = None,
+    max_running: int | None = None,
+    link: LiveLink | None = None,
+    adapters: tuple[str, ...] = (),
+    caller: str = "serving()",
+    memory: MemoryLimit | None = None,
+) -> Iterator[LiveBatch]:
+    """Inside, the weights are gathered, LoRA fused and the KV workspace taken for a batch that is empty at first.
+
+    Collective where weights are sharded or shared: each process that has a whole model has a batch of its own, those
+    that share one have the same, which one of them leads.
+
+    Args:
+        generator: whose module is in eval mode.
+        longest: tokens of prompt and answer together; None: as many as the model and `max_out_tokens` allow and memory
+            holds.
+        max_running: sequences that decode at once; None: as many as in a rollout.
+        link: of the processes that share the model.
+        adapters: of a peft model, each with a batch of its own beside that of the base model; empty: the active one is
+            fused, as in a rollout.
+        caller: the function or command that errors and notices name.
+        memory: for the KV workspace; None: as for a rollout.
+
+    Raises:
+        ValueError: the model is in another live batch; it has no containers, and processes share it or `adapters` are
+            wanted; several processes share it and there is no link; or there is no memory for one sequence.
+    """
+    partners = generator.partners
+    # A thread of a live batch starts on device 0.
+    with on_device(generator.device), torch.inference_mode(False), torch.no_grad(), ExitStack() as release:
+        if generator.model is None and link is None and not adapters:
+            own = partners.agree(lambda: _open_own(generator, longest, release, caller))
+            generator.is_live = True
+            release.callback(setattr, generator, "is_live", False)
+            say_once(f"sequences are answered one by one, by the model's own generate(): {generator.fallback_reason}")
+            yield own
+            return
+        spare = partners.agree(lambda: _spare_bytes(generator, memory))
+        of_all = generator.group.gather_objects(Memory(spare, generator.memory.training_bytes))
+        num_parts = len(adapters) + 1 if adapters else 1
+        asked = Asked(longest, max_running, link is not None, num_parts, caller)
+        plan = partners.agree(lambda: _plan(generator, asked, of_all))
+        native = generator.native
+        assert native is not None
+        num_blocks = num_parts * (plan.num_blocks + native.num_reserved_blocks) - native.num_reserved_blocks
+        whole = replace(plan, num_blocks=num_blocks)
+        kv = partners.agree(lambda: native.gather(whole, release, is_recorded=not adapters))
+        generator.is_live = True
+        release.callback(setattr, generator, "is_live", False)
+        if generator.gatherer.is_streamed:
+            strategy = partners.agree(lambda: native.start(plan, kv))
+            say_once(f"{caller}: layers are gathered one by one on every turn, with those of all processes")
+            streamed = StreamedBatch(native.model, strategy, plan.longest + 1, native, partners)
+            with streamed.leaving():
+                yield streamed
+            return
+        if adapters and generator.group.slices is not None:  # groups of processes switch at times of their own
+            release.enter_context(generator.group.slices.keeping())
+        batch = partners.agree(lambda: _open(generator, native, plan, kv, adapters, release))
+        if link is None:
+            yield batch
+            return
+        release.enter_context(naming_who_left(caller))
+        if link.is_leader:
+            release.enter_context(link.leading())
+            yield LeadingBatch(batch, link)
+        else:
+            yield batch
+
+
+def _open(
+    generator: Generator,
+    native: ContainerRollouts,
+    plan: Plan,
+    kv: torch.Tensor,
+    adapters: tuple[str, ...],
+    release: ExitStack,
+) -> LiveBatch:
+    """The batch of whole weights, or one for each of `adapters` and one for the base model, each with its part of `kv`.
+
+    What is to be given back goes on `release`.
+    """
+    if not adapters:
+        return _open_one(native, plan, kv)
+    fused = FusedAdapter(generator.module, native.model)
+    release.callback(fused.give_back)
+    names: tuple[str | None, ...] = (None, *adapters)
+    batches: dict[str | None, LiveBatch] = {}
+    for name, part in zip(names, split_workspace(kv, native.model, plan, len(names)), strict=True):
+        fused.fuse(name)
+        # A graph holds addresses, which fusing anew may change; on a CPU they last.
+        batches[name] = _open_one(native, plan, part, is_recorded=kv.device.type == "cpu")
+    return AdapterBatches(batches, fused)
+
+
+def _open_one(native: ContainerRollouts, plan: Plan, kv: torch.Tensor, is_recorded: bool = True) -> LiveBatch:
+    model, longest = native.model, plan.longest + 1
+    if not isinstance(native, StageRollouts):
+        return LiveBatch(model, native.start(plan, kv, is_recorded=is_recorded), longest)
+    batches = native.start_live(plan, kv)
+    return StagedBatch(
+        model, batches, longest, OrderedTurns(native.model.links, model.dtype, len(batches), native.peers)
+    )
+
+
+class Memory(NamedTuple):
+    """What memory one process has for a live batch, in bytes."""
+
+    spare: int
+    """For the KV workspace."""
+    training: int
+    """That training will take of them."""
+
+
+class Asked(NamedTuple):
+    """A live batch as it is asked for; the first two fields as `live_batch` takes them."""
+
+    longest: int | None
+    max_running: int | None
+    is_linked: bool
+    num_parts: int
+    """Workspaces, one for each adapter and the base model."""
+    caller: str
+
+
+def _check_free(generator: Generator, caller: str) -> None:
+    if generator.is_live:
+        raise ValueError(f"{caller}: the model is in a live batch already, of serving() or generate_async(); end that")
+
+
+def _spare_bytes(generator: Generator, limit: MemoryLimit | None) -> int:
+    if limit is None:
+        return generator.memory.spare_bytes(generator.model)
+    return generator.memory.served_bytes(generator.model, limit)
+
+
+def _open_own(generator: Generator, longest: int | None, release: ExitStack, caller: str) -> LiveBatch:
+    _check_free(generator, caller)
+    return open_own(generator, longest, release, caller)
+
+
+def _plan(generator: Generator, asked: Asked, memory: list[Memory]) -> Plan:
+    """A KV workspace, one of `num_parts`, for as many sequences as are asked for, or as there is memory for."""
+    config, model, native = generator.config, generator.model, generator.native
+    longest, max_running, is_linked, num_parts, caller = asked
+    _check_free(generator, caller)
+    if model is None or native is None:
+        kind, remedy = "several adapters at once", "serve one"
+        if num_parts == 1:
+            kind, remedy = f"{generator.group.size} processes that share them", f"set {generator.group.remedy}"
+        raise ValueError(
+            f"{caller}: {generator.fallback_reason}, and only models with containers serve {kind}; {remedy}"
+        )
+    if generator.group.size > 1 and not is_linked:
+        raise ValueError(
+            f"{caller}: processes share the model, and requests come to one process alone; use serving(), or a process "
+            "with room for the model"
+        )
+    if generator.gatherer.is_streamed and (is_linked or num_parts > 1):
+        raise ValueError(
+            f"{caller}: layers are gathered one by one, which serves neither processes that share the model nor "
+            "several adapters; use more processes, or serve one adapter"
+        )
+    limit = min(config.max_out_tokens, (model.max_positions or config.max_out_tokens) + 1)
+    is_free = longest is None
+    longest = limit if longest is None else longest
+    check_integer("longest", longest, 2, limit)
+    rows = config.max_running or MAX_RUNNING.get(generator.device.type, 256) if max_running is None else max_running
+    check_integer("max_running", rows, 1)
+    spare, training = min(process.spare for process in memory) // num_parts, max(each.training for each in memory)
+    if generator.exact is None:
+        # The next turn of a conversation goes on from the blocks of the last. On a CPU, where a rollout gives each
+        # sequence one block that is its own, small ones took 0.97 to 1.03 of the seconds of CPU.
+        config = replace(config, kv_block_size=config.kv_block_size or BLOCK_SIZE)
+    num_held = _most_tokens(model, config, spare, native.num_reserved_blocks)
+    longest = max(2, min(longest, num_held)) if is_free else longest
+    if longest > num_held:
+        raise ValueError(
+            f"longest={longest}: a prompt and its answer of so many tokens do not fit into {spare:,} bytes, which hold "
+            f"{num_held} tokens; lower it, ask for shorter answers (max_new_tokens), raise memory or free some"
+        )
+    options = GenerationOptions(max_new_tokens=longest - 1)
+    shapes = [Sequence(Prompt([0]), row, options) for row in range(rows)]
+    plan = plan_rollout(model, shapes, options, config, spare, native.num_reserved_blocks, training)
+    num_blocks = max(plan.num_blocks, plan.num_columns + 1)  # samples of a prompt as long as may be fork into one more
+    return replace(plan, sequences=[], own=slice(0), longest_later=plan.longest, num_blocks=num_blocks)
+
+
+def _most_tokens(model: InferenceModel, config: HybridEngineConfig, spare_bytes: int, num_reserved: int) -> int:
+    """Tokens of the longest sequence that there is memory for."""
+
+    def block_bytes(block_size: int) -> int:
+        return torch.Size(model.kv_shape(1, block_size)).numel() * model.dtype.itemsize
+
+    if config.kv_block_size == 0 and model.device.type == "cpu":  # a block holds a whole sequence
+        return spare_bytes // block_bytes(1) // (num_reserved + 2)
+    block_size = config.kv_block_size or BLOCK_SIZE
+    return count_tokens(block_bytes(block_size), block_size, spare_bytes, num_reserved)
+
+
+def count_tokens(block_bytes: int, block_size: int, spare_bytes: int, num_reserved: int) -> int:
+    """Tokens of the longest sequence in blocks of so many tokens, beside the ones that are reserved and a fork's."""
+    return max(0, spare_bytes // block_bytes - num_reserved - 1) * block_size

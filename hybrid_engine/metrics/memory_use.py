@@ -1,0 +1,206 @@
+"""What a run takes of its device's memory: as it was planned, and as it is measured.
+
+On a GPU the measure is the most that PyTorch's allocator had given out at once, from the first training step on. The
+CPU's allocator counts nothing; there it is counted in bytes of tensors: what lies there when a training pass begins,
+and the most at once of what its ops make (`LiveBytes`). That slows a pass down, so that only passes are counted that
+have more in them than each before, with gradients there and without, in the first step, when the optimizer has no state
+yet, and in later ones.
+A rollout counts what lies there, its KV workspace, gathered weights and fused adapters; what comes and goes in its
+passes does not.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from hybrid_engine.metrics.live_bytes import LiveBytes
+from hybrid_engine.metrics.memory_plan import MemoryPlan
+
+MIB = 2**20
+
+
+Extent = tuple[int, ...]
+"""Numbers of what takes memory in a pass; one with less of each takes less."""
+
+
+class Pass(NamedTuple):
+    """A forward and backward pass."""
+
+    shape: Any
+    """Of what the model read, as its plan is made for."""
+    has_gradients: bool
+    """Whether gradients of earlier passes were there."""
+    has_state: bool
+    """Whether the optimizer had its state, which it has from the second step on."""
+
+
+class Measured(NamedTuple):
+    """The most that a process had at once so far."""
+
+    total_bytes: int = 0
+    training_bytes: int = 0
+    """0 before a pass was measured."""
+    generation_bytes: int = 0
+    cache_bytes: int = 0
+    """Of the KV workspace, where it stayed while training."""
+    rollout_cache_bytes: int = 0
+    """Of the KV workspace in the rollout that took most."""
+    largest: Pass | None = None
+    """The pass that took most."""
+
+
+class MemoryUse:
+    """The plan of a run, and the most that its training passes and its rollouts had at once so far."""
+
+    def __init__(
+        self,
+        plan: MemoryPlan,
+        device: torch.device,
+        held: Callable[[], int],
+        resized: Callable[[], Iterable[torch.UntypedStorage]] = tuple,
+        plan_of_pass: Callable[[Pass], MemoryPlan] | None = None,
+    ) -> None:
+        """A run on `device`.
+
+        Args:
+            plan: of the run.
+            device: where it computes.
+            held: bytes of all models of the run, with what training keeps of them, on this process now.
+            resized: storages that weights are gathered into, which `held` leaves out.
+            plan_of_pass: the plan of a run whose largest pass is that; None where the lengths of what is learned were
+                known before.
+        """
+        self.plan, self._device, self._held, self._resized = plan, device, held, resized
+        self._plan_of_pass = plan_of_pass
+        self._counted: dict[tuple[bool, bool], list[Extent]] = {}
+        self._rank = (False, 0)  # of the largest pass on a GPU: whether the allocator's peak rose in it, and its extent
+        self._measured = Measured()
+
+    @property
+    def planned_bytes(self) -> int:
+        """The plan's peak, with the KV workspace beside training where that stayed."""
+        idle = self.plan.idle_cache_bytes if self._measured.cache_bytes else 0
+        return max(self.plan.training_peak_bytes + idle, self.plan.generation_peak_bytes)
+
+    def _is_beside_training(self) -> bool:
+        """Whether the KV workspace is in that, which a run says only later."""
+        return bool(self._measured.cache_bytes) and self.planned_bytes > self.plan.peak_bytes
+
+    def planned_for_lengths(self) -> int | None:
+        """The plan's peak for answers as long as they came to be; None where that is known before, or not yet.
+
+        The KV workspace is as large as it was, and of rollouts that is in it which is measured of them: nothing on a
+        CPU where answers are served.
+        """
+        measured = self._measured
+        if measured.largest is None or (self._plan_of_pass is None and not measured.generation_bytes):
+            return None
+        plan = self.plan if self._plan_of_pass is None else self._plan_of_pass(measured.largest)
+        training = plan.training_peak_bytes + measured.cache_bytes
+        if not measured.generation_bytes:
+            return training
+        has_passes = self._device.type != "cpu"
+        return max(training, plan.rollout_bytes(measured.rollout_cache_bytes, has_passes=has_passes))
+
+    def measured(self) -> Measured:
+        """The most at once so far, of this process or of that which `take_largest` has taken."""
+        found = self._measured
+        if found.total_bytes:
+            return found
+        if self._device.type == "cuda":
+            return found._replace(total_bytes=torch.cuda.max_memory_allocated(self._device))
+        most = max(found.training_bytes, found.generation_bytes) if found.training_bytes else 0
+        return found._replace(total_bytes=most)
+
+    def take_largest(self, measured: Sequence[Measured]) -> None:
+        """Says from now on what the process with the most had; `measured` are those of all processes at the end."""
+        self._measured = max(measured, key=lambda found: found.total_bytes)
+
+    @contextmanager
+    def training_pass(self, of: Pass, extent: Extent, cache_bytes: int) -> Iterator[None]:
+        """Around a pass.
+
+        Args:
+            of: the pass.
+            extent: how much there is in it of all that takes memory.
+            cache_bytes: of the KV workspace, where it stayed.
+        """
+        self._measured = self._measured._replace(cache_bytes=max(self._measured.cache_bytes, cache_bytes))
+        if self._device.type == "cuda":
+            with self._beside_allocator(of, extent):
+                yield
+            return
+        counted = self._counted.setdefault((of.has_gradients, of.has_state), [])
+        if self._device.type != "cpu" or any(is_within(extent, other) for other in counted):
+            yield
+            return
+        held = self._held() + cache_bytes
+        with LiveBytes(self._resized()) as live:
+            yield
+        counted[:] = [extent, *(other for other in counted if not is_within(other, extent))]
+        taken = held + live.peak_bytes
+        if taken > self._measured.training_bytes:
+            self._measured = self._measured._replace(training_bytes=taken, largest=of)
+
+    @contextmanager
+    def _beside_allocator(self, of: Pass, extent: Extent) -> Iterator[None]:
+        """Notes the pass in which the allocator gave out more than ever; before there is one, that with most in it."""
+        before = torch.cuda.max_memory_allocated(self._device)
+        try:
+            yield
+        finally:  # also where memory ended in it
+            has_risen = torch.cuda.max_memory_allocated(self._device) > before
+            rank = has_risen, sum(extent)
+            if has_risen or rank > self._rank:
+                self._rank, self._measured = rank, self._measured._replace(largest=of)
+
+    def note_rollout(self, cache_bytes: int, gathered_bytes: int) -> None:
+        """At the end of a rollout with a KV workspace of `cache_bytes`, and weights gathered and adapters fused."""
+        taken = self._held() + cache_bytes + gathered_bytes
+        if taken > self._measured.generation_bytes:
+            self._measured = self._measured._replace(generation_bytes=taken, rollout_cache_bytes=cache_bytes)
+
+    def describe(self) -> str:
+        """Both in one line."""
+        text, planned = f"memory: planned {self.planned_bytes / MIB:.1f} MiB", self.planned_bytes
+        text += " with the KV workspace beside training" if self._is_beside_training() else ""
+        measured = self.measured().total_bytes
+        if not measured:
+            return f"{text}, not measured before the first step"
+        for_lengths = self.planned_for_lengths()
+        if for_lengths is not None:
+            text, planned = f"{text}, {for_lengths / MIB:.1f} MiB for answers as long as they were", for_lengths
+        return f"{text}, measured {measured / MIB:.1f} MiB ({planned / measured:.2f})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        measured = self.measured()
+        return {
+            "planned_bytes": self.planned_bytes,
+            "planned_for_lengths_bytes": self.planned_for_lengths(),
+            "measured_bytes": measured.total_bytes or None,
+            "planned_training_bytes": self.plan.training_peak_bytes,
+            "planned_generation_bytes": self.plan.generation_peak_bytes,
+            "measured_training_bytes": measured.training_bytes or None,
+            "measured_generation_bytes": measured.generation_bytes or None,
+            "process_peak_bytes": process_peak_bytes(),
+        }
+
+
+def is_within(extent: Extent, other: Extent) -> bool:
+    """Whether a pass has no more of anything than another."""
+    return all(mine <= theirs for mine, theirs in zip(extent, other, strict=True))
+
+
+def process_peak_bytes() -> int | None:
+    """The most that this process had of the host's memory, libraries included; None where nobody says."""
+    if sys.platform == "win32":
+        return None
+    # Here, not at the top: Windows has no such module.
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

@@ -1,0 +1,1 @@
+"""Code that the recipes share: data, packing, rollouts, rewards, run folders."""

@@ -1,0 +1,233 @@
+"""What GRPO leaves open, as one frozen dataclass: "GRPO" means something else in each framework.
+
+The words are those of the command line. `presets.py` has what frameworks and papers chose; `advantages.py` and
+`objective.py` compute it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hybrid_engine.config.reading import find_nearest
+from hybrid_engine.rlhf.algorithms.presets import preset_choices, with_preset
+from hybrid_engine.rlhf.runs.checks import check_above, check_at_least, check_between, check_count, flag
+
+CHOICES = {
+    "baseline": ("group-mean", "leave-one-out", "batch-mean", "group-then-batch-mean", "none"),
+    "scale": ("group-std", "leave-one-out-std", "batch-std", "batch-whiten", "batch-whiten-biased", "none"),
+    "scale_divisor": ("n-1", "n"),
+    "policy_loss": ("clip", "gspo", "cispo", "reinforce", "sequence-clip"),
+    "aggregation": (
+        "token-mean",
+        "sequence-mean-token-mean",
+        "sequence-mean-token-sum",
+        "token-sum-by-length",
+        "sequence-mean-token-sum-by-length",
+    ),
+    "kl_place": ("none", "reward", "token-reward", "loss"),
+    "kl_estimator": ("k1", "k2", "k3", "k1+", "k3+"),
+    "correction": (
+        "none",
+        "truncated",
+        "masked",
+        "sequence-truncated",
+        "sequence-masked",
+        "geometric-truncated",
+        "geometric-masked",
+    ),
+}
+"""The words that the fields of the same names may have."""
+
+GROUP_BASELINES = ("group-mean", "leave-one-out", "group-then-batch-mean")
+GROUP_SCALES = ("group-std", "leave-one-out-std")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """Every choice between sampled groups with rewards and the loss of an optimizer step.
+
+    `from_options` fills in what a preset chose; the constructor takes the choices as they are.
+    """
+
+    preset: str | None = None
+    """all of the following as it is in deepseekmath, trl, verl, openrlhf, nemo, slime, dapo, dr-grpo, rloo or
+    reinforce++ (docs/algorithms.md); options given beside it win"""
+    baseline: str = "group-mean"
+    """what is taken off a reward: group-mean (GRPO, arXiv 2402.03300), leave-one-out (RLOO, arXiv 2402.14740),
+    batch-mean over all tokens (REINFORCE++, arXiv 2501.03262), group-then-batch-mean (REINFORCE++-baseline), none"""
+    scale: str = "group-std"
+    """what the difference is divided by: group-std (GRPO), leave-one-out-std (NeMo-RL), batch-std of all rewards (TRL),
+    batch-whiten or batch-whiten-biased over all tokens (verl, OpenRLHF), none (Dr. GRPO, arXiv 2503.20783)"""
+    scale_divisor: str = "n-1"
+    """of the variance in a group's deviation: n-1 or n"""
+    scale_eps: float = 1e-6
+    """added to the deviation of group-std, leave-one-out-std and batch-std"""
+    gamma: float = 1.0
+    """discount of later token rewards (REINFORCE++)"""
+    policy_loss: str = "clip"
+    """clip (PPO, arXiv 1707.06347), gspo (one ratio a sequence, arXiv 2507.18071), cispo (arXiv 2506.13585), reinforce,
+    sequence-clip (product of ratios, TRL's RLOO)"""
+    clip_low: float = 0.2
+    """how far below 1 the probability ratio counts; 1 for no bound"""
+    clip_high: float = 0.2
+    """how far above 1 the probability ratio counts; DAPO's clip-higher is 0.28 (arXiv 2503.14476)"""
+    dual_clip: float = 0.0
+    """bound on the ratio of tokens with a negative advantage, above 1 (arXiv 1912.09729); 0 for none"""
+    aggregation: str = "token-mean"
+    """from tokens to the loss: token-mean (DAPO), sequence-mean-token-mean (GRPO), sequence-mean-token-sum,
+    token-sum-by-length (verl's constant), sequence-mean-token-sum-by-length (Dr. GRPO's constant, as in TRL)"""
+    kl_place: str = "none"
+    """where the KL to the reference counts: none, reward (a sequence's KL off its reward, before the baseline),
+    token-reward (each token's, after the baseline), loss"""
+    kl_estimator: str = "k3"
+    """k1, k2, k3 (http://joschu.net/blog/kl-approx.html), or k1+, k3+: their values with the gradient of k2 (verl)"""
+    kl_coef: float = 0.0
+    """weight of the KL, per nat; the first one if it adapts"""
+    kl_unbiased: bool = False
+    """weigh the KL in the loss by the policy's ratio, so that its gradient is unbiased (DeepSeek-V3.2)"""
+    kl_target: float = 0.0
+    """KL per response, in nats, that the coefficient is steered to (arXiv 1909.08593); 0 keeps it fixed"""
+    kl_horizon: float = 10_000.0
+    """responses over which a persisting error changes an adaptive coefficient by a fifth"""
+    dynamic_sampling: int = 0
+    """how often a step draws again for groups without variance, at most (DAPO); 0 keeps them"""
+    overlong_buffer: float = 0.0
+    """last part of the longest response, as a share, in which length is punished (DAPO: 0.2); 0 for none"""
+    overlong_factor: float = 1.0
+    """the punishment of a response of full length"""
+    mask_cut_off: bool = False
+    """leave responses that were cut off out of the loss (DAPO's overlong filtering)"""
+    entropy_coef: float = 0.0
+    """weight of the entropy bonus, per nat"""
+    correction: str = "none"
+    """weights where the sampler's probabilities are not the trainer's: none, truncated (TIS) or masked (IcePop) by
+    token, sequence-truncated, sequence-masked (TRL), geometric-truncated, geometric-masked (OpenRLHF, NeMo-RL)"""
+    correction_low: float = 0.0
+    """smallest weight"""
+    correction_high: float = 2.0
+    """largest weight"""
+    correction_threshold: float = 1e-3
+    """mean difference of log-probabilities, in nats a token, above which the correction is made"""
+
+    @classmethod
+    def from_options(cls, given: Mapping[str, Any]) -> "Algorithm":
+        """The algorithm of the options that the user gave, by the names of the fields, among them maybe a preset.
+
+        Raises:
+            ValueError: no such preset, option or choice, or choices that contradict each other.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                nearest = find_nearest(name, known)
+                advice = f"did you mean {flag(nearest)}?" if nearest else f"use {', '.join(map(flag, known))}"
+                raise ValueError(f"{flag(name)} is no choice of the algorithm; {advice}")
+        return cls(**with_preset(given))
+
+    def __post_init__(self) -> None:
+        preset_choices(self.preset)
+        for name, known in CHOICES.items():
+            check_choice(name, getattr(self, name), known)
+        check_numbers(self)
+        check_kl(self)
+        check_agreement(self)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probabilities of a reference are read."""
+        return self.kl_place != "none"
+
+    def check_group_size(self, name: str, group_size: int) -> None:
+        """ValueError if groups of `group_size` samples, the option `name`, are too small for baseline and scale."""
+        if group_size < 2 and (self.baseline in GROUP_BASELINES or self.scale in GROUP_SCALES):
+            raise ValueError(
+                f"{flag(name)}={group_size} leaves nothing to compare a sample with, as --baseline={self.baseline} "
+                f"with --scale={self.scale} does; use 2 or more, or --baseline batch-mean --scale batch-whiten"
+            )
+        if group_size < 3 and self.scale == "leave-one-out-std":
+            raise ValueError(
+                f"{flag(name)}={group_size} leaves one other sample, without a deviation for --scale={self.scale}; "
+                "use 3 or more, or --scale group-std"
+            )
+
+
+def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    """ValueError unless the option `name` has one of the `known` words."""
+    if value not in known:
+        nearest = find_nearest(str(value), known)
+        advice = f"did you mean {nearest}?" if nearest else f"use {', '.join(known)}"
+        raise ValueError(f"{flag(name)}={value!r} must be one of {', '.join(known)}; {advice}")
+
+
+def check_numbers(algorithm: Algorithm) -> None:
+    """ValueError for a number that is out of its range."""
+    for field in fields(algorithm):
+        if isinstance(field.default, float):
+            check_at_least(field.name, getattr(algorithm, field.name), 0)
+    check_count("dynamic_sampling", algorithm.dynamic_sampling, 0)
+    for name in ("gamma", "clip_low"):
+        check_between(name, getattr(algorithm, name), 0, 1)
+    check_above("kl_horizon", algorithm.kl_horizon, 0)
+    check_between("overlong_buffer", algorithm.overlong_buffer, 0, 1)
+    if algorithm.dual_clip:
+        check_above("dual_clip", algorithm.dual_clip, 1)
+    if algorithm.correction_low > 1:
+        raise ValueError(
+            f"--correction-low={algorithm.correction_low} is above 1, the weight of a token without a "
+            "difference; lower it"
+        )
+    check_at_least("correction_high", algorithm.correction_high, 1)
+
+
+def check_kl(algorithm: Algorithm) -> None:
+    """ValueError for a KL term that says nothing, or something else than it seems to."""
+    place, estimator = algorithm.kl_place, algorithm.kl_estimator
+    if place == "none" and (algorithm.kl_coef or algorithm.kl_target):
+        name = "kl_coef" if algorithm.kl_coef else "kl_target"
+        raise ValueError(
+            f"{flag(name)}={getattr(algorithm, name)} has no KL to weigh under --kl-place=none; "
+            "add --kl-place loss, reward or token-reward"
+        )
+    if place != "none" and not algorithm.kl_coef:
+        raise ValueError(
+            f"--kl-place={place} needs a weight, and --kl-coef is 0; give --kl-coef 0.01, or --kl-place none"
+        )
+    if place == "loss" and estimator == "k1" and not algorithm.kl_unbiased:
+        raise ValueError(
+            "--kl-estimator=k1 with --kl-place=loss does nothing but add noise: the expected gradient of k1 is zero; "
+            "use k2, k3 or k3+, or --kl-place reward"
+        )
+    if place != "loss" and estimator.endswith("+"):
+        raise ValueError(
+            f"--kl-estimator={estimator} is about the gradient, and --kl-place={place} has none; "
+            f"use {estimator.removesuffix('+')}, or --kl-place loss"
+        )
+    if algorithm.kl_unbiased and place != "loss":
+        raise ValueError(f"--kl-unbiased is about the gradient, and --kl-place={place} has none; add --kl-place loss")
+    if algorithm.kl_unbiased and estimator.endswith("+"):
+        raise ValueError(
+            f"--kl-unbiased and --kl-estimator={estimator} are two corrections of one gradient; give one of them"
+        )
+
+
+def check_agreement(algorithm: Algorithm) -> None:
+    """ValueError for choices that contradict each other."""
+    if algorithm.baseline == "batch-mean" and algorithm.scale in GROUP_SCALES:
+        raise ValueError(
+            f"--scale={algorithm.scale} is a group's deviation from its mean, which --baseline=batch-mean does not "
+            "take off; use --scale batch-whiten, or --baseline group-mean"
+        )
+    if algorithm.dual_clip and algorithm.policy_loss != "clip":
+        raise ValueError(
+            f"--dual-clip={algorithm.dual_clip} belongs to --policy-loss=clip, not to {algorithm.policy_loss}; "
+            "leave it out"
+        )
+    if algorithm.dual_clip and algorithm.dual_clip <= 1 + algorithm.clip_high:
+        raise ValueError(
+            f"--dual-clip={algorithm.dual_clip} must be above 1 + --clip-high={algorithm.clip_high}; raise it"
+        )
+    if algorithm.dynamic_sampling and algorithm.baseline not in GROUP_BASELINES:
+        raise ValueError(
+            f"--dynamic-sampling={algorithm.dynamic_sampling} redraws groups that a group's baseline makes worthless; "
+            f"--baseline={algorithm.baseline} learns from them: leave one of the two out"
+        )

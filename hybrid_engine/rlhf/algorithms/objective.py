@@ -1,0 +1,185 @@
+"""The loss of a policy's update, as an `Algorithm` says: policy loss, KL and entropy of the tokens, then their mean.
+
+N: responses of a micro-batch, T: response tokens.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from hybrid_engine.rl import correction
+from hybrid_engine.rl.aggregation import (
+    StepCounts,
+    seq_mean_token_mean,
+    seq_mean_token_sum,
+    seq_mean_token_sum_by_length,
+    token_mean,
+    token_sum_by_length,
+)
+from hybrid_engine.rl.entropy import estimated_entropy
+from hybrid_engine.rl.kl import (
+    adaptive_kl_coefficient,
+    importance_weighted,
+    kl_k1,
+    kl_k1_with_k2_gradient,
+    kl_k2,
+    kl_k3,
+    kl_k3_with_k2_gradient,
+)
+from hybrid_engine.rl.losses import ppo_policy_loss
+from hybrid_engine.rl.policy_losses import cispo_loss, gspo_loss, reinforce_loss, sequence_clip_loss
+from hybrid_engine.rlhf.algorithms.choices import Algorithm
+
+
+class PolicyBatch(NamedTuple):
+    """What the loss of a micro-batch reads; `[N, T]` each, anything outside the mask."""
+
+    logprobs: torch.Tensor
+    """of the policy being trained, with its gradient"""
+    logprobs_old: torch.Tensor
+    """of the policy that sampled"""
+    advantages: torch.Tensor
+    """as from `compute_advantages`"""
+    mask: torch.Tensor
+    """bool, True on the response tokens that count"""
+    logprobs_ref: torch.Tensor | None = None
+    """of the reference, where the KL counts in the loss"""
+    weights: torch.Tensor | None = None
+    """of the importance correction, as from `correction_weights`; None for none"""
+    entropy: torch.Tensor | None = None
+    """of the policy's distributions, with its gradient (`token_entropy`), where a bonus is on it; None: estimated"""
+
+
+def _clip(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
+    bounds = algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip or None
+    return ppo_policy_loss(batch.logprobs, batch.logprobs_old, batch.advantages, *bounds)
+
+
+def _gspo(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
+    return gspo_loss(*batch[:4], algorithm.clip_low, algorithm.clip_high)
+
+
+def _cispo(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
+    return cispo_loss(*batch[:3], algorithm.clip_low, algorithm.clip_high)
+
+
+def _reinforce(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
+    return reinforce_loss(batch.logprobs, batch.advantages)
+
+
+def _sequence_clip(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
+    return sequence_clip_loss(*batch[:4], algorithm.clip_low, algorithm.clip_high)
+
+
+POLICY_LOSSES: dict[str, Callable[[Algorithm, PolicyBatch], torch.Tensor]] = {
+    "clip": _clip,
+    "gspo": _gspo,
+    "cispo": _cispo,
+    "reinforce": _reinforce,
+    "sequence-clip": _sequence_clip,
+}
+
+KL_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "k1": kl_k1,
+    "k2": kl_k2,
+    "k3": kl_k3,
+    "k1+": kl_k1_with_k2_gradient,
+    "k3+": kl_k3_with_k2_gradient,
+}
+
+AGGREGATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor, StepCounts], torch.Tensor]] = {
+    "token-mean": lambda loss, mask, step: token_mean(loss, mask, step.num_tokens),
+    "sequence-mean-token-mean": lambda loss, mask, step: seq_mean_token_mean(loss, mask, step.num_sequences),
+    "sequence-mean-token-sum": lambda loss, mask, step: seq_mean_token_sum(loss, mask, step.num_sequences),
+    "token-sum-by-length": lambda loss, mask, step: token_sum_by_length(loss, mask, step.max_length),
+    "sequence-mean-token-sum-by-length": lambda loss, mask, step: seq_mean_token_sum_by_length(
+        loss, mask, step.num_sequences, step.max_length
+    ),
+}
+
+Correction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, float], torch.Tensor]
+CORRECTIONS: dict[str, Correction] = {
+    "truncated": correction.truncated,
+    "masked": correction.masked,
+    "sequence-truncated": correction.sequence_truncated,
+    "sequence-masked": correction.sequence_masked,
+    "geometric-truncated": correction.geometric_truncated,
+    "geometric-masked": correction.geometric_masked,
+}
+
+
+def policy_objective(algorithm: Algorithm, batch: PolicyBatch, step: StepCounts, kl_coef: float) -> torch.Tensor:
+    """This micro-batch's share of the loss of an optimizer step, a scalar to be minimised.
+
+        aggregate(weight * policy_loss + kl_coef * KL - entropy_coef * entropy)
+
+    Args:
+        algorithm: the choices.
+        batch: the tokens of the micro-batch.
+        step: the counts of the whole optimizer step, over all micro-batches and processes (`count_step`): the shares
+            of all of them sum to its loss. An engine that averages over micro-batches and processes gets the share
+            times their number.
+        kl_coef: the present weight of the KL, read where it counts in the loss.
+    """
+    batch = without_padding(batch)
+    losses = POLICY_LOSSES[algorithm.policy_loss](algorithm, batch)
+    if batch.weights is not None:
+        losses = losses * batch.weights
+    if algorithm.kl_place == "loss":
+        losses = losses + kl_coef * loss_kl(algorithm, batch)
+    if algorithm.entropy_coef:
+        entropy = estimated_entropy(batch.logprobs) if batch.entropy is None else batch.entropy
+        losses = losses - algorithm.entropy_coef * entropy
+    return AGGREGATIONS[algorithm.aggregation](losses, batch.mask, step)
+
+
+def without_padding(batch: PolicyBatch) -> PolicyBatch:
+    """`batch` with 0 wherever the mask is False, so that nothing there reaches a value or a gradient."""
+    return PolicyBatch(
+        *(value if value is None or value is batch.mask else torch.where(batch.mask, value, 0.0) for value in batch)
+    )
+
+
+def loss_kl(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
+    """`[N, T]`: the KL estimate of each token with its gradient."""
+    assert batch.logprobs_ref is not None, "a KL in the loss without a reference"
+    estimate = KL_ESTIMATORS[algorithm.kl_estimator](batch.logprobs, batch.logprobs_ref)
+    if not algorithm.kl_unbiased:
+        return estimate
+    return importance_weighted(estimate, batch.logprobs, batch.logprobs_old)
+
+
+def next_kl_coef(algorithm: Algorithm, kl_coef: float, measured: float, num_answers: int) -> float:
+    """The KL's weight in the next step: fixed, or steered to a target.
+
+    Args:
+        algorithm: the choices.
+        kl_coef: the weight in the step that was done.
+        measured: the KL to the reference in it, nats an answer; read where there is a target.
+        num_answers: of that step, over all processes.
+    """
+    if not algorithm.kl_target:
+        return kl_coef
+    return adaptive_kl_coefficient(kl_coef, measured, algorithm.kl_target, algorithm.kl_horizon, num_answers)
+
+
+def correction_weights(
+    algorithm: Algorithm,
+    difference: float,
+    logprobs_trainer: torch.Tensor,
+    logprobs_sampler: torch.Tensor,
+    mask: torch.Tensor,
+) -> torch.Tensor | None:
+    """The weights of the importance correction, `[N, T]`; None when there is nothing to correct.
+
+    Args:
+        algorithm: the choices; no correction, or a difference up to its threshold, gives None.
+        difference: the measured mean of |logprobs_trainer - logprobs_sampler| over all processes, nats a token.
+        logprobs_trainer, logprobs_sampler: `[N, T]`, of the same weights.
+        mask: `[N, T]` bool, True on response tokens.
+    """
+    if algorithm.correction == "none" or difference <= algorithm.correction_threshold:
+        return None
+    bounds = algorithm.correction_low, algorithm.correction_high
+    return CORRECTIONS[algorithm.correction](logprobs_trainer, logprobs_sampler, mask, *bounds)

@@ -1,0 +1,175 @@
+"""The rows of a run in two parts: to train on, and held out to measure on. No task is in both.
+
+A prompt is one task. Where its rows have several values in the columns that the rewards read, or those of `--row-key`,
+each value is a task of its own (`held_out.row_keys`), so that prompt may be in both parts.
+"""
+
+import random
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hybrid_engine.rlhf.data.held_out import DataRow, R, earlier_prompt_keys, is_held_out, prompt_text, row_keys
+from hybrid_engine.rlhf.data.reasoning_gym_rows import HELD_OUT, SCHEME
+from hybrid_engine.rlhf.data.sources import DataSource
+from hybrid_engine.rlhf.data.wrapping import wrap_rows
+from hybrid_engine.rlhf.runs.run_log import say
+
+Read = Callable[[DataSource], list[R]]
+
+
+def load_parts(source: DataSource, read: Read[R], columns: Collection[str] = ()) -> tuple[list[R], list[R]]:
+    """Training and held-out rows of a run's data, in the parts that the data set itself has, if it has any.
+
+    Args:
+        source: what the options say.
+        read: of `reading.py`, for the rows that the recipe trains on.
+        columns: those that the rewards read; with several values in them, rows of one prompt are tasks of their own.
+
+    Raises:
+        ValueError: the data cannot be read, or one of the parts would be empty.
+    """
+    columns = source.row_key or columns
+    data_sets = [read_once(one, read, columns) for one in source.as_found.each()]
+    if source.held_out_source is None:
+        made = [read_once(one, read, columns) for one in _held_out_of_their_own(source.as_found)]
+        data_sets, held_out = _hold_out_of_each(source, data_sets, columns)
+        held_out += [row for rows in made for row in rows]
+    else:
+        held_out = read_once(source.held_out_source.as_found, read, columns)
+        data_sets = _without(held_out, data_sets, source.held_out_source, columns)
+    check_row_key(source, [*held_out, *(row for rows in data_sets for row in rows)])
+    train = _mixed([_apart_from(held_out, rows) for rows in data_sets], source)
+    check_parts(source, train, held_out)
+    return wrap_rows(train, source), wrap_rows(held_out, source)
+
+
+def read_once(source: DataSource, read: Read[R], columns: Collection[str]) -> list[R]:
+    """The rows of the data; with `--deduplicate` of those that say the same the first."""
+    rows = read(source)
+    if not source.deduplicates:
+        return rows
+    different: dict[Any, R] = {}
+    for row, key in zip(rows, row_keys(rows, columns), strict=True):
+        different.setdefault((key, *_answers(row)), row)
+    say(f"--deduplicate: {len(rows) - len(different)} of {len(rows)} rows say what another says, and are left out")
+    return list(different.values())
+
+
+def check_row_key(source: DataSource, rows: Sequence[DataRow]) -> None:
+    """ValueError where `--row-key` names what no row has, or what the recipe learns, and so would tell none apart."""
+    columns = {"prompt", *(name for row in rows for name in row.columns)}
+    for name in source.row_key:
+        if name not in columns:
+            raise ValueError(
+                f"--row-key={' '.join(source.row_key)!r}: {name!r} tells no rows of {source.shown} apart; name some of "
+                f"the columns {', '.join(map(repr, sorted(columns)))}"
+            )
+
+
+def _is_made(dataset: str) -> bool:
+    """Whether a data set is made, with a split of its own to measure on, and not stored."""
+    return dataset.startswith(f"{SCHEME}:")
+
+
+def _held_out_of_their_own(source: DataSource) -> Iterator[DataSource]:
+    """The held-out parts of generated data sets."""
+    return (replace(one, split=HELD_OUT) for one in source.each() if _is_made(one.datasets[0]))
+
+
+def _hold_out_of_each(
+    source: DataSource, data_sets: Sequence[list[R]], columns: Collection[str]
+) -> tuple[list[list[R]], list[R]]:
+    """Each data set's rows to train on, and all that are held out of those that are stored."""
+    keys = iter(row_keys([row for rows in data_sets for row in rows], columns))
+    train: list[list[R]] = []
+    held_out: list[R] = []
+    for dataset, rows in zip(source.datasets, data_sets, strict=True):
+        share = 0 if _is_made(dataset) else source.held_out_share
+        train.append([])
+        for row in rows:
+            (held_out if is_held_out(next(keys), share) else train[-1]).append(row)
+    return train, held_out
+
+
+def _without(
+    held_out: Sequence[R], data_sets: Sequence[list[R]], source: DataSource, columns: Collection[str]
+) -> list[list[R]]:
+    """The data sets without the tasks that are in `held_out` too; a prompt with another value in `columns` stays."""
+    keys = row_keys([*held_out, *(row for rows in data_sets for row in rows)], columns)
+    asked, others = set(keys[: len(held_out)]), iter(keys[len(held_out) :])
+    kept = [[row for row in rows if next(others) not in asked] for rows in data_sets]
+    num_left_out = sum(map(len, data_sets)) - sum(map(len, kept))
+    if num_left_out:
+        say(f"{num_left_out} rows have a prompt of {source.shown}, which is held out, and are left out")
+    return kept
+
+
+def _mixed(data_sets: Sequence[list[R]], source: DataSource) -> list[R]:
+    """The training rows of all data sets, in an order in which any beginning has some of each.
+
+    With weights there are as many as without: rows of a data set whose share is larger than it are there several times,
+    of one whose share is smaller some are left out. ValueError where a data set has none.
+    """
+    if len(data_sets) == 1:
+        return data_sets[0]
+    _check_each(data_sets, source)
+    order = random.Random(0)
+    parts = list(data_sets)
+    if source.weights:
+        total, weight = sum(map(len, data_sets)), sum(source.weights)
+        counts = [round(total * own / weight) for own in source.weights]
+        parts = [_repeated(rows, count, order) for rows, count in zip(data_sets, counts, strict=True)]
+        shown = zip(source.datasets, data_sets, counts, strict=True)
+        said = ", ".join(f"{count} rows from the {len(rows)} of {name!r}" for name, rows, count in shown)
+        say(f"--dataset-weights: an epoch has {said}")
+    mixed = [row for rows in parts for row in rows]
+    order.shuffle(mixed)
+    return mixed
+
+
+def _check_each(data_sets: Sequence[list[R]], source: DataSource) -> None:
+    """ValueError where a data set of a mixture, but not all of it, has no rows to train on."""
+    for name, rows in zip(source.datasets, data_sets, strict=True):
+        if not rows and any(data_sets):
+            raise ValueError(
+                f"{source.shown}: {name!r} has no rows to train on, since all of them are held out or left out; give "
+                "it more rows, change --held-out-share, or leave it out, its weight in --dataset-weights too"
+            )
+
+
+def _repeated(rows: list[R], count: int, order: random.Random) -> list[R]:
+    times, more = divmod(count, len(rows))
+    return rows * times + order.sample(rows, more)
+
+
+def check_parts(source: DataSource, train: Sequence[Any], held_out: Sequence[Any]) -> None:
+    """ValueError where nothing is left to train on or, if some of it is to be held out, to measure."""
+    apart = source.held_out_source
+    if apart is not None and not (train and held_out):
+        raise ValueError(
+            f"{apart.shown} holds out {len(held_out)} rows and leaves {len(train)} of {source.shown} to train on; both "
+            "must have some: give other data"
+        )
+    if not train or (source.held_out_share and not held_out):
+        raise ValueError(
+            f"--held-out-share={source.held_out_share} of {source.shown} leaves {len(train)} rows to train on and "
+            f"{len(held_out)} to measure: prompts are held out by their hash, rows of one prompt together; give more "
+            "prompts, name the columns that tell rows of one prompt apart by --row-key, change the share, name other "
+            "data to measure on by --held-out-dataset, or, where nothing need be measured, take --held-out-share=0"
+        )
+
+
+def _apart_from(held_out: Sequence[R], train: list[R]) -> list[R]:
+    """`train` without the conversations that answer a held-out prompt on their way."""
+    keys = set(row_keys(held_out))
+    kept = [row for row in train if keys.isdisjoint(earlier_prompt_keys(row))]
+    if len(kept) < len(train):
+        say(f"{len(train) - len(kept)} conversations answer a held-out prompt before their end, and are left out")
+    return kept
+
+
+def _answers(row: R) -> tuple[str, ...]:
+    """A row's fields besides its place and its other columns, as text."""
+    fields = vars(replace(row, place="", columns={}))
+    return tuple(prompt_text(value) if isinstance(value, list) else repr(value) for name, value in fields.items())

@@ -1,0 +1,322 @@
+"""From a data set's columns to checked rows: whatever is missing, empty or of the wrong type is named with its row."""
+
+import math
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from hybrid_engine.rlhf.data.bad_rows import each_good
+from hybrid_engine.rlhf.data.columns import MISSING, find_value
+from hybrid_engine.rlhf.data.data_files import RowOrError, Table, read_table
+from hybrid_engine.rlhf.data.held_out import DataRow
+from hybrid_engine.rlhf.data.layouts import as_ours
+from hybrid_engine.rlhf.data.rows import (
+    CompletionRow,
+    ConversationRow,
+    LabelledRow,
+    LearnedRow,
+    Message,
+    PreferenceRow,
+    PromptRow,
+    TextRow,
+    Turns,
+    detect_format,
+)
+from hybrid_engine.rlhf.data.sources import DataSource, read_names
+from hybrid_engine.rlhf.data.tools import read_tools, with_tool_calls, without_nones
+from hybrid_engine.rlhf.data.wrapping import wrap_rows, write_prompts
+
+R = TypeVar("R", bound=DataRow)
+Needs = tuple[frozenset[str], ...]
+"""Columns, of which one set must be there; layouts of others are looked for until it is."""
+PROMPTS: Needs = (frozenset({"prompt"}),)
+LEARNED: Needs = (frozenset({"messages"}), frozenset({"prompt", "completion"}))
+COMPARED: Needs = (frozenset({"prompt", "chosen", "rejected"}),)
+LABELLED: Needs = (frozenset({"prompt", "completion", "label"}), *COMPARED)
+LABELS = {True: True, False: False, "true": True, "false": False, "True": True, "False": False, "1": True, "0": False}
+"""What a label may be; a CSV file holds text. 1, 1.0, 0 and 0.0 equal True and False."""
+LARGEST_NUMBER = 1e12
+
+
+def read_prompt_rows(source: DataSource | str) -> list[PromptRow]:
+    """The rows of a data set with a column `prompt`; whatever other columns it has are kept beside it.
+
+    Args:
+        source: what is read, and how; or only the name of a data set: a `.jsonl`, `.json`, `.csv` or `.parquet` file, a
+            folder (saved with `save_to_disk`, or of data files) or a name on the Hugging Face hub.
+
+    Raises:
+        ValueError: nothing can be read, there is no such column, or a value is empty or no text and no conversation;
+            it names the data set, the rows and the remedy. So do all functions of this file.
+    """
+    return _read(source, PROMPTS, _prompt_rows)
+
+
+def read_learned_rows(source: DataSource | str) -> list[LearnedRow]:
+    """What supervised training learns: `messages`, `prompt` with `completion`, or `text`; see `read_prompt_rows`."""
+    return _read(source, LEARNED, _learned_rows)
+
+
+def read_preference_rows(source: DataSource | str) -> list[PreferenceRow]:
+    """Preference pairs: `chosen` and `rejected`, with their `prompt` or beginning with it; see `read_prompt_rows`.
+
+    A column `margin` says by how much the chosen answer is better. Two equal answers are refused.
+    """
+    return _read(source, COMPARED, _preference_rows)
+
+
+def read_labelled_rows(source: DataSource | str) -> list[LabelledRow]:
+    """Answers with a `label`, True for a good one; a data set of preference pairs gives two for each pair."""
+    return _read(source, LABELLED, _labelled_rows)
+
+
+def _read(source: DataSource | str, needs: Needs, build: Callable[[Table, bool], list[R]]) -> list[R]:
+    source = DataSource.of(source)
+    return [row for one in source.each() for row in wrap_rows(build(_table(one, needs), one.skips_bad_rows), one)]
+
+
+def _table(source: DataSource, needs: Needs) -> Table:
+    """The rows of one data set under our names of columns."""
+    table, names = read_table(source), read_names(source.columns)
+    renamed, missing = _renamed(table, names)
+    if missing and table.columns and not source.is_one_of_several:
+        raise ValueError(
+            f"--columns={f'{missing[0]}={names[missing[0]]}'!r}: {source.shown} has no {missing[0]!r} but the columns "
+            f"{', '.join(map(repr, table.columns))}; name one of them, with dots for what is inside of one"
+        )
+    return write_prompts(as_ours(renamed, *needs), source)
+
+
+def _renamed(table: Table, names: Mapping[str, str]) -> tuple[Table, list[str]]:
+    """The table under our names of columns, by theirs, and which of theirs no row has.
+
+    A column that is named as a whole has our name alone; what is inside of another stays there too.
+    """
+    missing = set(names)
+
+    def renamed(row: dict[str, Any]) -> dict[str, Any]:
+        found = {theirs: value for theirs in names if (value := find_value(row, theirs)) is not MISSING}
+        missing.difference_update(found)
+        others = {name: value for name, value in row.items() if name not in names}
+        return others | {names[theirs]: value for theirs, value in found.items()}
+
+    return table.changed(renamed), sorted(missing)
+
+
+def _prompt_rows(table: Table, skips: bool) -> list[PromptRow]:
+    _check_columns(table, {"prompt"}, "rename the column that holds the prompts by --columns THEIRS=prompt")
+    return _build_each(table, _prompt_row, skips)
+
+
+def _learned_rows(table: Table, skips: bool) -> list[LearnedRow]:
+    if "messages" in table.columns:
+        return _build_each(table, _conversation_row, skips)
+    if "completion" not in table.columns and "text" in table.columns:
+        return _build_each(table, _text_row, skips)
+    remedy = "or 'messages', or 'text': rename the columns that hold the prompts and their answers by --columns"
+    _check_columns(table, {"prompt", "completion"}, remedy)
+    return _build_each(table, _completion_row, skips)
+
+
+def _preference_rows(table: Table, skips: bool) -> list[PreferenceRow]:
+    remedy = "rename the columns that hold the better and the worse answer by --columns"
+    _check_columns(table, {"chosen", "rejected"}, remedy)
+    return _build_each(table, _preference_row, skips)
+
+
+def _labelled_rows(table: Table, skips: bool) -> list[LabelledRow]:
+    if "label" not in table.columns and detect_format(table.columns) == "preference pairs":
+        return label_pairs(_preference_rows(table, skips))
+    remedy = "rename the columns that hold the prompts, the answers and whether an answer is good, by --columns"
+    _check_columns(table, {"prompt", "completion", "label"}, remedy)
+    return _build_each(table, _labelled_row, skips)
+
+
+def label_pairs(pairs: Sequence[PreferenceRow]) -> list[LabelledRow]:
+    """The answers of each pair beside each other, the chosen one with the label True."""
+    return [
+        LabelledRow(prompt=pair.prompt, completion=answer, label=label, place=pair.place, columns=pair.columns)
+        for pair in pairs
+        for answer, label in ((pair.chosen, True), (pair.rejected, False))
+    ]
+
+
+def _build_each(table: Table, build: Callable[[str, dict[str, Any]], R], skips: bool) -> list[R]:
+    def make(entry: tuple[str, RowOrError]) -> R:
+        place, row = entry
+        if isinstance(row, ValueError):
+            raise ValueError(f"{place} {row}")
+        return build(place, row)
+
+    return each_good(table.rows, make, table.source, skips=skips, is_reading=True)[1]
+
+
+def _check_columns(table: Table, needed: set[str], remedy: str) -> None:
+    missing = needed - set(table.columns)
+    if not missing or not table.columns:  # no row could be read, which is told with the rows
+        return
+    found = detect_format(table.columns)
+    raise ValueError(
+        f"{table.source} has the columns {', '.join(map(repr, table.columns))}"
+        f"{f' ({found})' if found else ''} and must have {' and '.join(map(repr, sorted(missing)))}; {remedy}"
+    )
+
+
+def _prompt_row(place: str, row: dict[str, Any]) -> PromptRow:
+    return PromptRow(prompt=_turns(place, "prompt", row), **_rest(place, row, "prompt"))
+
+
+def _text_row(place: str, row: dict[str, Any]) -> TextRow:
+    return TextRow(text=_text(place, "text", row.get("text")), **_rest(place, row, "text"))
+
+
+def _conversation_row(place: str, row: dict[str, Any]) -> ConversationRow:
+    messages = _turns(place, "messages", row)
+    if isinstance(messages, str):
+        raise ValueError(f"{place} has text in messages; it must be a list of messages: name the column 'text'")
+    if any(turn.get("weight") == 0 for turn in row["messages"]):
+        raise ValueError(
+            f"{place} has a turn with weight=0, not to be learned, and all of the assistant's turns are; shorten the "
+            "conversation, or mark what is learned in the chat template"
+        )
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError(f"{place} has messages without a turn of the assistant to learn; add one, or remove the row")
+    return ConversationRow(messages=messages, **_rest(place, row, "messages"))
+
+
+def _completion_row(place: str, row: dict[str, Any]) -> CompletionRow:
+    prompt, completion = _turns(place, "prompt", row), _turns(place, "completion", row)
+    _check_alike(place, prompt, completion, "completion")
+    return CompletionRow(prompt=prompt, completion=completion, **_rest(place, row, "prompt", "completion"))
+
+
+def _labelled_row(place: str, row: dict[str, Any]) -> LabelledRow:
+    answer, label = _completion_row(place, row), row.get("label")
+    if not isinstance(label, (bool, int, float, str)) or label not in LABELS:
+        raise ValueError(f"{place} has label={reprlib.repr(label)}; it must be true for a good answer, false for a bad")
+    return LabelledRow(
+        prompt=answer.prompt,
+        completion=answer.completion,
+        label=LABELS[label],
+        **_rest(place, row, "prompt", "completion", "label"),
+    )
+
+
+def _preference_row(place: str, row: dict[str, Any]) -> PreferenceRow:
+    chosen, rejected = _turns(place, "chosen", row), _turns(place, "rejected", row)
+    if type(chosen) is not type(rejected):
+        raise ValueError(f"{place} has text in one of chosen and rejected and a conversation in the other; write alike")
+    if chosen == rejected:
+        raise ValueError(f"{place} has two equal answers, chosen and rejected, and teaches nothing; remove the row")
+    if "prompt" in row and not _begin_with(row["prompt"], chosen, rejected):
+        prompt = _turns(place, "prompt", row)
+        _check_alike(place, prompt, chosen, "chosen")
+    else:
+        prompt, chosen, rejected = _without_common_beginning(place, chosen, rejected)
+    margin = _number(place, "margin", row["margin"]) if "margin" in row else None
+    rest = _rest(place, row, "prompt", "chosen", "rejected", "margin")
+    return PreferenceRow(prompt=prompt, chosen=chosen, rejected=rejected, margin=margin, **rest)
+
+
+def _begin_with(prompt: Any, chosen: Turns, rejected: Turns) -> bool:
+    """Whether a prompt that is text is the first turn of both conversations: they hold it, it is not before them."""
+    return isinstance(prompt, str) and all(
+        isinstance(answer, list) and answer[0]["role"] == "user" and answer[0].get("content") == prompt
+        for answer in (chosen, rejected)
+    )
+
+
+def _without_common_beginning(place: str, chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, Turns]:
+    """The turns, or the words, with which both begin, and what is left of each: TRL's "implicit prompt"."""
+    length = min(len(chosen), len(rejected))
+    same = next((index for index in range(length) if chosen[index] != rejected[index]), length)
+    if isinstance(chosen, str):  # not within a word: its tokens would be others
+        same = max((index for index in range(same) if chosen[index].isspace()), default=0)
+    if same == 0 or same == length:
+        problem = "have no common beginning, which is" if same == 0 else "differ only behind the end of one: where is"
+        raise ValueError(f"{place}: chosen and rejected {problem} the prompt; add a column 'prompt', or remove the row")
+    return chosen[:same], chosen[same:], rejected[same:]
+
+
+def _rest(place: str, row: dict[str, Any], *used: str) -> dict[str, Any]:
+    """The fields that every row has: its place, and the columns besides those `used`."""
+    columns = {name: value for name, value in row.items() if name and name not in used}
+    if columns.get("tools") or columns.get("functions"):
+        try:
+            columns["tools"] = read_tools(columns.get("tools") or columns["functions"])
+        except ValueError as error:
+            raise ValueError(f"{place} {error}") from error
+    return {"place": place, "columns": columns}
+
+
+def _turns(place: str, name: str, row: dict[str, Any]) -> Turns:
+    value = row.get(name)
+    if isinstance(value, list) and value:
+        return [_message(place, f"{name}[{index}]", message) for index, message in enumerate(value)]
+    return _text(place, name, value, "text or a list of messages")
+
+
+def _text(place: str, name: str, value: Any, kind: str = "text") -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{place} has {name}={reprlib.repr(value)}; it must be {kind}, not empty: fix or remove it")
+    _check_encodable(place, name, [value])
+    return value
+
+
+def _message(place: str, name: str, message: Any) -> Message:
+    """The message without the keys that are None: `datasets` gives every message the keys of all."""
+    kept = with_tool_calls(without_nones(message)) if isinstance(message, dict) else {}
+    kept.pop("weight", None)  # OpenAI's, whether a turn is learned
+    if not isinstance(kept.get("role"), str) or not kept["role"] or len(kept) < 2:
+        raise ValueError(
+            f'{place} has {name}={reprlib.repr(message)}; a message must be like {{"role": "user", "content": "..."}}'
+        )
+    if "content" in kept:
+        kept["content"] = _content(place, f"{name}['content']", kept["content"])
+        _check_encodable(place, name, [kept["content"]])
+    return kept
+
+
+def _content(place: str, name: str, content: Any) -> str:
+    """The text of a turn; parts of text, OpenAI's other form of it, become one text, which every template reads."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"{place} has {name}={reprlib.repr(content)}; it must be text: fix the row")
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(
+                f'{place} has {name} with the part {reprlib.repr(part)}; a part must be {{"type": "text", "text": '
+                '"..."}, since models are trained on text alone: fix or remove the row'
+            )
+    return "".join(part["text"] for part in content)
+
+
+def _check_encodable(place: str, name: str, texts: Iterable[str]) -> None:
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # half of a pair, which JSON can write and no tokenizer reads
+            raise ValueError(f"{place} has a {name} that is no text: {error}; fix it") from error
+
+
+def _check_alike(place: str, prompt: Turns, answer: Turns, name: str) -> None:
+    if type(prompt) is not type(answer):
+        kinds = ("text", "a conversation") if isinstance(prompt, str) else ("a conversation", "text")
+        raise ValueError(
+            f"{place} has {kinds[0]} in prompt and {kinds[1]} in {name}; write both alike, a conversation as "
+            f'[{{"role": "user", "content": "..."}}]'
+        )
+
+
+def _number(place: str, name: str, value: Any) -> float:
+    try:
+        number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
+    except ValueError:
+        number = math.nan
+    if not abs(number) <= LARGEST_NUMBER:
+        raise ValueError(
+            f"{place} has {name}={reprlib.repr(value)}; it must be a finite number, of at most {LARGEST_NUMBER:g} "
+            "either way: fix the row"
+        )
+    return number

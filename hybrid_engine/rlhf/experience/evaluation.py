@@ -1,0 +1,286 @@
+"""The same prompts answered at different times of a run, or by different models: how good the answers are, how diverse.
+
+B: prompts over all processes, G: answers to each.
+"""
+
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from rich.progress import track
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size
+from hybrid_engine.rl.estimates import Interval, mean_interval, pass_at_k, rate_interval
+from hybrid_engine.rl.kl import kl_k1
+from hybrid_engine.rlhf.data.held_out import prompt_text
+from hybrid_engine.rlhf.data.micro_batches import DeviceFigures
+from hybrid_engine.rlhf.data.rows import PromptRow, Turns
+from hybrid_engine.rlhf.experience.rollout import Rollout, SamplingOptions, sample
+from hybrid_engine.rlhf.rewards.answers import Answers
+from hybrid_engine.rlhf.rewards.scores import Scores, named_figures
+from hybrid_engine.rlhf.runs.run_log import samples_table, say
+from hybrid_engine.rlhf.runs.stages import mix_seed
+from hybrid_engine.rlhf.tasks.pep257 import conforms
+
+Item = TypeVar("Item")
+Sums = dict[str, tuple[float, float]]
+"""A (sum, count) for each figure, for `global_means`."""
+EVALUATION_SEED = 20_257
+PROMPTS_PER_PASS = 64
+"""Of one process, at a time."""
+NUM_SHOWN = 12
+UNJUDGED = Scores(total=[], by_name={}, per_token=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The G answers to one prompt."""
+
+    prompt: Turns
+    responses: list[str]
+    scores: list[float | None]
+    """Empty where nobody judges; None for an answer that no reward judged."""
+    by_name: dict[str, list[float | None]]
+    """Each reward's own numbers."""
+    is_cut_off: list[bool]
+    prompt_ids: list[int]
+    response_ids: list[list[int]]
+    """Without padding, the end-of-sequence token included."""
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    """Values that reward functions gave to `log_extra`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Answers to some prompts and what was measured on them; the same on every process."""
+
+    figures: dict[str, float]
+    """Means over the prompts. `<name>_low` and `<name>_high` are the 95% confidence interval of `score` and of
+    `pass_at_<k>`, by prompt (`rl/estimates.py`). `distinct_share` of all responses differ, `top_opening_share` begin
+    with the most frequent first word."""
+    groups: list[Group]
+    """In the order of the prompts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassRule:
+    """Which answers pass, and of how many answers one must."""
+
+    threshold: float
+    """An answer passes whose score reaches it."""
+    ks: Sequence[int]
+    """The k of each pass@k, from 1 to G."""
+
+
+def global_means(sums: Sums) -> dict[str, float]:
+    """From this process's (sum, count) of each figure to the mean over all processes; collective."""
+    everyone = gather_objects(sums)
+    return {
+        name: sum(part[name][0] for part in everyone) / max(sum(part[name][1] for part in everyone), 1e-9)
+        for name in sums
+    }
+
+
+def step_means(parts: Sequence[Sums]) -> dict[str, float]:
+    """`global_means` of the (sum, count) of a step's micro-batches, which all have the same figures; collective."""
+    return global_means(
+        {name: (sum(part[name][0] for part in parts), sum(part[name][1] for part in parts)) for name in parts[0]}
+    )
+
+
+def score_sum(scores: torch.Tensor) -> tuple[float, float]:
+    """(sum, count) of `[N]` scores, without those of answers that nobody judged."""
+    total, count = torch.stack([scores.nansum().double(), (~scores.isnan()).sum()]).tolist()
+    return total, count
+
+
+def mean_sums(means: Mapping[str, torch.Tensor], mask: torch.Tensor) -> DeviceFigures:
+    """(sum, count), not read yet, of what are means over the True entries of `mask`; 0 of both without any."""
+    count = mask.sum().double()
+    return {name: (torch.where(count > 0, mean.detach().double() * count, 0.0), count) for name, mean in means.items()}
+
+
+def answer_sums(rollout: Rollout) -> Sums:
+    """What a rollout says by itself: tokens of a response, the share that was cut off, the entropy in nats."""
+    mask = rollout.sequences.response_mask
+    rows, num_tokens = mask.shape[0], float(mask.sum())
+    return {
+        "length": (num_tokens, rows),
+        "cut_off_share": (sum(rollout.answers.is_cut_off), rows),
+        "entropy_estimate": (-rollout.logprobs.sum().item(), num_tokens),
+    }
+
+
+def reference_sums(rollout: Rollout, logprobs_ref: torch.Tensor) -> Sums:
+    """The k1 estimate of KL(actor, reference) in nats, from the reference's log-probabilities `[B * G, T]`."""
+    mask = rollout.sequences.response_mask
+    kl = kl_k1(rollout.logprobs, logprobs_ref).sum().item()
+    return {"kl_per_sequence": (kl, mask.shape[0]), "kl_per_token": (kl, float(mask.sum()))}
+
+
+def judge_sums(rollout: Rollout) -> Sums:
+    """How many responses are summary lines by PEP 257, which is for the standard library's prompts alone."""
+    responses = zip(rollout.answers.responses, rollout.answers.is_cut_off, strict=True)
+    passed = [not cut and conforms(text) for text, cut in responses]
+    return {"judge_pass_rate": (sum(passed), len(passed))}
+
+
+@torch.no_grad()
+def evaluate(
+    actor: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[PromptRow],
+    judge: Callable[[Answers], Scores] | None,
+    options: SamplingOptions,
+    *,
+    passes: PassRule | None = None,
+    measure: Callable[[Rollout], Sums] = answer_sums,
+    seed: int = EVALUATION_SEED,
+    has_bar: bool = False,
+) -> Evaluation:
+    """Answers `rows`, split over the processes, and scores the answers; collective.
+
+    The same seed, rows and weights give the same answers, however many processes there are; of a prompt that several
+    passes have, on as many processes.
+
+    Args:
+        actor: a `HybridEngine` or an `InferenceEngine`; in evaluation mode afterwards.
+        rows: as many as there are processes at least; alike on all of them.
+        judge: the `Rewards` of the run, or a function of the recipe's around them; None: the figures have no score.
+        passes: None: the figures have no pass@k.
+        measure: what the recipe measures of each rollout.
+        has_bar: shows progress on a terminal; not inside another bar.
+    """
+    actor.eval()
+    parts = split_evenly(rows, PROMPTS_PER_PASS * get_world_size())
+    is_shown = has_bar and len(parts) > 1 and get_rank() == 0
+    groups: list[Group] = []
+    measured: list[Sums] = []
+    for part, part_seed in track(list(zip(parts, _seeds(parts, seed), strict=True)), "Answering", disable=not is_shown):
+        rollout = sample(actor, tokenizer, part[get_rank() :: get_world_size()], options, part_seed)
+        groups += _groups(rollout.answers, judge(rollout.answers) if judge else UNJUDGED, options.num_samples)
+        measured.append(measure(rollout))
+    gathered = _in_order(groups, [len(part) for part in parts])
+    figures = {} if judge is None else _score_figures(gathered)
+    figures |= {} if passes is None else _pass_figures(gathered, passes)
+    figures |= step_means(measured) | _diversity(gathered)
+    return Evaluation(figures=figures, groups=gathered)
+
+
+def split_evenly(items: Sequence[Item], most: int) -> list[Sequence[Item]]:
+    """`items` in as few parts as have `most` each at most, whose lengths differ by one at most.
+
+    So no part has fewer items than there are processes, if there are as many: each process has one to work on.
+    """
+    number = math.ceil(len(items) / most)
+    return [items[len(items) * part // number : len(items) * (part + 1) // number] for part in range(number)]
+
+
+def _seeds(parts: Sequence[Sequence[PromptRow]], seed: int) -> list[int]:
+    """A seed for each part: another one where a prompt comes again, whose answers would be those of before."""
+    seeds: list[int] = []
+    earlier: set[str] = set()
+    for index, part in enumerate(parts):
+        prompts = {prompt_text(row.prompt) for row in part}
+        seeds.append(mix_seed(seed, index) if prompts & earlier else seed)
+        earlier |= prompts
+    return seeds
+
+
+def _groups(answers: Answers, scores: Scores, num_samples: int) -> list[Group]:
+    groups = []
+    for start in range(0, len(answers), num_samples):
+        rows = slice(start, start + num_samples)
+        groups.append(
+            Group(
+                prompt=answers.prompts[start],
+                responses=list(answers.responses[rows]),
+                scores=[None if math.isnan(number) else number for number in scores.total[rows]],
+                by_name={name: values[rows] for name, values in scores.by_name.items()},
+                is_cut_off=list(answers.is_cut_off[rows]),
+                prompt_ids=answers.prompt_ids[start],
+                response_ids=list(answers.response_ids[rows]),
+                extra={name: values[rows] for name, values in scores.extra.items()},
+            )
+        )
+    return groups
+
+
+def _in_order(groups: list[Group], sizes: list[int]) -> list[Group]:
+    """All processes' groups in the order of the prompts; process r took every r-th of each part. Collective."""
+    everyone = [iter(part) for part in gather_objects(groups)]
+    return [next(everyone[index % len(everyone)]) for size in sizes for index in range(size)]
+
+
+def _score_figures(groups: list[Group]) -> dict[str, float]:
+    judged = [[score for score in group.scores if score is not None] for group in groups]
+    if not any(judged):
+        raise ValueError(
+            f"--reward judges no answer to any of {len(groups)} held-out prompts, which then have no score; let it "
+            "return a number for some"
+        )
+    interval = mean_interval([statistics.fmean(scores) for scores in judged if scores])
+    share = 1 - sum(map(len, judged)) / sum(len(group.scores) for group in groups)
+    names = groups[0].by_name
+    rewards = {name: [value for group in groups for value in group.by_name[name]] for name in names}
+    return _named("score", interval) | named_figures(rewards) | {"unjudged_share": share}
+
+
+def _pass_figures(groups: list[Group], passes: PassRule) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    num_samples = len(groups[0].scores)
+    num_passed = [sum(score is not None and score >= passes.threshold for score in group.scores) for group in groups]
+    for k in passes.ks:
+        rates = [pass_at_k(num_samples, number, k) for number in num_passed]
+        figures |= _named(f"pass_at_{k}", rate_interval(rates, num_samples // k))
+    return figures
+
+
+def _named(name: str, interval: Interval) -> dict[str, float]:
+    return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
+
+
+def _diversity(groups: list[Group]) -> dict[str, float]:
+    responses = [response for group in groups for response in group.responses]
+    openings = Counter(response.split(" ")[0] for response in responses)
+    return {
+        "distinct_share": len(set(responses)) / len(responses),
+        "top_opening_share": openings.most_common(1)[0][1] / len(responses),
+    }
+
+
+def show_comparison(before: Evaluation, after: Evaluation, folder: Path) -> None:
+    """Prints the first answers and the figures of both and writes the first answer to each prompt to `samples.json`."""
+    shown = {
+        "prompt": [prompt_shown(group.prompt) for group in before.groups],
+        "before": [group.responses[0] for group in before.groups],
+        "after": [group.responses[0] for group in after.groups],
+    }
+    say(
+        samples_table(
+            "Held-out prompts", {name: [text.strip() for text in texts[:NUM_SHOWN]] for name, texts in shown.items()}
+        )
+    )
+    names = list(before.figures)
+    columns = {"figure": names} | {
+        heading: [f"{evaluation.figures[name]:.3f}" for name in names]
+        for heading, evaluation in (("before", before), ("after", after))
+    }
+    say(samples_table(f"{len(before.groups)} held-out prompts", columns))
+    if get_rank() == 0:
+        rows = [dict(zip(shown, row, strict=True)) for row in zip(*shown.values(), strict=True)]
+        (folder / "samples.json").write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def prompt_shown(prompt: Turns) -> str:
+    """A prompt as text; of a conversation each message behind its role."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)

@@ -1,0 +1,252 @@
+"""What a run begins with, checked before anything is trained: prompts, rewards and the first actor."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
+from hybrid_engine.recipes import reward as reward_stage
+from hybrid_engine.recipes import sft as sft_stage
+from hybrid_engine.rlhf.data.bad_rows import encode_each, told_together
+from hybrid_engine.rlhf.data.encoding import encode_prompt
+from hybrid_engine.rlhf.data.prompts import PromptTokens, fit_prompts, load_prompt_rows
+from hybrid_engine.rlhf.data.rows import PromptRow
+from hybrid_engine.rlhf.experience.own_tasks import SUMS, OwnTask, stage_options
+from hybrid_engine.rlhf.rewards.adapter_folder import check_reward_adapter
+from hybrid_engine.rlhf.rewards.answers import Answers, Judge
+from hybrid_engine.rlhf.rewards.learned import LearnedReward, critic_source
+from hybrid_engine.rlhf.rewards.loading import load_rewards
+from hybrid_engine.rlhf.rewards.rewards import Rewards
+from hybrid_engine.rlhf.runs.checks import check_divides
+from hybrid_engine.rlhf.runs.model_lengths import long_answer, settle_lengths
+from hybrid_engine.rlhf.runs.options import AdapterOptions, ConfigT, DatasetOptions
+from hybrid_engine.rlhf.runs.precision import torch_dtype
+from hybrid_engine.rlhf.runs.run_checks import check_folder, check_model, check_positions, check_stage
+from hybrid_engine.rlhf.runs.run_folder import RUN_RESULTS
+from hybrid_engine.rlhf.runs.stages import load_config, load_tokenizer, move_aside, num_positions
+from hybrid_engine.rlhf.tasks.small_llama import MAX_POSITIONS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a run begins with."""
+
+    config: Any
+    """Its options, with lengths that fit the prompts."""
+    source: str
+    """Hugging Face name or folder of the first actor."""
+    train: list[PromptRow]
+    held_out: list[PromptRow]
+    rewards: Rewards
+    answered: PromptTokens
+    """Of the prompts."""
+
+
+def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> Start:
+    """Checks a `Config` of a recipe that learns from its own answers, and makes the actor and reward that are missing.
+
+    Collective.
+
+    Args:
+        config: with RewardOptions, RolloutOptions, ResumeOptions, DataOptions, model, lora_rank, rollout_size and
+            minibatch_size.
+        task: what is learned where `config` names nothing.
+        has_critic: whether a reward model of `config` is the first critic too.
+
+    Raises:
+        ValueError: the folder cannot be written or holds an earlier run, there is nothing to resume or under other
+            options, a source does not load, a number does not fit the processes, the prompts or the model.
+    """
+    folder = Path(config.out)
+    on_rank_zero(lambda: check_folder(folder, config))
+    for name in ("rollout_size", "minibatch_size"):
+        check_divides(name, getattr(config, name), get_world_size())
+    check_given_together(config, task)
+    specs = reward_specs(config, task)
+    if not config.model:
+        check_stage(folder, "sft", task.actor_stage(config).batch_size)
+    if not specs:
+        check_stage(folder, "reward", reward_stage.Config().batch_size)
+    source = config.model or (str(folder / "sft") if (folder / "sft").exists() else None)
+    check_model(source, config)
+    load_judge = partial(LearnedReward.load, most_rows=config.rows_per_pass, dtype=torch_dtype(config.dtype))
+    load_model = _on_shared_base(source) if getattr(config, "shared_base", False) else load_judge
+    rewards = load_named_rewards(config, task, load_model)
+
+    tokenizer = load_tokenizer(source) if source is not None else None
+    train, held_out, lengths = load_usable_prompts(config, task, tokenizer, rewards)
+    rows = [*train, *held_out]
+    config = with_lengths(config, rows, lengths, tokenizer)
+    held_out = held_out[: config.eval_prompts]
+    if len(held_out) < get_world_size():
+        raise ValueError(
+            f"--eval-prompts={config.eval_prompts} leaves {len(held_out)} held-out prompts, which must reach the "
+            f"number of processes, {get_world_size()}; raise it, or give more prompts"
+        )
+    check_longest(config, source, max(lengths), specs if has_critic else ())
+
+    if config.restart:
+        move_aside(folder, RUN_RESULTS)
+    actor = config.model or str(sft_stage.run(task.actor_stage(config)))
+    if rewards is None:
+        is_shared = getattr(config, "shared_base", False)
+        adapter = {option.name: getattr(config, option.name) for option in fields(AdapterOptions)} if is_shared else {}
+        made = reward_stage.run(reward_stage.Config(**stage_options(config), **adapter, model=config.model))
+        load_model = _on_shared_base(actor) if is_shared else load_judge
+        rewards = load_rewards([str(made)], None, config.reward_time_limit, load_model)
+    rewards.begin_step(0, config.steps)
+    longest = config.max_prompt_tokens
+    if tokenizer is None:
+        tokenizer = load_tokenizer(actor)
+        lengths = [len(encode_prompt(tokenizer, row)) for row in rows]
+    train, held_out = (fit_prompts(part, tokenizer, longest, skips=config.skip_too_long) for part in (train, held_out))
+    answered = PromptTokens.of(lengths, longest)
+    return Start(config=config, source=actor, train=train, held_out=held_out, rewards=rewards, answered=answered)
+
+
+def _on_shared_base(source: str | None) -> Callable[[str], Judge]:
+    """For `load_rewards`: what a model will judge by is built with the base that it stands on."""
+
+    def check(spec: str) -> Judge:
+        check_reward_adapter(spec, source or "the run's sft")
+        return judge_nothing
+
+    return check
+
+
+def judge_nothing(answers: Answers) -> None:
+    """The judge in place of a reward model that is not loaded: in a plan, or before its shared base is built."""
+    raise AssertionError("a reward model that is not loaded judges nothing")
+
+
+def check_given_together(config: Any, task: OwnTask) -> None:
+    """ValueError for a data set without a model, or without rewards, where those of `task` say nothing of it."""
+    for name, reason in (
+        ("model", "the model that is made without --model adds numbers"),
+        ("reward", "whether a sum is right says nothing of them"),
+    ):
+        if config.dataset and not getattr(config, name) and not task.serves_any_prompt:
+            raise ValueError(f"--dataset={config.dataset!r} has prompts of its own, and {reason}; give --{name}")
+
+
+def reward_specs(config: Any, task: OwnTask) -> Sequence[str]:
+    """The specs of `--reward`, or that of `task`; empty where a reward model is still to be trained."""
+    return config.reward or ((task.reward,) if task.reward else ())
+
+
+def load_named_rewards(config: Any, task: OwnTask, load_model: Callable[[str], Judge]) -> Rewards | None:
+    """The rewards that `reward_specs` name; None where it names none.
+
+    Args:
+        config: as of `prepare`.
+        task: as of `prepare`.
+        load_model: makes the judge from the folder or hub name of a model.
+
+    Raises:
+        ValueError: see `load_rewards`.
+    """
+    specs = reward_specs(config, task)
+    return load_rewards(specs, config.reward_weights or None, config.reward_time_limit, load_model) if specs else None
+
+
+class UsablePrompts(NamedTuple):
+    """The prompts of a run that can be encoded and that its rewards can read."""
+
+    train: list[PromptRow]
+    held_out: list[PromptRow]
+    lengths: list[int]
+    """Tokens of each prompt: those of `train`, then those of `held_out`."""
+
+
+@told_together()
+def load_usable_prompts(
+    config: Any, task: OwnTask, tokenizer: PreTrainedTokenizerBase | None, rewards: Rewards | None
+) -> UsablePrompts:
+    """The prompts that a run answers, of `--dataset` or of `task`; a plan counts the same ones.
+
+    Args:
+        config: as of `prepare`.
+        task: as of `prepare`.
+        tokenizer: the actor's; None where it is still to be made: a byte is a token at most.
+        rewards: those that read columns of the data; None where a reward model is still to be trained.
+
+    Raises:
+        ValueError: the data cannot be read, a reward lacks a column, or a row cannot be used and is not to be left out.
+    """
+    columns = rewards.columns if rewards is not None else ()
+    train, held_out = load_prompt_rows(config.source, columns) if config.dataset else task.load_rows(config.seed)
+    if rewards is not None:
+        rewards.check_columns([*train, *held_out])
+    train, train_lengths = keep_usable(config, train, tokenizer, rewards)
+    held_out, held_out_lengths = keep_usable(config, held_out, tokenizer, rewards)
+    return UsablePrompts(train, held_out, [*train_lengths, *held_out_lengths])
+
+
+def with_lengths(
+    config: ConfigT,
+    rows: Sequence[PromptRow],
+    lengths: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    is_said: bool = True,
+) -> ConfigT:
+    """The options with lengths that fit the prompts `rows`, of `lengths` tokens; a plan has the same.
+
+    Without `--model` they are settled, and there may be no tokenizer.
+    """
+    answer = long_answer(rows, tokenizer) if tokenizer is not None else 0
+    return settle_lengths(config, lengths, answer, is_said=is_said)
+
+
+def keep_usable(
+    config: DatasetOptions,
+    rows: Sequence[PromptRow],
+    tokenizer: PreTrainedTokenizerBase | None,
+    rewards: Rewards | None,
+) -> tuple[list[PromptRow], list[int]]:
+    """The rows whose prompts can be encoded and that the rewards can read, and the tokens of each prompt.
+
+    Without a tokenizer, which is still to be made, a byte is a token at most.
+
+    Raises:
+        ValueError: others are not to be left out.
+    """
+
+    def measure(row: PromptRow) -> int:
+        if rewards is not None:
+            rewards.check_row(row)
+        return num_bytes(row) if tokenizer is None else len(encode_prompt(tokenizer, row))
+
+    return encode_each(config, rows, measure)
+
+
+def check_longest(config: Any, source: str | None, longest: int, critics: Sequence[str]) -> None:
+    """ValueError where actor or critic lacks positions for the longest prompt and an answer behind it.
+
+    Args:
+        config: as of `prepare`.
+        source: of the actor; None where it is still to be made.
+        longest: tokens of a prompt.
+        critics: rewards, of which the first that is a model with the actor's tokens becomes the critic.
+    """
+    if source is None:
+        check_positions(config, longest, "the model that stage sft makes", MAX_POSITIONS)
+        return
+    check_positions(config, longest, f"--model={source!r}", num_positions(load_config(source)))
+    critic = critic_source(critics, source)
+    if critic is not None:
+        check_positions(config, longest, f"--reward={critic!r}", num_positions(load_config(critic, "reward")))
+
+
+def num_bytes(row: PromptRow) -> int:
+    """The bytes of a prompt that is text; ValueError for a conversation."""
+    if not isinstance(row.prompt, str):
+        raise ValueError(
+            f"{row.place} has a conversation in prompt, and the model that is made without --model reads text; give "
+            "--model, or write it as text"
+        )
+    return len(row.prompt.encode())

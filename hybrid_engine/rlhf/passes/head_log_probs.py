@@ -1,0 +1,209 @@
+"""Log-probabilities of a causal model's tokens from its last hidden states: its logits never exist at once.
+
+The model runs as it is. What its head is given is caught before the head, which is handed no rows instead, so that the
+model's own code behind the head (softcap, scale) has nothing to do. The catch happens inside the model's forward pass,
+where a sharded head is whole, and what it gives becomes the model's output, which sharding follows into the backward
+pass.
+
+B rows, T the last columns of the input, whose tokens are asked for; E hidden size, V vocabulary.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from hybrid_engine.config.notices import say_once
+from hybrid_engine.containers.quantised import is_quantised
+from hybrid_engine.distributed.verdict import everyone
+from hybrid_engine.generation.computing import computes_by
+from hybrid_engine.ops.linear_log_prob import LogitShape, linear_log_prob
+from hybrid_engine.ops.log_prob import token_logprobs
+from hybrid_engine.rl.entropy import token_entropy
+
+
+class Asked(NamedTuple):
+    """Which tokens' log-probabilities are asked for, and of which distribution."""
+
+    mask: torch.Tensor  # [B, T] bool: True where they are needed
+    temperature: float = 1.0
+    with_entropy: bool = False
+    cells: tuple[torch.Tensor, ...] | None = None  # rows and columns of the True cells; None: the device is asked
+
+
+class TokenLogProbs(NamedTuple):
+    """`[B, T]` fp32 each, 0 where nothing was asked."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor | None  # in nats; None unless asked for
+
+
+def token_log_probs(model: nn.Module, asked: Asked, inputs: Mapping[str, torch.Tensor]) -> TokenLogProbs:
+    """What `model` says about the last T tokens of `inputs["input_ids"]`, differentiable in its weights.
+
+    Collective where its forward pass is. The head must be a plain linear layer whose products become logits by the
+    scale and softcap of the model's config. The first pass through a model tries that on one token a row, as it is and
+    so large that a softcap shows, and so does the first after head or model were given other hooks; a line says where
+    they find something else. Any other model makes its logits, as does an engine in exact mode and one under autocast.
+
+    Args:
+        model: a causal model of transformers, one with an adapter of peft, or an engine around one.
+        asked: which tokens.
+        inputs: what its forward takes; `input_ids [B, P+T]` among it, P at least 1.
+    """
+    module = getattr(model, "module", model)
+    head = _plain_head(model, module)
+    if head is None:
+        return _from_logits(model, asked, inputs)
+    shape = logit_shape(module, asked.temperature)
+    parts = (head, module.get_output_embeddings(), module)
+    computed_by = (type(module), *map(computes_by, parts), shape.scale, shape.softcap)
+    tried = _tried.get(head)
+    if tried is not None and tried.computed_by != computed_by:
+        tried = None
+    if tried is not None and tried.differs:
+        return _from_logits(model, asked, inputs)
+    catch = _Catch(head, shape, asked, inputs["input_ids"], is_trial=tried is None)
+    found = catch.run(model, module, _given(asked, inputs))
+    if catch.difference is not None:
+        # Not a number is no verdict: the next pass is tried again.
+        differs = _on_any_process(model, not catch.difference <= catch.allowed)
+        if math.isfinite(catch.difference):
+            _tried[head] = Tried(computed_by, differs)
+        if differs:
+            say_once(
+                f"{type(module).__name__}: log-probabilities are made from logits, because what it makes of its head's "
+                f"products is not what its config says; they differ by {catch.difference:.2g} of the largest"
+            )
+            return _from_logits(model, asked, inputs)
+    return found
+
+
+class Tried(NamedTuple):
+    """Of a head: what it and its model computed by when it was tried, and whether its logits are something else than
+    `LogitShape` makes of its products."""
+
+    computed_by: tuple[Any, ...]
+    differs: bool
+
+
+_tried: WeakKeyDictionary[nn.Module, Tried] = WeakKeyDictionary()
+TRIAL_PRODUCT = 200.0
+"""Of a token's products the largest in a second trial: far above every softcap, which small products hardly show."""
+
+
+def _on_any_process(model: nn.Module, differs: bool) -> bool:
+    """Whether the trial says so on one process: at stage 3 all make another pass then, which gathers weights."""
+    stage = getattr(model, "zero_optimization_stage", None)
+    meets_others = stage is not None and stage() == 3
+    return bool(everyone().highest([int(differs)])[0]) if meets_others else differs
+
+
+def _plain_head(model: nn.Module, module: nn.Module) -> nn.Linear | None:
+    exact = getattr(getattr(model, "generator", None), "exact", None)
+    find = getattr(module, "get_output_embeddings", None)
+    head: Any = _active(find()) if find is not None else None
+    if exact is not None:
+        return None
+    if type(head) is not nn.Linear or is_quantised(head.weight):
+        what = "quantised" if type(head) is nn.Linear else f"of the class {type(head).__name__}"
+        say_once(
+            f"{type(module).__name__}: log-probabilities are made from logits, which takes their memory; its head "
+            f"is {what}, not a plain linear layer"
+        )
+        return None
+    return None if torch.is_autocast_enabled(head.weight.device.type) else head
+
+
+def _active(head: Any) -> Any:
+    """The copy of a head that peft trains beside an adapter (`modules_to_save`), or what it is a copy of."""
+    if type(head).__name__ != "ModulesToSaveWrapper":
+        return head
+    names = [] if head.disable_adapters else [name for name in head.active_adapters if name in head.modules_to_save]
+    return head.modules_to_save[names[0]] if names else head.original_module
+
+
+def logit_shape(module: nn.Module, temperature: float) -> LogitShape:
+    """By the names that transformers' configs have: Cohere's logit_scale, Granite's logits_scaling, Gemma's softcap."""
+    config: Any = module.config.get_text_config()
+    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    return LogitShape(scale, getattr(config, "final_logit_softcapping", None), temperature)
+
+
+def _allowed(dtype: torch.dtype) -> float:
+    """How far logits may lie apart for rounding, relative to the largest."""
+    return 1e-4 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+
+
+def _given(asked: Asked, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {**inputs, "logits_to_keep": asked.mask.shape[1] + 1, "use_cache": False}
+
+
+def _from_logits(model: nn.Module, asked: Asked, inputs: Mapping[str, torch.Tensor]) -> TokenLogProbs:
+    logits = model(**_given(asked, inputs)).logits[:, -asked.mask.shape[1] - 1 : -1]
+    logprobs = token_logprobs(logits, inputs["input_ids"][:, -asked.mask.shape[1] :], asked.temperature)
+    entropy = token_entropy(logits.float() / asked.temperature) if asked.with_entropy else None
+    return TokenLogProbs(*(None if x is None else torch.where(asked.mask, x, 0.0) for x in (logprobs, entropy)))
+
+
+def _apart(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """How far two trials `[B, 2, V]` lie apart at the most, each relative to its own largest."""
+    largest = expected.abs().amax(dim=(0, 2)).clamp(min=1e-30)
+    return ((logits - expected).abs().amax(dim=(0, 2)) / largest).max().item()
+
+
+class _Catch:
+    """One forward pass whose head gives log-probabilities."""
+
+    def __init__(self, head: nn.Linear, shape: LogitShape, asked: Asked, input_ids: torch.Tensor, is_trial: bool):
+        self.head, self.shape, self.asked = head, shape, asked
+        self.targets = input_ids[:, -asked.mask.shape[1] :]
+        self.is_trial = is_trial
+        self.difference: float | None = None  # of the trial's logits, relative to the largest
+        self.allowed = 0.0  # of that, for the rounding of the products' dtype
+        self.found: dict[str, torch.Tensor] = {}
+        self.expected: torch.Tensor | None = None  # [B, 2, V]: what the trials should give
+
+    def run(self, model: nn.Module, module: nn.Module, inputs: dict[str, Any]) -> TokenLogProbs:
+        hooks = [
+            self.head.register_forward_pre_hook(self._before_head),
+            module.register_forward_hook(self._after_model, prepend=True),
+        ]
+        try:
+            output = model(**inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return TokenLogProbs(output["logprobs"], output.get("entropy"))
+
+    def _before_head(self, head: nn.Linear, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+        (hidden,) = arguments
+        mask, width = self.asked.mask, self.asked.mask.shape[1]
+        cells = mask.nonzero(as_tuple=True) if self.asked.cells is None else self.asked.cells
+        rows = hidden[:, -width - 1 : -1][cells]
+        part = linear_log_prob(rows, head.weight, self.targets[cells], head.bias, self.shape, self.asked.with_entropy)
+        zeros = torch.zeros(mask.shape, dtype=torch.float32, device=rows.device)
+        self.found = {
+            name: zeros.masked_scatter(mask, values)
+            for name, values in zip(("logprobs", "entropy"), part, strict=True)
+            if values is not None
+        }
+        if not self.is_trial:
+            return (hidden[:, :0],)
+        with torch.no_grad():
+            tried = hidden[:, -1:].detach()
+            largest = nn.functional.linear(tried, head.weight, head.bias).abs().max().clamp(min=1e-6)
+            tried = torch.cat([tried, (tried * (TRIAL_PRODUCT / largest)).to(tried.dtype)], dim=1)  # [B, 2, E]
+            products = nn.functional.linear(tried, head.weight, head.bias)
+            self.expected = self.shape._replace(temperature=1.0).apply_(products)
+            self.allowed = _allowed(products.dtype)  # what is computed in may not be what sharded weights are kept in
+        return (tried,)
+
+    def _after_model(self, module: nn.Module, arguments: Any, output: Any) -> dict[str, torch.Tensor]:
+        if self.expected is not None:
+            logits = output.logits.detach().float()
+            self.difference = _apart(logits, self.expected) if logits.shape == self.expected.shape else math.inf
+        return self.found

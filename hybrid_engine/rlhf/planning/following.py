@@ -1,0 +1,133 @@
+"""A run beside its plan: what its engines report of it, and what is measured while they train."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from hybrid_engine.distributed.processes import default_device, gather_objects, get_world_size
+from hybrid_engine.generation.memory.usage import count_bytes, num_bytes
+from hybrid_engine.metrics.memory_plan import MemoryPlan
+from hybrid_engine.metrics.memory_use import MemoryUse, Pass
+from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
+from hybrid_engine.rlhf.data.pair_corpus import PairCorpus
+from hybrid_engine.rlhf.data.pass_shapes import Items
+from hybrid_engine.rlhf.planning.read import Learned, Read, read_answers, read_preferences
+from hybrid_engine.rlhf.planning.roles import Setting, plan_memory
+from hybrid_engine.rlhf.runs.run_log import say, write_json
+from hybrid_engine.zero.fsdp2_private import gathered_storages
+
+
+def follow_examples(config: Any, engine: Any, examples: Sequence[Encoded], batches: list[list[int]]) -> None:
+    """Follows a run of sft; `batches` are the indices of `examples` by step."""
+    read = Read(first=engine.module.config, learned=Learned.of(Items.of(examples), batches))
+    follow_memory("sft", config, read, [engine])
+
+
+def follow_scored_pairs(config: Any, engine: Any, corpus: PairCorpus) -> None:
+    """Follows a run of reward."""
+    read = Read(first=engine.module.config, learned=Learned.of(Items.of(corpus.train), corpus.batches))
+    follow_memory("reward", config, read, [engine])
+
+
+def follow_preferences(recipe: str, config: Any, engine: Any, learned: Sequence[Encoded | EncodedPair]) -> None:
+    """Follows a run that learns from given answers and answers the prompts of some."""
+    follow_memory(recipe, config, read_preferences(config, engine.module.config, learned), [engine])
+
+
+def follow_answers(recipe: str, config: Any, start: Any, policy: Any, critic: Any = None) -> None:
+    """Follows a run that learns from its own answers.
+
+    Args:
+        recipe, config: as of `follow_memory`.
+        start: an `experience.start.Start`.
+        policy: an `experience.policy.Policy`.
+        critic: an engine, or a role of the actor's.
+    """
+    specs, first = start.rewards.specs, policy.actor.module.config
+    read = read_answers(config, specs, first, start.answered, start.source, has_critic=critic is not None)
+    judges = [getattr(reward.judge, "model", None) for reward in start.rewards.rewards]
+    engines = [policy.actor, *([critic] if hasattr(critic, "sharding") else [])]
+    frozen = [policy.reference, *(model for model in judges if isinstance(model, nn.Module))]
+    follow_memory(recipe, config, read, engines, frozen)
+
+
+def fuses_at_once(recipe: str, config: Any, start: Any, first: PretrainedConfig) -> bool:
+    """Whether rollouts of a run on a shared base take no more memory than its training with all linears fused at once.
+
+    False where a model cannot be counted on shapes alone; alike on all processes.
+
+    Args:
+        recipe, config: as of `follow_memory`.
+        start: an `experience.start.Start`.
+        first: the base's.
+    """
+    read = read_answers(config, start.rewards.specs, first, start.answered, start.source, has_critic=True)
+    setting = Setting(recipe=recipe, config=config, num_processes=get_world_size(), device=default_device().type)
+    try:
+        return plan_memory(read, setting).fuses_at_once
+    except Exception:  # as in `follow_memory`, which says it
+        return False
+
+
+def follow_memory(
+    recipe: str, config: Any, read: Read, engines: Sequence[Any], frozen: Iterable[nn.Module | None] = ()
+) -> None:
+    """Plans the run, and has its engines report the plan and measure what they take; local.
+
+    Where a model cannot be counted on shapes alone, a line says why there is no plan.
+
+    Args:
+        recipe: its name on the command line.
+        config: of that recipe.
+        read: what the run works on.
+        engines: that it trains.
+        frozen: its other models.
+    """
+    device = default_device()
+    setting = Setting(recipe=recipe, config=config, num_processes=get_world_size(), device=device.type)
+    try:
+        plan = plan_memory(read, setting)
+    except Exception as error:  # whatever a model's own code raises where tensors have no values
+        say(f"memory: no plan of this run, because {type(error).__name__}: {error}")
+        return
+    others = [model for model in frozen if model is not None]
+
+    def held() -> int:
+        trained = sum(sum(vars(count_bytes(engine.sharding, engine.optimizer)).values()) for engine in engines)
+        modules = [*(engine.module for engine in engines), *others]
+        buffers = num_bytes(buffer for module in modules for buffer in module.buffers())
+        return trained + buffers + num_bytes(p for model in others for p in model.parameters())
+
+    def resized() -> Iterable[torch.UntypedStorage]:
+        for engine in engines:
+            if not engine.sharding.stays_whole:
+                yield from gathered_storages(engine.sharding.fsdp_modules())
+
+    def of_pass(ran: Pass) -> MemoryPlan:
+        return plan_memory(read, replace(setting, ran=ran))
+
+    use = MemoryUse(plan, device, held, resized, plan_of_pass=of_pass if read.learned is None else None)
+    for engine in engines:
+        engine.memory_use = use
+
+
+def write_result(path: Path, result: dict[str, Any], engine: Any) -> None:
+    """Writes `result` with the memory that the run of `engine` took, planned and measured, and says that; collective.
+
+    What is measured is that of the process that had most.
+    """
+    use: MemoryUse | None = engine.memory_use
+    everyones = gather_objects(None if use is None else use.measured())
+    measured = [found for found in everyones if found is not None]
+    if use is not None and len(measured) == len(everyones):
+        use.take_largest(measured)
+        say(use.describe())
+        result = result | {"memory": use.to_json()}
+    elif measured:
+        say("memory: not compared with the plan, which another process could not make")
+    write_json(path, result)

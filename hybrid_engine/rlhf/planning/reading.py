@@ -1,0 +1,170 @@
+"""What a plan reads of a run: the lengths of its data and the configs of its models, and no weights."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from hybrid_engine.recipes import agent, dpo, kto, reward, sft
+from hybrid_engine.rlhf.data.bad_rows import encode_each, told_together
+from hybrid_engine.rlhf.data.corpus import load_corpus
+from hybrid_engine.rlhf.data.encoding import encode_completion, encode_pair
+from hybrid_engine.rlhf.data.lengths import R, T, keep_fitting, limit_of
+from hybrid_engine.rlhf.data.pair_corpus import load_pair_corpus
+from hybrid_engine.rlhf.data.pass_shapes import Items
+from hybrid_engine.rlhf.data.prompts import PromptTokens
+from hybrid_engine.rlhf.data.sequences import NUM_POOLED, epochs_of_similar_length
+from hybrid_engine.rlhf.experience import start
+from hybrid_engine.rlhf.experience.own_tasks import SUMMARIES, SUMS, OwnTask, character_stage
+from hybrid_engine.rlhf.experience.start import (
+    judge_nothing,
+    load_named_rewards,
+    load_usable_prompts,
+    reward_specs,
+)
+from hybrid_engine.rlhf.planning.read import Learned, Read, read_answers, read_preferences
+from hybrid_engine.rlhf.preference import first_actor
+from hybrid_engine.rlhf.preference.answering import prompts_of
+from hybrid_engine.rlhf.preference.first_actor import check_enough
+from hybrid_engine.rlhf.preference.pairs import answers_of
+from hybrid_engine.rlhf.rewards.adapter_folder import check_reward_adapter
+from hybrid_engine.rlhf.rewards.classifier import load_scoring_tokenizer
+from hybrid_engine.rlhf.rewards.learned import names_model
+from hybrid_engine.rlhf.runs.adapters import check_trainable
+from hybrid_engine.rlhf.runs.stages import load_config, load_tokenizer, num_positions
+from hybrid_engine.rlhf.tasks.small_llama import build_small_llama
+
+
+class ReadRun(NamedTuple):
+    """The data of a run, and its `Config` with the lengths that it will have."""
+
+    read: Read
+    config: Any
+
+
+def read_run(recipe: str, config: Any) -> ReadRun:
+    """What the recipe with this `Config` will work on, and under which lengths.
+
+    Raises:
+        ValueError: what an option names cannot be read.
+    """
+    return READERS[recipe](config)
+
+
+def _read_sft(config: sft.Config) -> ReadRun:
+    tokenizer, corpus = load_corpus(config)
+    lengths = [len(example) for example in corpus.train]
+    num_pooled = NUM_POOLED if config.group_by_length else 1
+    batches = epochs_of_similar_length(lengths, config.batch_size, config.num_epochs, config.seed, num_pooled)
+    first = _adapted(config, load_config(config.model)) if config.model else _small_config(config, tokenizer)
+    return ReadRun(Read(first=first, learned=Learned.of(Items.of(corpus.train), batches)), config)
+
+
+def _read_reward(config: reward.Config) -> ReadRun:
+    stage = Path(config.out) / "sft"
+    if not config.model and not stage.exists():
+        raise ValueError(f"--out={config.out!r} has no sft yet, on whose body the reward is trained; give --model")
+    source = config.model or str(stage)
+    corpus = load_pair_corpus(config, load_scoring_tokenizer(source), source)
+    learned = Learned.of(Items.of(corpus.train), corpus.batches)
+    return ReadRun(Read(first=_adapted(config, load_config(source)), learned=learned), config)
+
+
+def _read_answers(config: Any, task: OwnTask, *, has_critic: bool = False) -> ReadRun:
+    """What a plan reads of a recipe that learns from its own answers."""
+    first, tokenizer = _first_actor(config, task)
+    specs = reward_specs(config, task)
+    rewards = load_named_rewards(config, task, lambda spec: judge_nothing)
+    train, held_out, lengths = load_usable_prompts(config, task, tokenizer, rewards)
+    config = start.with_lengths(config, [*train, *held_out], lengths, tokenizer, is_said=False)
+    answered = PromptTokens.of(lengths, config.max_prompt_tokens)
+    if getattr(config, "shared_base", False):
+        for spec in filter(names_model, specs):
+            check_reward_adapter(spec, config.model or str(Path(config.out) / "sft"))
+    if specs or getattr(config, "shared_base", False):
+        read = read_answers(config, specs, first, answered, config.model, has_critic=has_critic)
+        return ReadRun(read, config)
+    made = Path(config.out) / "reward"  # that stage makes one of the actor's size
+    model = load_config(str(made)) if made.exists() else first
+    read = Read(first=first, critic=model if has_critic else None, rewards=[model], answered=answered)
+    return ReadRun(read, config)
+
+
+@told_together()
+def _read_dpo(config: dpo.Config) -> ReadRun:
+    first, tokenizer = _first_actor(config, SUMMARIES)
+    parts = dpo.load_pairs(config)
+    pairs = _that_fit(config, first, parts, partial(encode_pair, tokenizer), "pairs")
+    prompts = prompts_of(parts[1], config)
+    config = first_actor.with_lengths(config, first, tokenizer, prompts, answers_of(pairs), is_said=False)
+    return ReadRun(read_preferences(config, first, pairs), config)
+
+
+@told_together()
+def _read_kto(config: kto.Config) -> ReadRun:
+    first, tokenizer = _first_actor(config, SUMMARIES)
+    parts = kto.load_answers(config)
+    answers = _that_fit(config, first, parts, partial(encode_completion, tokenizer), "answers")
+    config = first_actor.with_lengths(config, first, tokenizer, prompts_of(parts[1], config), answers, is_said=False)
+    return ReadRun(read_preferences(config, first, answers), config)
+
+
+def _read_agent(config: agent.Config) -> ReadRun:
+    if config.model:
+        tokenizer, first = load_tokenizer(config.model), _adapted(config, load_config(config.model))
+    else:
+        tokenizer, _ = load_corpus(made := character_stage("calculator", config, group_by_length=False))
+        first = _small_config(made, tokenizer)
+    agent.check_conversations_fit(config, tokenizer)
+    return ReadRun(agent.read_episodes(config, first, tokenizer), config)
+
+
+READERS: dict[str, Callable[[Any], ReadRun]] = {
+    "sft": _read_sft,
+    "reward": _read_reward,
+    "ppo": lambda config: _read_answers(config, SUMMARIES, has_critic=True),
+    "grpo": lambda config: _read_answers(config, SUMS),
+    "online-dpo": lambda config: _read_answers(config, SUMS),
+    "agent": _read_agent,
+    "dpo": _read_dpo,
+    "kto": _read_kto,
+}
+
+
+def _first_actor(config: Any, task: OwnTask) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+    """Config and tokenizer of the actor as it begins: a stage that is still to be run makes a small one."""
+    stage = Path(config.out) / "sft"
+    source = config.model or (str(stage) if stage.exists() else None)
+    if source is not None:
+        return _adapted(config, load_config(source)), load_tokenizer(source)
+    made = task.actor_stage(config)
+    tokenizer, _ = load_corpus(made)
+    return _adapted(config, _small_config(made, tokenizer)), tokenizer
+
+
+def _small_config(config: sft.Config, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    with torch.device("meta"):
+        return build_small_llama(tokenizer, config.hidden_size, config.num_layers).config
+
+
+def _adapted(config: Any, model: PretrainedConfig) -> PretrainedConfig:
+    check_trainable(config, model, config.model or config.out)
+    return model
+
+
+def _that_fit(
+    config: Any,
+    first: PretrainedConfig,
+    parts: tuple[Sequence[R], Sequence[R]],
+    encode: Callable[[R], T],
+    what: str,
+) -> list[T]:
+    """Of rows to train on and held-out ones those to train on that the model has positions for; refuses what the run
+    will refuse."""
+    limit = limit_of(None, num_positions(first), f"--model={config.model!r}")
+    found = [keep_fitting(config, *encode_each(config, rows, encode), limit)[1] for rows in parts]
+    check_enough(config, len(found[0]), len(found[1]), what)
+    return found[0]

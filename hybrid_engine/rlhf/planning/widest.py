@@ -1,0 +1,188 @@
+"""The largest training passes of a process of a run, from the lengths of what it learns."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, product
+from typing import Any, NamedTuple
+
+from hybrid_engine.metrics.memory_use import Pass, is_within
+from hybrid_engine.rlhf.data.micro_batches import check_budget, deal_by_number, fill_evenly, filling
+from hybrid_engine.rlhf.data.packable import expected_layout
+from hybrid_engine.rlhf.data.packing import Layout, Prompt
+from hybrid_engine.rlhf.data.pass_shapes import Extent, Items, extent_of
+from hybrid_engine.rlhf.data.spans import TOGETHER
+from hybrid_engine.rlhf.passes.pass_memory import PassShape
+from hybrid_engine.rlhf.planning.estimate import estimate_of
+from hybrid_engine.rlhf.planning.read import Learned, Read
+from hybrid_engine.rlhf.runs.engine_config import largest_micro_batch
+
+MOST_LAID_OUT = 5000
+"""Items of steps that are laid out, each some 0.1 ms: padding, and items that stay together, leave passes less than
+full."""
+CLOSE = 0.7
+"""A pass with this share of the largest's estimate, or more, may be larger than that."""
+MOST_COUNTED = 4
+"""Passes that are, each a second of work for a model of 28 layers."""
+
+Estimate = Callable[[Extent], float]
+
+
+def widest_passes(read: Read, config: Any, per_process: int, num_processes: int, device: str) -> list[Pass]:
+    """Passes of a run of which one is the largest; the one that is by an estimate comes first.
+
+    Args:
+        read: what the run learns; of answers that it is still to draw the largest passes that may be.
+        config: of the recipe.
+        per_process: items of a step on one process.
+        num_processes: of the run.
+        device: its type.
+    """
+    layout = expected_layout(config, read.first) if config.tokens_per_micro_batch else Layout.PADDED
+    estimate = estimate_of(read.first, config, device)
+    if read.learned is None:
+        shapes, accumulates = _drawn_passes(read, config, layout, per_process)
+        return _passes(_largest(shapes, estimate), accumulates, has_state=True)
+    batches = read.learned.batches
+    found = list[Pass]()
+    for is_first, part in ((False, batches[1:]), (True, batches[:1])):  # the optimizer has no state in the first step
+        steps = _steps(read.learned._replace(batches=part), num_processes)
+        shapes, accumulates = _passes_of(steps, config, layout, per_process)
+        largest = _largest(shapes, estimate)
+        if is_first and found:  # of no account unless it is larger than what comes after it
+            least = estimate(extent_of(found[0].shape))
+            largest = [shape for shape in largest if estimate(extent_of(shape)) > CLOSE * least]
+        found += _passes(largest, accumulates, has_state=not is_first)
+    return found
+
+
+def _passes(shapes: Iterable[PassShape], accumulates: bool, has_state: bool) -> list[Pass]:
+    return [Pass(shape, has_gradients=accumulates, has_state=has_state) for shape in shapes]
+
+
+def _largest(shapes: Iterable[PassShape], estimate: Estimate) -> list[PassShape]:
+    """Of passes those that may be the largest by their estimates; none has less of everything than another."""
+    extents = {extent_of(shape): shape for shape in shapes}
+    ranked = sorted(extents, key=estimate, reverse=True)
+    kept = list[Extent]()
+    for extent in ranked:
+        if len(kept) == MOST_COUNTED or estimate(extent) < CLOSE * estimate(ranked[0]):
+            break
+        if not any(is_within(extent, one) for one in kept):
+            kept.append(extent)
+    return [extents[extent] for extent in kept]
+
+
+def _steps(learned: Learned, num_processes: int) -> list[Items]:
+    """Those of all processes."""
+    ranks = range(num_processes)
+    return [learned.items.take(batch[rank::num_processes]) for batch in learned.batches for rank in ranks]
+
+
+def _passes_of(steps: list[Items], config: Any, layout: Layout, per_process: int) -> tuple[Iterator[PassShape], bool]:
+    """The passes of `steps`, dealt out as the run will deal them, and whether a step has several."""
+    budget = config.tokens_per_micro_batch
+    if budget:
+        check_budget(budget, (item for step in steps for item in step.lengths))
+        steps = _likely(steps, budget)
+        dealt = [fill_evenly(step, layout, budget) for step in steps]
+    else:
+        size = largest_micro_batch(per_process, config.micro_batch_size)
+        dealt = [deal_by_number(step, size) for step in steps]
+    passes = (step.take(part) for step, parts in zip(steps, dealt, strict=True) for part in parts)
+    return (one.shape(layout) for one in passes), any(len(parts) > 1 for parts in dealt)
+
+
+def _likely(steps: list[Items], budget: int) -> list[Items]:
+    """Of the steps that fill a budget equally often, without sharing, those with most tokens.
+
+    A step just above the budget has passes of half of it.
+    """
+    alike = defaultdict[int, list[Items]](list)
+    for step in sorted(steps, key=lambda step: -step.num_tokens):
+        alike[-(-step.num_tokens // budget)].append(step)
+    most = max(1, MOST_LAID_OUT // max(1, sum(len(group[0]) for group in alike.values())))
+    return list(chain.from_iterable(group[:most] for group in alike.values()))
+
+
+def _drawn_passes(read: Read, config: Any, layout: Layout, per_process: int) -> tuple[Iterator[PassShape], bool]:
+    """Passes over answers that are still to be drawn, one of which is the largest, and whether a step has several."""
+    drawn, budget = _Drawn.of(read, config), config.tokens_per_micro_batch
+    prompt = drawn.prompts[-1]
+    if not budget:
+        size = largest_micro_batch(per_process, config.micro_batch_size)
+        return iter([drawn.step(size, prompt, drawn.longest_answer(prompt), 1).shape(layout)]), per_process > size
+    longest = drawn.step(per_process, prompt, drawn.longest_answer(prompt), 1)
+    check_budget(budget, longest.lengths)
+    shapes = (one.shape(layout) for one in drawn.full_passes(per_process, budget, layout))
+    return shapes, len(fill_evenly(longest, layout, budget)) > 1
+
+
+class _Drawn(NamedTuple):
+    """Answers of a run that draws them itself."""
+
+    prompts: list[int]
+    """Lengths of those that are tried, the longest that an answer may stand behind last."""
+    num_tokens: int
+    """Of the longest prompt with an answer."""
+    has_turns: bool
+    max_new_tokens: int
+    answers_of_item: int
+    group_size: int
+    """Items with one prompt."""
+
+    @classmethod
+    def of(cls, read: Read, config: Any) -> "_Drawn":
+        """What `read` and the config of its recipe say of them."""
+        assert read.answered is not None
+        shortest, longest = read.answered
+        pair = 2 if hasattr(config, "loss") else 1
+        group = 1 if pair == 2 else getattr(config, "group_size", 1)
+        # Behind longer prompts there is room for fewer answers, and a copy of a shorter one is for several of them.
+        most_copied = int(config.max_new_tokens / TOGETHER)
+        most_masked = config.tokens_per_micro_batch - group * pair * (config.max_new_tokens + 1)
+        tried = {min(longest, max(shortest, prompt)) for prompt in (shortest, most_copied, most_masked, longest)}
+        return cls(
+            prompts=[shortest] if read.has_turns else sorted(tried),
+            num_tokens=longest + config.max_new_tokens,
+            has_turns=read.has_turns,
+            max_new_tokens=config.max_new_tokens,
+            answers_of_item=pair,
+            group_size=group,
+        )
+
+    def longest_answer(self, prompt: int) -> int:
+        """Of one behind a prompt of so many tokens."""
+        return self.num_tokens - prompt if self.has_turns else self.max_new_tokens
+
+    def step(self, num_items: int, prompt: int, answer: int, sharing: int) -> Items:
+        """So many items of such lengths, `sharing` of which have a prompt together."""
+        prompts = [(Prompt(number // sharing, prompt),) * self.answers_of_item for number in range(num_items)]
+        return Items([(prompt + answer,) * self.answers_of_item] * num_items, prompts)
+
+    def full_passes(self, num_items: int, budget: int, layout: Layout) -> Iterator[Items]:
+        """Passes of up to `num_items`, as full as the budget allows, that differ in what is largest of them.
+
+        Answers may be long, or so short beside their prompts that most keys are copied; prompts may be shared or not.
+        """
+        for prompt, is_short, sharing in product(self.prompts, (False, True), {1, self.group_size}):
+            most = self.longest_answer(prompt)
+            answer = max(1, min(most, int(TOGETHER * prompt) - 1)) if is_short else most
+            step = self.step(num_items, prompt, answer, sharing)
+            for part in filling(step, layout)(budget):
+                one = step.take(part)
+                yield one
+                yield self._filled_up(one, num_items, budget, layout)
+
+    def _filled_up(self, step: Items, num_items: int, budget: int, layout: Layout) -> Items:
+        """`step` with another item that is shorter, or of shorter ones, where the budget leaves room for it."""
+        if len(step) == num_items:
+            return step
+        if layout.is_one_row:
+            room = budget - step.shape(layout).num_cells
+            answer = min(room - 1, self.max_new_tokens)
+            rest = Items([(room,)], [(Prompt(None, room - answer),)])
+            return step if answer < 1 else Items([*step.lengths, *rest.lengths], [*step.prompts, *rest.prompts])
+        more = len(step) + 1
+        prompt, width = self.prompts[0], budget // (more * self.answers_of_item)
+        answer = min(width - prompt, self.longest_answer(prompt))
+        return step if answer < 1 else self.step(more, width - answer, answer, 1)

@@ -1,0 +1,120 @@
+"""What is checked of a run before anything is trained, where its actor comes from, and the actor's engine."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+
+import hybrid_engine
+from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
+from hybrid_engine.recipes import sft as sft_stage
+from hybrid_engine.rlhf.data.bad_rows import encode_each
+from hybrid_engine.rlhf.data.encoding import Encoded, encode_prompt
+from hybrid_engine.rlhf.data.lengths import R, T, keep_fitting, limit_of
+from hybrid_engine.rlhf.data.packable import pack_where_exact
+from hybrid_engine.rlhf.data.rows import PromptRow
+from hybrid_engine.rlhf.experience.own_tasks import SUMMARIES
+from hybrid_engine.rlhf.preference.options import PreferenceOptions
+from hybrid_engine.rlhf.runs.adapters import add_adapter
+from hybrid_engine.rlhf.runs.checks import check_divides
+from hybrid_engine.rlhf.runs.engine_config import build_engine_config, largest_micro_batch
+from hybrid_engine.rlhf.runs.model_lengths import long_one, settle_lengths
+from hybrid_engine.rlhf.runs.recomputation import recompute_activations
+from hybrid_engine.rlhf.runs.run_checks import check_folder, check_model, check_positions, check_stage
+from hybrid_engine.rlhf.runs.schedule import Schedule
+from hybrid_engine.rlhf.runs.stages import load_config, load_model, num_positions
+
+OptionsT = TypeVar("OptionsT", bound=PreferenceOptions)
+
+
+def check_run(config: PreferenceOptions) -> None:
+    """Whether folder, processes and model fit the options; collective.
+
+    Raises:
+        ValueError: the folder cannot be written or holds an earlier run, there is nothing to resume or under other
+            options, the model does not load, or the processes do not divide a batch.
+    """
+    folder = Path(config.out)
+    on_rank_zero(lambda: check_folder(folder, config))
+    check_divides("batch_size", config.batch_size, get_world_size())
+    if config.model:
+        check_model(config.model, config)
+    else:
+        check_model(None, config)
+        check_stage(folder, "sft", SUMMARIES.actor_stage(config).batch_size)
+
+
+def find_first_actor(config: PreferenceOptions) -> str:
+    """The folder or name of the actor as it begins: `--model`, or the run's sft, which is trained if missing."""
+    return config.model or str(sft_stage.run(SUMMARIES.actor_stage(config)))
+
+
+def check_enough(config: PreferenceOptions, num_train: int, num_held_out: int, what: str) -> None:
+    """ValueError where what there is, such as "pairs", makes no step, or nothing is held out to measure on."""
+    if num_train < config.batch_size:
+        raise ValueError(
+            f"--batch-size={config.batch_size} must not exceed the {num_train} {what} to train on "
+            f"({num_held_out} more are held out to measure on); lower it, or give more {what}"
+        )
+    if num_held_out:
+        return
+    apart = None if config.dataset is None else config.source.held_out_source
+    if apart is not None:
+        raise ValueError(
+            f"{apart.shown} has 0 {what} to measure on that can be used; give other data, with one at least"
+        )
+    raise ValueError(
+        f"--held-out-share={config.held_out_share} holds out 0 {what} and leaves {num_train} to train on, and at least "
+        f"one must be measured on; raise it, give more {what}, or name other data by --held-out-dataset"
+    )
+
+
+def keep_what_fits(
+    config: PreferenceOptions, source: str, rows: Sequence[R], encode: Callable[[R], T]
+) -> tuple[list[R], list[T]]:
+    """The rows, with their tokens, that the model has positions for; ValueError for others, or without them."""
+    rows, tokens = encode_each(config, rows, encode)
+    limit = limit_of(None, num_positions(load_config(source)), f"--model={source!r}")
+    return keep_fitting(config, rows, tokens, limit)
+
+
+def with_lengths(
+    config: OptionsT,
+    first: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[PromptRow],
+    learned: Sequence[Encoded],
+    *,
+    is_said: bool = True,
+) -> OptionsT:
+    """The options with lengths that fit the `prompts` that are answered and the answers that are `learned`.
+
+    A plan has the same.
+
+    Raises:
+        ValueError: given lengths exceed the positions of the model, whose config is `first`.
+    """
+    lengths = [len(encode_prompt(tokenizer, row)) for row in prompts]
+    answer = long_one(sorted(len(answer.response_ids) for answer in learned))
+    config = settle_lengths(config, lengths, answer, is_said=is_said)
+    model = f"--model={config.model!r}" if config.model else "the model that stage sft makes"
+    check_positions(config, max(lengths), model, num_positions(first))
+    return config
+
+
+def build_actor(config: PreferenceOptions, source: str, schedule: Schedule) -> Any:
+    """The engine of the model in `source`, without dropout; with `lora_rank` of an adapter on it. Collective."""
+    model = add_adapter(recompute_activations(load_model(AutoModelForCausalLM, source), config), config)
+    engine_config = build_engine_config(
+        batch_size=config.batch_size,
+        micro_batch_size=largest_micro_batch(config.batch_size // get_world_size(), config.micro_batch_size),
+        learning_rate=config.peak_learning_rate,
+        zero_stage=config.zero_stage,
+        dtype=config.dtype,
+        max_out_tokens=config.max_prompt_tokens + config.max_new_tokens,
+        max_running=config.max_running,
+    )
+    actor = hybrid_engine.initialize(model=model, config=engine_config, lr_scheduler=schedule.build)[0]
+    pack_where_exact(actor, config)
+    return actor

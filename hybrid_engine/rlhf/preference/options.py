@@ -1,0 +1,76 @@
+"""The options that the recipes of this family have in common, each checking its own fields."""
+
+from dataclasses import dataclass
+
+from hybrid_engine.rl.preferences import LOSSES, SMOOTHED_LOSSES, PairLoss, build_loss
+from hybrid_engine.rlhf.runs.checks import check_above, check_at_least, check_count, check_one_of
+from hybrid_engine.rlhf.runs.options import AdapterOptions, AnswerOptions, DataOptions, ResumeOptions, suitable_rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceOptions(AdapterOptions, DataOptions, AnswerOptions, ResumeOptions):
+    """What is trained, against which reference, and how it is looked at."""
+
+    model: str | None = None
+    """Hugging Face name or folder of the first actor, which is the reference too; default: the run's sft, trained if
+    missing"""
+    beta: float = 0.1
+    """how strongly the actor is held to the reference"""
+    batch_size: int = 32
+    """samples of an optimizer step over all processes"""
+    micro_batch_size: int = 16
+    """samples of a forward pass on one process, at most"""
+    learning_rate: float | None = None
+    """peak of the learning rate; default: 1e-4, with --model 1e-6, of an adapter on it 1e-5"""
+    eval_every: int = 20
+    """steps between measurements on held-out rows; 0 measures only before and after"""
+    eval_rows: int = 256
+    """held-out rows that are measured, at most"""
+    temperature: float = 0.8
+    """of sampling"""
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """The highest learning rate of the schedule."""
+        return self.learning_rate or suitable_rate(self, small=1e-4)
+
+    def __post_init__(self) -> None:
+        ResumeOptions.__post_init__(self)
+        AnswerOptions.__post_init__(self)
+        DataOptions.__post_init__(self)
+        AdapterOptions.__post_init__(self)
+        for name in ("batch_size", "micro_batch_size", "eval_rows"):
+            check_count(name, getattr(self, name), 1)
+        for name in ("beta", "learning_rate"):
+            check_above(name, getattr(self, name), 0)
+        check_count("eval_every", self.eval_every, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairLossOptions:
+    """Which loss of DPO's family pairs are given (`rl/preferences.py`)."""
+
+    loss: str = "sigmoid"
+    """sigmoid, hinge, ipo, ipo-length-normalised, conservative or robust"""
+    label_smoothing: float = 0.0
+    """share of the pairs that is taken to be labelled the wrong way round, by conservative and robust; below 0.5"""
+    sft_weight: float = 0.0
+    """weight of the chosen answer's negative log-likelihood per token, which is added to the loss"""
+
+    def __post_init__(self) -> None:
+        check_one_of("loss", self.loss, [*LOSSES, *SMOOTHED_LOSSES])
+        check_at_least("sft_weight", self.sft_weight, 0)
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(
+                f"--label-smoothing={self.label_smoothing} must be at least 0 and below 0.5, where a label would say "
+                "nothing; lower it"
+            )
+        if (self.label_smoothing > 0) != (self.loss in SMOOTHED_LOSSES):
+            raise ValueError(
+                f"--label-smoothing={self.label_smoothing} does not fit --loss={self.loss}: "
+                f"{' and '.join(SMOOTHED_LOSSES)} need one above 0, the other losses read none; change one of them"
+            )
+
+    def build_loss(self, beta: float) -> PairLoss:
+        """The loss of each pair."""
+        return build_loss(self.loss, beta, self.label_smoothing, self.sft_weight)

@@ -1,0 +1,93 @@
+"""`hybrid-engine diff RUN_A RUN_B`: the options that differ, and the first step and figure at which two runs part."""
+
+import argparse
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from hybrid_engine.rlhf.reports.run_data import RunData, is_time, read_run
+
+DESCRIPTION = """Tells where two runs part: options, and the first step and figure.
+
+Times and speeds are left out, and --out, which is where a run lies. The exit status is that of diff(1): 0 when the runs
+are the same, 1 when they differ, 2 when one cannot be read."""
+SAME, DIFFERENT = 0, 1
+_PLACE = "out"
+_ABSENT = "absent"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prints how the two runs that `arguments` name differ; returns the exit status.
+
+    Raises:
+        ValueError: one of them cannot be read, or the tolerance is no number from 0 on.
+    """
+    parser = argparse.ArgumentParser(
+        prog="hybrid-engine diff",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run_a", metavar="RUN_A", help="folder of a run, which has a metrics.jsonl")
+    parser.add_argument("run_b", metavar="RUN_B", help="folder of the other")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.0,
+        metavar="VALUE",
+        help="numbers are the same that differ by at most this share of the larger, or by this itself below 1 "
+        "(default: 0, to the bit)",
+    )
+    given = parser.parse_args(arguments)
+    if not 0 <= given.tolerance < math.inf:
+        raise ValueError(f"--tolerance={given.tolerance} must be a finite number from 0 on; choose such a one")
+    first, second = read_run(given.run_a), read_run(given.run_b)
+    lines = [*compare_options(first, second), *compare_figures(first, second, given.tolerance)]
+    print("\n".join(lines or [f"no difference in {_extent(first)}"]))
+    return DIFFERENT if lines else SAME
+
+
+def compare_options(first: RunData, second: RunData) -> list[str]:
+    """A line per option that differs."""
+    if bool(first.config) != bool(second.config):
+        return [f"options: only {(first if first.config else second).name} has a config.yaml"]
+    names = [name for name in first.config | second.config if name != _PLACE]
+    pairs = {name: (first.config.get(name, _ABSENT), second.config.get(name, _ABSENT)) for name in names}
+    return [f"option {name}: {_show(a)} | {_show(b)}" for name, (a, b) in pairs.items() if a != b]
+
+
+def compare_figures(first: RunData, second: RunData, tolerance: float) -> list[str]:
+    """A line per figure that differs at the first step where any does, or one about the step that only one run has."""
+    lines_a, lines_b = ({line["step"]: line for line in run.metrics} for run in (first, second))
+    for step in sorted(lines_a.keys() | lines_b.keys()):
+        if step not in lines_a or step not in lines_b:
+            return [f"step {step}: only {(first if step in lines_a else second).name} has it"]
+        a, b = lines_a[step], lines_b[step]
+        names = [name for name in a | b if not is_time(name)]
+        apart = [name for name in names if not is_same(a.get(name, _ABSENT), b.get(name, _ABSENT), tolerance)]
+        if apart:
+            return [f"step {step}: {name} {_show_pair(a.get(name, _ABSENT), b.get(name, _ABSENT))}" for name in apart]
+    return []
+
+
+def is_same(a: Any, b: Any, tolerance: float) -> bool:
+    """Whether two figures are the same; a number that is none (NaN) is the same as itself."""
+    if not (isinstance(a, (int, float)) and isinstance(b, (int, float))):
+        return bool(a == b)
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return True
+    return abs(a - b) <= tolerance * max(1.0, abs(a), abs(b))
+
+
+def _show_pair(a: Any, b: Any) -> str:
+    apart = f" (apart by {abs(a - b):.3g})" if isinstance(a, (int, float)) and isinstance(b, (int, float)) else ""
+    return f"{_show(a)} | {_show(b)}{apart}"
+
+
+def _show(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _extent(run: RunData) -> str:
+    figures = {name for line in run.metrics for name in line if not is_time(name)} - {"step"}
+    return f"{len(run.metrics)} steps of {len(figures)} figures"

@@ -1,0 +1,153 @@
+"""Rewards that are models: a sequence classifier's score of a response, and the critic that begins as one."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedTokenizerBase
+
+from hybrid_engine.distributed.processes import default_device
+from hybrid_engine.optim.build import cast_module
+from hybrid_engine.rlhf.data.encoding import encode_scored
+from hybrid_engine.rlhf.data.passes import limit_rows, until_fewer_rows_fit
+from hybrid_engine.rlhf.data.rows import CompletionRow, Turns
+from hybrid_engine.rlhf.data.sequences import Sequences, ValueModel, build_sequences, last_token_scores
+from hybrid_engine.rlhf.rewards.answers import Answers, UnusableReference
+from hybrid_engine.rlhf.rewards.built_in import BUILT_IN
+from hybrid_engine.rlhf.runs.stages import load_config, load_model, load_tokenizer, num_positions, score_head
+
+ROWS_PER_PASS = 64
+
+
+def names_model(spec: str) -> bool:
+    """Whether `--reward=spec` is the folder or the hub name of a model."""
+    return Path(spec).exists() or (":" not in spec and spec not in BUILT_IN)
+
+
+class LearnedReward:
+    """A sequence classifier's score at the end-of-sequence token behind the response, normalised, frozen."""
+
+    def __init__(
+        self,
+        folder: str,
+        model: Callable[[Sequences], torch.Tensor],
+        tokenizer: PreTrainedTokenizerBase,
+        num_positions: int | None,
+    ):
+        """`model` gives `[B, P+T]` normalised scores; `num_positions` are those that it has, None without an end."""
+        self.folder, self.model, self.tokenizer, self.num_positions = folder, model, tokenizer, num_positions
+
+    @classmethod
+    def load(cls, folder: str, most_rows: int = 0, dtype: torch.dtype = torch.float32) -> "LearnedReward":
+        """The model of `folder`, on this process's device in `dtype`.
+
+        It scores `most_rows` answers at once; 0: as it likes.
+        """
+        tokenizer = load_tokenizer(folder, "reward")
+        model = load_value_model(folder)
+        cast_module(model, dtype)
+        model = model.to(default_device()).eval().requires_grad_(False)
+        limit_rows(model, most_rows)
+        return cls(folder, model, tokenizer, num_positions(model.backbone.config))
+
+    @torch.no_grad()
+    def __call__(self, answers: Answers) -> list[float]:
+        """Scores finished answers; one that was cut off is to be judged by the caller.
+
+        Raises:
+            ValueError: there are conversations, and no chat template.
+        """
+
+        def score(rows: int) -> list[float]:
+            return [score for batch in self.batches(answers, rows) for score in self.score(batch)]
+
+        return until_fewer_rows_fit(self.model, score, ROWS_PER_PASS)
+
+    def score(self, batch: Sequences) -> list[float]:
+        """The scores of the answers of a batch."""
+        return last_token_scores(self.model, batch).tolist()
+
+    def batches(self, answers: Answers, num_rows: int) -> list[Sequences]:
+        """The answers behind their prompts as the model reads them, in order, so many at a time.
+
+        A conversation is written by the chat template of the reward model. What has more tokens than the model has
+        positions loses its beginning.
+        """
+        batches = []
+        for start in range(0, len(answers), num_rows):
+            rows = slice(start, start + num_rows)
+            both = zip(answers.prompts[rows], answers.responses[rows], strict=True)
+            pairs = [self._fit(*self._encode(prompt, response)) for prompt, response in both]
+            prompts, responses = ([pair[part] for pair in pairs] for part in (0, 1))
+            batches.append(build_sequences(prompts, responses, self.tokenizer.pad_token_id, default_device()))
+        return batches
+
+    def _encode(self, prompt: Turns, response: str) -> tuple[list[int], list[int]]:
+        """The tokens of both, as the reward model was trained on them."""
+        if isinstance(prompt, str):
+            row = CompletionRow(prompt=prompt, completion=response)
+        elif self.tokenizer.chat_template is None:
+            raise UnusableReference(
+                f"--reward={self.folder!r} has no chat template, and the prompts are conversations; set the template "
+                "that the model was trained with in its tokenizer"
+            )
+        else:
+            row = CompletionRow(prompt=list(prompt), completion=[{"role": "assistant", "content": response}])
+        encoded = encode_scored(self.tokenizer, row)
+        return encoded.prompt_ids, encoded.response_ids
+
+    def _fit(self, prompt: list[int], response: list[int]) -> tuple[list[int], list[int]]:
+        """As many of the last tokens as the model has positions for, of the prompt one at least where it has any."""
+        if self.num_positions is None:
+            return prompt, response
+        response = response[-(self.num_positions - 1) :]
+        return prompt[-(self.num_positions - len(response)) :], response
+
+
+def load_value_model(folder: str) -> ValueModel:
+    """The reward model of `folder` with a number for every token, in units of its normalised score.
+
+    With the mean and the deviation that the reward stage noted in the config, (score - mean) / deviation is folded into
+    the head; a foreign model without them is taken as it is.
+
+    Raises:
+        ValueError: `folder`, which the option `reward` named, has not exactly one label or no head named `score`.
+    """
+    num_labels = load_config(folder, "reward").num_labels
+    if num_labels != 1:
+        raise ValueError(
+            f"--reward={folder!r} must be a sequence classifier with one label, the score, and has {num_labels}; "
+            "train one, for example with `hybrid-engine reward`"
+        )
+    classifier = load_model(AutoModelForSequenceClassification, folder, "reward")
+    score = score_head(classifier, "reward", folder)
+    mean = getattr(classifier.config, "score_mean", 0.0)
+    std = getattr(classifier.config, "score_std", 1.0)
+    head = nn.Linear(score.in_features, 1)
+    with torch.no_grad():
+        head.weight.copy_(score.weight / std)
+        head.bias.fill_(-mean / std)
+    return ValueModel(getattr(classifier, classifier.base_model_prefix), head)
+
+
+def shares_tokens(reward: str, actor: str) -> bool:
+    """Whether the reward is a model that reads the same tokens as the actor, and so can be the critic's beginning."""
+    return names_model(reward) and load_tokenizer(reward, "reward").get_vocab() == load_tokenizer(actor).get_vocab()
+
+
+def critic_source(rewards: Sequence[str], actor: str) -> str | None:
+    """The first of the rewards that can be the critic's beginning; None without one."""
+    return next((spec for spec in rewards if shares_tokens(spec, actor)), None)
+
+
+def build_critic(actor: str, rewards: Sequence[str]) -> ValueModel:
+    """The critic: a reward model's weights where both read the same tokens, else the actor's body and a head of 0."""
+    source = critic_source(rewards, actor)
+    if source is not None:
+        return load_value_model(source)
+    backbone = load_model(AutoModel, actor)
+    head = nn.Linear(backbone.config.hidden_size, 1)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return ValueModel(backbone, head)

@@ -1,0 +1,165 @@
+"""The rewards of a run: they score answers, and what one of them does wrong names it and the prompt.
+
+rewards.check_columns(rows)
+for row in rows:
+    rewards.check_row(row)
+scores = rewards(answers)
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import isnan
+from typing import Any
+
+from hybrid_engine.distributed.processes import gather_objects
+from hybrid_engine.distributed.verdict import agree
+from hybrid_engine.rlhf.data.rows import Row
+from hybrid_engine.rlhf.rewards.answers import Answers, Judge, Reward, RewardError, RunView, UnusableReference, Value
+from hybrid_engine.rlhf.rewards.scores import Scores, WrongCount, combine, read_values, with_logged
+from hybrid_engine.rlhf.rewards.time_limit import OutOfTime, within
+from hybrid_engine.rlhf.runs.run_log import say
+
+TIME_LIMIT_SECONDS = 300.0
+"""For one call of one reward; other processes wait meanwhile, which gloo lets them for 30 minutes."""
+SHORTEST_SECONDS = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewards:
+    """Scores answers by all rewards of a run."""
+
+    rewards: tuple[Reward, ...]
+    time_limit_seconds: float = TIME_LIMIT_SECONDS
+    view: RunView = field(default_factory=RunView, compare=False)
+    """The run as reward functions see it."""
+    told: set[str] = field(default_factory=set, init=False, compare=False)
+    """The first prompt with an answer that nobody judged, once the user was told of it; alike on every process."""
+
+    @property
+    def specs(self) -> list[str]:
+        """What each reward was named by."""
+        return [reward.spec for reward in self.rewards]
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """The columns of the data that the rewards read by name."""
+        return frozenset().union(*(reward.columns | reward.optional_columns for reward in self.rewards))
+
+    def begin_step(self, step: int, num_steps: int) -> None:
+        """Tells reward functions how far the run is: `step` of `num_steps` are done."""
+        self.view.state.global_step, self.view.state.max_steps = step, num_steps
+
+    def check_columns(self, rows: Sequence[Row]) -> None:
+        """ValueError where a reward reads a column that no row has."""
+        found = set().union(*(row.columns for row in rows))
+        for reward in self.rewards:
+            for column in sorted(reward.columns - found):
+                raise ValueError(
+                    f"--reward={reward.spec!r} reads the column {column!r}, and the data has "
+                    f"{', '.join(map(repr, sorted(found))) or 'no other columns'}; rename a column, or name "
+                    "another in the reward (docs/rewards.md)"
+                )
+
+    def check_row(self, row: Row) -> None:
+        """ValueError, with the place of `row`, where it lacks what a reward reads, or a reward cannot read it."""
+        for reward in self.rewards:
+            check_row(reward, row)
+
+    def __call__(self, answers: Answers) -> Scores:
+        """The scores of this process's answers; collective: an error of one process is raised on all.
+
+        To name the prompt, a function that raised, did not end or returned another number of values is called once more
+        for single answers, for one more time limit at most.
+
+        Raises:
+            RewardError: a reward raised an error, which is the cause, or reached the time limit.
+            ValueError: a reward returned what are no scores, or a row has no reference answer that a rule can read.
+        """
+        together = {reward.name: reward.judge(answers) for reward in self.rewards if reward.is_collective}
+        scores = agree(lambda: self._score(answers, together))
+        if not self.told:
+            self._tell_unjudged(answers, scores)
+        return scores
+
+    def _tell_unjudged(self, answers: Answers, scores: Scores) -> None:
+        """Names the first prompt of all processes with an answer that no reward judges; collective."""
+        mine = (answers.shown_prompt(index) for index, number in enumerate(scores.total) if isnan(number))
+        found = next(filter(None, gather_objects(next(mine, None))), None)
+        if found is not None:
+            self.told.add(found)
+            say(
+                f"--reward: none of {', '.join(map(repr, self.specs))} judges the answer to the prompt {found}; "
+                "nothing is learned from such answers, and unjudged_share counts them"
+            )
+
+    def _score(self, answers: Answers, together: Mapping[str, Any]) -> Scores:
+        """`together`: what rewards that are collective have said, by their names."""
+        values: list[list[Value]] = []
+        self.view.clear()
+        for reward in self.rewards:
+            if reward.is_collective:
+                values.append(read_values(reward.spec, together[reward.name], answers))
+            else:
+                values.append(judge(reward, answers, self.time_limit_seconds) if len(answers) else [])
+        return with_logged(combine(self.rewards, values, answers), self.view, len(answers))
+
+    def judged_by(self, judges: Mapping[str, Judge]) -> "Rewards":
+        """These rewards, with `judges`, which are collective, in the place of those whose specs they have."""
+        rewards = (
+            replace(reward, judge=judges[reward.spec], is_collective=True) if reward.spec in judges else reward
+            for reward in self.rewards
+        )
+        return replace(self, rewards=tuple(rewards))
+
+
+def check_row(reward: Reward, row: Row) -> None:
+    """ValueError, with the place of `row`, where it lacks a column of the reward's or has one that it cannot read."""
+    for column in sorted(reward.columns - set(row.columns)):
+        raise ValueError(
+            f"{row.place} has no {column!r}, which other rows have and --reward={reward.spec!r} reads; fix the row"
+        )
+    if reward.check is not None:
+        try:
+            reward.check(row.columns)
+        except ValueError as error:
+            raise ValueError(f"{row.place} {error}") from error
+
+
+def judge(reward: Reward, answers: Answers, seconds: float) -> list[Value]:
+    """The checked values of one reward; its errors with the prompt that they come from."""
+    try:
+        returned = within(seconds, lambda: reward.judge(answers))
+    except UnusableReference:
+        raise
+    except OutOfTime as error:
+        raise RewardError(
+            f"--reward={reward.spec!r} did not end within {seconds:g} s for {len(answers)} answers; "
+            f"{first_failure(reward, answers, seconds)}; fix it, or raise --reward-time-limit"
+        ) from error
+    except Exception as error:
+        raise RewardError(
+            f"--reward={reward.spec!r} raised {type(error).__name__}: {error}; "
+            f"{first_failure(reward, answers, seconds)}"
+        ) from error
+    try:
+        return read_values(reward.spec, returned, answers)
+    except WrongCount as error:
+        raise ValueError(f"{error}; {first_failure(reward, answers, seconds)}") from error
+
+
+def first_failure(reward: Reward, answers: Answers, seconds: float) -> str:
+    """Which answer a failing reward fails at, in words, found by calls for single answers, for `seconds` at most."""
+    if len(answers) == 1:
+        return f"the prompt is {answers.shown_prompt(0)}"
+    deadline = time.monotonic() + seconds
+    for index in range(len(answers)):
+        row = answers.choose([index])
+        try:
+            left = max(deadline - time.monotonic(), SHORTEST_SECONDS)
+            read_values(reward.spec, within(left, partial(reward.judge, row)), row)
+        except (Exception, OutOfTime) as error:
+            reason = "out of time" if isinstance(error, OutOfTime) else type(error).__name__
+            return f"for each answer alone it fails first ({reason}) at the prompt {answers.shown_prompt(index)}"
+    return f"for each answer alone it fails at none; the first prompt is {answers.shown_prompt(0)}"

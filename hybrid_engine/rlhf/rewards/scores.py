@@ -1,0 +1,230 @@
+"""What the rewards of a run say of some answers: each one's values, checked, and their weighted sum.
+
+B: answers, T: tokens of an answer.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hybrid_engine.distributed.processes import gather_objects
+from hybrid_engine.rlhf.rewards.answers import Answers, Reward, RunView, Value
+from hybrid_engine.rlhf.rewards.process import on_last_token, on_tokens
+
+LARGEST_SCORE = 1e12
+"""Whose square, and that of many summed, fp32 still holds: advantages are computed in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """The rewards of B answers."""
+
+    total: list[float]
+    """`[B]`: the weighted sum of the rewards that judged the answer; nan where none did."""
+    by_name: dict[str, list[float | None]]
+    """`[B]` of each reward, without its weight; None where it did not judge the answer, and the sum of a process
+    reward's numbers."""
+    per_token: list[list[float]] | None
+    """`[B][T]`: the weighted sum on each token, whose sum over the tokens is `total`: a process reward's numbers stand
+    where they belong, a number for the whole answer on its last token. None where no reward gave lists."""
+    is_step: list[list[bool]] | None = None
+    """`[B][T]` beside `per_token`: True on the tokens that end a step, be its number 0; of a list with a number for
+    each token these are the tokens whose number is not 0."""
+    logged: Mapping[str, float] = field(default_factory=dict)
+    """Means of what functions gave to `log_metric`."""
+    extra: Mapping[str, list[Any]] = field(default_factory=dict)
+    """`[B]` for each name that functions gave to `log_extra`."""
+
+
+class WrongCount(ValueError):
+    """A reward returned other than one value for each answer."""
+
+
+def combine(rewards: Sequence[Reward], values: Sequence[list[Value]], answers: Answers) -> Scores:
+    """The scores of `answers` from the checked values of each reward.
+
+    Raises:
+        ValueError: a weighted sum is too large; a process reward has neither a number for each token nor for each step.
+    """
+    sums: list[list[float | None]] = [[None if value is None else _sum(value) for value in column] for column in values]
+    weights = [reward.weight for reward in rewards]
+    is_process = any(isinstance(value, list) for column in values for value in column)
+    total = [_weighted(weights, row) for row in zip(*sums, strict=True)]
+    for index, number in enumerate(total):
+        if abs(number) > LARGEST_SCORE:
+            raise ValueError(
+                f"--reward-weights: the weighted sum for the answer to the prompt {answers.shown_prompt(index)} is "
+                f"{number}, and must be at most {LARGEST_SCORE:g} either way; lower them"
+            )
+    return Scores(
+        total=total,
+        by_name={reward.name: column for reward, column in zip(rewards, sums, strict=True)},
+        per_token=_per_token(rewards, values, answers, weights) if is_process else None,
+        is_step=_is_step(rewards, values, answers) if is_process else None,
+    )
+
+
+def with_logged(scores: Scores, view: RunView, num_answers: int) -> Scores:
+    """`scores` of so many answers with what functions logged; ValueError unless `log_extra` got a value of each."""
+    for column, values in view.extra.items():
+        if len(values) != num_answers:
+            raise ValueError(
+                f"--reward: log_extra({column!r}, ...) was given {len(values)} values for {num_answers} answers; give "
+                "one for each, in their order"
+            )
+    means = {name: statistics.fmean(values) for name, values in view.metrics.items()}
+    return replace(scores, logged=means, extra=dict(view.extra))
+
+
+def penalise_cut_off(scores: Scores, answers: Answers, penalty: float) -> Scores:
+    """`scores` less `penalty` for each answer that was cut off; on its last token. As TRL's `missing_eos_penalty`."""
+    costs = [penalty if is_cut else 0.0 for is_cut in answers.is_cut_off]
+    per_token = scores.per_token
+    if per_token is not None:
+        per_token = [[*row[:-1], row[-1] - cost] if row else row for row, cost in zip(per_token, costs, strict=True)]
+    total = [number - cost for number, cost in zip(scores.total, costs, strict=True)]
+    return replace(scores, total=total, per_token=per_token)
+
+
+def replace_cut_off(scores: Scores, answers: Answers, score: float) -> Scores:
+    """`scores` with `score` in place of the total of each answer that was cut off; on its last token."""
+    cut = answers.is_cut_off
+    per_token, is_step = scores.per_token, scores.is_step
+    if per_token is not None:
+        rows = zip(per_token, cut, strict=True)
+        per_token = [on_last_token(score, len(row)) if is_cut else row for row, is_cut in rows]
+    if is_step is not None:
+        marks = zip(is_step, cut, strict=True)
+        is_step = [list(map(bool, on_last_token(1.0, len(row)))) if is_cut else row for row, is_cut in marks]
+    total = [score if is_cut else own for own, is_cut in zip(scores.total, cut, strict=True)]
+    return replace(scores, total=total, per_token=per_token, is_step=is_step)
+
+
+def _weighted(weights: Sequence[float], row: Sequence[float | None]) -> float:
+    """The sum of one answer's rewards, without those that do not judge it; nan without any."""
+    if all(number is None for number in row):
+        return math.nan
+    return sum(weight * number for weight, number in zip(weights, row, strict=True) if number is not None)
+
+
+def _is_step(rewards: Sequence[Reward], values: Sequence[list[Value]], answers: Answers) -> list[list[bool]]:
+    lengths = [len(ids) for ids in answers.response_ids]
+    marks = [[_mark(value, length) for value, length in zip(column, lengths, strict=True)] for column in values]
+    return [[mark > 0 for mark in row] for row in _per_token(rewards, marks, answers, [1.0] * len(rewards))]
+
+
+def _mark(value: Value, num_tokens: int) -> Value:
+    """1 in place of each number of `value` that stands for a step."""
+    if not isinstance(value, list):
+        return None if value is None else 1.0
+    return [float(number != 0 or len(value) != num_tokens) for number in value]
+
+
+def _per_token(
+    rewards: Sequence[Reward], values: Sequence[list[Value]], answers: Answers, weights: Sequence[float]
+) -> list[list[float]]:
+    tokens = [[0.0] * len(ids) for ids in answers.response_ids]
+    for reward, column, weight in zip(rewards, values, weights, strict=True):
+        for index, value in enumerate(column):
+            for place, number in enumerate(_placed(reward, value, answers, index)):
+                tokens[index][place] += weight * number
+    return tokens
+
+
+def _placed(reward: Reward, value: Value, answers: Answers, index: int) -> list[float]:
+    ids = answers.response_ids[index]
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        return on_last_token(value, len(ids))
+    try:
+        return on_tokens(value, answers.responses[index], ids, answers.decode)
+    except ValueError as error:
+        raise ValueError(
+            f"--reward={reward.spec!r} returned {error} of the answer to the prompt {answers.shown_prompt(index)}; "
+            "return one number for each token, or for each line that is not blank"
+        ) from error
+
+
+def read_values(spec: str, returned: Any, answers: Answers) -> list[Value]:
+    """What the reward `spec` returned, as values; local.
+
+    Raises:
+        WrongCount: there is not one value for each answer.
+        ValueError: it is no list, or a value is neither None nor a finite number nor a list of them, with its prompt.
+    """
+    if callable(returned):
+        raise ValueError(
+            f"--reward={spec!r} makes a reward and is none: it returned {returned!r}; call it in a module of yours, as "
+            f"score = {spec.partition(':')[2]}(...), and name that"
+        )
+    if isinstance(returned, str) or not isinstance(returned, Iterable):
+        raise ValueError(f"--reward={spec!r} must return a list of numbers and returned {returned!r}; fix the function")
+    given = list(returned)
+    if len(given) != len(answers):
+        raise WrongCount(
+            f"--reward={spec!r} returned {len(given)} scores for {len(answers)} responses; return one for each, in "
+            "their order"
+        )
+    return [_read_value(spec, value, answers, index) for index, value in enumerate(given)]
+
+
+def _read_value(spec: str, value: Any, answers: Answers, index: int) -> Value:
+    if value is None:
+        return None
+    if _is_list(value):
+        return [_read_number(spec, number, answers, index) for number in value]
+    return _read_number(spec, value, answers, index)
+
+
+def _read_number(spec: str, value: Any, answers: Answers, index: int) -> float:
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not abs(number) <= LARGEST_SCORE:
+        raise ValueError(
+            f"--reward={spec!r} gave the answer to the prompt {answers.shown_prompt(index)} the score {value!r}; a "
+            f"score must be a number of at most {LARGEST_SCORE:g} either way, or None for an answer that it does not "
+            "judge: fix it"
+        )
+    return number
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) > 0
+
+
+def _sum(value: float | list[float]) -> float:
+    return math.fsum(value) if isinstance(value, list) else value
+
+
+def reward_figures(scores: Scores) -> dict[str, float]:
+    """`reward_<name>` and `reward_<name>_deviation`: mean and deviation over all processes' answers; collective.
+
+    The deviation is that of the answers themselves (divisor n). A reward that judged none has no figures. Beside them
+    `unjudged_share`, of the answers that no reward judged, and `logged_<name>`: the mean of what functions gave to
+    `log_metric`, of those processes where they did.
+    """
+    everyone = gather_objects((scores.by_name, [math.isnan(number) for number in scores.total], scores.logged))
+    by_name = {name: [value for part, _, _ in everyone for value in part[name]] for name in scores.by_name}
+    share = statistics.fmean(mark for _, marks, _ in everyone for mark in marks)
+    return named_figures(by_name) | {"unjudged_share": share} | _means_of([logged for _, _, logged in everyone])
+
+
+def _means_of(logged: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for part in logged for name in part)
+    return {f"logged_{name}": statistics.fmean(part[name] for part in logged if name in part) for name in names}
+
+
+def named_figures(by_name: Mapping[str, Sequence[float | None]]) -> dict[str, float]:
+    """Figures of these values as `reward_figures` gives them, of this process alone."""
+    figures = {}
+    for name, all_values in by_name.items():
+        values = [value for value in all_values if value is not None]
+        if values:
+            figures[f"reward_{name}"] = statistics.fmean(values)
+            figures[f"reward_{name}_deviation"] = statistics.pstdev(values)
+    return figures

@@ -1,0 +1,266 @@
+"""Checkpoints of a run: all of its engines under one tag, with what else it needs to go on to the bit.
+
+An engine's checkpoint holds weights, optimizer, scheduler and every random state. A recipe adds in `state` what its
+loop carries from step to step (an adaptive coefficient, a buffer of prompts), and derives all else, such as the order
+of its data, from the step alone. The loop of a recipe:
+
+    engines = {"critic": critic, "actor": actor}
+    saved = load_checkpoints(engines, folder, config) if config.resume else SavedRun()
+    for step in range(saved.step, num_steps):
+        ...
+        if is_due(config.save_every, step, num_steps):
+            save_checkpoints(engines, folder, step + 1, config, {"kl_coef": kl_coef})
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+
+from hybrid_engine.checkpoint.folder import discard
+from hybrid_engine.distributed.processes import get_world_size, init_distributed, on_rank_zero
+from hybrid_engine.rlhf.runs.checks import flag
+from hybrid_engine.rlhf.runs.options import LENGTHS, ConfigT, fit_minibatch
+from hybrid_engine.rlhf.runs.precision import AUTO, apply_tf32, choose_dtype
+from hybrid_engine.rlhf.runs.run_folder import LATEST, STAGES, check_can_resume, checkpoints_of
+from hybrid_engine.rlhf.runs.run_lock import check_not_running
+from hybrid_engine.rlhf.runs.run_log import say
+from hybrid_engine.rlhf.runs.schedule import DEFAULT_TYPE, EARLIER_TYPE, WITHOUT_WARMUP
+
+OPTIONS = "options.json"
+"""The options of the run, beside its checkpoints: they can be compared before any model is loaded."""
+FINISHED = "finished.json"
+"""In the log of a stage, how many steps or passes the model that it left has learned for."""
+_MAY_DIFFER = frozenset({"out", "resume", "restart", "save_every", "eval_every", "eval_prompts", "tracker"})
+
+_EARLIER = {"lr_scheduler_type": EARLIER_TYPE, "dtype": "fp32"}
+"""Values of options for runs that were begun before there was such an option."""
+_OPEN = (None, AUTO, 0)
+"""Values of options that a run settles as it begins."""
+_LENGTHS = ("steps", "epochs")
+"""Options of how long a run is, the first of them that a recipe has: `--resume` may raise it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedRun:
+    """Where an interrupted run was; as it is made, the beginning of a run."""
+
+    step: int = 0
+    """steps that it had done"""
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """what the recipe gave `save_checkpoints`"""
+
+
+def begin_run(config: ConfigT, recipe: str) -> ConfigT:
+    """Joins the processes of a run of `recipe`; returns its options with the open ones settled, as they are stored.
+
+    A run that goes on has what it began with, and one that was begun before there was an option what was done then.
+    Lengths that are open otherwise are settled when the data is read (`model_lengths.py`). Collective.
+    """
+    options: Any = config
+    init_distributed()
+    apply_tf32(options)
+    folder = Path(options.out) / checkpoints_of(recipe)
+    saved = on_rank_zero(lambda: _read_options(folder)) if options.resume else None
+    options = fit_minibatch(options, get_world_size(), (saved or {}).get("minibatch_size"))
+    found: dict[str, Any] = {"lr_scheduler_type": DEFAULT_TYPE, "dtype": choose_dtype(AUTO)}
+    if saved is not None:
+        found = {name: saved.get(name, _EARLIER[name]) for name in found}
+        found |= {name: saved[name] for name in LENGTHS if getattr(options, name, 1) == 0 and name in saved}
+    return replace(options, **{name: value for name, value in found.items() if getattr(options, name) in _OPEN})
+
+
+def save_checkpoints(
+    engines: Mapping[str, Any], folder: Path, step: int, config: Any, state: Mapping[str, Any] | None = None
+) -> None:
+    """Saves `engines` as they are after `step` steps, each below its name, and then removes older tags; collective.
+
+    The checkpoint counts once all of it is on disk: the file `latest` in `folder`, written last, names its step.
+
+    Args:
+        engines: what is trained, by names of folders; the same at every call of a run.
+        folder: of all checkpoints of the run.
+        step: steps that are done.
+        config: the recipe's options, a dataclass; a run goes on under these alone.
+        state: what else the loop carries, alike on every process: numbers, strings, lists, dicts and tensors.
+    """
+    tag, saved = f"step{step}", {"step": step, "config": _options(config), "state": dict(state or {})}
+    on_rank_zero(lambda: _write(folder / OPTIONS, json.dumps(_options(config), indent=2) + "\n"))
+    for name, engine in engines.items():
+        is_adapted = isinstance(engine.module, PeftModel)  # its base is there already, wherever the run goes on
+        engine.save_checkpoint(folder / name, tag, saved, save_latest=False, exclude_frozen_parameters=is_adapted)
+
+    def finish() -> None:
+        _write(folder / LATEST, str(step))
+        for name in engines:
+            for path in (folder / name).glob("step*"):
+                discard(path.parent, path.name, tag)
+
+    on_rank_zero(finish)
+
+
+def load_checkpoints(engines: Mapping[str, Any], folder: Path, config: Any) -> SavedRun:
+    """Loads what was saved last into `engines`, and every random state; collective.
+
+    Where the run is longer now, the learning rates are those that its schedule has at this step over its new length.
+
+    Raises:
+        ValueError: there is no checkpoint, or it was written under other options.
+    """
+    tag = f"step{int((folder / LATEST).read_text())}" if (folder / LATEST).is_file() else None
+    saved: dict[str, Any] = {}
+    for name, engine in engines.items():
+        schedule = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
+        _, saved = engine.load_checkpoint(folder / name, tag)
+        _check_options(saved["config"], config)
+        if schedule is not None and _is_longer(saved["config"], config):
+            _lengthen(name, engine, schedule, config)
+    say(f"Going on after step {saved['step']}")
+    return SavedRun(step=saved["step"], state=saved["state"])
+
+
+def is_lengthened(config: Any, recipe: str) -> bool:
+    """Whether `--resume` makes the run of the stage `recipe` longer than the model that it left; collective.
+
+    The options beside the checkpoints do not tell: a longer run that was interrupted has its new length there, while
+    the model is still the earlier one.
+    """
+    saved = on_rank_zero(lambda: _read_finished(config, recipe)) if config.resume else None
+    return saved is not None and _is_longer(saved, config)
+
+
+def mark_finished(config: Any, recipe: str) -> None:
+    """Writes down for how long the model that the stage `recipe` has just left has learned; collective."""
+    on_rank_zero(lambda: _write_finished(config, recipe))
+
+
+def _write_finished(config: Any, recipe: str) -> None:
+    finished = {_length_option(config): _length(config)}
+    _write(Path(config.out) / f"{recipe}-log" / FINISHED, json.dumps(finished) + "\n")
+
+
+def _read_finished(config: Any, recipe: str) -> dict[str, Any] | None:
+    """The length of the run that left the model of a stage.
+
+    Earlier versions wrote its options alone, which a longer run overwrites: the length is kept before that.
+    """
+    path = Path(config.out) / f"{recipe}-log" / FINISHED
+    if path.is_file():
+        return dict(json.loads(path.read_text()))
+    saved = _read_options(Path(config.out) / checkpoints_of(recipe))
+    if saved is not None and (Path(config.out) / recipe).exists():
+        name = _length_option(config)
+        _write_finished(replace(config, **{name: saved.get(name)}), recipe)
+    return saved
+
+
+def _is_longer(saved: dict[str, Any], config: Any) -> bool:
+    name = _length_option(config)
+    return _length(config) > _length(replace(config, **{name: saved.get(name)}))
+
+
+def _length_option(config: Any) -> str:
+    return next(name for name in _LENGTHS if hasattr(config, name))
+
+
+def _length(config: Any) -> int:
+    """Steps or passes of a run; sft may leave its passes open."""
+    given = getattr(config, _length_option(config))
+    return int(config.num_epochs if given is None else given)
+
+
+def _lengthen(name: str, engine: Any, schedule: dict[str, Any], config: Any) -> None:
+    """Puts the loaded `engine` where the `schedule` of its whole run, as built for it, is after as many steps."""
+    scheduler = engine.lr_scheduler
+    before = engine.get_lr()[0]
+    scheduler.load_state_dict(schedule | {"last_epoch": scheduler.last_epoch - 1, "_step_count": scheduler._step_count})
+    scheduler.step()
+    if config.lr_scheduler_type != WITHOUT_WARMUP:
+        option, kind = _length_option(config), config.lr_scheduler_type
+        say(
+            f"{flag(option)}={getattr(config, option)} makes the run longer: the {kind} schedule of the {name} is now "
+            f"over all of it, and its learning rate goes on at {engine.get_lr()[0]:.3g}, after {before:.3g}; figures "
+            f"are not those of a run that was as long from the start, as with --lr-scheduler-type={WITHOUT_WARMUP}"
+        )
+
+
+def check_resume(folder: Path, config: Any, recipe: str) -> None:
+    """Whether `--resume` can go on with the run of `recipe` in `folder`; for one process.
+
+    Raises:
+        ValueError: a run that still goes on writes there, `--restart` is given too, there is no complete checkpoint, or
+            it was written under other options.
+    """
+    check_not_running(folder / f"{recipe}-log" if recipe in STAGES else folder)
+    if config.resume and config.restart:
+        raise ValueError("--resume goes on with a run and --restart begins it again; give one of them")
+    if config.resume:
+        check_can_resume(folder, recipe)
+        check_saved_options(folder / checkpoints_of(recipe), config)
+
+
+def check_saved_options(folder: Path, config: Any) -> None:
+    """Whether the run whose checkpoints are in `folder` had the same options: what `load_checkpoints` finds, but early.
+
+    Raises:
+        ValueError: naming the first that differs.
+    """
+    if (saved := _read_options(folder)) is not None:
+        _check_options(saved, config)
+
+
+def _read_options(folder: Path) -> dict[str, Any] | None:
+    """The options of the run whose checkpoints are in `folder`; None without any."""
+    return json.loads((folder / OPTIONS).read_text()) if (folder / OPTIONS).is_file() else None
+
+
+def _options(config: Any) -> dict[str, Any]:
+    """Every option by its name as JSON reads it back, those of a group beside the others."""
+    flat: dict[str, Any] = {}
+    for name, value in asdict(config).items():
+        flat |= value if isinstance(value, dict) else {name: value}
+    return json.loads(json.dumps(flat))
+
+
+def _unset(config: Any) -> dict[str, Any]:
+    """The options that have a default, as JSON reads it back; those of a group by its kind."""
+    flat: dict[str, Any] = {}
+    for option in fields(config):
+        value = getattr(config, option.name)
+        if is_dataclass(value):
+            flat |= _unset(value)
+        elif option.default is not MISSING:
+            flat[option.name] = option.default
+        elif option.default_factory is not MISSING:
+            flat[option.name] = option.default_factory()
+    return json.loads(json.dumps(flat))
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writing = path.with_name(f".{path.name}")
+    writing.write_text(text)
+    writing.replace(path)
+
+
+def _check_options(saved: dict[str, Any], config: Any) -> None:
+    given, unset, length = _options(config), _unset(config), _length_option(config)
+    for name in sorted(given.keys() - _MAY_DIFFER):
+        if name not in saved and given[name] == _EARLIER.get(name, unset.get(name)):
+            continue  # saved before there was such an option
+        if name not in saved:
+            raise ValueError(
+                f"--resume: {flag(name)}={given[name]!r} but the interrupted run is of a version that had no such "
+                f"option; a run goes on under the options that it began with: leave {flag(name)} out"
+            )
+        if saved[name] != given[name] and not (name == length and _is_longer(saved, config)):
+            is_unset = saved[name] is None or saved[name] is False
+            remedy = f"leave {flag(name)} out" if is_unset else f"give {flag(name)} as it was"
+            more = ", or more for a longer run" if name == length else ""
+            raise ValueError(
+                f"--resume: {flag(name)}={given[name]!r} but the interrupted run had {saved.get(name)!r}; "
+                f"a run goes on under the options that it began with: {remedy}{more}"
+            )

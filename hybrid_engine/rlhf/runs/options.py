@@ -1,0 +1,402 @@
+"""Options that several recipes have: dataclasses for their `Config` to derive from, each checking its own fields.
+
+A recipe that declares a field again gives it another default; what it means stays.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from hybrid_engine.rlhf.data.columns import read_prompt_template
+from hybrid_engine.rlhf.data.sources import DataSource, read_names
+from hybrid_engine.rlhf.runs.checks import (
+    check_above,
+    check_at_least,
+    check_between,
+    check_common,
+    check_count,
+    check_one_of,
+    check_weights,
+    flag,
+)
+from hybrid_engine.rlhf.runs.engine_config import largest_divisor, largest_shared_divisor
+from hybrid_engine.rlhf.runs.metric_names import FRAMEWORKS
+from hybrid_engine.rlhf.runs.precision import DtypeOptions
+from hybrid_engine.rlhf.runs.schedule import ScheduleOptions
+from hybrid_engine.rlhf.runs.trackers import check_trackers
+
+ConfigT = TypeVar("ConfigT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The folder of a run, how it begins, and who is told of it."""
+
+    out: str = "runs/docs"
+    """folder of the run; finished stages found in it are not run again"""
+    seed: int = 0
+    """seed of everything random"""
+    restart: bool = False
+    """begin again; what an earlier run left is moved to previous-1 (or the next number) below --out"""
+    zero_stage: int = 0
+    """ZeRO stage of what is trained, 0 to 3"""
+    tokens_per_micro_batch: int = 0
+    """tokens of a forward pass on one process, in which sequences are packed without padding where the model allows it;
+    takes the place of --micro-batch-size, 0: that holds and rows are padded"""
+    rows_per_pass: int = 0
+    """rows of a forward pass without gradients on one process, at most: held-out losses, references, values and scores;
+    0: as many as are fast, 8 to 64"""
+    activation_checkpointing: bool = False
+    """compute activations again in the backward pass, instead of keeping them: less memory, more time"""
+    tracker: tuple[str, ...] = ()
+    """where the figures of each step go besides metrics.jsonl: tensorboard, wandb, mlflow, trackio, comet_ml, clearml,
+    aim, dvclive or swanlab, several if you like; each needs its package"""
+    metric_names: str | None = None
+    """call the figures as the dashboards of trl, verl or openrlhf expect them; those without a counterpart keep their
+    names"""
+
+    def __post_init__(self) -> None:
+        check_common(self)
+        for name in ("tokens_per_micro_batch", "rows_per_pass"):
+            check_count(name, getattr(self, name), 0)
+        check_trackers(self.tracker)
+        if self.metric_names is not None:
+            check_one_of("metric_names", self.metric_names, FRAMEWORKS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeOptions(ScheduleOptions, DtypeOptions, RunOptions):
+    """A run that leaves checkpoints and goes on from the last of them."""
+
+    resume: bool = False
+    """go on from the last checkpoint of an interrupted run, or of a finished one with more --steps or --epochs"""
+    save_every: int = 20
+    """a checkpoint every so many steps and after the last step; 0 saves none"""
+
+    def __post_init__(self) -> None:
+        RunOptions.__post_init__(self)
+        ScheduleOptions.__post_init__(self)
+        DtypeOptions.__post_init__(self)
+        check_count("save_every", self.save_every, 0)
+
+
+def is_due(every: int, step: int, num_steps: int) -> bool:
+    """Whether what is done every so many steps, and after the last, is done after `step`, which counts from 0.
+
+    `every` 0: never.
+    """
+    return every > 0 and ((step + 1) % every == 0 or step + 1 == num_steps)
+
+
+FOR_DATASETS = (
+    *("split", "dataset_config", "columns", "prompt_template", "system_prompt", "as_conversation", "skip_bad_rows"),
+    *("row_key", "deduplicate", "dataset_weights", "held_out_dataset", "held_out_split"),
+)
+"""Options that say nothing where there is no data set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOptions:
+    """How rows are read from a data set."""
+
+    split: str | None = None
+    """the split that is read of a data set that has several; default: train"""
+    dataset_config: str | None = None
+    """the configuration that is read of a data set that has several, as the hub calls its parts"""
+    columns: tuple[str, ...] = ()
+    """columns under other names, each as THEIRS=OURS, such as question=prompt solution=answer; dots lead inside of one,
+    as in reward_model.ground_truth=answer"""
+    prompt_template: str | None = None
+    """text, or a file with it, around each prompt, with columns in braces: "{prompt} Think first."; without {prompt} it
+    makes the prompts, as "{context} {question}" does"""
+    system_prompt: str | None = None
+    """what the system says first in conversations that have no such turn; text becomes a conversation"""
+    as_conversation: bool = False
+    """prompts that are text become the user's turn of a conversation, and answers the assistant's, for models with a
+    chat template"""
+    skip_bad_rows: bool = False
+    """leave out rows that cannot be used, and say how many and what is wrong with the first; else they are an error"""
+
+    def __post_init__(self) -> None:
+        read_names(self.columns)
+        if self.prompt_template is not None:
+            read_prompt_template(self.prompt_template)
+
+    def source_of(self, *datasets: str, option: str) -> DataSource:
+        """The data sets that `option` names, as these options read them."""
+        return DataSource(
+            datasets=datasets,
+            option=option,
+            split=self.split,
+            configuration=self.dataset_config,
+            columns=self.columns,
+            prompt_template=None if self.prompt_template is None else read_prompt_template(self.prompt_template),
+            system_prompt=self.system_prompt,
+            is_conversation=self.as_conversation,
+            skips_bad_rows=self.skip_bad_rows,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetOptions(RowOptions):
+    """Which rows of the user's data sets there are, and which of them are held out."""
+
+    dataset: str | tuple[str, ...] | None = None
+    """a .jsonl, .json, .csv or .parquet file, a folder, a hub name or reasoning_gym:NAME (docs/data.md); several are
+    mixed"""
+    held_out_share: float = 0.1
+    """share of the data set's prompts that are not trained on and measured, chosen by their hash"""
+    row_key: tuple[str, ...] = ()
+    """columns that tell rows of one prompt apart, such as the seed of a game: each value is held out, or trained on, by
+    itself; default: the columns that the rewards read"""
+    deduplicate: bool = False
+    """of rows that say the same, in prompt, answers and the columns of --row-key, keep only the first"""
+    skip_too_long: bool = False
+    """leave out rows that are too long, and say how many: rows that would be refused, and prompts that would lose their
+    beginning"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.dataset, (list, tuple)):
+            one = None if not self.dataset else self.dataset[0] if len(self.dataset) == 1 else tuple(self.dataset)
+            object.__setattr__(self, "dataset", one)
+        for name in FOR_DATASETS:
+            value = getattr(self, name, None)
+            if value and self.dataset is None:
+                shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+                raise ValueError(f"{flag(name)}={shown!r} is for a data set; give --dataset, or leave it out")
+        check_between("held_out_share", self.held_out_share, 0, 0.9)
+
+    @property
+    def source(self) -> DataSource:
+        """Where the rows come from; only with `dataset`."""
+        datasets = self.dataset if isinstance(self.dataset, tuple) else (str(self.dataset),)
+        return replace(
+            self.source_of(*datasets, option="dataset"),
+            row_key=self.row_key,
+            deduplicates=self.deduplicate,
+            held_out_share=self.held_out_share,
+        )
+
+
+LENGTHS = ("max_prompt_tokens", "max_new_tokens")
+"""Options that `model_lengths.py` derives from data and model where they are 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(DatasetOptions):
+    """Options of the data that a run trains on, and is measured on."""
+
+    dataset_weights: tuple[float, ...] = ()
+    """a weight for each --dataset: its share of the rows of an epoch. An epoch has as many rows as all data sets
+    together; default: each row once"""
+    held_out_dataset: str | None = None
+    """measure on the rows of this data set, whose prompts are not trained on, in place of a share of --dataset"""
+    held_out_split: str | None = None
+    """measure on this split of --held-out-dataset, or of --dataset"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        num_datasets = len(self.dataset) if isinstance(self.dataset, tuple) else 1
+        for weight in self.dataset_weights:
+            check_above("dataset_weights", weight, 0)
+        if self.dataset_weights and len(self.dataset_weights) != num_datasets:
+            shown = " ".join(f"{weight:g}" for weight in self.dataset_weights)
+            raise ValueError(
+                f"--dataset-weights={shown!r} must be {num_datasets} numbers above 0, one for each --dataset; change it"
+            )
+        for name in ("held_out_dataset", "held_out_split"):
+            if getattr(self, name) is not None and self.held_out_share not in (0, DatasetOptions.held_out_share):
+                raise ValueError(
+                    f"--held-out-share={self.held_out_share} of --dataset is not held out beside "
+                    f"{flag(name)}={getattr(self, name)!r}, which takes its place; give one of them"
+                )
+        if self.held_out_dataset is None and self.held_out_split is not None and num_datasets > 1:
+            raise ValueError(
+                f"--held-out-split={self.held_out_split!r} of several data sets is not one; name --held-out-dataset too"
+            )
+
+    @property
+    def source(self) -> DataSource:
+        """Where the rows come from; only with `dataset`."""
+        return replace(
+            super().source,
+            weights=self.dataset_weights,
+            held_out_dataset=self.held_out_dataset,
+            held_out_split=self.held_out_split,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions:
+    """How an actor answers, and how many held-out prompts."""
+
+    OWN_LENGTHS = (96, 40)
+    """`max_prompt_tokens` and `max_new_tokens` for the small model that is made without `--model`."""
+    ANSWERS_IN_PASS = 1
+    """Answers, each behind its prompt, that a pass of `--tokens-per-micro-batch` must hold together."""
+
+    max_prompt_tokens: int = 0
+    """longer prompts lose their beginning; 0: the longest of the data, as far as the model's positions allow, without
+    --model 96"""
+    max_new_tokens: int = 0
+    """longest response; 0: 256, or more where the data has longer answers, as far as the model's positions allow,
+    without --model 40 (grpo and online-dpo: 48)"""
+    temperature: float = 1.0
+    """of sampling and of every log-probability alike"""
+    eval_prompts: int = 256
+    """held-out prompts that are answered before, after and, with --eval-every, between"""
+    max_running: int = 0
+    """answers that are decoded at once on a process, for which there is a KV workspace; 0: what suits the device"""
+
+    def __post_init__(self) -> None:
+        for name, own in zip(LENGTHS, self.OWN_LENGTHS, strict=True):
+            check_count(name, getattr(self, name), 0)
+            if getattr(self, name) == 0 and getattr(self, "model", None) is None:
+                object.__setattr__(self, name, own)
+        check_count("eval_prompts", self.eval_prompts, 1)
+        check_count("max_running", self.max_running, 0)
+        check_above("temperature", self.temperature, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutOptions(AnswerOptions):
+    """How an actor answers, in training and in evaluation, where it learns from its own answers."""
+
+    logprob_bound: float = 1e-3
+    """mean difference of rollout and trainer log-probabilities up to which the rollout's serve as the old ones"""
+    exact: bool = False
+    """make the rollout's log-probabilities the trainer's to the bit, which takes longer (docs/exact.md)"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least("logprob_bound", self.logprob_bound, 0)
+        if self.exact and getattr(self, "activation_checkpointing", False):
+            raise ValueError("--exact trains by a forward of its own, which keeps activations; leave one of them out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions:
+    """A LoRA adapter that is trained in place of all weights."""
+
+    lora_rank: int = 0
+    """train a LoRA adapter of this rank; 0 trains all weights"""
+    lora_alpha: int = 8
+    """the adapter's product counts alpha / rank times"""
+    lora_dropout: float = 0.0
+    """share of an adapter's inputs that is left out at random in training; evaluations and references leave none out"""
+    lora_targets: tuple[str, ...] = ()
+    """linears with an adapter, by the ends of their names, such as q_proj v_proj; default: all but the head"""
+
+    def __post_init__(self) -> None:
+        check_count("lora_rank", self.lora_rank, 0)
+        check_count("lora_alpha", self.lora_alpha, 1)
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"--lora-dropout={self.lora_dropout} must be at least 0 and below 1; choose such a number")
+        if self.lora_targets == ("all-linear",):  # peft's name of the default
+            object.__setattr__(self, "lora_targets", ())
+        for name in ("lora_alpha", "lora_dropout", "lora_targets"):
+            value = getattr(self, name)
+            if not self.lora_rank and value != getattr(AdapterOptions, name):
+                shown = " ".join(value) if isinstance(value, tuple) else value
+                raise ValueError(f"{flag(name)}={shown} is of an adapter; give --lora-rank, such as 8, or leave it out")
+
+
+def check_rollout_budget(config: Any) -> None:
+    """ValueError where the longest prompt with the longest answer exceeds `--tokens-per-micro-batch`."""
+    longest = config.max_prompt_tokens + config.max_new_tokens
+    if 0 < config.tokens_per_micro_batch < longest:
+        raise ValueError(
+            f"--tokens-per-micro-batch={config.tokens_per_micro_batch} must hold the longest sequence, "
+            f"--max-prompt-tokens and --max-new-tokens together; raise it to {longest} or more, or lower one of them"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopOptions(AdapterOptions):
+    """A loop of rollouts and the updates on them: how many, how large, measured how often."""
+
+    HAS_RATIOS = True
+    """Whether answers' log-probabilities in an update are compared with those of their rollout."""
+
+    steps: int = 30
+    """rollouts, each followed by the updates on it"""
+    rollout_size: int = 64
+    """prompts of a step over all processes"""
+    micro_batch_size: int = 64
+    """answers of a forward pass on one process, at most"""
+    eval_every: int = 10
+    """steps between evaluations on held-out prompts, of which the best is kept; 0 evaluates only before and after"""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "rollout_size", "micro_batch_size"):
+            check_count(name, getattr(self, name), 1)
+        check_count("eval_every", self.eval_every, 0)
+        AdapterOptions.__post_init__(self)
+        if self.HAS_RATIOS and self.lora_dropout:
+            raise ValueError(
+                f"--lora-dropout={self.lora_dropout} would make the ratios of an update those of two different "
+                "networks, since a rollout has no dropout: first_ratio would not be 1, and clipping act on noise; "
+                "leave it out"
+            )
+        check_rollout_budget(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardOptions:
+    """What judges answers."""
+
+    reward: tuple[str, ...] = ()
+    """exact, number, math, regex:PATTERN, length:..., reasoning_gym, the folder of a reward model, or module:function;
+    several are added up (docs/rewards.md); default: that of the recipe's own task"""
+    reward_weights: tuple[float, ...] = ()
+    """one for each --reward; default: 1 each"""
+    reward_time_limit: float = 300.0
+    """seconds that one call of a reward may take"""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.reward, str):
+            raise ValueError(f"--reward={self.reward!r} must be a list; put it in one: ({self.reward!r},)")
+        check_above("reward_time_limit", self.reward_time_limit, 0)
+        if self.reward_weights and not self.reward:
+            raise ValueError("--reward-weights weigh rewards; give as many --reward")
+        check_weights(len(self.reward), self.reward_weights or None)
+
+
+def derive_minibatch(config: Any, num_samples: int, most: int) -> None:
+    """Fills in a `minibatch_size` of 0, as a `Config` is made: the largest that divides `num_samples`, up to `most`.
+
+    The number of processes is not known yet: `fit_minibatch` derives it again from what is kept here.
+    """
+    if config.minibatch_size == 0:
+        object.__setattr__(config, "minibatch_size", largest_divisor(num_samples, most))
+        object.__setattr__(config, "_minibatch_derived_from", (num_samples, most))
+
+
+def fit_minibatch(config: ConfigT, num_processes: int, saved_size: int | None = None) -> ConfigT:
+    """`config` with a `minibatch_size` that the processes share equally, unless its user gave one.
+
+    Args:
+        config: of any recipe.
+        num_processes: of the run.
+        saved_size: the one that a run began with which goes on; it stays where it fits.
+    """
+    derived_from = getattr(config, "_minibatch_derived_from", None)
+    if derived_from is None:
+        return config
+    num_samples, most = derived_from
+    options: Any = config
+    is_fitting = saved_size is not None and num_samples % saved_size == 0 and saved_size % num_processes == 0
+    size = saved_size if is_fitting else largest_shared_divisor(num_samples, most, num_processes)
+    return replace(options, minibatch_size=size)
+
+
+def suitable_rate(config: Any, *, small: float, trained: float = 1e-6, adapter: float = 1e-5) -> float:
+    """The peak of a learning rate that is not given: a trained model takes smaller steps than one made from nothing.
+
+    Args:
+        config: with `model` and `lora_rank`.
+        small: of the small model that is made without `--model`.
+        trained: of `--model`.
+        adapter: of an adapter on it.
+    """
+    return small if config.model is None else adapter if config.lora_rank else trained

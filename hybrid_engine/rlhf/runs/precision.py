@@ -1,0 +1,81 @@
+"""The precision that models compute in: `--dtype` and `--tf32`, with one meaning in all commands.
+
+Masters of what is trained stay in fp32, and so do losses, log-probabilities, advantages and the optimizer's state.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybrid_engine.rlhf.runs.checks import check_one_of
+
+AUTO = "auto"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FIRST_LOSS_SCALE_POWER = 12
+"""fp16's: DeepSpeed's 16 is more than gradients of a language model take, whose first steps would be left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DtypeOptions:
+    """Options of the precision that models compute in."""
+
+    dtype: str = "auto"
+    """what all models compute in: fp32, bf16, fp16, or auto: bf16 on a GPU, fp32 on a CPU; what is trained keeps fp32
+    masters"""
+    tf32: bool = False
+    """let fp32 matrix products of a GPU round their factors to TF32, which is faster"""
+
+    def __post_init__(self) -> None:
+        check_one_of("dtype", self.dtype, [AUTO, *DTYPES])
+        if self.tf32 and self.dtype not in (AUTO, "fp32"):
+            raise ValueError(
+                f"--tf32 is about fp32, and --dtype={self.dtype} computes in 16 bits; leave one of them out"
+            )
+
+
+def choose_dtype(dtype: str, device_type: str | None = None) -> str:
+    """`dtype` with auto answered, for devices of a type; None: those of this machine."""
+    if dtype != AUTO:
+        return dtype
+    is_gpu = torch.cuda.is_available() if device_type is None else device_type == "cuda"
+    return "bf16" if is_gpu else "fp32"
+
+
+def torch_dtype(dtype: str, device_type: str | None = None) -> torch.dtype:
+    """The same as torch's."""
+    return DTYPES[choose_dtype(dtype, device_type)]
+
+
+def gradient_figures(engine: Any, prefix: str = "") -> dict[str, Any]:
+    """The gradient norm of an engine's last optimizer step, as metrics call it with `prefix`, and fp16's figures."""
+    return {f"{prefix}grad_norm": engine.get_global_grad_norm(), **scaling_figures(engine, prefix)}
+
+
+def scaling_figures(engine: Any, prefix: str = "") -> dict[str, Any]:
+    """In fp16 the next loss scale and how many steps were left out so far, whose gradients were not finite; else none.
+
+    The norm of such a step's gradients is not finite either.
+    """
+    if not engine.config.fp16.enabled:
+        return {}
+    return {f"{prefix}loss_scale": engine.optimizer.cur_scale, f"{prefix}skipped_steps": engine.skipped_steps}
+
+
+def apply_tf32(options: DtypeOptions) -> None:
+    """Sets for this process whether fp32 products on a GPU may use TF32.
+
+    Raises:
+        ValueError: they shall, and there is no GPU.
+    """
+    if options.tf32 and not torch.cuda.is_available():
+        raise ValueError("--tf32 rounds the factors of a GPU's products, and there is no GPU here; leave it out")
+    torch.backends.cuda.matmul.allow_tf32 = options.tf32
+    torch.backends.cudnn.allow_tf32 = options.tf32
+
+
+def dtype_blocks(dtype: str) -> dict[str, Any]:
+    """The blocks of an engine's config for `dtype`."""
+    found = choose_dtype(dtype)
+    blocks = {"bf16": {"enabled": True}, "fp16": {"enabled": True, "initial_scale_power": FIRST_LOSS_SCALE_POWER}}
+    return {found: blocks[found]} if found in blocks else {}

@@ -1,0 +1,111 @@
+"""The learning rate of each optimizer step of a run: options with transformers' names, and the scheduler they make.
+
+transformers' schedules begin their warm-up with a step at rate 0, in which nothing is learned. A run leaves that step
+out: its first step is the schedule's second. So a warm-up of W steps reaches the peak in step W, and a run without
+warm-up begins at the peak.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import get_scheduler
+
+from hybrid_engine.optim.lr_schedules import WarmupDecayLR
+from hybrid_engine.rlhf.runs.checks import check_between, check_count, check_one_of
+
+DEFAULT_TYPE, WITHOUT_WARMUP = "linear", "constant"
+EARLIER_TYPE = "WarmupDecayLR"
+"""The schedule of runs that have no option of it: DeepSpeed's, whose first two steps have a rate of 0."""
+MOST_WARMUP = {"sft": 50, "reward": 20, "dpo": 10, "kto": 10}
+"""Optimizer steps of the longest warm-up of a run that is given none, by recipe."""
+MOST_WARMUP_OF_ROLLOUTS = 4
+"""The same of recipes that learn from their own answers."""
+SCHEDULES = (
+    DEFAULT_TYPE,
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    WITHOUT_WARMUP,
+    "constant_with_warmup",
+    "inverse_sqrt",
+    EARLIER_TYPE,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleOptions:
+    """How the learning rate goes from step to step."""
+
+    lr_scheduler_type: str | None = None
+    """schedule of the learning rate: linear, cosine, cosine_with_restarts, polynomial, constant, constant_with_warmup
+    or inverse_sqrt as transformers has them, or DeepSpeed's WarmupDecayLR; default: linear"""
+    warmup_steps: int | None = None
+    """optimizer steps in which the rate rises to its peak; default: a tenth of all steps, at most 50 (sft), 20
+    (reward), 10 (dpo, kto) or 4 (others)"""
+    warmup_ratio: float | None = None
+    """the same as a share of all optimizer steps"""
+
+    def __post_init__(self) -> None:
+        if self.lr_scheduler_type is not None:
+            check_one_of("lr_scheduler_type", self.lr_scheduler_type, SCHEDULES)
+        check_count("warmup_steps", self.warmup_steps, 0)
+        if self.warmup_ratio is not None:
+            check_between("warmup_ratio", self.warmup_ratio, 0, 1)
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise ValueError(
+                f"--warmup-steps={self.warmup_steps} and --warmup-ratio={self.warmup_ratio} say the same thing twice; "
+                "give one of them"
+            )
+        if self.lr_scheduler_type == WITHOUT_WARMUP and (self.warmup_steps or self.warmup_ratio):
+            raise ValueError(
+                "--lr-scheduler-type=constant has no warm-up; use constant_with_warmup, or leave --warmup-steps and "
+                "--warmup-ratio out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The rates of a run of `num_steps` optimizer steps, of which the first `num_warmup_steps` rise to the peak."""
+
+    kind: str
+    num_steps: int
+    num_warmup_steps: int
+
+    @classmethod
+    def of(cls, config: ScheduleOptions, num_steps: int, recipe: str) -> "Schedule":
+        """The schedule by the options of a run of `recipe`."""
+        kind = config.lr_scheduler_type or DEFAULT_TYPE
+        most_warmup = MOST_WARMUP.get(recipe, MOST_WARMUP_OF_ROLLOUTS)
+        if config.warmup_steps is not None:
+            num_warmup_steps = config.warmup_steps
+        elif config.warmup_ratio is not None:
+            num_warmup_steps = round(config.warmup_ratio * num_steps)
+        elif kind == EARLIER_TYPE:
+            num_warmup_steps = min(most_warmup, num_steps)
+        else:
+            num_warmup_steps = 0 if kind == WITHOUT_WARMUP else min(most_warmup, num_steps // 10)
+        return cls(kind=kind, num_steps=num_steps, num_warmup_steps=num_warmup_steps)
+
+    def build(self, optimizer: torch.optim.Optimizer) -> LRScheduler:
+        """The scheduler, under which each parameter group's `lr` is its peak."""
+        if self.kind == EARLIER_TYPE:
+            of_run = {"total_num_steps": self.num_steps, "warmup_num_steps": self.num_warmup_steps}
+            return WarmupDecayLR(optimizer, **of_run, warmup_max_lr=None, warmup_type="linear")
+        return LambdaLR(optimizer, self.shares(optimizer.param_groups[0]["lr"]))
+
+    def shares(self, peak: float) -> Callable[[int], float]:
+        """From an optimizer step, which counts from 0, to the share of the `peak` that its rate is."""
+        num_left_out = int(self.num_warmup_steps > 0)
+        plain = torch.optim.SGD([torch.zeros(1)], lr=peak)  # on which transformers builds its schedule
+        found = get_scheduler(self.kind, plain, self.num_warmup_steps, self.num_steps + num_left_out)
+        assert isinstance(found, LambdaLR), f"{self.kind=}"
+        share = found.lr_lambdas[0]
+        return lambda step: share(step + num_left_out)
+
+    def describe(self) -> str:
+        """The line about it at the beginning of a run."""
+        warmup = f", a warm-up of {self.num_warmup_steps}" if self.num_warmup_steps else ""
+        short = "; the peak is not reached" if self.num_warmup_steps > self.num_steps else ""
+        return f"learning rate: {self.kind} over {self.num_steps} optimizer steps{warmup}{short}"

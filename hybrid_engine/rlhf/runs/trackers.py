@@ -1,0 +1,87 @@
+"""Trackers that a run's figures go to besides `metrics.jsonl`: those of accelerate, by `--tracker`."""
+
+import importlib.util
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybrid_engine.rlhf.runs.checks import check_one_of
+
+PROJECT = "hybrid-engine"
+PACKAGES = {
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+    "trackio": ("trackio",),
+    "comet_ml": ("comet_ml",),
+    "clearml": ("clearml",),
+    "aim": ("aim",),
+    "dvclive": ("dvclive",),
+    "swanlab": ("swanlab",),
+}
+"""The trackers by accelerate's names, and what each needs one of."""
+_PLACES: dict[str, Callable[[Path, int], dict[str, Any]]] = {
+    "tensorboard": lambda folder, step: {"run_name": "tensorboard", "logging_dir": folder, "purge_step": step},
+    "wandb": lambda folder, step: {"run_name": os.environ.get("WANDB_PROJECT", PROJECT), "name": str(folder)},
+    "mlflow": lambda folder, step: {"experiment_name": PROJECT, "run_name": str(folder)},
+    "trackio": lambda folder, step: {"run_name": PROJECT, "name": str(folder)},
+    "comet_ml": lambda folder, step: {"run_name": PROJECT},
+    "clearml": lambda folder, step: {"project_name": PROJECT, "task_name": str(folder)},
+    "aim": lambda folder, step: {"run_name": str(folder)},
+    "dvclive": lambda folder, step: {"dir": str(folder / "dvclive"), "resume": step > 0},
+    "swanlab": lambda folder, step: {"run_name": PROJECT, "experiment_name": str(folder)},
+}
+"""Where each puts the run in `folder` that goes on from a step, in the words of accelerate's class."""
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises ValueError for a tracker that there is not, or whose package is not installed."""
+    for name in names:
+        check_one_of("tracker", name, list(PACKAGES))
+        if not any(importlib.util.find_spec(package) for package in PACKAGES[name]):
+            raise ValueError(
+                f"--tracker={name} needs the package {PACKAGES[name][0]}, which is not installed; "
+                f"install it, or leave the tracker out (metrics.jsonl has the same figures)"
+            )
+
+
+class Trackers:
+    """Hands the figures of each step to several trackers; for one process."""
+
+    def __init__(self, names: Sequence[str], folder: Path, options: Mapping[str, Any], first_step: int) -> None:
+        """Begins the run in `folder` at each tracker of `names`, which `check_trackers` has passed.
+
+        Args:
+            names: keys of `PACKAGES`.
+            folder: the run's folder, by which trackers call it.
+            options: what they show as the run's options.
+            first_step: the step that the run goes on from; 0 for one that begins.
+        """
+        self._trackers = [_build_tracker(name, folder, first_step) for name in dict.fromkeys(names)]
+        values = {name: _plain(value) for name, value in options.items()}
+        for tracker in self._trackers:
+            tracker.start()
+            tracker.store_init_configuration(values)
+
+    def log(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Writes the numbers among `figures`."""
+        numbers = {name: value for name, value in figures.items() if isinstance(value, (int, float))}
+        for tracker in self._trackers:
+            tracker.log(numbers, step=step)
+
+    def finish(self) -> None:
+        """Ends the run at each tracker."""
+        for tracker in self._trackers:
+            tracker.finish()
+
+
+def _build_tracker(name: str, folder: Path, first_step: int) -> Any:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS  # a run without trackers does not need it
+
+    return LOGGER_TYPE_TO_CLASS[name](**_PLACES[name](folder, first_step))
+
+
+def _plain(value: Any) -> Any:
+    """A list as text: trackers take numbers, truth values and texts."""
+    return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else value

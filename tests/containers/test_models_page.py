@@ -1,0 +1,13 @@
+"""docs/models.md speaks of the families that are tested, and of no difference."""
+
+from pathlib import Path
+
+from tests.support.model_families import BUILDERS, FEATURES
+
+PAGE = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
+
+
+def test_the_page_has_a_row_for_every_family_and_none_differs():
+    rows = [line.split(" | ") for line in PAGE.splitlines() if line.startswith("| ")][2:]
+    assert [(row[0].strip("| "), row[1]) for row in rows] == [(name, FEATURES[name]) for name in BUILDERS]
+    assert "differs" not in PAGE

@@ -1,0 +1,254 @@
+"""Episodes of several turns: the task, the environment, and a run of them."""
+
+import itertools
+import json
+import math
+import random
+import shutil
+from dataclasses import replace
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from hybrid_engine.recipes import agent, sft
+from hybrid_engine.rlhf.data.sequences import epochs_of_similar_length, response_logprobs
+from hybrid_engine.rlhf.experience.policy import build_policy
+from hybrid_engine.rlhf.runs.metrics_file import read_metrics
+from hybrid_engine.rlhf.runs.schedule import Schedule
+from hybrid_engine.rlhf.runs.stages import seed_everything
+from hybrid_engine.rlhf.tasks import calculator
+from hybrid_engine.rlhf.tasks.calculator import Problem, calculate, is_right
+from tests.support.interrupted_runs import stopped_after
+from tests.support.small_actors import save_small_actor
+
+PROBLEM = Problem(first=47, inner="+", second=38, outer="*", third=6)
+
+
+def test_the_calculator_does_one_operation_and_says_e_to_anything_else():
+    assert (calculate("47+38"), calculate("0085*6"), calculate("85-80")) == ("0085", "0510", "0005")
+    for request in ("", "47", "47+", "1+2+3", "__import__('os')", "4/2", "1 + 2", "9" * 9 + "*2"):
+        assert calculate(request) == "e"
+
+
+def test_a_pupil_who_asks_is_right_and_one_who_guesses_is_not():
+    endings = []
+    for problem in itertools.islice(calculator.problems(False, 0), 400):
+        messages = calculator.pupils_conversation(problem, random.Random(problem.text))
+        asked = [m["content"] for m in messages if m["content"].startswith("?")]
+        told = [m["content"] for m in messages if m["role"] == "tool"]
+        assert [calculate(request[1:]) for request in asked] == told
+        endings.append((len(asked), is_right(problem, messages[-1]["content"])))
+    assert {is_it for count, is_it in endings if count == 2} == {True}
+    assert {is_it for count, is_it in endings if count < 2} == {False}
+    share = sum(is_it for _, is_it in endings) / len(endings)
+    assert 0.2 < share < 0.4
+
+
+def test_held_out_problems_are_never_trained_on():
+    held_out = {problem.text for problem in calculator.held_out_problems()}
+    trained = {problem.text for problem in itertools.islice(calculator.problems(False, 3), 5000)}
+    assert len(held_out) == 128 and not held_out & trained
+
+
+def test_the_tokenizer_marks_what_the_assistant_says():
+    tokenizer = calculator.build_tokenizer()
+    messages = calculator.pupils_conversation(PROBLEM, random.Random(1))
+    encoded = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+    learned = [t for t, is_it in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if is_it]
+    assert tokenizer.decode(learned) == "".join(m["content"] + "<eos>" for m in messages if m["role"] == "assistant")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_small_actor(tmp_path_factory.mktemp("model"), calculator.build_tokenizer())
+
+
+@pytest.fixture
+def tiny(model, tmp_path):
+    return agent.Config(
+        model=model, out=str(tmp_path / "run"), steps=2, rollout_size=3, group_size=2, num_clients=4, eval_every=0,
+        max_new_tokens=6, save_every=1, learning_rate=1e-3,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def few_problems(monkeypatch):
+    """Four held-out problems, and answers of an untrained model of which some pass, so that steps have variance."""
+    monkeypatch.setattr(agent, "held_out_problems", lambda: [PROBLEM] * 4)
+    monkeypatch.setattr(agent, "is_right", lambda problem, said: sum(map(ord, said)) % 2 == 0)
+
+
+@pytest.mark.parametrize("options", [{"num_clients": 1}, {"exact": True}], ids=["one client", "exact mode"])
+def test_an_interrupted_run_goes_on_to_the_bit(tiny, tmp_path, few_problems, options):
+    whole = replace(tiny, **options)
+    torn = replace(whole, out=str(tmp_path / "torn"))
+    agent.run(whole)
+    with stopped_after(1):
+        agent.run(torn)
+    agent.run(replace(torn, resume=True))
+    ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("torn", "run"))
+    assert list(map(without_times, ours)) == list(map(without_times, theirs)) and len(theirs) == 2
+    assert any(line["trained_share"] > 0 for line in theirs)
+    ours, theirs = (load_file(tmp_path / name / "actor" / "model.safetensors") for name in ("torn", "run"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def without_times(line):
+    return {name: value for name, value in line.items() if not name.endswith(("seconds", "per_second", "bytes"))}
+
+
+def test_a_run_leaves_metrics_and_an_actor(tiny, tmp_path, few_problems):
+    agent.run(tiny)
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1]
+    assert all(line["episode_seconds"] > 0 and line["length"] > 0 and line["grad_norm"] >= 0 for line in lines)
+    # The log-probabilities that the server recorded are the trainer's: the first ratio is 1.
+    assert lines[0]["ratio"] == pytest.approx(1, abs=1e-4)
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert {"before", "after", "seconds"} <= result.keys()
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "run" / "actor")) == len(calculator.build_tokenizer())
+
+
+class Says:
+    """A stand-in for the `openai` client that answers from a list."""
+
+    def __init__(self, *answers):
+        self.answers, self.asked = list(answers), []
+        self.chat = self.completions = self
+
+    def create(self, messages, **_):
+        self.asked.append([dict(message) for message in messages])
+        message = type("Message", (), {"content": self.answers.pop(0)})
+        return type("Answer", (), {"choices": [type("Choice", (), {"message": message})]})
+
+
+def test_the_environment_answers_with_the_calculator_and_judges_the_last_answer(tiny):
+    client = Says("?47+38", "?0085*6", "=0510")
+    assert agent.solve(client, PROBLEM, "0", tiny, 0) == (1.0, 3)
+    assert [message["content"] for message in client.asked[-1]] == ["(47+38)*6", "?47+38", "0085", "?0085*6", "0510"]
+    assert agent.solve(Says("=0500"), PROBLEM, "0", tiny, 0) == (0.0, 1)
+    assert agent.solve(Says("?1+1", "?1+1", "?1+1"), PROBLEM, "0", tiny, 0) == (0.0, 3)
+
+
+def test_a_stranger_on_this_machine_plays_no_episode(tiny, monkeypatch):
+    solve, answered = agent.solve, []
+
+    def beside_a_stranger(client, problem, session_id, *more):
+        for key, session in (("none", session_id), ("none", "0"), (client.api_key, "0"), (client.api_key, "x" * 43)):
+            body = {"model": "policy", "messages": [{"role": "user", "content": "poison"}], "session_id": session}
+            headers = {"Authorization": f"Bearer {key}"}
+            answered.append(httpx.post(f"{client.base_url}chat/completions", json=body, headers=headers).status_code)
+        return solve(client, problem, session_id, *more)
+
+    policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"), keeps_reference=False)
+    alone = agent.play(policy, [PROBLEM] * 4, tiny, seed=0)
+    monkeypatch.setattr(agent, "solve", beside_a_stranger)
+    beside = agent.play(policy, [PROBLEM] * 4, tiny, seed=0)
+    assert answered.count(401) == answered.count(403) == 8
+    assert [episode.trajectory.messages[0] for episode in beside] == [{"role": "user", "content": PROBLEM.text}] * 4
+    assert len({episode.trajectory.session_id for episode in [*alone, *beside]}) == 8
+
+
+def test_rows_learn_from_what_the_policy_wrote_alone(tiny):
+    seed_everything(0)
+    policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"), keeps_reference=False)
+    episodes = agent.play(policy, [PROBLEM] * 4, tiny, seed=0)
+    experience = agent.build_experience(policy, episodes, replace(tiny, group_size=4))
+    for row, episode in enumerate(episodes):
+        mask = experience.sequences.response_mask[row]
+        written = [t for t, is_it in zip(episode.trajectory.tokens, episode.trajectory.written, strict=True) if is_it]
+        assert experience.sequences.responses[row][mask].tolist() == written
+        assert len(written) == sum(episode.trajectory.written) > 0
+        logprobs = experience.logprobs[row][mask]
+        assert (logprobs < 0).all()
+
+
+def test_old_log_probabilities_are_the_trainers_where_the_bound_asks_for_them(tiny):
+    seed_everything(0)
+    policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"), keeps_reference=False)
+    corrected = agent.Algorithm(correction="truncated", correction_threshold=0.0)
+    config = replace(tiny, group_size=4, logprob_bound=0.0, algorithm=corrected)
+    episodes = agent.play(policy, [PROBLEM] * 4, config, seed=0)
+    for episode in episodes:  # as a sampler in 16 bits has them
+        episode.trajectory.logprobs = [logprob - 0.125 for logprob in episode.trajectory.logprobs]
+    policy.actor.train()
+    sequences, sampled, batch = agent.build_experience(policy, episodes, config)
+    mask = sequences.response_mask
+    with torch.no_grad():
+        assert torch.equal(batch.logprobs_old[mask], response_logprobs(policy.actor, sequences, 1.0)[mask])
+    torch.testing.assert_close(batch.logprobs_old[mask] - sampled[mask], torch.full((int(mask.sum()),), 0.125))
+    torch.testing.assert_close(batch.weights[mask], torch.full((int(mask.sum()),), math.exp(0.125)))
+
+
+def test_a_gradient_that_was_left_does_not_count_in_the_first_step(tiny):
+    def first_step(is_left):
+        seed_everything(0)
+        policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"), keeps_reference=False)
+        told = [agent.Episode(t, float(n % 2), 1) for n, t in enumerate(trajectories)]
+        policy.actor.train()
+        if is_left:
+            policy.actor.backward(sum(p.sum() for p in policy.actor.module.parameters()))
+        norm = agent.update(policy, told, replace(tiny, group_size=4))["grad_norm"]
+        return norm, [p.detach().clone() for p in policy.actor.module.parameters()]
+
+    seed_everything(0)
+    policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"), keeps_reference=False)
+    trajectories = [episode.trajectory for episode in agent.play(policy, [PROBLEM] * 4, tiny, seed=0)]
+    (norm, weights), (norm_left, weights_left) = first_step(False), first_step(True)
+    assert norm > 0 and norm_left == norm
+    assert all(torch.equal(left, weight) for left, weight in zip(weights_left, weights, strict=True))
+
+
+def test_what_leaves_no_room_for_the_conversation_is_refused_before_anything_is_trained(tiny, monkeypatch):
+    monkeypatch.setattr(agent.sft_stage, "run", None)
+    for options in ({"max_prompt_tokens": 1}, {"max_prompt_tokens": 1, "model": None}, {"max_new_tokens": 120}):
+        with pytest.raises(ValueError, match=r"--max-prompt-tokens=\d+ must be at least \d+"):
+            agent.run(replace(tiny, **options))
+
+
+@pytest.mark.parametrize(
+    ("template", "word"),
+    [
+        (None, "has no chat template"),
+        ("{{ raise_exception('no tools here') }}", "refuses .* no tools here; use a model"),
+    ],
+)
+def test_a_model_for_no_such_conversations_is_refused_before_it_is_loaded(tiny, tmp_path, monkeypatch, template, word):
+    monkeypatch.setattr(agent, "build_policy", None)
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
+    tokenizer.chat_template = template
+    shutil.copytree(tiny.model, tmp_path / "other", ignore=shutil.ignore_patterns("chat_template*", "tokenizer*"))
+    tokenizer.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match=rf"--model=.*other: its .*{word}"):
+        agent.run(replace(tiny, model=str(tmp_path / "other")))
+
+
+def test_steps_of_the_first_stage_see_those_who_ask_and_those_who_guess(tmp_path):
+    config = agent.character_stage("calculator", agent.Config(out=str(tmp_path)), group_by_length=False)
+    _, corpus = sft.load_corpus(replace(config, max_examples=256))
+    lengths = [len(example) for example in corpus.train]
+    shortest, longest = min(lengths), max(lengths)
+    for batch in epochs_of_similar_length(lengths, 64, 1, 0, num_pooled=1):
+        assert min(lengths[row] for row in batch) < (shortest + longest) / 2 < max(lengths[row] for row in batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"steps": 0}, "--steps"),
+        ({"num_clients": 0}, "--num-clients"),
+        ({"group_size": 1}, "--group-size"),
+        ({"learning_rate": -1.0}, "--learning-rate"),
+        ({"temperature": 0.0}, "--temperature"),
+        ({"algorithm": agent.Algorithm(kl_place="loss", kl_coef=0.1)}, "--kl-place"),
+        ({"algorithm": agent.Algorithm(dynamic_sampling=2)}, "--dynamic-sampling=2"),
+        ({"algorithm": agent.Algorithm(overlong_buffer=0.5)}, "--overlong-buffer=0.5"),
+        ({"algorithm": agent.Algorithm(mask_cut_off=True)}, "--mask-cut-off=True"),
+    ],
+)
+def test_wrong_options_are_refused(tiny, options, word):
+    with pytest.raises(ValueError, match=word):
+        replace(tiny, **options)

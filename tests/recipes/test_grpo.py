@@ -1,0 +1,378 @@
+"""GRPO end to end with a tiny model: what it writes, how it goes on, what does not change it, what it refuses."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hybrid_engine.cli import cli
+from hybrid_engine.recipes import grpo, online_dpo
+from hybrid_engine.rlhf.algorithms import advantages
+from hybrid_engine.rlhf.algorithms.choices import Algorithm
+from hybrid_engine.rlhf.experience.groups import GroupSource
+from hybrid_engine.rlhf.experience.rollout import SamplingOptions, choose_groups, join, sample
+from hybrid_engine.rlhf.rewards.loading import load_rewards
+from hybrid_engine.rlhf.runs.answers_log import read_answers
+from hybrid_engine.rlhf.runs.metrics_file import read_metrics
+from hybrid_engine.rlhf.tasks import arithmetic
+from tests.support.answers import check_followed
+from tests.support.distributed import run_distributed
+from tests.support.interrupted_runs import stopped_after
+from tests.support.small_actors import save_small_actor, save_sums
+
+SIZES = {
+    "steps": 4,
+    "rollout_size": 4,
+    "group_size": 4,
+    "minibatch_size": 16,
+    "micro_batch_size": 8,
+    "max_new_tokens": 6,
+    "learning_rate": 3e-3,
+    "eval_every": 2,
+    "eval_prompts": 4,
+    "eval_samples": 2,
+    "save_every": 0,
+}
+TIMES = ("seconds", "per_second", "bytes")
+FIGURES = {
+    *("score", "reward_regex", "length", "kl_per_sequence", "entropy_estimate", "groups_without_variance"),
+    *("policy_loss", "ratio", "clip_fraction", "grad_norm", "first_ratio", "cut_off_share"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_small_actor(tmp_path_factory.mktemp("model"), arithmetic.build_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return save_sums(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def tiny(model, dataset, tmp_path):
+    def build(name="run", **options):
+        given = {"out": str(tmp_path / name), "model": model, "dataset": dataset, "reward": ("regex:[0-4]$",)}
+        return grpo.Config(**{**SIZES, **given, **options})
+
+    return build
+
+
+def weights_in(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def without_times(line):
+    return {name: value for name, value in line.items() if not name.endswith(TIMES)}
+
+
+def test_a_run_learns_and_leaves_metrics_plot_samples_result_and_the_best_and_the_last_actor(tiny, tmp_path):
+    config = tiny(steps=12, learning_rate=1e-2)
+    grpo.run(config)
+    folder = tmp_path / "run"
+    lines = read_metrics(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(12))
+    assert all(line.keys() >= FIGURES for line in lines)
+    assert ["held_out_pass_at_2" in line for line in lines[:4]] == [False, True, False, True]
+    # Of the step itself, also where an evaluation follows.
+    assert all(line["training_seconds"] > 0 and line["e2e_seconds"] > line["generate_seconds"] for line in lines)
+    assert lines[0]["first_ratio"] == pytest.approx(1, abs=1e-5)
+    assert lines[0]["learning_rate"] > lines[-1]["learning_rate"] > 0  # of the step itself, not of the next
+    assert lines[0]["kl_per_sequence"] == pytest.approx(0, abs=1e-4)
+    result = json.loads((folder / "result.json").read_text())
+    assert result["after"]["score"] > result["before"]["score"] + 0.2
+    assert result["best"]["score"] == max(line.get("held_out_score", 0) for line in lines)
+    answers = read_answers(folder / "answers.jsonl")
+    assert [line["step"] for line in answers] == [step for step in (0, 2, 4, 6, 8, 10, 12) for _ in range(4)]
+    check_followed(answers, set(range(0, 13, 2)))
+    assert "".join(answers[0]["tokens"][0]).removesuffix("<eos>") == answers[0]["responses"][0]
+    assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert {row.keys() == {"prompt", "before", "after"} for row in json.loads((folder / "samples.json").read_text())}
+    assert not all(map(torch.equal, weights_in(folder / "actor").values(), weights_in(config.model).values()))
+    assert len(AutoTokenizer.from_pretrained(folder / "best")) == len(arithmetic.build_tokenizer())
+    assert weights_in(folder / "best").keys() == weights_in(folder / "actor").keys()
+
+
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tiny, tmp_path):
+    algorithm = Algorithm(
+        dynamic_sampling=2, kl_place="loss", kl_coef=0.1, kl_target=0.5, kl_horizon=64.0, overlong_buffer=0.5
+    )
+    whole, torn = (tiny(name, algorithm=algorithm, steps=5, save_every=1, epochs=2) for name in ("whole", "torn"))
+    grpo.run(whole)
+    with stopped_after(3):
+        grpo.run(torn)
+    with pytest.raises(ValueError, match=r"--resume: --group-size=2 but the interrupted run had 4"):
+        grpo.run(replace(torn, resume=True, group_size=2, minibatch_size=8))
+    with pytest.raises(ValueError, match=r"--resume: --clip-high=0.3 but the interrupted run had 0.2"):
+        grpo.run(replace(torn, resume=True, algorithm=replace(algorithm, clip_high=0.3)))
+    grpo.run(replace(torn, resume=True))
+    ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("torn", "whole"))
+    assert list(map(without_times, ours)) == list(map(without_times, theirs))
+    assert all(map(torch.equal, *(weights_in(tmp_path / name / "actor").values() for name in ("torn", "whole"))))
+
+
+def test_a_step_that_trains_nothing_logs_what_was_measured_last_also_after_an_interruption(tiny, tmp_path, monkeypatch):
+    (tmp_path / "first_two.py").write_text(
+        "def score(responses, trainer_state):\n"
+        "    return [trainer_state.global_step < 2 and text[-1:] < '5' for text in responses]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    given = {"steps": 3, "save_every": 1, "eval_every": 0, "reward": ("first_two:score",)}
+    whole, torn = (tiny(name, **given) for name in ("whole", "torn"))
+    grpo.run(whole)
+    with stopped_after(2):
+        grpo.run(torn)
+    grpo.run(replace(torn, resume=True))
+    ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("torn", "whole"))
+    assert theirs[1]["trained_share"] > 0 and theirs[2]["trained_share"] == 0
+    assert theirs[2]["logprob_difference_mean"] == theirs[1]["logprob_difference_mean"]
+    assert list(map(without_times, ours)) == list(map(without_times, theirs))
+
+
+def run_with_adapter_and_without(rank, world_size, configs):
+    for config in configs:
+        grpo.run(config)
+
+
+def test_two_processes_under_zero_3_train_as_one_does(tiny, tmp_path):
+    algorithm = Algorithm.from_options(
+        {"preset": "dapo", "kl_place": "token-reward", "kl_coef": 0.05, "dynamic_sampling": 2}
+    )
+    whole = tiny("whole-1", steps=2, algorithm=algorithm)
+    adapter = tiny("adapter-1", steps=2, lora_rank=2, algorithm=Algorithm(baseline="batch-mean", scale="batch-whiten"))
+    run_with_adapter_and_without(0, 1, [whole, adapter])
+    sharded = [
+        replace(config, out=f"{config.out[:-1]}2", zero_stage=stage) for config, stage in ((whole, 3), (adapter, 2))
+    ]
+    run_distributed(run_with_adapter_and_without, 2, sharded)
+    for name in ("whole", "adapter"):
+        one, two = (read_metrics(tmp_path / f"{name}-{number}" / "metrics.jsonl") for number in (1, 2))
+        for ours, theirs in zip(one, two, strict=True):
+            for figure in (FIGURES | {"held_out_score"}) & ours.keys():
+                assert ours[figure] == pytest.approx(theirs[figure], rel=1e-3, abs=1e-4), (name, figure)
+
+
+def test_the_micro_batches_packing_and_recomputation_do_not_change_the_training(tiny, tmp_path, capsys):
+    ways = [
+        {"micro_batch_size": 16},
+        {"micro_batch_size": 3},
+        {"tokens_per_micro_batch": 102},
+        {"tokens_per_micro_batch": 110, "activation_checkpointing": True},
+    ]
+    for number, way in enumerate(ways):
+        grpo.run(tiny(f"way-{number}", steps=2, eval_every=0, **way))
+    assert "padded, not packed" not in capsys.readouterr().out
+    first, *others = (weights_in(tmp_path / f"way-{number}/actor") for number in range(len(ways)))
+    for other in others:
+        for ours, theirs in zip(other.values(), first.values(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_packed_or_recomputed_is_refused(tiny):
+    with pytest.raises(
+        ValueError, match=r"--tokens-per-micro-batch=101 must hold the longest sequence.* raise it to 102"
+    ):
+        tiny(tokens_per_micro_batch=101, max_prompt_tokens=96)
+    with pytest.raises(ValueError, match="--exact trains by a forward of its own"):
+        tiny(exact=True, activation_checkpointing=True)
+
+
+@pytest.fixture(scope="module")
+def actor(model):
+    import hybrid_engine
+
+    engine, *_ = hybrid_engine.initialize(
+        model=AutoModelForCausalLM.from_pretrained(model),
+        config={"train_batch_size": 4, "hybrid_engine": {"enabled": True, "max_out_tokens": 64}},
+    )
+    return engine.eval()
+
+
+def rows_of(count):
+    return arithmetic.prompt_rows(0)[0][:count]
+
+
+def test_groups_without_variance_are_drawn_again_from_the_next_prompts_and_no_more_often_than_allowed(
+    actor, monkeypatch
+):
+    asked, options = [], SamplingOptions(max_prompt_tokens=16, max_new_tokens=3, temperature=1.0, num_samples=2)
+
+    def judge(prompts, responses):
+        """Only the answers to every third prompt differ."""
+        asked.extend(prompts[::2])
+        return [float(index % 2) if wanted[prompt] else 1.0 for index, prompt in enumerate(prompts)]
+
+    rows = rows_of(40)
+    wanted = {row.prompt: number % 3 == 0 for number, row in enumerate(rows)}
+    rewards = load_rewards(["length:most=2"])
+    monkeypatch.setattr(
+        type(rewards), "__call__", lambda self, answers: scored(judge(answers.prompts, answers.responses))
+    )
+    source = GroupSource(
+        actor=actor, tokenizer=arithmetic.build_tokenizer(), rewards=rewards, rows=rows, options=options, seed=0
+    )
+    groups = source.draw(num_prompts=4, max_redraws=20, num_drawn=0, step=0)
+    assert len(set(asked)) == len(asked) == groups.num_drawn == groups.figures["prompts_drawn"]
+    kept = groups.rollout.answers.prompts[::2]
+    assert [wanted[prompt] for prompt in asked].count(True) == 4 and set(kept) == {p for p in asked if wanted[p]}
+    assert groups.figures["groups_without_variance"] == pytest.approx(1 - 4 / len(asked))
+    assert groups.scores.tolist() == [0.0, 1.0] * 4
+
+    asked.clear()
+    groups = source.draw(num_prompts=4, max_redraws=1, num_drawn=groups.num_drawn, step=1)
+    assert len(groups.rollout.answers) == 8 and len(asked) == 4 + sum(not wanted[prompt] for prompt in asked[:4])
+
+
+def scored(total):
+    from hybrid_engine.rlhf.rewards.scores import Scores
+
+    return Scores(total=total, by_name={"judge": total}, per_token=None)
+
+
+def test_rollouts_that_are_chosen_from_and_joined_keep_every_answer_with_its_logprobs(actor):
+    tokenizer, options = (
+        arithmetic.build_tokenizer(),
+        SamplingOptions(max_prompt_tokens=16, max_new_tokens=5, temperature=1.0, num_samples=2),
+    )
+    first, second = (sample(actor, tokenizer, rows, options, seed) for rows, seed in ((rows_of(3), 1), (rows_of(2), 2)))
+    chosen = choose_groups(first, torch.tensor([True, False, True]))
+    joined = join([chosen, second], tokenizer.pad_token_id)
+    assert joined.answers.prompts == first.answers.prompts[:2] + first.answers.prompts[4:] + second.answers.prompts
+    expected = [(part, row) for part, rows in ((first, (0, 1, 4, 5)), (second, range(4))) for row in rows]
+    for index, (part, row) in enumerate(expected):
+        mask, theirs = joined.sequences.response_mask[index], part.sequences.response_mask[row]
+        assert joined.sequences.responses[index][mask].tolist() == part.answers.response_ids[row]
+        assert torch.equal(joined.logprobs[index][mask], part.logprobs[row][theirs])
+        assert joined.sequences.attention_mask[index].sum() == part.sequences.attention_mask[row].sum()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--group-size 1", "--group-size=1 leaves nothing to compare a sample with"),
+        ("--group-size 3 --minibatch-size 256", "--minibatch-size=256 must divide the 192 answers of a step"),
+        ("--preset grpo", "--preset='grpo' must be one of deepseekmath, trl"),
+        ("--preset dapo --kl-coef 0.1", "--kl-coef=0.1 has no KL to weigh"),
+        ("--kl-place loss --kl-estimator k1 --kl-coef 0.1", "the expected gradient of k1 is zero"),
+        ("--dataset prompts.jsonl", "has prompts of its own"),
+        ("--reward-weights 1 2", "--reward-weights weigh rewards; give as many --reward"),
+        ("--reward exact --reward-weights 1 2", "must be 1 numbers, one for each --reward"),
+        ("--reward exact --reward-weights nan", "--reward-weights='nan' must be finite and not all 0"),
+        ("--reward number:column=solution", "reads the column 'solution'"),
+        ("--learning-rate 0", "--learning-rate=0.0 must be above 0"),
+        ("--pass-score nan", "--pass-score=nan must be finite"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_made(options, message, tmp_path, capsys):
+    assert cli.main(["grpo", "--out", str(tmp_path / "run"), *options.split()]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_that_tells_no_answers_apart_is_reported_and_changes_nothing(tiny, tmp_path, capsys):
+    config = tiny(steps=1, reward=("regex:.*",), eval_every=0)
+    grpo.run(config)
+    assert "the answers to each of 4 prompts have one score" in capsys.readouterr().out
+    assert all(map(torch.equal, weights_in(tmp_path / "run/actor").values(), weights_in(config.model).values()))
+
+
+def test_a_run_without_evaluations_has_no_best(tiny, tmp_path):
+    grpo.run(tiny(steps=1, eval_every=0))
+    result = json.loads((tmp_path / "run" / "result.json").read_text(), parse_constant=pytest.fail)
+    assert "best" not in result and not (tmp_path / "run" / "best").exists()
+
+
+def test_a_finished_run_is_made_longer_as_if_it_had_been_so_from_the_start(tiny, tmp_path):
+    given = {"save_every": 50, "eval_every": 3, "lr_scheduler_type": "constant", "learning_rate": 1e-2}
+    short, whole = tiny("short", steps=2, **given), tiny("whole", steps=4, **given)
+    for config in (short, whole, replace(short, resume=True, steps=4)):
+        grpo.run(config)
+    ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("short", "whole"))
+    assert len(ours) == 4 and "held_out_score" in ours[1]  # after what was the last step
+    for mine, other in zip(ours, theirs, strict=True):
+        mine = {name: value for name, value in mine.items() if name in other}
+        other = {name: value for name, value in other.items() if name in mine}
+        assert without_times(mine) == without_times(other)
+    weights = (weights_in(tmp_path / name / "actor") for name in ("short", "whole"))
+    assert all(map(torch.equal, *(each.values() for each in weights)))
+    with pytest.raises(ValueError, match=r"--epochs=2 but the interrupted run had 1; .* give --epochs as it was$"):
+        grpo.run(replace(short, resume=True, steps=6, epochs=2))
+    with pytest.raises(ValueError, match=r"--steps=3 but the interrupted run had 4; .* or more for a longer run$"):
+        grpo.run(replace(short, resume=True, steps=3))
+
+
+def test_the_best_may_be_the_last_where_no_interval_ends(tiny, tmp_path):
+    grpo.run(tiny(steps=3, eval_every=2))
+    result, lines = (
+        json.loads((tmp_path / "run" / "result.json").read_text()),
+        read_metrics(tmp_path / "run/metrics.jsonl"),
+    )
+    assert ["held_out_score" in line for line in lines] == [False, True, True]
+    assert lines[2]["held_out_score"] == result["after"]["score"]
+    scores = {2: lines[1]["held_out_score"], 3: lines[2]["held_out_score"]}
+    assert result["best"] == {"score": max(scores.values()), "step": max(scores, key=scores.get)}
+
+
+@pytest.mark.parametrize(
+    ("options", "rate"), [({}, 1e-6), ({"lora_rank": 2}, 1e-5), ({"learning_rate": 2e-3, "lora_rank": 2}, 2e-3)]
+)
+@pytest.mark.parametrize("recipe", [grpo, online_dpo])
+def test_a_model_of_the_users_is_trained_in_small_steps_unless_told_otherwise(
+    recipe, options, rate, model, dataset, tmp_path, monkeypatch
+):
+    seen = []
+
+    class Enough(Exception):
+        pass
+
+    def build_policy(config, source, learning_rate, *rest, **more):
+        seen.append(learning_rate)
+        raise Enough
+
+    monkeypatch.setattr(recipe, "build_policy", build_policy)
+    sources = {"model": model, "dataset": dataset, "reward": ("regex:1",), "out": str(tmp_path)}
+    with pytest.raises(Enough):
+        recipe.run(recipe.Config(**sources, max_new_tokens=6, **options))
+    assert seen == [rate]
+
+
+def test_a_process_rewards_steps_are_learned_from_and_choices_about_whole_answers_are_refused(
+    tiny, tmp_path, monkeypatch
+):
+    (tmp_path / "steps.py").write_text(
+        "def score(response_ids): return [[float(token % 3) for token in ids] for ids in response_ids]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    normalised_steps = advantages.normalised_steps
+    monkeypatch.setattr(
+        advantages, "normalised_steps", lambda steps, *rest: seen.append(steps) or normalised_steps(steps, *rest)
+    )
+    grpo.run(tiny(steps=1, eval_every=0, reward=("steps:score",), algorithm=Algorithm(dynamic_sampling=1)))
+    (steps,) = seen
+    assert steps.shape[0] == 16 and set(steps[~steps.isnan()].tolist()) == {1.0, 2.0}
+    for name, value in (("baseline", "leave-one-out"), ("scale", "batch-std"), ("overlong_buffer", 0.5)):
+        with pytest.raises(ValueError, match=f"{value} is about whole answers, and a --reward gives numbers"):
+            grpo.run(tiny(name, steps=1, eval_every=0, reward=("steps:score",), algorithm=Algorithm(**{name: value})))
+
+
+def test_two_processes_learn_from_steps_as_one_does_also_where_only_one_draws_again(tiny, tmp_path, monkeypatch):
+    (tmp_path / "halves.py").write_text(
+        "def score(prompts, response_ids):\n"
+        "    is_told = [int(prompt.split('+')[0]) % 2 for prompt in prompts]\n"
+        "    return [[float(told and token % 3) for token in ids] for told, ids in zip(is_told, response_ids)]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    algorithm = Algorithm(dynamic_sampling=3, kl_place="token-reward", kl_coef=0.05, kl_estimator="k1")
+    config = tiny("steps-1", steps=2, eval_every=0, reward=("halves:score",), algorithm=algorithm)
+    grpo.run(config)
+    run_distributed(run_with_adapter_and_without, 2, [replace(config, out=str(tmp_path / "steps-2"), zero_stage=3)])
+    one, two = (read_metrics(tmp_path / f"steps-{number}" / "metrics.jsonl") for number in (1, 2))
+    for ours, theirs in zip(one, two, strict=True):
+        assert ours["prompts_drawn"] > 4
+        for figure in (FIGURES - {"reward_regex"}) | {"reward_score", "prompts_drawn"}:
+            assert ours[figure] == pytest.approx(theirs[figure], rel=1e-3, abs=1e-4), figure

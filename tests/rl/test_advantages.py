@@ -1,0 +1,163 @@
+"""Token rewards, GAE and whitening against goldens, a plain definition, and what must not change them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.rl.advantages import gae, masked_mean, token_rewards, whiten
+from hybrid_engine.rl.kl import kl_k1
+from tests.support.distributed import run_distributed
+from tests.support.goldens import assert_golden, load_golden
+
+GAE_GROUPS = ["gae_g1_l95", "gae_g99_l95", "gae_g1_l1", "gae_g1_l0"]
+NAN = float("nan")
+
+
+def golden_gae(group: str):
+    golden = load_golden(group)
+    advantages, returns = gae(
+        golden["token_rewards_k1"], golden["values"], golden["mask"], golden["gamma"], golden["lam"]
+    )
+    return golden, advantages, returns
+
+
+def gae_by_definition(rewards, values, gamma, lam):
+    """The sum of discounted deltas of one row without gaps, as the paper writes it."""
+    length = len(rewards)
+    values = [*values, 0.0]
+    deltas = [rewards[t] + gamma * values[t + 1] - values[t] for t in range(length)]
+    return [sum((gamma * lam) ** k * deltas[t + k] for k in range(length - t)) for t in range(length)]
+
+
+@pytest.mark.parametrize("group", GAE_GROUPS)
+def test_token_rewards_are_the_goldens(group):
+    golden = load_golden(group)
+    kl = kl_k1(golden["logprob"], golden["ref"])
+    rewards = token_rewards(golden["score"], kl, golden["mask"], golden["kl_coef"])
+    assert_golden(rewards, golden["token_rewards_k1"])
+
+
+def test_the_score_lands_on_the_last_response_token_and_not_on_the_one_after_it():
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 1, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]]).bool()
+    scores = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    rewards = token_rewards(scores, torch.zeros(4, 5), mask, kl_coef=0.1)
+    expected = torch.zeros(4, 5)
+    expected[0, 2], expected[1, 2], expected[2, 4], expected[3, 0] = 1.0, 2.0, 3.0, 4.0
+    assert torch.equal(rewards, expected)
+
+
+def test_a_response_without_tokens_has_no_place_for_its_score():
+    with pytest.raises(AssertionError, match="no response token"):
+        token_rewards(torch.ones(2), torch.zeros(2, 3), torch.tensor([[1, 0, 0], [0, 0, 0]]).bool(), 0.1)
+
+
+@pytest.mark.parametrize("group", GAE_GROUPS)
+def test_advantages_and_returns_are_the_goldens(group):
+    golden, advantages, returns = golden_gae(group)
+    assert_golden(advantages, golden["adv"])
+    assert_golden(returns, golden["returns"])
+
+
+def test_gae_is_the_papers_sum_of_discounted_deltas():
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 3, 7, generator=generator, dtype=torch.float64)
+    advantages, returns = gae(rewards, values, torch.ones(3, 7).bool(), 0.9, 0.8)
+    for row in range(3):
+        expected = gae_by_definition(rewards[row].tolist(), values[row].tolist(), 0.9, 0.8)
+        assert advantages[row].tolist() == pytest.approx(expected)
+    torch.testing.assert_close(returns, advantages + values)
+
+
+def test_gae_carries_value_and_advantage_over_masked_gaps():
+    golden = load_golden("gae_interior_gap")
+    arguments = golden["mask"], golden["gamma"], golden["lam"]
+    advantages, returns = gae(golden["token_rewards"], golden["values"], *arguments)
+    assert_golden(advantages, golden["adv_carry_forward_verl_nemo"])
+    assert not torch.allclose(advantages, golden["adv_zeroed_values_openrlhf_trl_dschat"], atol=1e-3)
+    assert returns[0, 2] == 0
+
+
+def test_a_row_with_a_gap_has_the_advantages_of_the_row_without_it():
+    rewards, values = torch.randn(2, 1, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    present = torch.tensor([[1, 0, 1, 1, 0, 0, 1, 0]]).bool()
+    spread = [torch.full((1, 8), NAN, dtype=torch.float64).masked_scatter(present, part) for part in (rewards, values)]
+    dense, _ = gae(rewards, values, torch.ones(1, 4).bool(), 0.9, 0.8)
+    gapped, returns = gae(*spread, present, 0.9, 0.8)
+    assert torch.equal(gapped[present], dense[0])
+    assert torch.equal(gapped[~present], torch.zeros(4, dtype=torch.float64))
+    assert returns.isfinite().all()
+
+
+def test_what_lies_under_the_padding_and_the_order_of_rows_change_nothing():
+    golden = load_golden("gae_g99_l95")
+    mask, order = golden["mask"], torch.tensor([1, 0])
+    inputs = [golden["logprob"] - golden["ref"], golden["values"]]
+    poisoned = [part.masked_fill(~mask, NAN) for part in inputs]
+
+    def run(kl, values, mask, scores):
+        rewards = token_rewards(scores, kl, mask, 0.1)
+        advantages, returns = gae(rewards, values, mask, 0.99, 0.95)
+        return torch.stack([rewards, advantages, returns, whiten(advantages, mask), whiten(rewards, mask, False)])
+
+    expected = run(*inputs, mask, golden["score"])
+    assert torch.equal(run(*poisoned, mask, golden["score"]), expected)
+    swapped = run(*(part[order] for part in inputs), mask[order], golden["score"][order])
+    torch.testing.assert_close(swapped[:, order], expected, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("group", GAE_GROUPS)
+def test_whitened_advantages_are_the_goldens_with_unbiased_variance(group):
+    golden, advantages, _ = golden_gae(group)
+    whitened = whiten(advantages, golden["mask"])
+    assert_golden(whitened, golden["adv_whiten_unbiased_eps"])
+    assert masked_mean(whitened, golden["mask"]).abs() < 1e-12
+
+
+def test_whitening_without_mean_shift_adds_the_mean_back():
+    golden, advantages, _ = golden_gae("gae_g1_l95")
+    whitened = whiten(advantages, golden["mask"], shift_mean=False)
+    assert_golden(whitened, golden["adv_whiten_torchtune_mean_added_back"])
+    assert masked_mean(whitened, golden["mask"]).item() == pytest.approx(advantages[golden["mask"]].mean().item())
+
+
+def test_whitening_a_single_token_or_none_leaves_nothing():
+    for first in (True, False):
+        assert not whiten(torch.ones(1, 2), torch.tensor([[first, False]])).any()
+
+
+def test_the_masked_mean_reads_only_the_mask():
+    values = torch.tensor([[1.0, NAN, 3.0], [8.0, NAN, NAN]])
+    assert masked_mean(values, torch.tensor([[1, 0, 1], [1, 0, 0]]).bool()) == 4.0
+    assert masked_mean(values, torch.zeros(2, 3).bool()).isnan()
+
+
+def whiten_a_share(rank: int, world_size: int) -> list[torch.Tensor]:
+    """Whitens rows dealt out unevenly: rank 0 has the first row, rank 1 the rest; and once with rank 1 empty."""
+    values, mask = whitening_rows()
+    rows = slice(0, 1) if rank == 0 else slice(1, None)
+    mine = mask.clone()
+    if rank == 1:
+        mine[:] = False
+    return [
+        whiten(values[rows], mask[rows], group=dist.group.WORLD),
+        whiten(values[rows], mask[rows], shift_mean=False, group=dist.group.WORLD),
+        whiten(values, mine, group=dist.group.WORLD),
+        whiten(values[rows], mask[rows]),
+    ]
+
+
+def whitening_rows() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(4, 6, generator=generator) + 3, torch.rand(4, 6, generator=generator) > 0.4
+
+
+def test_whitening_over_a_group_does_not_depend_on_how_rows_are_spread():
+    values, mask = whitening_rows()
+    first, second = run_distributed(whiten_a_share, 2)
+    for index, shift_mean in enumerate((True, False)):
+        together = torch.cat([first[index], second[index]])
+        torch.testing.assert_close(together, whiten(values, mask, shift_mean), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(first[2], whiten(values, mask), rtol=1e-6, atol=1e-6)
+    assert torch.equal(second[2], torch.zeros(4, 6))
+    # Without a group each process whitens its own rows, which is another result.
+    assert not torch.allclose(torch.cat([first[3], second[3]]), whiten(values, mask), atol=1e-2)

@@ -1,0 +1,167 @@
+"""Micro-batches of the recipes never wait for the device: their figures are read once a step.
+
+On a GPU the host waits for all that was launched wherever it reads a number, a bool or a mask's True places. Here what
+would lie on a GPU is a `OnDevice`, and so is all that is computed from it; reading one is noted.
+"""
+
+import sys
+from functools import partial
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+from transformers import LlamaForSequenceClassification
+
+import hybrid_engine
+from hybrid_engine.recipes import dpo, grpo, kto, ppo, reward, sft
+from hybrid_engine.rl.aggregation import StepCounts
+from hybrid_engine.rl.preferences import build_loss
+from hybrid_engine.rlhf.algorithms.choices import Algorithm
+from hybrid_engine.rlhf.algorithms.objective import PolicyBatch
+from hybrid_engine.rlhf.data import packing, sequences, spans
+from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
+from hybrid_engine.rlhf.data.micro_batches import Items, train_in_parts
+from hybrid_engine.rlhf.data.packing import Layout, set_layout
+from hybrid_engine.rlhf.data.pairs import Pair
+from hybrid_engine.rlhf.data.sequences import ValueModel, build_sequences
+from hybrid_engine.rlhf.experience import critic_experience, policy_experience
+from hybrid_engine.rlhf.experience.critic_experience import CriticExperience
+from hybrid_engine.rlhf.experience.policy_experience import Experience
+from hybrid_engine.rlhf.preference import labelled, pairs
+from hybrid_engine.rlhf.preference.answers import Reading
+from hybrid_engine.rlhf.preference.labelled import LabelledAnswer
+from hybrid_engine.rlhf.preference.pairs import TrainingPair
+from tests.support.models import PAD, build_model
+
+SENDERS = sequences, packing, spans, pairs, labelled, dpo, reward, policy_experience, critic_experience
+READS = "item", "tolist", "cpu", "numpy", "nonzero", "equal", "masked_select", "__bool__", "__int__", "__float__"
+CPU = torch.device("cpu")
+
+
+class OnDevice(torch.Tensor):
+    """Notes reads, but for those of transformers, which asks once a pass whether a mask is needed."""
+
+    reads: ClassVar[list[str]] = []
+    is_cpu = False
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        index = args[1] if name in ("__getitem__", "__setitem__") else ()
+        parts = index if isinstance(index, tuple) else (index,)
+        is_masked = any(isinstance(part, torch.Tensor) and part.dtype == torch.bool for part in parts)
+        if name in READS or is_masked:
+            if not sys._getframe(1).f_globals["__name__"].startswith("transformers."):
+                cls.reads.append(name)
+            args = tuple(value.as_subclass(torch.Tensor) if isinstance(value, cls) else value for value in args)
+            return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def send(values, device):
+    return values.as_subclass(OnDevice)
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch):
+    for module in SENDERS:
+        monkeypatch.setattr(module, "send_to_device", send)
+    monkeypatch.setattr(OnDevice, "reads", [])
+
+
+def build_engine(model):
+    config = {
+        "train_batch_size": 2,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    return hybrid_engine.initialize(model=model, config=config)[0]
+
+
+def tokens(row):
+    return [5 + row, 6, 7][: 1 + row % 3], [11 + row, 12, 13 + row, 14][: 2 + row % 3]
+
+
+def encoded(row):
+    prompt, response = tokens(row)
+    return Encoded(prompt_ids=prompt, response_ids=response)
+
+
+def experience(num_rows):
+    batch = build_sequences(*map(list, zip(*map(tokens, range(num_rows)), strict=True)), PAD, CPU)
+    values = torch.linspace(-2, -1, batch.response_mask.numel()).view(batch.response_mask.shape).as_subclass(OnDevice)
+    return batch, values
+
+
+def run_sft(engine, num_rows):
+    rows = [encoded(row) for row in range(num_rows)]
+    loss_of = partial(sft.micro_batch_loss, engine, rows, PAD, 100)
+    return train_in_parts([engine], Items.of(rows), 0, [(engine, loss_of)])
+
+
+def run_dpo(engine, num_rows):
+    rows = [
+        TrainingPair(EncodedPair.of_tokens(*tokens(row), tokens(row + 1)[1]), -9.0, -9.5) for row in range(num_rows)
+    ]
+    return dpo.update(engine, rows, num_rows, build_loss("sigmoid", 0.1), 0.1, Reading(PAD))
+
+
+def run_kto(engine, num_rows):
+    rows = [LabelledAnswer(encoded(row), row % 2 == 0, -9.0, encoded(row + 1), -9.0) for row in range(num_rows)]
+    config = SimpleNamespace(tokens_per_micro_batch=0, beta=0.1, desirable_weight=1.0, undesirable_weight=1.0)
+    return kto.update(engine, rows, num_rows, config, Reading(PAD))
+
+
+def run_grpo(engine, num_rows):
+    batch, values = experience(num_rows)
+    chosen = Experience(batch, values, PolicyBatch(values, values, values + 1.5, batch.response_mask, values - 0.1))
+    config = SimpleNamespace(algorithm=Algorithm(), temperature=1.0)
+    step, present = StepCounts(20, num_rows, 8), torch.zeros_like(values)
+    loss_of = partial(grpo.micro_batch_loss, engine, chosen, present, step, config, 0.1)
+    found = train_in_parts([engine], chosen.sequences.items, 0, [(engine, loss_of)])
+    assert present.as_subclass(torch.Tensor).any()
+    return found
+
+
+def run_ppo(engine, num_rows):
+    batch, values = experience(num_rows)
+    chosen = CriticExperience(
+        sequences=batch, logprobs=values, logprobs_old=values, values_old=values, advantages=values, returns=values
+    )
+    critic = build_engine(ValueModel(build_model(seed=1).model, torch.nn.Linear(engine.module.config.hidden_size, 1)))
+    roles = SimpleNamespace(policy=SimpleNamespace(actor=engine), critic=critic)
+    config = SimpleNamespace(temperature=1.0, clip=0.2, value_clip=0.2)
+    losses = [
+        (engine, partial(ppo.policy_loss, roles, chosen, torch.zeros_like(values), 20, config)),
+        (critic, partial(ppo.value_loss, roles, chosen, 20, config)),
+    ]
+    return train_in_parts([engine, critic], chosen.sequences.items, 0, losses)
+
+
+def run_reward(engine, num_rows):
+    config = engine.module.config
+    config.num_labels, config.pad_token_id = 1, PAD
+    engine = build_engine(LlamaForSequenceClassification(config))
+    set_layout(engine.module, Layout.ROWS)
+    texts = [[*prompt, *response] for prompt, response in map(tokens, range(num_rows + 1))]
+    rows = [Pair(texts[row], texts[row + 1], 0.0, None) for row in range(num_rows)]
+    loss_of = partial(reward.micro_batch_loss, engine, rows, None, SimpleNamespace(center_coef=0.1, batch_size=8))
+    return train_in_parts([engine], Items.of(rows), 0, [(engine, loss_of)])
+
+
+RECIPES = {"sft": run_sft, "dpo": run_dpo, "kto": run_kto, "grpo": run_grpo, "ppo": run_ppo, "reward": run_reward}
+
+
+@pytest.mark.parametrize("layout", [Layout.PADDED, Layout.ROWS])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_more_micro_batches_read_the_device_no_more_often(recipe, layout):
+    engine = build_engine(build_model())
+    set_layout(engine.module, layout)
+    RECIPES[recipe](engine, 2)  # the first pass tries the head
+    counts = []
+    for num_rows in (4, 8):
+        OnDevice.reads.clear()
+        RECIPES[recipe](engine, num_rows)
+        counts.append(list(OnDevice.reads))
+    assert counts[0] == counts[1] != []

@@ -1,0 +1,127 @@
+"""Writes docs/models.md from what the family checks measure here: `python tests/tools/write_models_page.py`.
+
+For every family of model_families.py: greedy tokens and log-probabilities against transformers' own model in fp32,
+the error of bf16 against the model's own bf16 error, LoRA on every linear against peft, and generation shared by
+two processes (`inference_tp_size` 2 under ZeRO stage 3).
+"""
+
+import logging
+import platform
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+
+import hybrid_engine
+from tests.support.distributed import run_distributed
+from tests.support.model_families import BUILDERS, FEATURES
+from tests.support.models import PAD, build_model, module_logprobs, padded_prompts
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+GREEDY = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": PAD, "eos_token_id": None}
+HEAD = """# Model families
+
+Written by `python tests/tools/write_models_page.py`; the same checks run in the test suite. Models are small and random,
+with the features named here switched on, prompts padded on the left. *fp32* is the largest difference of a
+token's log-probability from the model's own forward, where all greedy tokens are transformers' own. *bf16* is the mean
+error against fp32 over the model's own. *LoRA*: peft adapters on every linear (experts apart), same greedy tokens.
+*Two ranks*: one generation shared by two processes that each hold half of every layer (`inference_tp_size`), same
+tokens. Any other decoder-only model generates through its own `generate()`; [adding a family](adding-a-model.md)
+takes one file.
+
+"""
+
+
+def build_engine(model, **config):
+    """An engine in eval mode."""
+    engine, *_ = hybrid_engine.initialize(
+        model=model, config={"train_batch_size": 6, "hybrid_engine": {"enabled": True}} | config
+    )
+    return engine.eval()
+
+
+def adapted(family):
+    """peft's LoRA on every linear, with adapters that do something."""
+    model = get_peft_model(build_model(family), LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM"))
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.2)
+    return model.eval()
+
+
+def shared_rollouts(rank, world_size):
+    """Greedy tokens of this rank's prompts with every layer split over the ranks, or what keeps a family from it."""
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+    input_ids, mask = (tensor.chunk(world_size)[rank] for tensor in padded_prompts())
+    results = {}
+    for family in BUILDERS:
+        hybrid = {"enabled": True, "inference_tp_size": world_size}
+        config = {"zero_optimization": {"stage": 3}, "hybrid_engine": hybrid, "gradient_accumulation_steps": 1}
+        try:
+            engine = build_engine(build_model(family), **config)
+            if engine.generator.fallback_reason is not None:
+                raise ValueError(engine.generator.fallback_reason)
+            results[family] = engine.generate(input_ids, attention_mask=mask, **GREEDY)
+        except ValueError as error:
+            results[family] = str(error)
+    return results
+
+
+def rollout(engine):
+    """Greedy tokens and their log-probabilities."""
+    input_ids, mask = padded_prompts()
+    return engine.generate(input_ids=input_ids, attention_mask=mask, return_dict_in_generate=True, **GREEDY)
+
+
+def measure(family, shared):
+    """One row of the table."""
+    input_ids, mask = padded_prompts()
+    own = build_model(family)
+    expected = own.generate(input_ids, attention_mask=mask, **GREEDY)
+    engine = build_engine(build_model(family))
+    output = rollout(engine)
+    exact = module_logprobs(own, output.sequences, mask)
+    same = torch.equal(output.sequences, expected) and engine.generator.fallback_reason is None
+    fp32 = f"{(output.logprobs - exact).abs().max():.0e}" if same else "differs"
+
+    engine = build_engine(build_model(family), bf16={"enabled": True})
+    half = rollout(engine)
+    exact = module_logprobs(own, half.sequences, mask)
+    own_error = (module_logprobs(engine.module, half.sequences, mask) - exact).abs().mean()
+    bf16 = f"{(half.logprobs - exact).abs().mean() / own_error:.2f}"
+
+    peft_tokens = adapted(family).generate(input_ids=input_ids, attention_mask=mask, **GREEDY)
+    lora = "yes" if torch.equal(rollout(build_engine(adapted(family))).sequences, peft_tokens) else "differs"
+    parts = [part[family] for part in shared]
+    if all(isinstance(part, torch.Tensor) for part in parts):
+        ranks = "yes" if torch.equal(torch.cat(parts), expected) else "differs"
+    else:
+        ranks = f"no: {next(part for part in parts if isinstance(part, str))}"
+    return family, FEATURES[family], fp32, bf16, lora, ranks
+
+
+def main():
+    """Measures every family and writes the page; fails if any differs."""
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    shared = run_distributed(shared_rollouts, 2)
+    rows = [("family", "features", "fp32", "bf16", "LoRA", "two ranks"), ("---",) * 6]
+    for family in BUILDERS:
+        rows.append(measure(family, shared))
+        print(*rows[-1], sep=" | ", flush=True)
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
+    PAGE.write_text(f"{HEAD}{table}\n\nMeasured on a CPU with {versions}.\n")
+    if "differs" in table:
+        sys.exit("some family differs from transformers")
+
+
+if __name__ == "__main__":
+    main()
