@@ -14,17 +14,6 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/.venv/pycache
 # What `make versions` runs, and with which releases of torch: the oldest and the newest that pyproject.toml allows,
 # and those between. Each has an environment of its own, about 6 GB for a build with CUDA packages.
 VERSIONS ?= 2.11.0 2.12.1 2.14.1 2.15.0
-VERSION_TESTS := tests/optim/test_every_optimizer.py tests/zero/test_zero_training.py tests/zero/test_zero_init.py \
-  tests/zero/test_fsdp2_private.py tests/zero/test_gathered_parameters.py tests/zero/test_external_parameters.py tests/zero/test_changed_models.py \
-  tests/checkpoint/test_checkpoint.py tests/generation/test_generate_distributed.py tests/extensions/parallelize/test_checkpoints.py tests/extensions/parallelize/test_pipelines.py \
-  tests/extensions/parallelize/test_generate.py tests/extensions/parallelize/test_stages_generate.py tests/extensions/parallelize/test_one_rank_fails.py \
-  tests/extensions/parallelize/test_reducers.py tests/extensions/parallelize/test_hooks.py tests/extensions/parallelize/test_scalars.py
-# Short tests of every room, two minutes on two cores.
-QUICK := import_direction readme quick config recipes_refusals lr_schedules zero_loss_scaler optimizers zero_to_fp32 \
-  waiting zero_dataloader decode_graph scheduler latency dispatch ops moe_block rotary vocabulary kernels_block_copy \
-  rl_kl rl_losses rl_aggregation rl_advantages recipes_data recipes_sequences rollout_api uneven_gradients \
-  engine_training exclude_frozen checkpoint_folder checkpoint_hostile whole_values interrupts deepspeed_names \
-  detokenize serving_requests linear_log_prob head_log_probs parallel_annotations parallel_plan attach
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 # Releases of Triton that `make launches` tries, without their dependencies: those that kernels must compile with, and
 # what is newest today, whose failures are told and fail nothing.
@@ -84,7 +73,7 @@ $(REAL_MODEL): | $(INSTALLED)
 	$(BIN)/hybrid-engine real-model $@
 
 quick: $(INSTALLED)
-	$(BIN)/python -m pytest $(TWO_AT_A_TIME) $(QUICK:%=tests/test_%.py)
+	$(BIN)/python -m pytest $(TWO_AT_A_TIME) -m quick
 
 clients: $(INSTALLED) $(CLIENTS:%=.venv-clients-%/installed)
 	$(BIN)/python tests/tools/clients/run.py $(CLIENTS)
@@ -101,7 +90,7 @@ attack: $(INSTALLED)
 
 # 100 random plans of each model on simulated ranks, against the model; some 15 minutes.
 fuzz: $(INSTALLED)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/tools/fuzz_plans.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.tools.fuzz_plans
 
 # Honest clients beside clumsy and hostile ones, SOAK_S seconds; its section of SOAK_PAGE; SOAK_MODEL=FOLDER: a real model.
 SOAK_S ?= 600
@@ -121,17 +110,17 @@ fuzz-serving: .venv/hypothesis/installed
 
 # Every policy, model and number of processes beside the module's own training.
 parity: $(INSTALLED)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/tools/parity.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.tools.parity
 
 # Every kernel in every form, for an H100, which need not be there.
 kernels: $(INSTALLED)
-	for script in tests/compile_*_kernels.py; do $(BIN)/python $$script || exit 1; done
+	for script in tests/tools/compile_*_kernels.py; do $(BIN)/python -m tests.tools.$$(basename $$script .py) || exit 1; done
 
 # The tables of releases that are tried in vain stay too.
 launches: $(INSTALLED) $(TRITONS:%=.venv/triton-%/installed) .venv/triton-newest/installed
 	@failed=; for release in $(TRITONS) newest; do \
 	  PYTHONPATH=.venv/triton-$$release:benchmarks OMP_NUM_THREADS=1 \
-	    $(BIN)/python tests/tools/launches.py --out runs/launches/$$release.md || failed="$$failed $$release"; \
+	    $(BIN)/python -m tests.tools.launches --out runs/launches/$$release.md || failed="$$failed $$release"; \
 	done; \
 	test -z "$$failed" || echo "Triton$$failed: kernels or checks failed, see above" >&2; \
 	test -z "$$(echo $$failed | sed s/newest//)"
@@ -193,7 +182,7 @@ wheel: $(CHECK)/dist
 versions: $(ENVIRONMENTS)
 	@failed=; for version in $(VERSIONS); do \
 	  echo "torch $$version"; \
-	  OMP_NUM_THREADS=1 .venv-torch-$$version/bin/python -m pytest $(VERSION_TESTS) >.venv-torch-$$version/log 2>&1 \
+	  OMP_NUM_THREADS=1 .venv-torch-$$version/bin/python -m pytest -m torch_versions >.venv-torch-$$version/log 2>&1 \
 	    || failed="$$failed $$version"; \
 	  grep -E '^(FAILED|ERROR)' .venv-torch-$$version/log; tail -n 1 .venv-torch-$$version/log; \
 	done; \

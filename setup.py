@@ -21,7 +21,7 @@ setup(
     package_dir={"hybrid_engine": "hybrid_engine"} | {f"hybrid_engine.{folder}": folder for folder in MAPPED_FOLDERS},
     # What `import deepspeed` may find is no package of ours: a folder for Python's path.
     package_data={
-        "hybrid_engine": ["py.typed", "compat/deepspeed_path/*/*"],
+        "hybrid_engine": ["py.typed", "extensions/deepspeed/deepspeed_path/*/*"],
         "hybrid_engine.ops": ["*.c", "*.h"],
         "hybrid_engine.rlhf.reports": ["*.html", "*.css", "*.js"],
     },

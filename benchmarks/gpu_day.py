@@ -73,7 +73,7 @@ TESTS = ("-m", "pytest", "-vv", "-p", "no:cacheprovider", "-rs", "-n", "{process
 # By name: collecting all files would import what only the recipes need.
 TEST_FILES = tuple(
     str(path.relative_to(ROOT))
-    for path in sorted((ROOT / "tests").glob("test_*.py"))
+    for path in sorted((ROOT / "tests").rglob("test_*.py"))
     if re.search(r"mark\.(multi)?gpu", path.read_text())
 )
 TABLES = ("rich",)
@@ -101,7 +101,7 @@ PARTS = (
     ),
     Part(
         "kernels", "is every kernel right in every dtype, at odd sizes, on poisoned memory",
-        (*TESTS, *(f"tests/test_kernels_{name}.py" for name in
+        (*TESTS, *(f"tests/ops/test_kernels_{name}.py" for name in
                    ("softmax_context", "gemm", "sample", "moe", "block_copy", "linear_log_prob", "model"))),
         (*TESTS, "tests/ops/test_kernels_compile.py"), ("pytest", "xdist"), is_alone=False,
     ),

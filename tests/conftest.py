@@ -47,43 +47,14 @@ else:
     os.environ.setdefault("HYBRID_ENGINE_FALLBACK", "1")
 
 
-# Files that take longest, in CPU time: dealt first, so that the processes of `make test` end together.
-LONGEST = (
-    "test_kernels_model",
-    "test_parallel_generate",
-    "test_parallel_models",
-    "test_deepspeed_defects",
-    "test_generate_distributed",
-    "test_step3_like",
-    "test_script_names",
-    "test_compat",
-    "test_trainer",
-    "test_pipeline_stages",
-    "test_parallel_checkpoints",
-    "test_one_rank_fails",
-    "test_serving_stages",
-    "test_parallel_eager",
-    "test_decode_graph",
-    "test_torch_style_backward",
-    "test_state_offload",
-    "test_kernels_sample",
-    "test_tensor_parallel",
-    "test_zero_training",
-    "test_layer_groups",
-    "test_from_deepspeed",
-    "test_launcher",
-    "test_every_optimizer",
-    "test_kernels_gemm",
-    "test_kernels_moe",
-    "test_kernels_softmax_context",
-    "test_recipes_jobs",
-    "test_engine_options",
-    "test_checkpoint",
-    "test_zero_init",
-    "test_lora_duck",
-    "test_deepspeed_scripts",
-    "test_init_inference",
-)
+WHOLE_FILES = ("quick", "torch_versions")
+"""Markers of whole files: the others need not be imported to be left out."""
+
+
+def pytest_ignore_collect(collection_path, config):
+    marker = config.option.markexpr
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if is_test and marker in WHOLE_FILES and f"mark.{marker}" not in collection_path.read_text() else None
 
 
 def pytest_runtest_logreport(report):
@@ -94,7 +65,8 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+    """Long files are dealt first, so that the processes of `make test` end together."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_collection_finish():
@@ -123,8 +95,9 @@ def kernels(monkeypatch):
     return torch.device("cuda" if HAS_GPU else "cpu")
 
 
-# `from distributed import run_distributed`: spawned processes find a worker by its module, so the path must reach them.
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "compat")]
+# Processes that tests start find a worker by its module, `tests.<room>.test_<file>`, so the path must reach them.
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/integration/step3")]
 
 # The tests' tensors are tiny: more threads than cores only make them wait for each other.
 most = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2

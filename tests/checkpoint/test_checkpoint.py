@@ -32,6 +32,8 @@ from tests.support.training_reference import (
     whole_weights,
 )
 
+pytestmark = [pytest.mark.long, pytest.mark.torch_versions]
+
 BEFORE, AFTER = 3, 4
 # Stages, and whether the engine ran before it loads: at the first forward pass FSDP may lay its shards out anew.
 CASES = [(0, False), (1, True), (3, False), (3, True)]

@@ -11,6 +11,8 @@ from hybrid_engine.zero.sharding import full_tensor
 from tests.support.distributed import run_distributed
 from tests.support.training_reference import engine_config, tiny_llama, train_engine
 
+pytestmark = pytest.mark.quick
+
 BEFORE, AFTER = 3, 3
 
 

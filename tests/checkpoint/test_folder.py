@@ -13,6 +13,9 @@ import pytest
 from hybrid_engine.checkpoint.folder import SCRIPT, discard
 from hybrid_engine.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from tests.support.checkpoint_files import is_same, linear_engine, snapshot, step
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.quick
 
 LOCK = ".hybrid_engine.lock"
 
@@ -177,7 +180,7 @@ def test_an_export_leaves_what_is_not_its_own(tmp_path):
 SAVE_AND_WAIT = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
-from checkpoint_files import linear_engine, step
+from tests.support.checkpoint_files import linear_engine, step
 engine = step(linear_engine(5.0))
 engine.save_checkpoint(sys.argv[2], "theirs")
 print("saved", flush=True)
@@ -186,7 +189,7 @@ time.sleep(100)
 
 
 def test_one_run_at_a_time_saves_into_a_folder_until_it_ends_however_it_ends(tmp_path):
-    script = [sys.executable, "-c", SAVE_AND_WAIT, str(Path(__file__).parent), str(tmp_path)]
+    script = [sys.executable, "-c", SAVE_AND_WAIT, str(ROOT), str(tmp_path)]
     other = subprocess.Popen(script, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         assert other.stdout.readline() == "saved\n"

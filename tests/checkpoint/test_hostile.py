@@ -15,6 +15,8 @@ from hybrid_engine.extensions.megatron.checkpoints.checkpoint import MegatronChe
 from hybrid_engine.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.support.checkpoint_files import MANIFEST, as_format_1, is_same, linear_engine, replace_index, snapshot, step
 
+pytestmark = pytest.mark.quick
+
 
 class Touch:
     """Runs a command when it is unpickled."""

@@ -6,11 +6,11 @@ import signal
 
 import pytest
 import torch
-from attack.interrupts import interrupting, record_points
 from torch import nn
 
 import hybrid_engine
 from tests.support.checkpoint_files import as_format_1, is_same, linear_engine, snapshot, step
+from tests.tools.attack.interrupts import interrupting, record_points
 
 BF16 = {
     "bf16": {"enabled": True},

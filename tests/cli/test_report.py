@@ -14,8 +14,8 @@ from hybrid_engine.cli import cli
 from hybrid_engine.rlhf.reports import page
 from hybrid_engine.rlhf.runs.answers_log import PromptAnswers, write_answers
 from tests.support.browser import Browser, find_browser
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 HOSTILE = "</script><img src=x onerror=alert(1)>{{script}}<!--"
 PHONE, DESK = (390, 800), (1200, 900)
 

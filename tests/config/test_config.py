@@ -6,7 +6,6 @@ import json
 import logging
 import re
 from dataclasses import fields
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +18,10 @@ from hybrid_engine.config import EngineConfig, HybridEngineConfig, load_config
 from hybrid_engine.config.json_comments import without_comments
 from hybrid_engine.config.keys import CALLED_ELSEWHERE
 from hybrid_engine.optim.lr_schedules import build_scheduler
+from tests.support.paths import DATA
 
-DATA = Path(__file__).parent / "data"
+pytestmark = pytest.mark.quick
+
 BATCH = {"train_batch_size": 8}
 
 

@@ -1,7 +1,6 @@
 """The file that docs/adding-a-model.md shows is run as it stands, on a family that the package does not list."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +9,9 @@ from transformers import Starcoder2Config, Starcoder2ForCausalLM
 import hybrid_engine
 from hybrid_engine.containers import POLICIES
 from tests.support.models import PAD, padded_prompts
+from tests.support.paths import DOCS, ROOT
 
-TEXT = (Path(__file__).parents[1] / "docs" / "adding-a-model.md").read_text()
+TEXT = (DOCS / "adding-a-model.md").read_text()
 
 
 def build():
@@ -55,4 +55,4 @@ def test_a_family_of_known_pieces_takes_the_one_file_that_the_page_shows(policy)
 
 def test_every_file_that_the_page_names_is_there():
     for path in re.findall(r"\]\(\.\./(\S+?)\)", TEXT):
-        assert (Path(__file__).parents[1] / path).exists(), path
+        assert (ROOT / path).exists(), path

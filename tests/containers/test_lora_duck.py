@@ -21,6 +21,8 @@ from tests.support.lora_linear import LinearLoRA, adapters, randomise_adapters, 
 from tests.support.megatron_model import build_oracle, save_megatron
 from tests.support.models import BUILDERS, PAD, build_model, module_logprobs, padded_prompts
 
+pytestmark = pytest.mark.long
+
 GREEDY = {"do_sample": False, "max_new_tokens": 7, "pad_token_id": PAD, "eos_token_id": None}
 
 

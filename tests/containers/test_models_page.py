@@ -1,10 +1,9 @@
 """docs/models.md speaks of the families that are tested, and of no difference."""
 
-from pathlib import Path
-
 from tests.support.model_families import BUILDERS, FEATURES
+from tests.support.paths import DOCS
 
-PAGE = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
+PAGE = (DOCS / "models.md").read_text()
 
 
 def test_the_page_has_a_row_for_every_family_and_none_differs():

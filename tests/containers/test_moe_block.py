@@ -10,6 +10,8 @@ from hybrid_engine.containers.moe import MoEBlock
 from hybrid_engine.containers.policy import UnsupportedModelError
 from tests.support.models_moe import FAMILIES, build_block, run_block
 
+pytestmark = pytest.mark.quick
+
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 ADAPTERS = {  # family, what peft adapts
     "mixtral experts": ("mixtral", {"target_parameters": EXPERTS}),

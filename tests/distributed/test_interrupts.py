@@ -5,12 +5,14 @@ import threading
 
 import pytest
 import torch
-from attack.interrupts import Cycle
 
 import hybrid_engine
 from hybrid_engine.distributed import interrupts
 from hybrid_engine.distributed.interrupts import holding_interrupts, restoring_modes
 from tests.support.training_reference import tiny_llama
+from tests.tools.attack.interrupts import Cycle
+
+pytestmark = pytest.mark.quick
 
 
 def press():

@@ -12,6 +12,8 @@ from tests.support.distributed import run_distributed, run_to_the_end
 from tests.support.models import PAD, build_model, padded_prompts
 from tests.support.one_rank import Broken, build_engine, check_error, local_parameters, outcome
 
+pytestmark = pytest.mark.long
+
 GREEDY = {"do_sample": False, "max_new_tokens": 3, "pad_token_id": PAD}
 SAMPLED = {"do_sample": True, "max_new_tokens": 4, "pad_token_id": PAD, "seed": 3}
 ENGINES = {"whole": (0, True), "gathered": (3, True), "streamed": (3, False)}

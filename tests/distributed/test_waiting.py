@@ -11,6 +11,8 @@ from hybrid_engine.distributed.environment import describe_process
 from hybrid_engine.distributed.waiting import announcing
 from tests.support.distributed import free_port
 
+pytestmark = pytest.mark.quick
+
 
 def environment(port, rank=0, size=3):
     return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -7,6 +7,8 @@ import torch
 
 from hybrid_engine.distributed.dataloader import TrainingDataLoader
 
+pytestmark = pytest.mark.quick
+
 
 def _loader(num_samples=23, **more):
     return TrainingDataLoader(list(range(num_samples)), **{"micro_batch_size": 2, "collate_fn": list, **more})

@@ -36,6 +36,8 @@ from tests.support.distributed import run_distributed
 from tests.support.models import build_model, padded_prompts
 from tests.support.training_reference import tiny_llama
 
+pytestmark = pytest.mark.quick
+
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
 

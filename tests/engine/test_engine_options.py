@@ -4,7 +4,6 @@ import json
 import sys
 from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -17,6 +16,7 @@ import hybrid_engine
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.zero.sharding import local_tensor
 from tests.support.distributed import run_distributed
+from tests.support.paths import DATA
 from tests.support.training_reference import (
     MICRO_BATCH,
     batches,
@@ -27,6 +27,8 @@ from tests.support.training_reference import (
     train_plainly,
     whole_weights,
 )
+
+pytestmark = pytest.mark.long
 
 STEPS = 4
 TOLERANCE = 1e-6
@@ -157,7 +159,7 @@ def test_gradients_may_be_added_up_in_the_parameters_own_dtype():
     assert all(p.grad is None for p in engine.parameters())
 
 
-REAL_FILES = json.loads((Path(__file__).parent / "data" / "real_ds_configs.json").read_text())
+REAL_FILES = json.loads((DATA / "real_ds_configs.json").read_text())
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 

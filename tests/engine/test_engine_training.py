@@ -10,6 +10,8 @@ import hybrid_engine
 from tests.support.distributed import run_distributed
 from tests.support.training_reference import batches, engine_config, tiny_llama, train_engine
 
+pytestmark = pytest.mark.quick
+
 MINIMAL = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
 
 

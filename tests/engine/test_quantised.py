@@ -11,6 +11,7 @@ import torch
 import hybrid_engine
 from hybrid_engine.engine import model_checks
 from hybrid_engine.optim.trainable import check_quantised
+from tests.support.paths import ROOT
 from tests.support.training_reference import tiny_llama
 
 PACKAGES = Path(sys.prefix) / "quantised"
@@ -27,7 +28,7 @@ def test_models_in_4_and_8_bits_train_and_roll_out():
         "-q",
         "-p",
         "no:cacheprovider",
-        str(Path(__file__).parent / "quantised_models.py"),
+        str(ROOT / "tests/support/quantised_models.py"),
     ]
     result = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout[-6000:]

@@ -22,7 +22,7 @@ from tests.support.distributed import run_distributed
 from tests.support.models import PAD, build_model, padded_prompts
 from tests.support.tape import TapeRecorder
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.long, pytest.mark.quick]
 CUDA = torch.cuda.is_available()
 
 

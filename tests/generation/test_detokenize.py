@@ -10,6 +10,8 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from hybrid_engine.generation.detokenize import IncrementalDetokenizer, TextOffsets, token_bytes
 from hybrid_engine.generation.sampling.stops import _ends_with_string
 
+pytestmark = pytest.mark.quick
+
 TEXT = [
     "The cat sat on the mat. Isn't it? I'm sure it's 3,14 or so!",
     "naïve café — 你好世界 🙂👨‍👩‍👧 héllo  two   spaces\nnew line\ttab",

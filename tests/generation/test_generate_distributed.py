@@ -12,6 +12,8 @@ from tests.support.distributed import run_distributed
 from tests.support.models import BUILDERS, PAD, VOCAB, build_model, module_logprobs, padded_prompts, randomised
 from tests.zero.test_startup_memory import deep_llama, layer_bytes
 
+pytestmark = [pytest.mark.long, pytest.mark.torch_versions]
+
 GREEDY = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": PAD, "eos_token_id": [7, 11, 23]}
 FULL_LENGTH = {**GREEDY, "eos_token_id": None}
 SAMPLED = {**GREEDY, "do_sample": True, "top_k": 0, "num_return_sequences": 2, "seed": 5}

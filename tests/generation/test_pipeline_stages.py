@@ -16,6 +16,8 @@ from hybrid_engine.inference.stored import Stored
 from tests.support.distributed import run_distributed
 from tests.support.models import PAD, VOCAB, padded_prompts, randomised
 
+pytestmark = pytest.mark.long
+
 GREEDY = {"do_sample": False, "max_new_tokens": 9, "pad_token_id": PAD, "eos_token_id": [7, 11, 23]}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 1.3, "num_return_sequences": 3, "seed": 5}
 RULED = {**SAMPLED, "repetition_penalty": 1.4, "frequency_penalty": 0.7, "no_repeat_ngram_size": 2, "top_logprobs": 2}

@@ -10,6 +10,8 @@ from hybrid_engine.generation.batching.scheduler import Scheduler
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.options import GenerationOptions
 
+pytestmark = pytest.mark.quick
+
 
 class Memory:
     """Stands for the KV workspace: what token each place of each block holds."""

@@ -28,6 +28,8 @@ from hybrid_engine.containers.tensor_parallel import Heads, TensorParallel, chec
 from tests.support.distributed import run_distributed
 from tests.support.models import PAD, VOCAB, build_model, padded_prompts
 
+pytestmark = pytest.mark.long
+
 GREEDY = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": PAD, "eos_token_id": [7, 11, 23]}
 SAMPLED = {**GREEDY, "do_sample": True, "top_k": 0, "num_return_sequences": 2, "seed": 5}
 _SIZES = {

@@ -16,6 +16,8 @@ from tests.support.distributed import run_distributed
 from tests.support.models import PAD, VOCAB, build_model, padded_prompts
 from tests.support.raised import message
 
+pytestmark = pytest.mark.long
+
 refusal = partial(message, kind=ValueError)
 
 CHECKPOINTS = ["llama", "tied", "gpt-neox", "gemma2", "qwen2-moe"]

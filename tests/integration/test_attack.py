@@ -1,7 +1,8 @@
-"""The attacks of `tests/attack/` in a quick form; `make attack` runs them in their long one."""
+"""The attacks of `tests/tools/attack/` in a quick form; `make attack` runs them in their long one."""
 
 import pytest
-from attack import bad_calls, bad_commands, bad_config, bad_inputs, interrupts, kills, leaks, recipe_kills
+
+from tests.tools.attack import bad_calls, bad_commands, bad_config, bad_inputs, interrupts, kills, leaks, recipe_kills
 
 BUILDERS = {
     "config": (bad_config.build_config_calls, 12),

@@ -6,11 +6,11 @@ import json
 import sys
 import tarfile
 import time
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.support.paths import ROOT
+
 SPEC = importlib.util.spec_from_file_location("gpu_day", ROOT / "benchmarks" / "gpu_day.py")
 gpu_day = sys.modules["gpu_day"] = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(gpu_day)

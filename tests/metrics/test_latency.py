@@ -11,6 +11,8 @@ import hybrid_engine
 from hybrid_engine.metrics.latency import LatencyStats
 from tests.support.models import build_model, padded_prompts
 
+pytestmark = pytest.mark.quick
+
 LINE = re.compile(
     r"^\|E2E latency=(?P<e2e>[\d.]+)s \|Gather latency=(?P<gather>[\d.]+)s \([\d.]+%\) "
     r"\|Generate time=(?P<generate>[\d.]+)s \([\d.]+%\) \|Training time=(?P<training>[\d.]+)s \([\d.]+%\) "

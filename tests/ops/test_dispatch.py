@@ -7,6 +7,8 @@ import hybrid_engine
 from hybrid_engine.ops.dispatch import check_tensor, fallback_forced, use_triton
 from tests.support.models import build_model
 
+pytestmark = pytest.mark.quick
+
 
 def test_the_switch_forces_references(kernels, monkeypatch):
     tensor = torch.zeros(3, device=kernels)

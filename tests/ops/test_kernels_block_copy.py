@@ -5,6 +5,8 @@ import torch
 
 from hybrid_engine.ops import BlockCopyOp
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block_size, head_dim", [(7, 4), (16, 80), (1, 1)])

@@ -4,9 +4,10 @@ import ast
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from tests.support.paths import ROOT
 
 FEW = {"attention": "all", "exact": "few", "gemm": "few", "linear_log_prob": "few", "moe": "few", "sample": "few"}
 """By the name of a script what it is told."""
@@ -29,12 +30,12 @@ def test_kernels_compile_for_an_h100():
     backends = pytest.importorskip("triton.backends", reason="Triton does not exist for this platform").backends
     if "nvidia" not in backends:
         pytest.skip("this Triton was built without its NVIDIA backend")
-    folder = Path(__file__).parent
+    folder = ROOT / "tests/tools"
     assert {path.name for path in folder.glob("compile_*_kernels.py")} == {f"compile_{name}_kernels.py" for name in FEW}
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     arguments = [part for name, told in FEW.items() for part in (folder / f"compile_{name}_kernels.py", told)]
     command = [sys.executable, "-c", RUN, *arguments]
-    environment["PYTHONPATH"] = os.pathsep.join([str(folder), environment.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr[-2000:]
     assert set(KERNELS.split()) <= set(result.stdout.split())
@@ -42,7 +43,7 @@ def test_kernels_compile_for_an_h100():
 
 def test_no_tuple_of_a_kernel_holds_a_string():
     """Triton 3.6 cannot pass one on to another function: the field is a plain str there, and no constant."""
-    files = sorted((Path(__file__).parent.parent / "ops").glob("*.py"))
+    files = sorted((ROOT / "ops").glob("*.py"))
     classes = [node for file in files for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
     tuples = [node for node in classes if "NamedTuple" in map(ast.unparse, node.bases)]
     assert len(tuples) > 20

@@ -21,7 +21,7 @@ from hybrid_engine.ops.bound_launch import Launch, forget_prepared
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 STORED = ["[out, in]", "[in, out]", "strided"]
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.usefixtures("poisoned"), pytest.mark.long]
 
 
 @pytest.fixture

@@ -22,6 +22,8 @@ from hybrid_engine.ops import DecodeBatch, KVBlocks
 from tests.support.models import PAD
 from tests.support.tape import TapeRecorder, count_launches
 
+pytestmark = pytest.mark.long
+
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 61}
 GQA = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 40}
 MODELS = {

@@ -13,6 +13,8 @@ from hybrid_engine.ops.moe_gating import MoEGatingOp, Routing
 from hybrid_engine.ops.moe_res_matmul import MoEResMatmulOp
 from tests.support.models_moe import FAMILIES, build_block, run_block
 
+pytestmark = pytest.mark.long
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORMULAS = [("softmax_then_topk", True), ("softmax_then_topk", False), ("topk_then_softmax", True)]
 FORMS = {  # layout, activation, biases

@@ -10,6 +10,8 @@ from hybrid_engine.ops import SampleOp, SamplingOptions, token_logprobs
 from hybrid_engine.ops.sample import keyed_uniform
 from hybrid_engine.ops.sample_filters import filter_logits
 
+pytestmark = pytest.mark.long
+
 OPTIONS = {
     "greedy": {"do_sample": False},
     "plain": {"do_sample": True},

@@ -14,6 +14,8 @@ from hybrid_engine.ops.dispatch import IS_INTERPRETED
 from hybrid_engine.ops.rotary import rotary_table
 from hybrid_engine.ops.softmax_context_kernels import SPLIT
 
+pytestmark = pytest.mark.long
+
 MAX_POSITIONS = 5000
 FEATURES = {
     "plain": {},

@@ -5,16 +5,17 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent
+from tests.support.paths import ROOT
+
 # In a process of its own, where kernels are not interpreted. The last kernel must fail, and by its name.
 RUN = """
 import itertools, sys
-import launches, torch, triton, triton.language as tl
+import torch, triton, triton.language as tl
 from hybrid_engine.ops import dispatch
+from tests.tools import launches
 
 @triton.jit
 def wrong_kernel(x_ptr):
@@ -45,7 +46,7 @@ def test_an_engine_and_the_ops_launch_every_kernel_and_one_that_does_not_compile
     program.write_text(RUN)
     unwanted = ("TRITON_INTERPRET", "HYBRID_ENGINE_FALLBACK")
     environment = {key: value for key, value in os.environ.items() if key not in unwanted}
-    folders = [str(TESTS), str(TESTS.parent / "benchmarks"), environment.get("PYTHONPATH", "")]
+    folders = [str(ROOT), str(ROOT / "benchmarks"), environment.get("PYTHONPATH", "")]
     environment |= {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
     result = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=600)
     told = f"{result.stdout[-4000:]}\n{result.stderr[-4000:]}"

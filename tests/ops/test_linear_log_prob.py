@@ -17,6 +17,8 @@ from hybrid_engine.ops.linear_log_prob import PLAIN, LogitShape, _plus_product, 
 from hybrid_engine.rlhf.passes.vocabulary_share import vocabulary_share
 from tests.support.distributed import run_distributed
 
+pytestmark = pytest.mark.quick
+
 N, E, V = 63, 24, 301
 SHAPES = [LogitShape(), LogitShape(temperature=0.7), LogitShape(0.25, 2.0, 1.3)]
 

@@ -31,6 +31,8 @@ from hybrid_engine.ops.rotary import apply_rotary, rotary_rows, rotary_table
 from hybrid_engine.ops.sample import keyed_uniform
 from hybrid_engine.ops.softmax_context import like_lengths
 
+pytestmark = pytest.mark.quick
+
 ROWS = [1, 3, 63, 100]
 HEADS = [(4, 4), (6, 2), (8, 1)]
 

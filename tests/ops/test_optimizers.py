@@ -11,6 +11,8 @@ from hybrid_engine.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from hybrid_engine.ops.lamb import FusedLamb
 from hybrid_engine.ops.lion import DeepSpeedCPULion, FusedLion
 
+pytestmark = pytest.mark.quick
+
 STEPS = 5
 LR, EPS, DECAY = 1e-2, 1e-6, 0.1
 

@@ -13,6 +13,8 @@ from hybrid_engine.containers.rotary import Rotary
 from hybrid_engine.ops.rotary import apply_rotary
 from tests.support.models import PAD, VOCAB
 
+pytestmark = pytest.mark.quick
+
 TRAINED = 16
 _FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.5, 1.7, 2.0], "long_factor": [1.0, 1.5, 2.0, 4.0, 8.0, 16.0]}
 ROPE = {

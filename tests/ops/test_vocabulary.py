@@ -7,6 +7,8 @@ from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 from hybrid_engine.ops.sample_filters import filter_logits
 from hybrid_engine.ops.vocabulary import first_above, first_largest
 
+pytestmark = pytest.mark.quick
+
 SIZES = (1, 63, 128, 129, 1000, 4096)
 
 

@@ -15,6 +15,8 @@ from hybrid_engine.ops.lion import FusedLion
 from hybrid_engine.zero.sharding import full_tensor
 from tests.support.distributed import run_distributed
 
+pytestmark = [pytest.mark.long, pytest.mark.torch_versions]
+
 STEPS = 3
 MICRO_BATCH = 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -4,6 +4,8 @@ import pytest
 
 from hybrid_engine.optim.loss_scaler import DynamicLossScaler, StaticLossScaler
 
+pytestmark = pytest.mark.quick
+
 OVERFLOW, FINE = True, False
 
 

@@ -10,6 +10,8 @@ from hybrid_engine.config import SchedulerConfig
 from hybrid_engine.optim.cycle_schedules import LRRangeTest, OneCycle
 from hybrid_engine.optim.lr_schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR, build_scheduler
 
+pytestmark = pytest.mark.quick
+
 
 def sgd(*rates: float) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates])

@@ -12,6 +12,8 @@ from tests.optim.test_torch_style_backward import build, masters
 from tests.support.distributed import run_distributed
 from tests.support.training_reference import batches, tiny_llama, whole_weights
 
+pytestmark = pytest.mark.long
+
 Kind = OffloadStateTypeEnum
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
 GENERATES = {"hybrid_engine": {"enabled": True, "max_out_tokens": 32}}

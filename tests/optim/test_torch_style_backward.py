@@ -12,6 +12,8 @@ from hybrid_engine.zero.sharding import full_tensor
 from tests.support.distributed import run_distributed
 from tests.support.training_reference import batches, engine_config, relative_error, tiny_llama, whole_weights
 
+pytestmark = pytest.mark.long
+
 STEPS = 2
 STYLES = {
     "engine": lambda engine, loss: engine.backward(loss),

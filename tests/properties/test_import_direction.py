@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.quick
+
 LAYERS = ("ops", "containers", "hybrid_engine", "recipes")
 MAPPED = ("ops", "containers", "recipes")
 # From the lowest to the highest; a file imports its own room and those below. Modules of the package itself are rooms.

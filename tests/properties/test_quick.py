@@ -1,17 +1,17 @@
 """`make quick` is a selection of tests that leaves no room out."""
 
 import ast
-import re
-from pathlib import Path
 
-from tests.properties.test_import_direction import MAPPED, ROOT, imported_names
+import pytest
 
-TESTS = Path(__file__).parent
+from tests.properties.test_import_direction import MAPPED, imported_names
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.quick
 
 
 def test_the_quick_tests_import_something_of_every_room():
-    (names,) = re.findall(r"^QUICK := ((?:.*\\\n)*.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    files = [TESTS / f"test_{name}.py" for name in names.replace("\\", "").split()]
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.quick" in path.read_text()]
     imported = {name for file in files for name in imported_names(ast.parse(file.read_text()))}
     rooms = {folder.parent.name for folder in (ROOT / "hybrid_engine").glob("*/__init__.py")} | {*MAPPED}
     assert len(rooms) > 10

@@ -1,9 +1,13 @@
 """The README's example runs as it stands, and the tree of docs/structure.md names every file there is."""
 
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+import pytest
+
+from tests.support.paths import ROOT
+
+pytestmark = pytest.mark.quick
+
 README = (ROOT / "README.md").read_text()
 STRUCTURE = (ROOT / "docs" / "structure.md").read_text()
 

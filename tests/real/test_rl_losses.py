@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_losses import norm
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -14,6 +13,7 @@ from hybrid_engine.recipes import agent, grpo, online_dpo, ppo, reward
 from hybrid_engine.rlhf.algorithms.choices import Algorithm
 from hybrid_engine.rlhf.algorithms.presets import with_preset
 from hybrid_engine.rlhf.runs.metrics_file import read_metrics
+from tests.real.test_losses import norm
 
 trl = pytest.importorskip("trl")
 pytest.importorskip("reasoning_gym", reason="pip install 'hybrid-engine[real]'")

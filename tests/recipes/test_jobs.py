@@ -23,6 +23,8 @@ from tests.support.answers import check_followed
 from tests.support.distributed import run_distributed
 from tests.support.interrupted_runs import stopped_after
 
+pytestmark = pytest.mark.long
+
 TINY = ppo.Config(
     steps=2, rollout_size=8, minibatch_size=4, micro_batch_size=2, max_new_tokens=8, eval_prompts=6, save_every=0
 )  # fmt: skip

@@ -34,6 +34,8 @@ from hybrid_engine.rlhf.tasks.small_llama import train_tokenizer
 from hybrid_engine.rlhf.tasks.stdlib_docs import split, stdlib_examples
 from tests.support.answers import answers_of
 
+pytestmark = pytest.mark.quick
+
 NAN, INFINITY = float("nan"), float("inf")
 
 

@@ -1,7 +1,7 @@
 """The recipes take the steps that they took: 30 of each on a tiny model, against `data/trajectories.json`.
 
 What another CPU's rounding makes of the figures is far below the tolerance; a changed sign, normaliser, schedule or
-order of the data is far above it. After a change that is meant: `python tests/tools/trajectories.py`.
+order of the data is far above it. After a change that is meant: `python -m tests.tools.trajectories`.
 """
 
 import pytest

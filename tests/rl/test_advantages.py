@@ -9,6 +9,8 @@ from hybrid_engine.rl.kl import kl_k1
 from tests.support.distributed import run_distributed
 from tests.support.goldens import assert_golden, load_golden
 
+pytestmark = pytest.mark.quick
+
 GAE_GROUPS = ["gae_g1_l95", "gae_g99_l95", "gae_g1_l1", "gae_g1_l0"]
 NAN = float("nan")
 

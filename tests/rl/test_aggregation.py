@@ -15,6 +15,8 @@ from hybrid_engine.rl.aggregation import (
 from hybrid_engine.rl.losses import ppo_policy_loss
 from tests.support.goldens import assert_golden, load_golden
 
+pytestmark = pytest.mark.quick
+
 AGGREGATIONS = {
     "token_mean": token_mean,
     "seq_mean_token_mean": seq_mean_token_mean,

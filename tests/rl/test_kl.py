@@ -6,6 +6,8 @@ import torch
 from hybrid_engine.rl.kl import adaptive_kl_coefficient, kl_k1, kl_k2, kl_k3
 from tests.support.goldens import assert_golden, load_golden
 
+pytestmark = pytest.mark.quick
+
 ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 
 

@@ -7,6 +7,8 @@ from hybrid_engine.rl.losses import clipped_value_loss, explained_variance, poli
 from tests.support.distributed import run_distributed
 from tests.support.goldens import assert_golden, load_golden
 
+pytestmark = pytest.mark.quick
+
 NAN = float("nan")
 
 

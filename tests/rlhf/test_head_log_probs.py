@@ -14,6 +14,8 @@ from hybrid_engine.rlhf.passes.head_log_probs import Asked, token_log_probs
 from tests.support.distributed import run_distributed
 from tests.support.models import BUILDERS, build_model
 
+pytestmark = pytest.mark.quick
+
 T = 5
 
 

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +26,7 @@ from hybrid_engine.rlhf.algorithms.objective import (
 )
 from hybrid_engine.rlhf.algorithms.presets import PRESETS
 from tests.support.goldens import assert_golden, load_golden
+from tests.support.paths import DATA
 
 GROUP_GOLDENS = {
     "deepseekmath": "grpo_verl_slime_eps1e6",
@@ -39,7 +39,7 @@ GROUP_GOLDENS = {
     "dr-grpo": "dr_grpo",
     "rloo": "rloo",
 }
-BATCHES = json.loads((Path(__file__).parent / "data" / "preset_goldens.json").read_text())
+BATCHES = json.loads((DATA / "preset_goldens.json").read_text())
 
 
 def from_preset(preset: str, **given) -> Algorithm:

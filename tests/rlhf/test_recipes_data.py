@@ -18,6 +18,8 @@ from hybrid_engine.rlhf.tasks.stdlib_docs import split, stdlib_examples
 from hybrid_engine.rlhf.tasks.stdlib_pairs import FAULTS, build_preferences, mend
 from tests.support.chat import build_chat_tokenizer
 
+pytestmark = pytest.mark.quick
+
 SOURCE = '''
 def shown(a, b=1, *args, **kwargs):
     """Return the sum of all arguments.

@@ -20,6 +20,8 @@ from hybrid_engine.rlhf.experience.policy_experience import Experience, present_
 from hybrid_engine.rlhf.rewards.learned import load_value_model
 from tests.support.distributed import run_distributed
 
+pytestmark = pytest.mark.quick
+
 PAD = 0
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 12], [13]]
 RESPONSES = [[14, 1], [15, 16, 17, 18, 1], [1]]

@@ -3,7 +3,6 @@
 import doctest
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -11,8 +10,9 @@ from hybrid_engine.rlhf.rewards.built_in import BUILT_IN
 from hybrid_engine.rlhf.rewards.functions import GIVEN
 from hybrid_engine.rlhf.rewards.loading import load_rewards
 from tests.support.answers import answers_of
+from tests.support.paths import DOCS
 
-PAGE = (Path(__file__).parent.parent / "docs" / "rewards.md").read_text()
+PAGE = (DOCS / "rewards.md").read_text()
 
 
 @pytest.fixture

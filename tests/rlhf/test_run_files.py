@@ -6,7 +6,6 @@ import sys
 from dataclasses import replace
 from importlib import import_module
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -22,8 +21,7 @@ from hybrid_engine.rlhf.runs.answers_log import PromptAnswers, read_answers, wri
 from hybrid_engine.rlhf.runs.config_files import flat_options, write_config
 from hybrid_engine.rlhf.runs.metrics_file import read_metrics
 from hybrid_engine.rlhf.runs.run_log import RunLog
-
-ROOT = Path(__file__).parent.parent
+from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize("name", cli.RECIPES)

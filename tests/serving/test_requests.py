@@ -17,6 +17,8 @@ from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest
 from hybrid_engine.serving.sessions import Session, Sessions, recorder_of_chat
 from tests.support.chat import CALL_TEMPLATES, PLAIN_TEMPLATE, build_chat_tokenizer
 
+pytestmark = pytest.mark.quick
+
 
 def served(template=PLAIN_TEMPLATE, tokenizer=None):
     tokenizer = tokenizer or build_chat_tokenizer(template)

@@ -13,6 +13,8 @@ from tests.serving.test_shared import alike, ask, ask_everything
 from tests.support.distributed import run_distributed
 from tests.support.one_rank import Broken
 
+pytestmark = pytest.mark.long
+
 LAYOUTS = {"pp2": (1, 2), "tp2": (2, 1), "tp2 pp2": (2, 2)}
 MODELS = ("base", "one", "second")
 

@@ -1,12 +1,13 @@
 """Expected numbers of the RL maths, computed in float64 by a program that shares no code with this project."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
 
-GOLDENS = json.loads((Path(__file__).parent / "data" / "rlhf_goldens.json").read_text())
+from tests.support.paths import DATA
+
+GOLDENS = json.loads((DATA / "rlhf_goldens.json").read_text())
 
 
 def load_golden(group: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Compiles the attention kernels for an H100 without one, and prints a line for each.
 
-Run in a process without TRITON_INTERPRET: `python tests/tools/compile_attention_kernels.py [name ...]`.
+Run in a process without TRITON_INTERPRET: `python -m tests.tools.compile_attention_kernels [name ...]`.
 Heads are those of Qwen2-0.5B, OPT-1.3B, Llama-3-8B, Phi-2 (80 wide), Gemma-2 (256 wide), gpt-oss and others.
 """
 

@@ -1,6 +1,6 @@
 """Compiles exact mode's kernels for an H100 without one, and prints a line for each.
 
-Run in a process without TRITON_INTERPRET: `python tests/tools/compile_exact_kernels.py [few]`.
+Run in a process without TRITON_INTERPRET: `python -m tests.tools.compile_exact_kernels [few]`.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Compiles the kernels of norms, linears and the MLP for an H100 without one, and prints a line for each.
 
-Run in a process without TRITON_INTERPRET: `python tests/tools/compile_gemm_kernels.py [few]`. The sizes are those of Llama 8B
-(rows 1, 128 and 256), Llama 1B, GPT-2 and Qwen2-0.5B.
+Run in a process without TRITON_INTERPRET: `python -m tests.tools.compile_gemm_kernels [few]`. The sizes are those of
+Llama 8B (rows 1, 128 and 256), Llama 1B, GPT-2 and Qwen2-0.5B.
 """
 
 import sys

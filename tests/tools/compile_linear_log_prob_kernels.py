@@ -1,6 +1,6 @@
 """Compiles the kernels of log-probabilities without logits for an H100 without one, and prints a line for each.
 
-Run in a process without TRITON_INTERPRET: `python tests/tools/compile_linear_log_prob_kernels.py [few]`.
+Run in a process without TRITON_INTERPRET: `python -m tests.tools.compile_linear_log_prob_kernels [few]`.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Compiles the mixture-of-experts kernels for an H100 without one, and prints a line for each.
 
-Run in a process without TRITON_INTERPRET: `python tests/tools/compile_moe_kernels.py [few]`. The sizes are those of Mixtral
-8x7B at one and at many tokens, of gpt-oss-20b and of a Megatron layer.
+Run in a process without TRITON_INTERPRET: `python -m tests.tools.compile_moe_kernels [few]`. The sizes are those of
+Mixtral 8x7B at one and at many tokens, of gpt-oss-20b and of a Megatron layer.
 """
 
 import sys

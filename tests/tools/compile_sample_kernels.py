@@ -1,6 +1,6 @@
 """Compiles the kernels of sampling and block copies for an H100 without one, and prints a line for each.
 
-Run in a process without TRITON_INTERPRET: `python tests/tools/compile_sample_kernels.py [few]`.
+Run in a process without TRITON_INTERPRET: `python -m tests.tools.compile_sample_kernels [few]`.
 """
 
 import sys

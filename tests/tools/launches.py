@@ -1,9 +1,9 @@
 """Compiles and launches every kernel by Triton's own compiler and launcher, on the CPU: ops, engines, the smoke test.
 
     make launches                                                       # with several releases of Triton
-    PYTHONPATH=benchmarks python tests/tools/launches.py --out launches.md    # with the one that is installed
-    ... python tests/tools/launches.py --short                                # what `make test` runs of it
-    ... python tests/tools/launches.py --only sampling
+    PYTHONPATH=benchmarks python -m tests.tools.launches --out launches.md    # with the one that is installed
+    ... python -m tests.tools.launches --short                                # what `make test` runs of it
+    ... python -m tests.tools.launches --only sampling
 
 What it leaves out is what only a GPU does: values, graphs, time on the device (`benchmarks/gpu_smoke.py` is for those).
 The table has a row for each kernel: variants compiled, seconds of compiling, launches, microseconds that one takes in

@@ -1,7 +1,7 @@
 """Training under every policy, on 1, 2 and 4 processes, with and without ZeRO, beside the module's own.
 
-    python tests/tools/parity.py                          # all of it, an hour on two cores
-    python tests/tools/parity.py --processes 4 llama opt
+    python -m tests.tools.parity                          # all of it, an hour on two cores
+    python -m tests.tools.parity --processes 4 llama opt
 
 Losses, outputs, gradients and their norms, and the weights after five steps of Adam must be those of the module to
 1e-5. Prints a line for each layout; ends with 1 where one differs.

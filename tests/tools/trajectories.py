@@ -1,7 +1,7 @@
 """Reference trajectories: the losses and gradient norms of 30 steps of each recipe on a tiny model.
 
-    python tests/tools/trajectories.py            writes tests/data/trajectories.json anew, after a change that is meant
-    python tests/tools/trajectories.py dpo kto    only these recipes of it
+    python -m tests.tools.trajectories            writes tests/data/trajectories.json anew, after a change that is meant
+    python -m tests.tools.trajectories dpo kto    only these recipes of it
 
 A recipe joins by an entry in `RUNS`: what runs it, given the folder of the tiny model and a folder to write to.
 """
@@ -23,7 +23,7 @@ from hybrid_engine.rlhf.algorithms.choices import Algorithm
 from hybrid_engine.rlhf.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.rlhf.tasks.small_llama import train_tokenizer
 
-FILE = Path(__file__).parent / "data" / "trajectories.json"
+FILE = Path(__file__).parents[1] / "data" / "trajectories.json"
 NUM_STEPS = 30
 FIGURES = ("loss", "grad_norm")
 FIGURES_OF = {

@@ -1,4 +1,4 @@
-"""Writes the table of presets in docs/algorithms.md from `PRESETS`: `python tests/tools/write_algorithms_page.py`.
+"""Writes the table of presets in docs/algorithms.md from `PRESETS`: `python -m tests.tools.write_algorithms_page`.
 
 The rest of the page is written by hand; `test_algorithms_page.py` holds it against the choices.
 """
@@ -12,7 +12,7 @@ from hybrid_engine.rlhf.algorithms.advantages import compute_advantages
 from hybrid_engine.rlhf.algorithms.choices import Algorithm
 from hybrid_engine.rlhf.algorithms.presets import PRESETS
 
-PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"
+PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 BEGIN, END = "<!-- presets -->\n", "<!-- end of presets -->\n"
 REWARDS = [0.5, -1.0, 3.0, 0.0]
 HEAD = ("preset", "baseline", "scale", "policy loss", "aggregation", "KL", "besides", "0.5, -1, 3, 0 become")

@@ -1,4 +1,4 @@
-"""Writes docs/models.md from what the family checks measure here: `python tests/tools/write_models_page.py`.
+"""Writes docs/models.md from what the family checks measure here: `python -m tests.tools.write_models_page`.
 
 For every family of model_families.py: greedy tokens and log-probabilities against transformers' own model in fp32,
 the error of bf16 against the model's own bf16 error, LoRA on every linear against peft, and generation shared by
@@ -20,12 +20,12 @@ from tests.support.distributed import run_distributed
 from tests.support.model_families import BUILDERS, FEATURES
 from tests.support.models import PAD, build_model, module_logprobs, padded_prompts
 
-PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 GREEDY = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": PAD, "eos_token_id": None}
 HEAD = """# Model families
 
-Written by `python tests/tools/write_models_page.py`; the same checks run in the test suite. Models are small and random,
-with the features named here switched on, prompts padded on the left. *fp32* is the largest difference of a
+Written by `python -m tests.tools.write_models_page`; the same checks run in the test suite. Models are small and
+random, with the features named here switched on, prompts padded on the left. *fp32* is the largest difference of a
 token's log-probability from the model's own forward, where all greedy tokens are transformers' own. *bf16* is the mean
 error against fp32 over the model's own. *LoRA*: peft adapters on every linear (experts apart), same greedy tokens.
 *Two ranks*: one generation shared by two processes that each hold half of every layer (`inference_tp_size`), same

@@ -1,9 +1,9 @@
 """Writes tests/data/preset_goldens.json: advantages, loss and gradient of each preset on one batch, from formulas.
 
-    python tests/tools/write_preset_goldens.py
+    python -m tests.tools.write_preset_goldens
 
-Plain Python, number by number, from the papers and frameworks that `hybrid_engine/rlhf/algorithms/presets.py` names; it shares no
-code with this project and reads none of its presets. Gradients are central differences of the loss.
+Plain Python, number by number, from the papers and frameworks that `hybrid_engine/rlhf/algorithms/presets.py` names; it
+shares no code with this project and reads none of its presets. Gradients are central differences of the loss.
 """
 
 import json
@@ -178,7 +178,7 @@ def main():
             "loss": step_loss(batch, *arguments),
             "gradient": gradient(batch, *arguments),
         }
-    path = Path(__file__).parent / "data" / "preset_goldens.json"
+    path = Path(__file__).parents[1] / "data" / "preset_goldens.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -12,6 +12,8 @@ from hybrid_engine.zero.sharding import full_tensor
 from tests.support.distributed import run_distributed
 from tests.support.training_reference import ADAM, CLIPPING, VOCABULARY, engine_config, relative_error, tiny_llama
 
+pytestmark = pytest.mark.torch_versions
+
 STAGES = (0, 1, 2, 3)
 TOLERANCE = 1e-5
 """Of weights: the engine's AdamW is fused and rounds otherwise; a step moves them by 1e-2 and more."""

@@ -8,6 +8,8 @@ from torch.nn.functional import linear
 import hybrid_engine as deepspeed
 from tests.support.distributed import run_distributed
 
+pytestmark = pytest.mark.torch_versions
+
 INPUTS = torch.linspace(-1, 1, 24).view(4, 6)
 
 

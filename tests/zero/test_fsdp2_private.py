@@ -6,7 +6,6 @@
 import ast
 import importlib
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +15,10 @@ from torch.distributed.fsdp import fully_shard
 
 from hybrid_engine.zero import fsdp2_private
 from tests.support.distributed import free_port, leave_process_group
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.torch_versions
+
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 ROW = re.compile(r"^\| (`.*?`.*?) +\| (.*?) +\| 2\.(\d+) to 2\.(\d+)", re.MULTILINE)
 

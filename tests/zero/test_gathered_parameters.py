@@ -16,6 +16,8 @@ from tests.support.training_reference import (
     whole_weights,
 )
 
+pytestmark = pytest.mark.torch_versions
+
 STATUS = deepspeed.runtime.zero.partition_parameters.ZeroParamStatus
 
 

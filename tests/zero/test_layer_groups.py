@@ -11,6 +11,8 @@ from hybrid_engine.zero.layer_groups import find_groups
 from hybrid_engine.zero.sharding import full_tensor
 from tests.support.distributed import run_distributed
 
+pytestmark = pytest.mark.long
+
 SIZE, STEPS, BATCH = 36, 2, 4
 ADAM = {"lr": 1e-2, "eps": 1e-6}
 CONFIG = {"train_batch_size": BATCH, "gradient_clipping": 0, "optimizer": {"type": "AdamW", "params": ADAM}}

@@ -10,6 +10,8 @@ import hybrid_engine
 from hybrid_engine.zero.sharding import full_tensor
 from tests.support.distributed import run_distributed
 
+pytestmark = pytest.mark.quick
+
 WIDTH, STEPS, LR, DECAY = 8, 3, 0.1, 0.1
 CASES = list(itertools.product((0, 1, 2, 3), ("fp32", "bf16", "fp16"), (1, 2)))
 LEFT_OUT = list(itertools.product((0, 1, 2), (1, 2), ("engine.backward", "loss.backward")))

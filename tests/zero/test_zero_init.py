@@ -25,6 +25,8 @@ from tests.support.training_reference import (
     whole_weights,
 )
 
+pytestmark = [pytest.mark.long, pytest.mark.torch_versions]
+
 STEPS = 3
 
 

@@ -26,6 +26,8 @@ from tests.support.training_reference import (
     whole_weights,
 )
 
+pytestmark = [pytest.mark.long, pytest.mark.torch_versions]
+
 STEPS = 4
 FEW = 3  # the first whose learning rate is above zero is the third
 TOLERANCE = 1e-6

@@ -19,6 +19,8 @@ from tests.support import fresh_python
 from tests.support.distributed import free_port, run_distributed
 from tests.support.training_reference import engine_config, tiny_llama, train_engine
 
+pytestmark = pytest.mark.long
+
 IMPORTS = """
 import {root}
 import {root}.comm as dist

@@ -2,7 +2,6 @@
 
 import copy
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +17,9 @@ from tests.support.distributed import run_distributed
 from tests.support.lora_linear import adapters, randomise_adapters, replace_linears
 from tests.support.model_families import VOCAB
 from tests.support.models import PAD, build_model, module_logprobs, padded_prompts, randomised
+from tests.support.paths import DOCS
+
+pytestmark = pytest.mark.long
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": PAD, "eos_token_id": None}
 SAMPLED = {**GREEDY, "do_sample": True, "top_k": 0, "temperature": 1.5, "num_return_sequences": 3}
@@ -619,5 +621,5 @@ def test_old_logprobs_are_without_dropout_in_eval_mode_and_with_it_in_training_m
     dropped = [module_logprobs(actor, sequences, mask) for _ in range(2)]
     assert (dropped[0] - logprobs).abs().max() > 0.01
     assert (dropped[0] - dropped[1]).abs().max() > 0.01
-    page = (Path(__file__).parent.parent / "docs" / "ppo.md").read_text()
+    page = (DOCS / "ppo.md").read_text()
     assert "`engine.train()` switches it on for every forward pass until `engine.eval()`" in page

@@ -18,7 +18,10 @@ from hybrid_engine.extensions.deepspeed.flops_profiler import FlopsProfiler, get
 from tests.extensions.deepspeed.test_compat import run_python
 from tests.support.deepspeed_names import check_names
 from tests.support.distributed import run_distributed
+from tests.support.paths import ROOT
 from tests.support.training_reference import engine_config, tiny_llama
+
+pytestmark = pytest.mark.quick
 
 
 def test_what_public_code_imports_below_our_name_works_or_says_what_to_use():
@@ -42,7 +45,7 @@ def imports_of_deepspeed(package):
 
 ENABLED = f"""
 import sys
-sys.path[:0] = [{str(Path(__file__).parent)!r}]
+sys.path[:0] = [{str(ROOT)!r}]
 import hybrid_engine
 hybrid_engine.enable_compat()
 """

@@ -13,6 +13,8 @@ import hybrid_engine as deepspeed
 from tests.support.distributed import free_port
 from tests.support.fresh_python import run_python
 
+pytestmark = pytest.mark.long
+
 CONFIG = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "betas": [0.8, 0.999]}}}
 
 

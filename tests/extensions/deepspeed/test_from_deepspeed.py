@@ -3,15 +3,17 @@
 import os
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 from transformers import LlamaForCausalLM
 
 from tests.support.distributed import free_port
 from tests.support.fresh_python import executable, run_python
+from tests.support.paths import DOCS
 
-PAGE = (Path(__file__).parent.parent / "docs/from-deepspeed.md").read_text()
+pytestmark = pytest.mark.long
+
+PAGE = (DOCS / "from-deepspeed.md").read_text()
 NAMES = ("train.py", "trainer.py")
 SCRIPTS = dict(zip(NAMES, re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL), strict=True))
 (COMMAND,) = re.findall(r"```\n(hybrid-engine .*?)\n```", PAGE)

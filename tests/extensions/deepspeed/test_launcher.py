@@ -13,6 +13,8 @@ from hybrid_engine.cli import launcher
 from tests.support.distributed import free_port
 from tests.support.fresh_python import executable, run_python
 
+pytestmark = pytest.mark.long
+
 LOCAL_RANK = "--local_rank=${local_rank}"
 
 

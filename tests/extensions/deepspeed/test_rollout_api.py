@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +19,9 @@ from hybrid_engine.runtime.rollout import (
 )
 from hybrid_engine.runtime.rollout.hybrid_engine_rollout import HybridEngineRolloutConfig
 from tests.support.models import PAD, VOCAB, build_model, padded_prompts
+from tests.support.paths import DOCS
+
+pytestmark = pytest.mark.quick
 
 EOS = 11
 TOKENIZER = SimpleNamespace(pad_token_id=PAD, eos_token_id=EOS)
@@ -248,9 +250,7 @@ def test_other_engines_plug_into_the_interface():
 
 
 def test_the_example_of_the_documentation_runs():
-    (example,) = re.findall(
-        r"```python\n(.*?)```", (Path(__file__).parent.parent / "docs/rollout.md").read_text(), re.DOTALL
-    )
+    (example,) = re.findall(r"```python\n(.*?)```", (DOCS / "rollout.md").read_text(), re.DOTALL)
     names = {}
     exec(compile(example, "rollout.md", "exec"), names)
     assert names["batch"].batch_size == 8 and names["engine"].global_steps == 1

@@ -13,6 +13,8 @@ from hybrid_engine.extensions.deepspeed.presence import VERSION
 from tests.support.distributed import free_port
 from tests.support.fresh_python import run_python
 
+pytestmark = pytest.mark.long
+
 SHOW = """
 import importlib.metadata, json, multiprocessing, sys
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled

@@ -14,6 +14,8 @@ from transformers import LlamaForCausalLM
 from tests.support.distributed import run_distributed
 from tests.support.fresh_python import executable, run_python
 
+pytestmark = pytest.mark.long
+
 
 def stages(actor, critic):
     return ["--actor_zero_stage", str(actor), "--critic_zero_stage", str(critic)]

@@ -21,6 +21,8 @@ import hybrid_engine
 from tests.support.distributed import run_distributed
 from tests.support.training_reference import relative_error, tiny_llama
 
+pytestmark = pytest.mark.long
+
 BATCH = 4
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 AUTO = dict.fromkeys((*BATCH_SIZES, "gradient_clipping"), "auto")

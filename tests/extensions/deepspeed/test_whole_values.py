@@ -17,6 +17,8 @@ from hybrid_engine.utils import (
 from tests.support.distributed import run_distributed
 from tests.support.training_reference import ADAM, engine_config, tiny_llama
 
+pytestmark = pytest.mark.quick
+
 CASES = [(stage, is_bf16) for stage in (0, 1, 2, 3) for is_bf16 in (False, True)]
 NAME = "model.layers.1.mlp.up_proj.weight"
 TOKENS = torch.arange(24).view(2, 12)

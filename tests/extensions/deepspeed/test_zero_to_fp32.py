@@ -19,6 +19,8 @@ from hybrid_engine.utils.zero_to_fp32 import (
 from tests.support.distributed import run_distributed
 from tests.support.training_reference import engine_config, tiny_llama, train_engine, whole_weights
 
+pytestmark = pytest.mark.quick
+
 
 def train_and_save(rank, world_size, folder):
     """Stage 3 in bf16; the masters, whole."""

@@ -1,7 +1,6 @@
 """Three levels of generation: what each gives, what overriding each method changes, and six known defects."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from hybrid_engine.generation import (
 )
 from tests.support.distributed import run_distributed
 from tests.support.models import VOCAB, build_model, randomised
+from tests.support.paths import DOCS
 
 END = 2
 PROMPTS = ["9 8 7 6 5", "11", "40 41 42 43 44 45 46 47 48", "11", "60 61"]
@@ -498,7 +498,7 @@ def test_a_tokenizer_of_transformers_serves_as_it_is():
 
 
 def test_the_examples_of_the_page_run(capsys):
-    page = (Path(__file__).parent.parent / "docs" / "generation.md").read_text()
+    page = (DOCS / "generation.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names = {}
     for example in examples:

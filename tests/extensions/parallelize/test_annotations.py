@@ -10,6 +10,8 @@ from hybrid_engine.extensions.parallelize.graph.registering import register_op
 from hybrid_engine.extensions.parallelize.graph.verifying import verify_op
 from hybrid_engine.extensions.parallelize.graph.views import view_texts
 
+pytestmark = pytest.mark.quick
+
 aten = torch.ops.aten
 
 

@@ -28,6 +28,8 @@ from tests.support.parallel_nets import (
     samples_of,
 )
 
+pytestmark = [pytest.mark.long, pytest.mark.torch_versions]
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_process_alone():

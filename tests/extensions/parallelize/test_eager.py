@@ -15,6 +15,8 @@ from tests.support.eager_plans import MODELS, megatron, train_alone, train_paral
 from tests.support.parallel_nets import Stack, build, sample
 from tests.tools.parity import MACHINE
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_process_alone():

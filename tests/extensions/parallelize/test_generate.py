@@ -21,6 +21,8 @@ from tests.support.eager_plans import megatron
 from tests.support.models import PAD, build_model, padded_prompts, randomised
 from tests.tools.parity import MACHINE
 
+pytestmark = [pytest.mark.long, pytest.mark.torch_versions]
+
 GREEDY = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": PAD, "eos_token_id": [7, 11, 23]}
 SAMPLED = {**GREEDY, "do_sample": True, "top_k": 0, "num_return_sequences": 2, "seed": 5}
 CYCLES = 2

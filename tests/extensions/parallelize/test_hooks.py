@@ -11,6 +11,8 @@ from tests.support.distributed import leave_process_group, run_distributed
 from tests.support.parallel_nets import Stack, samples_of
 from tests.support.raised import message
 
+pytestmark = pytest.mark.torch_versions
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_process_alone():

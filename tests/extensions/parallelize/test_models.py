@@ -6,6 +6,8 @@ import torch
 from tests.support.distributed import leave_process_group
 from tests.tools.parity import Layout, difference, differences, plain_training
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_process_alone():

@@ -24,6 +24,8 @@ from tests.support.models import padded_prompts
 from tests.support.one_rank import Broken, outcome
 from tests.support.parallel_nets import Stack, build, sample
 
+pytestmark = pytest.mark.torch_versions
+
 WHO = 1
 GOES_ON = "backward"
 """After which the processes make a new module and engine."""

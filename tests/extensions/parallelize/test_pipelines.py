@@ -14,6 +14,8 @@ from tests.extensions.parallelize.test_checkpoints import gathered, make_optimiz
 from tests.support.distributed import leave_process_group, run_distributed
 from tests.support.parallel_nets import Stack, build, plain_training, sample, samples_of
 
+pytestmark = pytest.mark.torch_versions
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_process_alone():

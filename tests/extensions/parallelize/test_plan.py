@@ -12,6 +12,8 @@ from hybrid_engine.extensions.parallelize.engine_checks import check_axes
 from hybrid_engine.extensions.parallelize.graph.graph import build_graph
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
 
+pytestmark = pytest.mark.quick
+
 
 class Block(nn.Module):
     def __init__(self, hidden=8):

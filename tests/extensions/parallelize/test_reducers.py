@@ -13,6 +13,8 @@ from hybrid_engine.extensions.parallelize.reducer import in_buckets
 from tests.support.distributed import run_distributed
 from tests.support.raised import message
 
+pytestmark = pytest.mark.torch_versions
+
 NUM_STEPS, NUM_SAMPLES = 3, 2
 EACH_ALONE = 1e-6
 

@@ -25,6 +25,8 @@ from tests.extensions.parallelize.test_checkpoints import (
 from tests.support.distributed import leave_process_group, run_distributed
 from tests.support.parallel_nets import OPTIMIZERS, Block, Stack, adam, plain_steps, samples_of
 
+pytestmark = pytest.mark.torch_versions
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_process_alone():

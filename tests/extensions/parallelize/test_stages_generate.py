@@ -14,6 +14,8 @@ from tests.support.eager_plans import megatron
 from tests.support.models import padded_prompts
 from tests.tools.parity import autodist_stages
 
+pytestmark = pytest.mark.torch_versions
+
 MICRO_BATCHES = 2
 FAMILIES = ("llama", "gpt2", "adapted", "four layers")
 

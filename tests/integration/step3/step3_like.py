@@ -1,7 +1,8 @@
 """RLHF's third step in the calling style of scripts written for DeepSpeed; only the imports say hybrid_engine.
 
     python tests/integration/step3/step3_like.py --actor_lora_dim 4 --enable_ema --output_dir out
-    python -m torch.distributed.run --nproc_per_node 2 tests/integration/step3/step3_like.py --actor_zero_stage 3 --output_dir out
+    python -m torch.distributed.run --nproc_per_node 2 tests/integration/step3/step3_like.py --actor_zero_stage 3 \\
+        --output_dir out
 
 Five engines: the actor that trains and generates, the reference, the actor's moving average, the critic, the reward
 model. What lies beside a script is in step3_utils.py, the models are tiny and random (tiny_models.py), and plain_ppo.py

@@ -1,13 +1,7 @@
 """Attacks on the engine: kills, Ctrl-C, bad inputs and leaks, each a script of its own.
 
     python -m tests.tools.attack.recipe_kills      one of them, in its long form
-    make attack                              all, and the page docs/robustness.md
+    make attack                                    all, and the page docs/robustness.md
 
 The test suite runs them in a quick form (`tests/integration/test_attack.py`).
 """
-
-import sys
-from pathlib import Path
-
-# The tests' helpers import each other by their bare names.
-sys.path[:0] = [folder for folder in [str(Path(__file__).parents[1])] if folder not in sys.path]

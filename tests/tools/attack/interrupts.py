@@ -28,7 +28,7 @@ import hybrid_engine
 from tests.support.models import PAD, padded_prompts
 from tests.support.training_reference import VOCABULARY, tiny_llama
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 OWN = tuple(f"{ROOT / name}{os.sep}" for name in ("hybrid_engine", "containers", "ops"))
 TORCH = Path(torch.__file__).parent
 BELOW = (

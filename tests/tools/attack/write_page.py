@@ -16,12 +16,12 @@ import transformers
 
 from . import bad_inputs, interrupts, kills, leaks, recipe_kills
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "robustness.md"
 HEAD = """# Robustness
 
-Written by `make attack` (`python -m tests.tools.attack.write_page`); the test suite runs the same attacks in a quick form.
-What each of them does, and what counts as a failure, stands at the top of its file in `tests/attack/`.
+Written by `make attack` (`python -m tests.tools.attack.write_page`); the test suite runs the same attacks in a quick
+form. What each of them does, and what counts as a failure, stands at the top of its file in `tests/tools/attack/`.
 
 """
 FORM = {

@@ -18,9 +18,9 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-sys.path.insert(0, str(HERE.parent))
-from tests.support.served import serving, write_model  # noqa: E402  of the tests' folder
+ROOT = HERE.parents[2]
+sys.path.insert(0, str(ROOT))
+from tests.support.served import serving, write_model  # noqa: E402
 
 SCRIPTS = {
     "openai": "openai_sdk.py",

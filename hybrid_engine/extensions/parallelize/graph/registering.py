@@ -25,8 +25,9 @@ def register_op(annotation: str) -> Callable[[Callable[..., Any]], Callable[...,
 
     The function takes and returns tensors and numbers, with type hints; what it computes is differentiated as written.
     An op that is registered with PyTorch already (`torch.ops.mine.product`, a `torch.library.custom_op`) is annotated
-    as it is. For the tokens see `hybrid_engine.extensions.parallelize.graph.annotations`. ValueError for an annotation that says
-    nothing sensible, for a function without type hints, and for one whose name is registered for another function.
+    as it is. The tokens are explained in `hybrid_engine.extensions.parallelize.graph.annotations`.
+
+    ValueError for an annotation that says nothing sensible, for a function without type hints, and for one whose name is registered for another function.
     """
     check("annotation", annotation, TEXT)
     _check_text(annotation)
