@@ -68,8 +68,9 @@ logger = logging.getLogger("hybrid_engine")
 class ZeroEngine(Uncopied):
     """A module that is trained with `engine(...)`, `engine.backward(loss)` and `engine.step()`.
 
-    Attributes that the engine has not are looked up on the module; DeepSpeed's further
-    names are in `extensions/deepspeed/engines.py`. Without an optimizer, neither passed nor in the config, it only evaluates and `optimizer` is None.
+    Attributes that the engine has not are looked up on the module; DeepSpeed's further names are in
+    `extensions/deepspeed/engines.py`. Without an optimizer, neither passed nor in the config, it only evaluates and
+    `optimizer` is None.
     """
 
     is_engine = True

@@ -1,8 +1,8 @@
 """Triton's own compiler, argument binder and launcher on CPU tensors: kernels are compiled for sm_90 and never run.
 
-`tests/tools/launches.py` runs ops and engines through it. A stub of the CUDA driver (`fake_cuda.c`) takes every
-launch and runs nothing, so that outputs mean nothing: it shows that each kernel compiles and launches, in how many variants, and
-what a launch costs in Python. `install()` comes before any import of a kernel, in a process of its own.
+`tests/tools/launches.py` runs ops and engines through it. A stub of the CUDA driver (`fake_cuda.c`) takes every launch
+and runs nothing, so that outputs mean nothing: it shows that each kernel compiles and launches, in how many variants,
+and what a launch costs in Python. `install()` comes before any import of a kernel, in a process of its own.
 """
 
 import ctypes
