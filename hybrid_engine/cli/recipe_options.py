@@ -1,8 +1,8 @@
 """The options of a recipe, read from its source: importing a recipe takes the seconds that torch and transformers take.
 
 A recipe has a dataclass `Config`, whose docstring is written for those who read `--help`; each field has a type of
-`KINDS`, a literal as default, and a string below it that says what it means. `Config` may derive from dataclasses below
-`hybrid_engine.recipes` that have such fields, and may have a field whose type is one: the fields of that class are
+`KINDS`, a literal as default, and a string below it that says what it means. `Config` may derive from dataclasses of
+`hybrid_engine` that have such fields, and may have a field whose type is one: the fields of that class are
 options like all others, and the command hands those that were given to its `from_options`.
 """
 
@@ -30,6 +30,7 @@ KINDS: dict[str, type] = {
 }
 """What a field may be annotated with, and what its value, or each value of a list, is read as."""
 RECIPES_PACKAGE = "hybrid_engine.recipes"
+PACKAGE = "hybrid_engine"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,15 +92,17 @@ def read_options(source: "_SourceClass") -> Iterator[Option]:
 
 @dataclass(frozen=True)
 class _SourceClass:
-    """A class as it stands in the source of a module below `hybrid_engine.recipes`."""
+    """A class as it stands in the source of a module of `hybrid_engine`."""
 
     module: str
     name: str
 
     @cached_property
     def _tree(self) -> ast.Module:
-        file = self.module.removeprefix(f"{RECIPES_PACKAGE}.").replace(".", "/") + ".py"
-        path = resources.files(RECIPES_PACKAGE).joinpath(file)
+        # The folder of the recipes is mapped into the package; importing any other package below it would take seconds.
+        root = RECIPES_PACKAGE if self.module.startswith(f"{RECIPES_PACKAGE}.") else PACKAGE
+        file = self.module.removeprefix(f"{root}.").replace(".", "/") + ".py"
+        path = resources.files(root).joinpath(file)
         return parse_source(path.read_bytes())
 
     @cached_property
@@ -116,7 +119,7 @@ class _SourceClass:
         for node in self._tree.body:
             if isinstance(node, ast.ClassDef) and node.name == name:
                 return _SourceClass(self.module, name)
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(RECIPES_PACKAGE):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
                 for alias in node.names:
                     if (alias.asname or alias.name) == name:
                         return _SourceClass(str(node.module), alias.name)
