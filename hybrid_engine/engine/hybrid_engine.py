@@ -26,7 +26,6 @@ from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interru
 from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.engine.model_checks import check_generates
 from hybrid_engine.engine.zero_engine import ZeroEngine
-from hybrid_engine.extensions.parallelize.engine_checks import check_parallel
 from hybrid_engine.generation.asynchronous import AsyncRollout, Carried, start_async
 from hybrid_engine.generation.backend import RolloutResult
 from hybrid_engine.generation.fewer_rows import roll_out_what_fits
@@ -44,7 +43,7 @@ from hybrid_engine.generation.warm_up import WarmUp, warm_up
 from hybrid_engine.metrics.latency import LatencyStats
 from hybrid_engine.optim.state_offload import OffloadStateTypeEnum
 from hybrid_engine.serving import import_serving
-from hybrid_engine.zero.split_module import original_of
+from hybrid_engine.zero.split_module import check_split, original_of
 
 if TYPE_CHECKING:
     from hybrid_engine.serving.server import Server
@@ -55,7 +54,7 @@ class HybridEngine(ZeroEngine):
 
     def __init__(self, model: nn.Module, config: EngineConfig, **kwargs: Any) -> None:
         """Takes what ZeroEngine takes; `model` must have `generate()`, `config` and `generation_config`."""
-        check_parallel(model, config)
+        check_split(model, config)
         check_generates(original_of(model))
         tp_size = config.hybrid_engine.inference_tp_size
         check_group_size(tp_size, TRAINING_OPTION)

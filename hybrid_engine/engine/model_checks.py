@@ -9,7 +9,6 @@ from torch.distributed.tensor import DTensor
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.distributed.processes import check_same_architecture, default_device, get_world_size, on_rank_zero
 from hybrid_engine.distributed.verdict import agree
-from hybrid_engine.extensions.parallelize.engine_checks import check_parallel
 from hybrid_engine.generation.checking import check_uncompiled
 from hybrid_engine.generation.memory.usage import free_and_total_bytes
 from hybrid_engine.metrics.memory_plan import format_bytes
@@ -22,7 +21,7 @@ from hybrid_engine.optim.trainable import check_group_options, check_quantised
 from hybrid_engine.zero.built_shards import check_built_shards
 from hybrid_engine.zero.layer_groups import check_callable, find_layers
 from hybrid_engine.zero.mesh import mesh_shape
-from hybrid_engine.zero.split_module import num_stages_of, unit_size_of
+from hybrid_engine.zero.split_module import check_split, num_stages_of, unit_size_of
 from hybrid_engine.zero.wrapping import offloads_parameters
 
 
@@ -42,7 +41,7 @@ def check_training(
     stepped = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else model_parameters
 
     def groups_if_they_do() -> list[NamedGroup]:
-        check_parallel(model, config)
+        check_split(model, config)
         check_layer_fits(model, config.dtype)
         check_choices(model, optimizer, lr_scheduler, config)
         groups = name_groups(stepped, model) if trains else []

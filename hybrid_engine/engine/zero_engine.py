@@ -36,7 +36,6 @@ from hybrid_engine.distributed.processes import broadcast_module, default_device
 from hybrid_engine.distributed.verdict import agree, attempt
 from hybrid_engine.engine.faster_linears import use_faster_linears
 from hybrid_engine.engine.model_checks import check_training
-from hybrid_engine.extensions.parallelize.stage_training import StagedBatches
 from hybrid_engine.generation.memory.usage import describe_memory
 from hybrid_engine.metrics.memory_use import MemoryUse
 from hybrid_engine.metrics.observer import Observer
@@ -55,7 +54,7 @@ from hybrid_engine.zero.gathered_parameters import keeping_attributes, mark_copi
 from hybrid_engine.zero.mesh import mesh_shape
 from hybrid_engine.zero.no_copies import Uncopied
 from hybrid_engine.zero.passes import Passes
-from hybrid_engine.zero.split_module import num_stages_of, original_of, together, unit_size_of
+from hybrid_engine.zero.split_module import is_staged, num_stages_of, original_of, together, unit_size_of
 from hybrid_engine.zero.unwrapping import found_sharding
 from hybrid_engine.zero.wrapping import place_module, shard_module
 
@@ -147,7 +146,7 @@ class ZeroEngine(Uncopied):
         self.backward_hooks = BackwardHooks(self)
         self.memory_use: MemoryUse | None = None
         """Of the run that this engine trains in, where that was planned."""
-        self.batches: Batches = StagedBatches(self) if num_stages_of(model) > 1 else SuccessiveBatches(self)
+        self.batches: Batches = model.build_batches(self) if is_staged(model) else SuccessiveBatches(self)
 
     def __getattr__(self, name: str) -> Any:
         try:

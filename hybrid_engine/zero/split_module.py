@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from hybrid_engine.config import EngineConfig
 from hybrid_engine.distributed.mesh_groups import axis_name
 
 TENSOR = "tensor"
@@ -43,12 +44,18 @@ class SplitModule(Protocol):
         What this process has no part of is on meta.
         """
 
+    def check_engine(self, config: EngineConfig) -> None:
+        """ValueError where no engine with this config trains the module; local."""
+
 
 @runtime_checkable
 class StagedModule(SplitModule, Protocol):
     """A split module of which a process holds one stage of a pipeline; consecutive processes share a stage."""
 
     num_stages: int
+
+    def build_batches(self, training: Any) -> Any:
+        """`Batches` of `optim/batches.py`: the micro-batches of an engine, all of a step at once. Collective."""
 
     def stages_of(self, path: str) -> frozenset[int]:
         """The stages that hold parameters of the original's module at `path`."""
@@ -57,6 +64,18 @@ class StagedModule(SplitModule, Protocol):
 def is_split_class(module_class: type) -> bool:
     """Whether objects of a class are such modules."""
     return hasattr(module_class, "unit_size") and hasattr(module_class, "adopt")
+
+
+def check_split(model: nn.Module, config: EngineConfig) -> None:
+    """ValueError for a model that is split, or has split parts, in a way that no engine trains; local."""
+    if not isinstance(model, nn.Module):
+        return  # refused by its kind
+    for name, part in model.named_modules():
+        if not is_split_class(type(part)):
+            continue
+        if part is not model:
+            raise ValueError(f"model.{name} is parallel and the model is not; parallelize the whole model")
+        part.check_engine(config)
 
 
 def unit_size_of(module: nn.Module | None) -> int:
@@ -92,7 +111,12 @@ def tensor_axes(names: Sequence[str] | None) -> tuple[str, ...]:
 
 def num_stages_of(module: nn.Module | None) -> int:
     """How many stages `module` is dealt out to; 1 where every process of a unit has a part of everything."""
-    return module.num_stages if isinstance(module, StagedModule) else 1
+    return module.num_stages if is_staged(module) else 1
+
+
+def is_staged(module: nn.Module | None) -> TypeGuard[StagedModule]:
+    """Whether `module` is dealt out to more than one stage."""
+    return isinstance(module, StagedModule) and module.num_stages > 1
 
 
 def num_copies(parameter: nn.Parameter) -> int:

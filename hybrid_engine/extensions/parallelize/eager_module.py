@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hybrid_engine.config import EngineConfig
+from hybrid_engine.extensions.parallelize import engine_checks
 from hybrid_engine.extensions.parallelize.compute_config import ComputeConfig
 from hybrid_engine.extensions.parallelize.held_parts import part_of
 from hybrid_engine.extensions.parallelize.joint_passes import JointPasses, check_same_input
@@ -51,6 +53,11 @@ class EagerModule(ParallelModule):
     def original(self) -> nn.Module:
         """This module, whose own forward runs."""
         return self
+
+    def check_engine(self, config: EngineConfig) -> None:
+        """ValueError where no engine with this config trains the module; local."""
+        engine_checks.check_end2end(self.compute_config)
+        engine_checks.check_options(self.compute_config, self.plan, config.zero_optimization.stage)
 
     def _check_forward(self, *_: Any) -> None:
         """Before each forward: ValueError where there must be none."""

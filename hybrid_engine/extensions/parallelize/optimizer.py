@@ -25,7 +25,6 @@ from hybrid_engine.extensions.parallelize.optimizer_arguments import (
 from hybrid_engine.extensions.parallelize.overlapping_reducer import OverlappingReducer
 from hybrid_engine.extensions.parallelize.parallel_module import ParallelModule
 from hybrid_engine.extensions.parallelize.reducer import Bucket, Hook, Reducer
-from hybrid_engine.extensions.parallelize.staged_module import StagedModule
 from hybrid_engine.extensions.parallelize.values import CALLABLE, Rule, check, is_number
 from hybrid_engine.extensions.parallelize.zero_sharding import shard, sharded_parameters, zero_buckets
 from hybrid_engine.optim import plain_steps
@@ -127,25 +126,8 @@ def _between_stages(part: ParallelModule) -> list[Reducer]:
     held = part.held()
     return [
         Reducer([p for p in (held.get(n) for n in names) if isinstance(p, nn.Parameter) and p.requires_grad], group)
-        for names, group in groups_of_holders(part)
+        for names, group in part.groups_of_holders()
     ]
-
-
-def groups_of_holders(part: ParallelModule) -> list[tuple[list[str], dist.ProcessGroup]]:
-    """By names of parameters that several stages hold, the processes that hold copies with this one; collective."""
-    found = []
-    for stages, names in part.shared_by_stages().items() if isinstance(part, StagedModule) else ():
-        num_processes = part.unit_size // part.num_stages
-        starts = range(0, part.compute_config.runtime_ngpus, part.compute_config.plan_ngpus)
-        ranks = [
-            [start + stage * num_processes + place for stage in stages]
-            for start in starts
-            for place in range(num_processes)
-        ]
-        if stages not in part.meshes.groups:
-            part.meshes.groups[stages] = dist.new_subgroups_by_enumeration(ranks)[0]
-        found.append((names, part.meshes.groups[stages]))
-    return found
 
 
 def _of_one_kind(

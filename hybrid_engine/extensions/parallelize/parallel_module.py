@@ -5,13 +5,16 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
+from hybrid_engine.config import EngineConfig
 from hybrid_engine.distributed.processes import gather_objects
 from hybrid_engine.distributed.verdict import agree, everyone
+from hybrid_engine.extensions.parallelize import engine_checks
 from hybrid_engine.extensions.parallelize.compute_config import ComputeConfig
 from hybrid_engine.extensions.parallelize.graph.graph import Graph, build_graph
 from hybrid_engine.extensions.parallelize.graph.trace_state import copy_trace_state, trace_state
@@ -90,6 +93,16 @@ class ParallelModule(HeldModule):
     def together(self) -> AbstractContextManager[None]:
         """Around a pass: an error inside is raised on all processes over which the ops are split."""
         return nullcontext() if self.joint_passes is None else self.joint_passes.together()
+
+    def check_engine(self, config: EngineConfig) -> None:
+        """ValueError where no engine with this config trains the module; local."""
+        engine_checks.check_graph(self.compute_config, self.unit_size)
+        engine_checks.check_dtype(self.plan, config)
+        engine_checks.check_options(self.compute_config, self.plan, config.zero_optimization.stage)
+
+    def groups_of_holders(self) -> list[tuple[list[str], dist.ProcessGroup]]:
+        """By names of parameters that several stages hold, the processes that hold copies with this one; collective."""
+        return []
 
     def _check_runs(self) -> None:
         """ValueError where there must be no forward pass now."""

@@ -1,7 +1,7 @@
 """The micro-batches of an engine's step through the stages of its module: losses, their scale, shared gradients."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -9,23 +9,23 @@ from torch import Tensor
 
 from hybrid_engine.distributed.interrupts import restoring_modes
 from hybrid_engine.distributed.verdict import agree
-from hybrid_engine.extensions.parallelize.optimizer import groups_of_holders
 from hybrid_engine.extensions.parallelize.reducer import Reducer
-from hybrid_engine.extensions.parallelize.staged_module import StagedModule
 from hybrid_engine.optim.batches import LossFunction, Training, loss_of, next_batches, split_batch
 from hybrid_engine.optim.state_offload import TRAINING
+
+if TYPE_CHECKING:
+    from hybrid_engine.extensions.parallelize.staged_module import StagedModule
 
 
 class StagedBatches:
     """Runs the micro-batches of one engine, all of a step at once. An error of one process is raised on all."""
 
-    def __init__(self, training: Training) -> None:
-        """`training.module` is a `StagedModule`; collective."""
-        assert isinstance(training.module, StagedModule)
-        self._training, self._module = training, training.module
+    def __init__(self, training: Training, module: "StagedModule") -> None:
+        """`module` is the engine's, in stages; collective."""
+        self._training, self._module = training, module
         self._reducers = []
         parameters = training.optimizer.parameters if training.optimizer is not None else []
-        for names, group in groups_of_holders(self._module):
+        for names, group in module.groups_of_holders():
             shared = [t for t in parameters if self._module.canonical(t.name) in names]
             if shared and training.optimizer is not None:
                 self._reducers.append(Reducer([t.param for t in shared], group))

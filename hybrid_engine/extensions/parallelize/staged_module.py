@@ -6,14 +6,19 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from hybrid_engine.config import EngineConfig
 from hybrid_engine.distributed.verdict import agree
+from hybrid_engine.extensions.parallelize import engine_checks
 from hybrid_engine.extensions.parallelize.graph.graph import Graph
 from hybrid_engine.extensions.parallelize.parallel_module import Latest, ParallelModule
 from hybrid_engine.extensions.parallelize.pipelining.pipeline import Pipeline, StageRunner
 from hybrid_engine.extensions.parallelize.pipelining.stage_ops import StageOps, divide
+from hybrid_engine.extensions.parallelize.stage_training import StagedBatches
+from hybrid_engine.optim.batches import Batches, Training
 
 
 class StagedModule(ParallelModule):
@@ -46,6 +51,16 @@ class StagedModule(ParallelModule):
         super().adopt(mesh)
         self._pipelines.clear()
 
+    def check_engine(self, config: EngineConfig) -> None:
+        """ValueError where no engine with this config trains the module; local."""
+        engine_checks.check_stages(self.plan, self.compute_config, config)
+        engine_checks.check_dtype(self.plan, config)
+        engine_checks.check_options(self.compute_config, self.plan, config.zero_optimization.stage)
+
+    def build_batches(self, training: Training) -> Batches:
+        """The micro-batches of an engine that trains this module, all of a step at once. Collective."""
+        return StagedBatches(training, self)
+
     def stages_of(self, path: str) -> frozenset[int]:
         """The stages that hold parameters of the original's module at `path`."""
         names = {self.canonical(f"{path}.{name}") for name, _ in self._original.get_submodule(path).named_parameters()}
@@ -60,6 +75,22 @@ class StagedModule(ParallelModule):
             holders = {number % self.num_stages for number, stage in enumerate(stages) if name in stage.held}
             if len(holders) > 1:
                 found.setdefault(tuple(sorted(holders)), []).append(name)
+        return found
+
+    def groups_of_holders(self) -> list[tuple[list[str], dist.ProcessGroup]]:
+        """By names of parameters that several stages hold, the processes that hold copies with this one; collective."""
+        found = []
+        num_processes = self.unit_size // self.num_stages
+        starts = range(0, self.compute_config.runtime_ngpus, self.compute_config.plan_ngpus)
+        for stages, names in self.shared_by_stages().items():
+            ranks = [
+                [start + stage * num_processes + place for stage in stages]
+                for start in starts
+                for place in range(num_processes)
+            ]
+            if stages not in self.meshes.groups:
+                self.meshes.groups[stages] = dist.new_subgroups_by_enumeration(ranks)[0]
+            found.append((names, self.meshes.groups[stages]))
         return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

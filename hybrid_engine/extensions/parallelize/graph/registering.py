@@ -27,7 +27,8 @@ def register_op(annotation: str) -> Callable[[Callable[..., Any]], Callable[...,
     An op that is registered with PyTorch already (`torch.ops.mine.product`, a `torch.library.custom_op`) is annotated
     as it is. The tokens are explained in `hybrid_engine.extensions.parallelize.graph.annotations`.
 
-    ValueError for an annotation that says nothing sensible, for a function without type hints, and for one whose name is registered for another function.
+    ValueError for an annotation that says nothing sensible, for a function without type hints, and for one whose name
+    is registered for another function.
     """
     check("annotation", annotation, TEXT)
     _check_text(annotation)
