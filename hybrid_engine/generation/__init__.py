@@ -1,27 +1,31 @@
-"""Generation in three levels, each to be customised alone (`levels/`), over one engine (the rest of this room).
+"""From a request to responses: plans, the scheduler, decode steps, sampling.
 
-A backend runs a strategy over a wrapped model; below, the scheduler says who runs and the workspace holds KV.
+Its three public levels, each to be customised alone, are Megatron's and lie in `extensions/megatron/levels/`. Their
+names are found here at their first use.
 """
 
-from hybrid_engine.extensions.megatron.levels.backends import (
-    AbstractBackend,
-    NativeBackend,
-    TransformersBackend,
-    choose_backend,
-    common_generate,
-)
-from hybrid_engine.extensions.megatron.levels.parameters import CommonInferenceParams
-from hybrid_engine.extensions.megatron.levels.strategy import SimpleTextGenerationStrategy
-from hybrid_engine.extensions.megatron.levels.wrapped_model import AbstractModelInferenceWrapper, GPTInferenceWrapper
+import importlib
+from typing import Any
 
-__all__ = [
-    "AbstractBackend",
-    "AbstractModelInferenceWrapper",
-    "CommonInferenceParams",
-    "GPTInferenceWrapper",
-    "NativeBackend",
-    "SimpleTextGenerationStrategy",
-    "TransformersBackend",
-    "choose_backend",
-    "common_generate",
-]
+LEVELS = "hybrid_engine.extensions.megatron.levels"
+MODULE_OF = {
+    "AbstractBackend": "backends",
+    "AbstractModelInferenceWrapper": "wrapped_model",
+    "CommonInferenceParams": "parameters",
+    "GPTInferenceWrapper": "wrapped_model",
+    "NativeBackend": "backends",
+    "SimpleTextGenerationStrategy": "strategy",
+    "TransformersBackend": "backends",
+    "choose_backend": "backends",
+    "common_generate": "backends",
+}
+"""The module below `LEVELS` of each public name."""
+
+__all__ = list(MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    """A name of the levels, whose module is imported now."""
+    if name not in MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{LEVELS}.{MODULE_OF[name]}"), name)

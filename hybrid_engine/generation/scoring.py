@@ -1,12 +1,12 @@
-"""Log-probabilities of tokens that are given, by one pass over whole sequences: of the containers, or a wrapped model.
+"""Log-probabilities of tokens that are given, by one pass over whole sequences.
 
-N packed tokens, V vocabulary; b rows, S columns.
+N packed tokens, V vocabulary.
 """
 
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,17 +14,12 @@ from torch import nn
 from hybrid_engine.containers import InferenceModel
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.generation.batching.sequence import Prompt
-from hybrid_engine.ops import Context, PrefillBatch, token_logprobs
-
-if TYPE_CHECKING:
-    from hybrid_engine.extensions.megatron.levels.wrapped_model import AbstractModelInferenceWrapper
+from hybrid_engine.ops import Context, PrefillBatch
 
 MAX_LOGITS = 2**27
 """Of one pass; more are made in several."""
 MOST_TOKENS = {"cpu": 512, "cuda": 2048}
 """Of one pass of containers, by the type of device: others decode between two, as between chunks of a long prompt."""
-TOKENS_AT_ONCE = 2048
-"""Of wrapped models, at least one row: with 150 000 logits each, 1.2 GB."""
 
 
 class TokenScores(NamedTuple):
@@ -192,24 +187,3 @@ class ScoringTurns:
                 return True
             self._passes.popleft()  # it had its last pass before
         return False
-
-
-def score_rows(wrapper: "AbstractModelInferenceWrapper", tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """`[b, S - 1]` fp32: entry t is of token t + 1 of `tokens [b, S]`, raw; 0 from a row's length on.
-
-    Collective: all processes of the wrapper score all rows, through its own methods.
-    """
-    width = tokens.shape[1]
-    scores = torch.zeros(len(tokens), width - 1, device=tokens.device)
-    if width == 1:
-        return scores
-    rows_at_once = max(1, TOKENS_AT_ONCE // width)
-    with wrapper.reading():
-        for first in range(0, len(tokens), rows_at_once):
-            rows = tokens[first : first + rows_at_once]
-            wrapper.prep_model_for_inference(rows)
-            logits = wrapper(wrapper.get_batch_for_context_window(0, width - 1))
-            scores[first : first + rows_at_once] = token_logprobs(logits, rows[:, 1:])
-        wrapper.release()
-    places = torch.arange(1, width, device=tokens.device)
-    return scores.masked_fill(places >= torch.tensor(lengths, device=tokens.device)[:, None], 0.0)

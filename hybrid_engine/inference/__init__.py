@@ -1,14 +1,7 @@
 """Inference without a training engine: `init_inference` and the engine it returns."""
 
-from hybrid_engine.extensions.megatron.checkpoints.loading import build_empty_megatron_gpt, load_megatron_gpt
 from hybrid_engine.inference.build import init_inference
 from hybrid_engine.inference.config import InferenceConfig
 from hybrid_engine.inference.engine import InferenceEngine
 
-__all__ = [
-    "InferenceConfig",
-    "InferenceEngine",
-    "build_empty_megatron_gpt",
-    "init_inference",
-    "load_megatron_gpt",
-]
+__all__ = ["InferenceConfig", "InferenceEngine", "init_inference"]

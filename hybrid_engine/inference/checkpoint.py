@@ -1,4 +1,4 @@
-"""Weights from sharded safetensors, or Megatron-LM's files, straight into a process's part of a model on meta.
+"""Weights from sharded safetensors, or the files of another format, straight into a process's part of a model on meta.
 
 Only headers are read before everything has been compared: a checkpoint that does not fit changes nothing. One file
 is open at a time, and of each tensor only what this process holds is read from it.
@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 )
 
 from hybrid_engine.containers.tensor_parallel import Cut, read_whole
-from hybrid_engine.extensions.megatron.checkpoints.checkpoint import MegatronCheckpoint, is_megatron_checkpoint
+from hybrid_engine.inference.formats import format_of
 from hybrid_engine.inference.stored import Joined, OpenFile, Source, Stacked, Stored, read_part
 
 NUM_LISTED = 10
@@ -140,8 +140,9 @@ def open_checkpoint_of(model: nn.Module, checkpoint: Any, base_dir: str = "") ->
     In safetensors, names that older releases of transformers gave, and experts stored one by one, are found as
     `from_pretrained` does. Raises ValueError where files are missing or do not fit the model.
     """
-    if isinstance(checkpoint, str | os.PathLike) and is_megatron_checkpoint(Path(base_dir) / checkpoint):
-        return CheckpointReader(model, MegatronCheckpoint(Path(base_dir) / checkpoint).sources)
+    folder = Path(base_dir) / checkpoint if isinstance(checkpoint, str | os.PathLike) else None
+    if folder is not None and (known := format_of(folder)) is not None:
+        return CheckpointReader(model, known.find_sources(folder))
     opened, files = OpenFile(), find_files(checkpoint, base_dir)
     stored = {key: Stored(opened, path, key) for path in files for key in opened.get(path).keys()}  # noqa: SIM118
     opened.close()

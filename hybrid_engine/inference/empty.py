@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hybrid_engine.extensions.megatron.checkpoints.checkpoint import is_megatron_checkpoint
-from hybrid_engine.extensions.megatron.checkpoints.loading import build_empty_megatron_gpt
+from hybrid_engine.inference.formats import format_of
 
 
 def build_empty_model(folder: str | os.PathLike[str]) -> PreTrainedModel:
@@ -18,8 +17,8 @@ def build_empty_model(folder: str | os.PathLike[str]) -> PreTrainedModel:
     """
     if not Path(folder).is_dir():
         raise ValueError(f"checkpoint={str(folder)!r} is no folder; name one with config.json or Megatron's files")
-    if is_megatron_checkpoint(Path(folder)):
-        return build_empty_megatron_gpt(folder)
+    if (known := format_of(Path(folder))) is not None:
+        return known.build_empty(Path(folder))
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):

@@ -181,7 +181,7 @@ class Branching(nn.Module):
 
 
 def test_control_flow_on_data_is_refused_by_its_line():
-    with pytest.raises(ValueError, match=r"Branching cannot be traced at .*test_parallel_plan.py:\d+"):
+    with pytest.raises(ValueError, match=r"Branching cannot be traced at .*test_plan.py:\d+"):
         build_graph(Branching(), {"x": torch.ones(2)})
 
 

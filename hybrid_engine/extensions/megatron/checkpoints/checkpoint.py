@@ -24,7 +24,6 @@ from hybrid_engine.extensions.megatron.checkpoints.names import LAYERS, common_n
 from hybrid_engine.extensions.megatron.checkpoints.rank_files import (
     find_iteration,
     find_rank_files,
-    has_rank_files,
     load_mapped,
     read_arguments,
 )
@@ -142,12 +141,6 @@ class Mapped:
         if self.num_heads is not None:
             tensor = interleave_heads(tensor, self.version, self.num_heads)
         return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in ranges], dim)
-
-
-def is_megatron_checkpoint(folder: Path) -> bool:
-    """Whether `folder`, or its latest iteration, has files of Megatron's ranks or is a distributed checkpoint."""
-    folder = find_iteration(folder)
-    return has_rank_files(folder) or is_distributed(folder)
 
 
 def interleave_heads(tensor: torch.Tensor, version: float, num_heads: int) -> torch.Tensor:

@@ -10,13 +10,18 @@ Where processes share the model, none needs to load the whole:
 """
 
 import os
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hybrid_engine.extensions.megatron.checkpoints.checkpoint import ROUTER, MegatronCheckpoint
+from hybrid_engine.extensions.megatron.checkpoints.distributed import is_distributed
 from hybrid_engine.extensions.megatron.checkpoints.gpt import MegatronGPT, MegatronGPTConfig
+from hybrid_engine.extensions.megatron.checkpoints.rank_files import find_iteration, has_rank_files
 from hybrid_engine.inference.checkpoint import compute_buffers, open_checkpoint_of
+from hybrid_engine.inference.stored import Source
 from hybrid_engine.optim.build import cast_module
 
 
@@ -56,6 +61,20 @@ def load_megatron_gpt(folder: str | os.PathLike[str], dtype: torch.dtype = torch
     open_checkpoint_of(model, folder).fill(torch.device("cpu"))
     compute_buffers(model, torch.device("cpu"))
     return model
+
+
+def recognises(folder: Path) -> bool:
+    """Whether `folder`, or its latest iteration, has files of Megatron's ranks or is a distributed checkpoint."""
+    folder = find_iteration(folder)
+    return has_rank_files(folder) or is_distributed(folder)
+
+
+build_empty = build_empty_megatron_gpt
+
+
+def find_sources(folder: Path) -> Mapping[str, Source]:
+    """The tensors of a checkpoint by the names of its model. ValueError as `MegatronCheckpoint`."""
+    return MegatronCheckpoint(folder).sources
 
 
 def _build(config: PreTrainedConfig) -> PreTrainedModel:

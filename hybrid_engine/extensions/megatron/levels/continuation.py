@@ -10,16 +10,18 @@ import torch
 
 from hybrid_engine.extensions.megatron.levels.parameters import CommonInferenceParams
 from hybrid_engine.extensions.megatron.levels.turns import BatchStatus, StrategyChoice, Turn, check_drawn, first_decides
-from hybrid_engine.extensions.megatron.levels.wrapped_model import GPTInferenceWrapper
+from hybrid_engine.extensions.megatron.levels.wrapped_model import AbstractModelInferenceWrapper, GPTInferenceWrapper
 from hybrid_engine.generation.checking import mixes_rows
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.options import WITHOUT_EFFECT
 from hybrid_engine.generation.output import response_lengths
-from hybrid_engine.generation.scoring import score_rows
+from hybrid_engine.ops import token_logprobs
 
 if TYPE_CHECKING:
     from hybrid_engine.extensions.megatron.levels.strategy import SimpleTextGenerationStrategy
 
+TOKENS_AT_ONCE = 2048
+"""Of wrapped models that score given tokens, at least one row: with 150 000 logits each, 1.2 GB."""
 PER_TURN = ("sample_from_logits", "update_generation_status")
 """The methods of a strategy that are asked at each turn."""
 
@@ -217,3 +219,24 @@ def _run_group(
         if not running:
             break
         start = end
+
+
+def score_rows(wrapper: AbstractModelInferenceWrapper, tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """`[b, S - 1]` fp32: entry t is of token t + 1 of `tokens [b, S]`, raw; 0 from a row's length on.
+
+    Collective: all processes of the wrapper score all rows, through its own methods.
+    """
+    width = tokens.shape[1]
+    scores = torch.zeros(len(tokens), width - 1, device=tokens.device)
+    if width == 1:
+        return scores
+    rows_at_once = max(1, TOKENS_AT_ONCE // width)
+    with wrapper.reading():
+        for first in range(0, len(tokens), rows_at_once):
+            rows = tokens[first : first + rows_at_once]
+            wrapper.prep_model_for_inference(rows)
+            logits = wrapper(wrapper.get_batch_for_context_window(0, width - 1))
+            scores[first : first + rows_at_once] = token_logprobs(logits, rows[:, 1:])
+        wrapper.release()
+    places = torch.arange(1, width, device=tokens.device)
+    return scores.masked_fill(places >= torch.tensor(lengths, device=tokens.device)[:, None], 0.0)
