@@ -1,6 +1,7 @@
 """`initialize`: from a model and a DeepSpeed-style config to an engine, its optimizer, dataloader and scheduler."""
 
 import os
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,10 +15,9 @@ from hybrid_engine.config.checks import check_flag, check_integer
 from hybrid_engine.distributed.dataloader import TrainingDataLoader
 from hybrid_engine.distributed.environment import describe_process
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size, init_distributed, join_alone
+from hybrid_engine.engine.deepspeed_engine import DeepSpeedEngine
+from hybrid_engine.engine.deepspeed_hybrid_engine import DeepSpeedHybridEngine
 from hybrid_engine.engine.zero_engine import ZeroEngine
-from hybrid_engine.extensions.deepspeed.engines import DeepSpeedEngine
-from hybrid_engine.extensions.deepspeed.hybrid_engine import DeepSpeedHybridEngine
-from hybrid_engine.extensions.deepspeed.presence import is_announced
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.zero.init import suspended
 from hybrid_engine.zero.split_module import unit_size_of
@@ -154,5 +154,11 @@ def _join_processes(dist_init_required: bool | None, port: int) -> None:
         )
     init_distributed(port)
     # Scripts that were launched, and libraries that take this for deepspeed, go on with get_rank() and barrier().
-    if dist_init_required or (dist_init_required is None and ("WORLD_SIZE" in os.environ or is_announced())):
+    is_wanted = "WORLD_SIZE" in os.environ or _stands_for_deepspeed()
+    if dist_init_required or (dist_init_required is None and is_wanted):
         join_alone()
+
+
+def _stands_for_deepspeed() -> bool:
+    """Whether `import deepspeed` means this engine in this process."""
+    return getattr(sys.modules.get("deepspeed"), "initialize", None) is initialize

@@ -68,7 +68,7 @@ class ZeroEngine(Uncopied):
     """A module that is trained with `engine(...)`, `engine.backward(loss)` and `engine.step()`.
 
     Attributes that the engine has not are looked up on the module; DeepSpeed's further names are in
-    `extensions/deepspeed/engines.py`. Without an optimizer, neither passed nor in the config, it only evaluates and
+    `engine/deepspeed_engine.py`. Without an optimizer, neither passed nor in the config, it only evaluates and
     `optimizer` is None.
     """
 

@@ -8,6 +8,7 @@ from typing import Any
 from hybrid_engine.config import load_config
 from hybrid_engine.config.blocks import ZeroConfig
 from hybrid_engine.distributed.processes import get_world_size
+from hybrid_engine.engine.deepspeed_engine import ROUTE_TRAIN as ROUTE_TRAIN
 
 DeepSpeedConfigError = ValueError
 """What a config that cannot be read raises."""
@@ -22,7 +23,6 @@ LAMB_OPTIMIZER = "lamb"
 LION_OPTIMIZER = "lion"
 DEEPSPEED_OPTIMIZERS = [ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER, LION_OPTIMIZER]
 """The optimizers that the config names."""
-ROUTE_TRAIN = "train"
 ROUTE_EVAL = "eval"
 ROUTE_PREDICT = "predict"
 ROUTE_ENCODE = "encode"

@@ -4,6 +4,8 @@ import sys
 from importlib.metadata import version
 
 from hybrid_engine.engine.attached import Attached, attach
+from hybrid_engine.engine.deepspeed_engine import DeepSpeedEngine
+from hybrid_engine.engine.deepspeed_hybrid_engine import DeepSpeedHybridEngine
 from hybrid_engine.engine.hybrid_engine import HybridEngine
 from hybrid_engine.engine.zero_engine import ZeroEngine
 from hybrid_engine.entry import initialize
@@ -13,8 +15,6 @@ from hybrid_engine.extensions.deepspeed.arguments import add_config_arguments
 from hybrid_engine.extensions.deepspeed.compiler_names import is_compile_supported
 from hybrid_engine.extensions.deepspeed.config_names import DeepSpeedConfig, DeepSpeedConfigError
 from hybrid_engine.extensions.deepspeed.distributed import init_distributed
-from hybrid_engine.extensions.deepspeed.engines import DeepSpeedEngine
-from hybrid_engine.extensions.deepspeed.hybrid_engine import DeepSpeedHybridEngine
 from hybrid_engine.extensions.deepspeed.optimizer_names import DeepSpeedOptimizer
 from hybrid_engine.extensions.deepspeed.utils import DeepSpeedDataLoader, OnDevice, log_dist, logger
 from hybrid_engine.extensions.deepspeed.version_names import __git_branch__, __git_hash__

@@ -13,6 +13,14 @@ from torch.utils._pytree import tree_map
 
 from hybrid_engine.distributed.dataloader import TrainingDataLoader
 from hybrid_engine.distributed.processes import get_rank
+from hybrid_engine.engine.whole_values import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
 from hybrid_engine.extensions.deepspeed.accelerator import get_accelerator
 from hybrid_engine.extensions.deepspeed.leaf_modules import (
     get_z3_leaf_modules,
@@ -32,14 +40,6 @@ from hybrid_engine.extensions.deepspeed.local_values import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
-)
-from hybrid_engine.extensions.deepspeed.whole_values import (
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_grad,
-    safe_set_full_optimizer_state,
 )
 
 __all__ = [

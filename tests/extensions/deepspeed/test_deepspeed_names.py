@@ -55,7 +55,7 @@ def test_what_public_code_imports_below_deepspeeds_name_works_or_says_what_to_us
     clients = sorted({entry for name in ("transformers", "accelerate", "peft") for entry in imports_of_deepspeed(name)})
     assert len(clients) > 8
     source = f"""{ENABLED}
-from deepspeed_names import check_names
+from tests.support.deepspeed_names import check_names
 check_names("deepspeed")
 for entry in {clients!r}:
     exec("from {{}} import {{}}".format(*entry.split()), {{}})

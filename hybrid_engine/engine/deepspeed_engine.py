@@ -9,14 +9,43 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from hybrid_engine.distributed.dataloader import build_training_dataloader
+from hybrid_engine.engine.whole_values import link_parameters
 from hybrid_engine.engine.zero_engine import ZeroEngine
-from hybrid_engine.extensions.deepspeed.config_names import ROUTE_TRAIN
-from hybrid_engine.extensions.deepspeed.parameter_offload import ParameterOffload
-from hybrid_engine.extensions.deepspeed.whole_values import link_parameters
 from hybrid_engine.metrics.monitor import Monitor
 from hybrid_engine.metrics.timing import ThroughputTimer
 from hybrid_engine.zero.sharding import full_tensor
 from hybrid_engine.zero.split_module import unit_size_of
+
+ROUTE_TRAIN = "train"
+"""The route of `deepspeed_io` for batches that are trained on."""
+
+
+class WithoutParameters:
+    """Stands for the module whose parameters have records of the hooks to clear: none has."""
+
+    def named_parameters(self, recurse: bool = True) -> list[tuple[str, Any]]:
+        """No parameters: none has records of hooks."""
+        return []
+
+    def ds_external_parameters(self) -> list[tuple[str, Any]]:
+        """No parameters: none has records of hooks."""
+        return []
+
+
+class ParameterOffload:
+    """`optimizer.parameter_offload`: DeepSpeed's names for hooks that gather parameters; there are none here.
+
+    TRL's `unwrap_model_for_generation` takes DeepSpeed's hooks off a gathered model, because they would gather and
+    free each parameter again, and puts them back. Here a gathered model generates as it is.
+    """
+
+    def __init__(self) -> None:
+        self.module = WithoutParameters()
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def _register_deepspeed_module(self, module: Any) -> None:
+        """Does nothing: there are no hooks to put back."""
 
 
 class DeepSpeedEngine(ZeroEngine):

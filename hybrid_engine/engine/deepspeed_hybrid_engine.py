@@ -12,8 +12,8 @@ from torch import nn
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.linear import active_adapters, carries_lora
 from hybrid_engine.containers.model import find_decoder
+from hybrid_engine.engine.deepspeed_engine import DeepSpeedEngine
 from hybrid_engine.engine.hybrid_engine import HybridEngine
-from hybrid_engine.extensions.deepspeed.engines import DeepSpeedEngine
 
 
 class DeepSpeedHybridEngine(HybridEngine, DeepSpeedEngine):
