@@ -12,7 +12,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,7 @@ def run(config: Config) -> Path | None:
     with told_together():
         rows, prompts = encode_rows(config, tokenizer, read_prompt_rows(config.source), longest)
     out = Path(str(config.out))
-    journal = on_rank_zero(lambda: Journal(out, identity_of(config, rows), config.restart))
+    journal = on_rank_zero(lambda: Journal(out, identity_of(config, rows), config.restart, default_options()))
     left = [number for number in range(len(rows)) if number not in journal.finished]
     if len(left) < len(rows):
         say(f"{len(rows) - len(left)} of {len(rows)} rows are answered already")
@@ -176,6 +176,11 @@ def identity_of(config: Config, rows: list[PromptRow]) -> dict[str, Any]:
     read = json.dumps([[row.prompt, dict(row.columns)] for row in rows], default=str).encode()
     options = {name: value for name, value in asdict(config).items() if name not in WITHOUT_EFFECT}
     return options | {"rows": hashlib.sha256(read).hexdigest()}
+
+
+def default_options() -> dict[str, Any]:
+    """The options of a command that gives none."""
+    return {option.name: option.default for option in fields(Config) if option.default is not MISSING}
 
 
 def read_sampling(config: Config, engine: Any, tokenizer: PreTrainedTokenizerBase) -> GenerationOptions:

@@ -7,7 +7,7 @@ finish. A kill loses at most the line that was being written. The file itself ap
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -22,12 +22,15 @@ class Journal:
         target: the file that the answers go to.
         identity: what they depend on; a journal of something else is refused.
         restart: move an earlier result and an unfinished journal aside.
+        defaults: what holds for a journal that was begun before there was such an option.
 
     Raises:
         ValueError: there is an earlier result, or a journal of another run, or the folder cannot be written to.
     """
 
-    def __init__(self, target: Path, identity: dict[str, Any], restart: bool):
+    def __init__(
+        self, target: Path, identity: dict[str, Any], restart: bool, defaults: Mapping[str, Any] | None = None
+    ):
         self.target, self.part = target, target.with_name(f"{target.name}.part")
         if restart:
             set_aside(target.parent, (target.name, self.part.name))
@@ -35,7 +38,7 @@ class Journal:
             raise ValueError(f"--out={str(target)!r} is a folder; name the file that the answers go to")
         if target.exists():
             raise ValueError(f"--out={str(target)!r} is there already; --restart moves it aside, or name another file")
-        self.finished: dict[int, dict[str, Any]] = self._read(identity)
+        self.finished: dict[int, dict[str, Any]] = self._read(identity, defaults or {})
         """By row."""
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +48,7 @@ class Journal:
         self._identity = identity
         self._file: IO[str] | None = None
 
-    def _read(self, identity: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    def _read(self, identity: dict[str, Any], defaults: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         """The finished rows of an earlier run; what a kill left half-written is cut off."""
         if not self.part.exists():
             return {}
@@ -56,9 +59,11 @@ class Journal:
         lines = whole.split(b"\n")[:-1]  # texts may hold other ends of lines, which JSON leaves as they are
         if not lines:
             return {}
-        begun = json.loads(lines[0])
-        if begun != json.loads(json.dumps(identity)):
-            differing = [name for name in identity if begun.get(name) != json.loads(json.dumps(identity[name]))]
+        options = json.loads(json.dumps(identity))  # tuples are lists then, as in the journal
+        begun = json.loads(json.dumps({name: defaults[name] for name in identity if name in defaults}))
+        begun |= json.loads(lines[0])
+        if begun != options:
+            differing = [name for name in options if begun.get(name) != options[name]]
             raise ValueError(
                 f"{self.part} holds answers of a run that differs in {', '.join(differing) or 'its options'}; give the "
                 "same options to go on with it, or --restart"
