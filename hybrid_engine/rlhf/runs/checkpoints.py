@@ -38,6 +38,8 @@ _MAY_DIFFER = frozenset({"out", "resume", "restart", "save_every", "eval_every",
 
 _EARLIER = {"lr_scheduler_type": EARLIER_TYPE, "dtype": "fp32"}
 """Values of options for runs that were begun before there was such an option."""
+_OTHER_DEFAULT = ("missing_eos_score",)
+"""Options that had another default: a run that goes on keeps the one that it began with."""
 _OPEN = (None, AUTO, 0)
 """Values of options that a run settles as it begins."""
 _LENGTHS = ("steps", "epochs")
@@ -70,6 +72,7 @@ def begin_run(config: ConfigT, recipe: str) -> ConfigT:
     if saved is not None:
         found = {name: saved.get(name, _EARLIER[name]) for name in found}
         found |= {name: saved[name] for name in LENGTHS if getattr(options, name, 1) == 0 and name in saved}
+        found |= {name: saved[name] for name in _OTHER_DEFAULT if hasattr(options, name) and name in saved}
     return replace(options, **{name: value for name, value in found.items() if getattr(options, name) in _OPEN})
 
 
