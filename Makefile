@@ -97,12 +97,12 @@ SOAK_S ?= 600
 SOAK_PAGE ?= docs/soak.md
 SOAK_MODEL ?=
 soak: $(INSTALLED)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/tools/soak.py --seconds $(SOAK_S) --page $(SOAK_PAGE) \
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.tools.soak --seconds $(SOAK_S) --page $(SOAK_PAGE) \
 	  $(if $(SOAK_MODEL),--model $(SOAK_MODEL))
 
 # 100,000 requests of Hypothesis over the server's OpenAPI document; half an hour and more; its section of docs/soak.md.
 fuzz-serving: .venv/hypothesis/installed
-	OMP_NUM_THREADS=1 PYTHONPATH=.venv/hypothesis:tests $(BIN)/python tests/tools/fuzz_serving.py --write-page
+	OMP_NUM_THREADS=1 PYTHONPATH=.venv/hypothesis $(BIN)/python -m tests.tools.fuzz_serving --write-page
 
 .venv/hypothesis/installed: | $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --upgrade --target $(@D) hypothesis

@@ -2,7 +2,6 @@
 
 import json
 from functools import partial
-from pathlib import Path
 
 import httpx
 import openai
@@ -11,8 +10,9 @@ import pytest
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tests.serving.test_server import build
 from tests.support.chat import build_chat_tokenizer
+from tests.support.paths import DATA
 
-OFFICIAL = Path(__file__).parent / "data" / "openapi-3.1-schema.json"
+OFFICIAL = DATA / "openapi-3.1-schema.json"
 """https://spec.openapis.org/oas/3.1/schema/2022-10-07"""
 BODIES = {
     "/v1/completions": CompletionRequest,

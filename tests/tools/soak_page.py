@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import transformers
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "soak.md"
 HEAD = """# The server under load
 
