@@ -18,8 +18,8 @@ import torch
 from planned_training import TOKENS, on_meta, train
 from processes import run_fresh
 
-from hybrid_engine.extensions.parallelize.compute_config import ComputeConfig
 from hybrid_engine.extensions.parallelize.graph.graph import build_graph
+from hybrid_engine.extensions.parallelize.options.compute_config import ComputeConfig
 from hybrid_engine.extensions.parallelize.planning.machine import Machine
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
 from hybrid_engine.extensions.parallelize.planning.plan_costs import plan_costs

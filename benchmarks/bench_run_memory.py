@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import common
 
-from hybrid_engine.rlhf.experience.own_tasks import SUMMARIES
+from hybrid_engine.rlhf.experience.start import SUMMARIES
 
 PACKED = "--tokens-per-micro-batch 2048"
 SAMPLED = "--model {demo}/sft --dataset {prompts} --reward length:target=60 --steps 2 --eval-prompts 16 --eval-every 0"

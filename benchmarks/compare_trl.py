@@ -36,7 +36,7 @@ from hybrid_engine.rlhf.algorithms.advantages import compute_advantages
 from hybrid_engine.rlhf.algorithms.choices import Algorithm
 from hybrid_engine.rlhf.algorithms.figures import policy_figures
 from hybrid_engine.rlhf.algorithms.objective import PolicyBatch, correction_weights, policy_objective
-from hybrid_engine.rlhf.data.sequences import (
+from hybrid_engine.rlhf.batches.sequences import (
     Sequences,
     build_sequences,
     response_logprobs,

@@ -23,31 +23,35 @@ from jinja2 import TemplateError
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.processes import all_processes
-from hybrid_engine.generation.memory.budget import read_memory
+from hybrid_engine.generation.batching.memory import read_memory
 from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.rl.aggregation import count_step
 from hybrid_engine.rlhf.algorithms.advantages import compute_advantages
 from hybrid_engine.rlhf.algorithms.choices import Algorithm
-from hybrid_engine.rlhf.algorithms.describing import describe
-from hybrid_engine.rlhf.algorithms.figures import policy_figures
+from hybrid_engine.rlhf.algorithms.figures import describe, policy_figures
 from hybrid_engine.rlhf.algorithms.objective import PolicyBatch, correction_weights, policy_objective
-from hybrid_engine.rlhf.data.micro_batches import DeviceFigures, train_in_parts
+from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, train_in_parts
+from hybrid_engine.rlhf.batches.sequences import build_sequences, note_rows, pad_numbers
 from hybrid_engine.rlhf.data.prompts import PromptTokens
-from hybrid_engine.rlhf.data.sequences import build_sequences, note_rows, pad_numbers
 from hybrid_engine.rlhf.experience.evaluation import EVALUATION_SEED, mean_sums, step_means
-from hybrid_engine.rlhf.experience.own_tasks import character_stage
-from hybrid_engine.rlhf.experience.policy import Policy, build_policy
-from hybrid_engine.rlhf.experience.policy_experience import Experience, has_gradient, present_batch, trained_rows
+from hybrid_engine.rlhf.experience.policy import (
+    Experience,
+    Policy,
+    build_policy,
+    has_gradient,
+    present_batch,
+    trained_rows,
+)
 from hybrid_engine.rlhf.experience.rollout import SamplingOptions, warm_up
+from hybrid_engine.rlhf.experience.start import character_stage
 from hybrid_engine.rlhf.planning.following import follow_memory, write_result
 from hybrid_engine.rlhf.planning.read import Read
 from hybrid_engine.rlhf.runs.checkpoints import begin_run, load_checkpoints, save_checkpoints
 from hybrid_engine.rlhf.runs.checks import check_above, check_answers, check_at_least, check_count, flag
-from hybrid_engine.rlhf.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.rlhf.runs.options import LoopOptions, ResumeOptions, RolloutOptions, is_due, suitable_rate
 from hybrid_engine.rlhf.runs.precision import gradient_figures
 from hybrid_engine.rlhf.runs.run_checks import check_folder, check_model
-from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS, RUN_RESULTS
+from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS, METRICS, RUN_RESULTS, read_metrics
 from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.rlhf.runs.schedule import Schedule
 from hybrid_engine.rlhf.runs.stages import load_tokenizer, mix_seed, move_aside, save_stage, seed_everything

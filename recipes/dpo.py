@@ -29,25 +29,24 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_engine.containers.streams import send_to_device
 from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.rl.preferences import PairLoss
-from hybrid_engine.rlhf.data.bad_rows import told_together
+from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, check_budget, train_in_parts
+from hybrid_engine.rlhf.batches.passes import Items
 from hybrid_engine.rlhf.data.encoding import encode_pair
-from hybrid_engine.rlhf.data.micro_batches import DeviceFigures, check_budget, train_in_parts
 from hybrid_engine.rlhf.data.parts import load_parts
-from hybrid_engine.rlhf.data.pass_shapes import Items
 from hybrid_engine.rlhf.data.prompts import fit_prompts, select_prompts
 from hybrid_engine.rlhf.data.reading import read_preference_rows
-from hybrid_engine.rlhf.data.rows import PreferenceRow
-from hybrid_engine.rlhf.experience.evaluation import Evaluation, show_comparison, step_means
-from hybrid_engine.rlhf.experience.followed import follow
+from hybrid_engine.rlhf.data.rows import PreferenceRow, told_together
+from hybrid_engine.rlhf.experience.evaluation import Evaluation, follow, show_comparison, step_means
 from hybrid_engine.rlhf.planning.following import follow_preferences, write_result
-from hybrid_engine.rlhf.preference.answering import answer_prompts, prompts_of
 from hybrid_engine.rlhf.preference.answers import Reading, without_adapter
 from hybrid_engine.rlhf.preference.first_actor import (
+    answer_prompts,
     build_actor,
     check_enough,
     check_run,
     find_first_actor,
     keep_what_fits,
+    prompts_of,
     with_lengths,
 )
 from hybrid_engine.rlhf.preference.options import PairLossOptions, PreferenceOptions
@@ -59,18 +58,23 @@ from hybrid_engine.rlhf.preference.pairs import (
     pair_sums,
     refer,
 )
-from hybrid_engine.rlhf.runs.best import Best, keep_lowest
 from hybrid_engine.rlhf.runs.checkpoints import SavedRun, begin_run, load_checkpoints, save_checkpoints
 from hybrid_engine.rlhf.runs.checks import check_count
-from hybrid_engine.rlhf.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.rlhf.runs.options import is_due
 from hybrid_engine.rlhf.runs.precision import gradient_figures
-from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS, RUN_RESULTS
+from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS, METRICS, RUN_RESULTS, read_metrics
 from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.rlhf.runs.schedule import Schedule
-from hybrid_engine.rlhf.runs.stages import load_config, load_tokenizer, move_aside, save_stage, seed_everything
-from hybrid_engine.rlhf.tasks.stdlib_docs import split, stdlib_examples
-from hybrid_engine.rlhf.tasks.stdlib_pairs import build_preferences
+from hybrid_engine.rlhf.runs.stages import (
+    Best,
+    keep_lowest,
+    load_config,
+    load_tokenizer,
+    move_aside,
+    save_stage,
+    seed_everything,
+)
+from hybrid_engine.rlhf.tasks.stdlib_docs import build_preferences, split, stdlib_examples
 
 PLOT_PANELS = {
     "loss": ["loss", "held_out_loss"],

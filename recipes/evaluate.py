@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import hybrid_engine
 from hybrid_engine.distributed.processes import get_rank, get_world_size, on_rank_zero
-from hybrid_engine.rlhf.batch.model import build_answering
-from hybrid_engine.rlhf.data.bad_rows import told_together
+from hybrid_engine.rlhf.batch.models import build_answering
+from hybrid_engine.rlhf.data.model_lengths import settle_lengths
 from hybrid_engine.rlhf.data.parts import read_once
 from hybrid_engine.rlhf.data.prompts import fit_prompts, load_prompt_rows
 from hybrid_engine.rlhf.data.reading import read_prompt_rows
-from hybrid_engine.rlhf.data.rows import PromptRow
+from hybrid_engine.rlhf.data.rows import PromptRow, told_together
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, PassRule, evaluate, prompt_shown
 from hybrid_engine.rlhf.experience.rollout import SamplingOptions
 from hybrid_engine.rlhf.experience.start import keep_usable
@@ -36,12 +36,10 @@ from hybrid_engine.rlhf.runs.checks import (
     check_finite,
     check_texts,
 )
-from hybrid_engine.rlhf.runs.config_files import CONFIG, write_config
-from hybrid_engine.rlhf.runs.model_lengths import settle_lengths
 from hybrid_engine.rlhf.runs.options import LENGTHS, DatasetOptions, RewardOptions
 from hybrid_engine.rlhf.runs.precision import DtypeOptions, torch_dtype
 from hybrid_engine.rlhf.runs.run_checks import check_positions
-from hybrid_engine.rlhf.runs.run_folder import check_out, left_behind
+from hybrid_engine.rlhf.runs.run_folder import CONFIG, check_out, left_behind, write_config
 from hybrid_engine.rlhf.runs.run_log import samples_table, say, write_json
 from hybrid_engine.rlhf.runs.stages import load_config, load_model, load_tokenizer, move_aside, num_positions
 

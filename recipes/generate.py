@@ -21,23 +21,27 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.processes import get_rank, on_rank_zero
-from hybrid_engine.generation.batching.noise import prompt_digest, sample_keys
-from hybrid_engine.generation.batching.sequence import Prompt, Sequence
-from hybrid_engine.generation.end_tokens import answer_text, end_token_ids
-from hybrid_engine.generation.given_sequences import run_sequences
 from hybrid_engine.generation.live.batch import LiveBatch
 from hybrid_engine.generation.live.opening import live_batch
-from hybrid_engine.generation.options import GenerationOptions, read_options
-from hybrid_engine.rlhf.batch.journal import Journal
-from hybrid_engine.rlhf.batch.model import ModelOptions, load_answering, load_answering_tokenizer, most_tokens
-from hybrid_engine.rlhf.batch.shared import join, load_shared, telling
-from hybrid_engine.rlhf.batch.terminal import TERMINAL, check_row_options, opened, read_lines, write_answer
-from hybrid_engine.rlhf.data.bad_rows import each_good, told_together
+from hybrid_engine.generation.request.core import Prompt, Sequence, prompt_digest, sample_keys
+from hybrid_engine.generation.request.end_tokens import answer_text, end_token_ids
+from hybrid_engine.generation.request.options import GenerationOptions, read_options
+from hybrid_engine.rlhf.batch.journal import TERMINAL, Journal, check_row_options, opened, read_lines, write_answer
+from hybrid_engine.rlhf.batch.models import (
+    ModelOptions,
+    join,
+    load_answering,
+    load_answering_tokenizer,
+    load_shared,
+    most_tokens,
+    run_sequences,
+    telling,
+)
 from hybrid_engine.rlhf.data.encoding import encode_prompt
 from hybrid_engine.rlhf.data.reading import read_prompt_rows
-from hybrid_engine.rlhf.data.rows import PromptRow
-from hybrid_engine.rlhf.data.sources import DataSource
+from hybrid_engine.rlhf.data.rows import PromptRow, each_good, told_together
 from hybrid_engine.rlhf.runs.checks import LARGEST_SEED, check_at_least, check_between, check_count
+from hybrid_engine.rlhf.runs.columns import DataSource
 from hybrid_engine.rlhf.runs.options import RowOptions
 from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.rlhf.runs.stages import load_config

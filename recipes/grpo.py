@@ -26,13 +26,14 @@ from hybrid_engine.rl.aggregation import StepCounts, count_step
 from hybrid_engine.rl.shaping import overlong_penalty, without_cut_off
 from hybrid_engine.rlhf.algorithms.advantages import check_steps, compute_advantages, compute_step_advantages
 from hybrid_engine.rlhf.algorithms.choices import Algorithm
-from hybrid_engine.rlhf.algorithms.describing import describe
-from hybrid_engine.rlhf.algorithms.figures import policy_figures
+from hybrid_engine.rlhf.algorithms.figures import describe, policy_figures
 from hybrid_engine.rlhf.algorithms.objective import PolicyBatch, correction_weights, next_kl_coef, policy_objective
-from hybrid_engine.rlhf.data.micro_batches import DeviceFigures, Figures, train_in_parts
-from hybrid_engine.rlhf.data.sequences import note_rows
+from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, Figures, train_in_parts
+from hybrid_engine.rlhf.batches.sequences import note_rows
 from hybrid_engine.rlhf.experience.evaluation import (
+    FollowedAnswers,
     answer_sums,
+    follow,
     global_means,
     mean_sums,
     reference_sums,
@@ -40,17 +41,20 @@ from hybrid_engine.rlhf.experience.evaluation import (
     show_comparison,
     step_means,
 )
-from hybrid_engine.rlhf.experience.followed import FollowedAnswers, follow
-from hybrid_engine.rlhf.experience.groups import GroupSource, ScoredGroups
-from hybrid_engine.rlhf.experience.policy import Policy, build_policy, evaluate_policy
-from hybrid_engine.rlhf.experience.policy_experience import Experience, has_gradient, present_batch, trained_rows
-from hybrid_engine.rlhf.experience.rollout import SamplingOptions, warm_up
+from hybrid_engine.rlhf.experience.policy import (
+    Experience,
+    Policy,
+    build_policy,
+    evaluate_policy,
+    has_gradient,
+    present_batch,
+    trained_rows,
+)
+from hybrid_engine.rlhf.experience.rollout import GroupSource, SamplingOptions, ScoredGroups, warm_up
 from hybrid_engine.rlhf.experience.start import Start, prepare
 from hybrid_engine.rlhf.planning.following import follow_answers, write_result
-from hybrid_engine.rlhf.runs.best import Best, keep_highest
 from hybrid_engine.rlhf.runs.checkpoints import begin_run, load_checkpoints, save_checkpoints
 from hybrid_engine.rlhf.runs.checks import check_above, check_answers, check_count, check_finite
-from hybrid_engine.rlhf.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.rlhf.runs.options import (
     DataOptions,
     LoopOptions,
@@ -62,10 +66,10 @@ from hybrid_engine.rlhf.runs.options import (
     suitable_rate,
 )
 from hybrid_engine.rlhf.runs.precision import gradient_figures
-from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS
+from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS, METRICS, read_metrics
 from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.rlhf.runs.schedule import Schedule
-from hybrid_engine.rlhf.runs.stages import mix_seed, save_stage, seed_everything
+from hybrid_engine.rlhf.runs.stages import Best, keep_highest, mix_seed, save_stage, seed_everything
 
 PLOT_PANELS = {
     "reward": ["score", "held_out_pass_at_1"],

@@ -24,31 +24,28 @@ import torch
 from hybrid_engine.distributed.processes import gather_objects, get_world_size
 from hybrid_engine.recipes.dpo import update
 from hybrid_engine.rl.preferences import best_and_worst
+from hybrid_engine.rlhf.batches.micro_batches import check_budget
 from hybrid_engine.rlhf.data.encoding import EncodedPair
-from hybrid_engine.rlhf.data.micro_batches import check_budget
 from hybrid_engine.rlhf.experience.evaluation import (
     Evaluation,
+    FollowedAnswers,
     answer_sums,
     evaluate,
+    follow,
     global_means,
     reference_sums,
     score_sum,
     show_comparison,
 )
-from hybrid_engine.rlhf.experience.followed import FollowedAnswers, follow
-from hybrid_engine.rlhf.experience.groups import GroupSource, ScoredGroups
-from hybrid_engine.rlhf.experience.policy import Policy, build_policy
-from hybrid_engine.rlhf.experience.policy_experience import trained_rows
-from hybrid_engine.rlhf.experience.rollout import SamplingOptions, warm_up
+from hybrid_engine.rlhf.experience.policy import Policy, build_policy, trained_rows
+from hybrid_engine.rlhf.experience.rollout import GroupSource, SamplingOptions, ScoredGroups, warm_up
 from hybrid_engine.rlhf.experience.start import Start, prepare
 from hybrid_engine.rlhf.planning.following import follow_answers, write_result
 from hybrid_engine.rlhf.preference.answers import Reading
 from hybrid_engine.rlhf.preference.options import PairLossOptions
 from hybrid_engine.rlhf.preference.pairs import TrainingPair
-from hybrid_engine.rlhf.runs.best import Best, keep_highest
 from hybrid_engine.rlhf.runs.checkpoints import begin_run, load_checkpoints, save_checkpoints
 from hybrid_engine.rlhf.runs.checks import check_above, check_answers, check_count, check_divides
-from hybrid_engine.rlhf.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.rlhf.runs.options import (
     AnswerOptions,
     DataOptions,
@@ -59,10 +56,10 @@ from hybrid_engine.rlhf.runs.options import (
     is_due,
     suitable_rate,
 )
-from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS
+from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS, METRICS, read_metrics
 from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.rlhf.runs.schedule import Schedule
-from hybrid_engine.rlhf.runs.stages import save_stage, seed_everything
+from hybrid_engine.rlhf.runs.stages import Best, keep_highest, save_stage, seed_everything
 
 PLOT_PANELS = {
     "score": ["score", "held_out_score"],

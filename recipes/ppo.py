@@ -28,27 +28,32 @@ from hybrid_engine.rl.advantages import gae, whiten
 from hybrid_engine.rl.aggregation import token_mean
 from hybrid_engine.rl.kl import kl_k1
 from hybrid_engine.rl.losses import clipped_value_loss, explained_variance, policy_metrics, ppo_policy_loss
-from hybrid_engine.rlhf.data.micro_batches import DeviceFigures, train_in_parts
+from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, train_in_parts
+from hybrid_engine.rlhf.batches.sequences import in_parts, note_rows, response_logprobs, response_values
 from hybrid_engine.rlhf.data.prompts import select_prompts
-from hybrid_engine.rlhf.data.sequences import in_parts, note_rows, response_logprobs, response_values
-from hybrid_engine.rlhf.experience.critic_experience import CriticExperience, reward_tokens
 from hybrid_engine.rlhf.experience.evaluation import (
+    FollowedAnswers,
+    follow,
     global_means,
     mean_sums,
     score_sum,
     show_comparison,
     step_means,
 )
-from hybrid_engine.rlhf.experience.followed import FollowedAnswers, follow
-from hybrid_engine.rlhf.experience.own_tasks import SUMMARIES
-from hybrid_engine.rlhf.experience.role_figures import evaluate_held_out, judge, rollout_sums
-from hybrid_engine.rlhf.experience.roles import Roles, build_roles
+from hybrid_engine.rlhf.experience.roles import (
+    CriticExperience,
+    Roles,
+    build_roles,
+    evaluate_held_out,
+    judge,
+    reward_tokens,
+    rollout_sums,
+)
 from hybrid_engine.rlhf.experience.rollout import Rollout, SamplingOptions, sample, warm_up
-from hybrid_engine.rlhf.experience.start import Start, prepare
+from hybrid_engine.rlhf.experience.start import SUMMARIES, Start, prepare
 from hybrid_engine.rlhf.planning.following import follow_answers, write_result
 from hybrid_engine.rlhf.rewards.scores import reward_figures
 from hybrid_engine.rlhf.runs.adapters import check_shared_base
-from hybrid_engine.rlhf.runs.best import Best, keep_highest
 from hybrid_engine.rlhf.runs.checkpoints import SavedRun, begin_run, load_checkpoints, save_checkpoints
 from hybrid_engine.rlhf.runs.checks import (
     check_above,
@@ -58,7 +63,6 @@ from hybrid_engine.rlhf.runs.checks import (
     check_divides,
     check_finite,
 )
-from hybrid_engine.rlhf.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.rlhf.runs.options import (
     DataOptions,
     LoopOptions,
@@ -69,10 +73,10 @@ from hybrid_engine.rlhf.runs.options import (
     is_due,
     suitable_rate,
 )
-from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS
+from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS, METRICS, read_metrics
 from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.rlhf.runs.schedule import Schedule
-from hybrid_engine.rlhf.runs.stages import mix_seed, save_stage, seed_everything
+from hybrid_engine.rlhf.runs.stages import Best, keep_highest, mix_seed, save_stage, seed_everything
 
 PLOT_PANELS = {
     "reward": ["score", "judge_pass_rate"],

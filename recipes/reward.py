@@ -26,16 +26,14 @@ import hybrid_engine
 from hybrid_engine.containers.streams import send_to_device
 from hybrid_engine.distributed.processes import get_rank, get_world_size, on_rank_zero
 from hybrid_engine.rl.reward_model import bradley_terry_loss, centring_loss
+from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, check_budget, train_in_parts
+from hybrid_engine.rlhf.batches.packable import pack_where_exact
+from hybrid_engine.rlhf.batches.passes import Items, in_passes, split
+from hybrid_engine.rlhf.batches.sequences import recompute_activations
 from hybrid_engine.rlhf.data.encoding import read_template
-from hybrid_engine.rlhf.data.micro_batches import DeviceFigures, check_budget, train_in_parts
-from hybrid_engine.rlhf.data.packable import pack_where_exact
-from hybrid_engine.rlhf.data.pair_corpus import PairCorpus, load_pair_corpus
-from hybrid_engine.rlhf.data.pairs import Pair
-from hybrid_engine.rlhf.data.pass_shapes import Items
-from hybrid_engine.rlhf.data.passes import in_passes, split
 from hybrid_engine.rlhf.experience.evaluation import step_means
 from hybrid_engine.rlhf.planning.following import follow_scored_pairs, write_result
-from hybrid_engine.rlhf.rewards.classifier import (
+from hybrid_engine.rlhf.rewards.learned import (
     ROWS_PER_PASS,
     build_classifier,
     load_scoring_tokenizer,
@@ -54,11 +52,9 @@ from hybrid_engine.rlhf.runs.checkpoints import (
 )
 from hybrid_engine.rlhf.runs.checks import check_above, check_at_least, check_count, check_divides
 from hybrid_engine.rlhf.runs.engine_config import build_engine_config, largest_micro_batch
-from hybrid_engine.rlhf.runs.metrics_file import read_metrics
 from hybrid_engine.rlhf.runs.options import AdapterOptions, DataOptions, ResumeOptions, is_due
 from hybrid_engine.rlhf.runs.precision import gradient_figures
-from hybrid_engine.rlhf.runs.recomputation import recompute_activations
-from hybrid_engine.rlhf.runs.run_folder import checkpoints_of, results_of
+from hybrid_engine.rlhf.runs.run_folder import checkpoints_of, read_metrics, results_of
 from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.rlhf.runs.schedule import Schedule
 from hybrid_engine.rlhf.runs.stages import (
@@ -67,6 +63,7 @@ from hybrid_engine.rlhf.runs.stages import (
     move_aside,
     seed_everything,
 )
+from hybrid_engine.rlhf.tasks.corpus import Pair, PairCorpus, load_pair_corpus
 
 
 @dataclass(frozen=True, kw_only=True)

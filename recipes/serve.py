@@ -24,12 +24,17 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedToken
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.distributed.processes import default_device, on_rank_zero
 from hybrid_engine.generation.batching.demand import BLOCK_SIZE
+from hybrid_engine.generation.batching.memory import free_and_total_bytes, read_memory
 from hybrid_engine.generation.live.opening import count_tokens
-from hybrid_engine.generation.memory.budget import read_memory
-from hybrid_engine.generation.memory.usage import free_and_total_bytes
-from hybrid_engine.rlhf.batch.adapters import load_with_adapters, peft_names, read_adapters
-from hybrid_engine.rlhf.batch.model import BaseModelOptions, most_tokens
-from hybrid_engine.rlhf.batch.shared import join, load_shared
+from hybrid_engine.rlhf.batch.models import (
+    BaseModelOptions,
+    join,
+    load_shared,
+    load_with_adapters,
+    most_tokens,
+    peft_names,
+    read_adapters,
+)
 from hybrid_engine.rlhf.runs.checks import check_at_least, check_between, check_count, check_one_of
 from hybrid_engine.rlhf.runs.precision import torch_dtype
 from hybrid_engine.rlhf.runs.run_log import say

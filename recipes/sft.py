@@ -24,19 +24,18 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 import hybrid_engine
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size, on_rank_zero
 from hybrid_engine.rl.aggregation import token_mean
-from hybrid_engine.rlhf.data.corpus import TASKS, Corpus, load_corpus
-from hybrid_engine.rlhf.data.encoding import Encoded
-from hybrid_engine.rlhf.data.micro_batches import DeviceFigures, check_budget, train_in_parts
-from hybrid_engine.rlhf.data.packable import pack_where_exact
-from hybrid_engine.rlhf.data.pass_shapes import Items
-from hybrid_engine.rlhf.data.passes import in_passes, split, turns
-from hybrid_engine.rlhf.data.sequences import (
+from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, check_budget, train_in_parts
+from hybrid_engine.rlhf.batches.packable import pack_where_exact
+from hybrid_engine.rlhf.batches.passes import Items, in_passes, split, turns
+from hybrid_engine.rlhf.batches.sequences import (
     NUM_POOLED,
     Sequences,
     build_sequences,
     epochs_of_similar_length,
+    recompute_activations,
     response_logprobs,
 )
+from hybrid_engine.rlhf.data.encoding import Encoded
 from hybrid_engine.rlhf.planning.following import follow_examples, write_result
 from hybrid_engine.rlhf.runs.adapters import add_adapter, check_trainable
 from hybrid_engine.rlhf.runs.checkpoints import (
@@ -50,11 +49,9 @@ from hybrid_engine.rlhf.runs.checkpoints import (
 )
 from hybrid_engine.rlhf.runs.checks import check_above, check_count, check_divides, check_one_of
 from hybrid_engine.rlhf.runs.engine_config import build_engine_config, largest_micro_batch
-from hybrid_engine.rlhf.runs.metrics_file import read_metrics
 from hybrid_engine.rlhf.runs.options import AdapterOptions, DataOptions, ResumeOptions, is_due
 from hybrid_engine.rlhf.runs.precision import gradient_figures
-from hybrid_engine.rlhf.runs.recomputation import recompute_activations
-from hybrid_engine.rlhf.runs.run_folder import checkpoints_of, results_of
+from hybrid_engine.rlhf.runs.run_folder import checkpoints_of, read_metrics, results_of
 from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.rlhf.runs.schedule import Schedule
 from hybrid_engine.rlhf.runs.stages import (
@@ -65,6 +62,7 @@ from hybrid_engine.rlhf.runs.stages import (
     save_stage,
     seed_everything,
 )
+from hybrid_engine.rlhf.tasks.corpus import TASKS, Corpus, load_corpus
 from hybrid_engine.rlhf.tasks.small_llama import FOR_TEXT, USUAL, build_small_llama, check_size
 
 

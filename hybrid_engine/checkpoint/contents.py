@@ -3,14 +3,15 @@
 A trained bf16 or fp16 parameter is stored as its fp32 master only: the parameter is the master, rounded.
 """
 
+import random
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
-from hybrid_engine.checkpoint.options import describe_optimizer
-from hybrid_engine.checkpoint.random_state import get_random_state
+from hybrid_engine.checkpoint.comparison import describe_optimizer
 from hybrid_engine.distributed.processes import gather_objects
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.optim.optimizer import ZeroOptimizer
@@ -18,7 +19,6 @@ from hybrid_engine.optim.training_state import TrainingState
 from hybrid_engine.zero.sharding import saved_buffers
 
 Result = TypeVar("Result")
-
 WEIGHTS = "weights."
 """What the keys of weights and buffers begin with."""
 OPTIMIZER = "optimizer."
@@ -147,3 +147,31 @@ def _tied_names(module: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     named = module.named_parameters(remove_duplicate=False)
     return {name: first[id(p)] for name, p in named if first.setdefault(id(p), name) != name}
+
+
+def get_random_state() -> dict[str, Any]:
+    """The states as values that `torch.load(weights_only=True)` reads back."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (str(name), torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Sets what `get_random_state` returned; a GPU's state is left alone where there is none."""
+    random.setstate(state["python"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds every generator whose state is kept here."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from hybrid_engine.checkpoint.names import check_file_name, check_folder
-from hybrid_engine.checkpoint.peft_models import without_renamed_attribute_warning
-from hybrid_engine.checkpoint.saved_logits import Probe, check_saved_logits
+from hybrid_engine.checkpoint.manifest import check_file_name, check_folder
+from hybrid_engine.checkpoint.saved_logits import Probe, check_saved_logits, without_renamed_attribute_warning
 from hybrid_engine.checkpoint.work_folder import save_state_dict, writing_files
 from hybrid_engine.containers.linear import active_adapters, carries_lora, stores_transposed
 from hybrid_engine.containers.quantised import dequantise_weight_of, is_quantised
@@ -30,6 +30,7 @@ from hybrid_engine.zero.sharding import full_tensor
 from hybrid_engine.zero.split_module import is_split_class
 
 STATE_DICT = "pytorch_model.bin"
+WEIGHTS = "adapter_model.safetensors"
 
 
 def save_16bit_model(
@@ -268,3 +269,30 @@ def _write(model: PreTrainedModel, folder: Path, probe: Probe | None) -> None:
 def _write_state(state: dict[str, Any], folder: Path, filename: str) -> None:
     with writing_files(folder) as writing:
         save_state_dict(state, writing / filename)
+
+
+def save_adapter(module: nn.Module, folder: Path) -> bool:
+    """Saves the active adapter of a `PeftModel`, in the precision it computes in; collective.
+
+    The files are those of peft's own `save_pretrained`; `module` may be sharded, with nothing gathered.
+
+    Returns:
+        Whether there was an adapter to save; without one nothing is written.
+    """
+    if not isinstance(module, PeftModel):
+        return False
+    adapter = module.active_adapter
+    left_out = {name for name, _ in module.named_parameters(remove_duplicate=False) if adapter not in name.split(".")}
+    weights = gather_weights(module, left_out)
+    on_rank_zero(lambda: _write_adapter(module, adapter, weights, folder))
+    return True
+
+
+def _write_adapter(module: PeftModel, adapter: str, weights: dict, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    state = get_peft_model_state_dict(module, weights, adapter, save_embedding_layers=False)
+    state = unshared({name: tensor.contiguous() for name, tensor in state.items()})
+    save_file(state, folder / WEIGHTS, {"format": "pt"})
+    config = copy.deepcopy(module.peft_config[adapter])
+    config.inference_mode = True
+    config.save_pretrained(str(folder))

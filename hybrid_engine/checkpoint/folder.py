@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_engine.checkpoint import work_folder
-from hybrid_engine.checkpoint.manifest import MANIFEST, is_manifest, list_files, write_manifest
-from hybrid_engine.checkpoint.names import LATEST, check_tag
+from hybrid_engine.checkpoint.manifest import LATEST, MANIFEST, check_tag, is_manifest, list_files, write_manifest
 
 DEEPSPEEDS_FILES = ("*model_states.pt", "zero/*")
 """What every checkpoint of DeepSpeed has, at each ZeRO stage, and a universal one."""

@@ -1,8 +1,9 @@
 """Loads a checkpoint into a ZeroEngine: all of it is read and checked before anything of the engine is changed."""
 
+import copy
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -10,7 +11,6 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from hybrid_engine.checkpoint import folder as folders
-from hybrid_engine.checkpoint.checksums import check_files
 from hybrid_engine.checkpoint.comparison import Wanted, check_manifest, warn_of_differences
 from hybrid_engine.checkpoint.contents import (
     COUNTERS,
@@ -18,17 +18,14 @@ from hybrid_engine.checkpoint.contents import (
     OPTIMIZER,
     build_manifest,
     collect_weights,
+    get_random_state,
     named_param_groups,
     optimizer_keys,
+    set_random_state,
     with_shards,
 )
-from hybrid_engine.checkpoint.manifest import read_manifest
-from hybrid_engine.checkpoint.names import check_folder
-from hybrid_engine.checkpoint.plain_values import STATE_FILE, read_values
-from hybrid_engine.checkpoint.random_state import set_random_state
-from hybrid_engine.checkpoint.tensor_files import read_tensors
-from hybrid_engine.checkpoint.tensor_index import INDEX_FILE, read_index
-from hybrid_engine.checkpoint.undo import Undo
+from hybrid_engine.checkpoint.manifest import check_files, check_folder, read_manifest
+from hybrid_engine.checkpoint.tensor_files import INDEX_FILE, STATE_FILE, read_index, read_tensors, read_values
 from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
 from hybrid_engine.distributed.processes import on_rank_zero
 from hybrid_engine.distributed.verdict import agree
@@ -40,6 +37,61 @@ logger = logging.getLogger("hybrid_engine")
 Result = TypeVar("Result")
 NamedState = dict[str, dict[str, torch.Tensor]]
 """Tensors of an optimizer's state by their key, by parameter name."""
+
+
+class Undo:
+    """What an engine that trains was before a load, except its weights, which are exchanged for others and back.
+
+    Of the optimizer's tensors it keeps references: loading puts others in their place.
+    """
+
+    def __init__(self, training: TrainingState) -> None:
+        self._training = training
+        self._exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._random = get_random_state()
+        self._measured = training.measured_values()
+        self._counters = {name: getattr(training, name) for name in (*COUNTERS, "micro_steps")}
+        # Schedulers may hand out their own lists.
+        self._states = [(part, copy.deepcopy(part.state_dict())) for part in _parts(training)]
+        inner: Any = training.optimizer.inner if training.optimizer is not None else None
+        self._inner, self._fields = inner, dict(vars(inner)) if inner is not None else {}
+        self._groups = [dict(group) for group in inner.param_groups] if inner is not None else []
+
+    @torch.no_grad()
+    def exchange(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Exchanges the contents of each two tensors."""
+        for live, staged in pairs:
+            before = live.clone()
+            live.copy_(staged)
+            staged.copy_(before)
+            self._exchanged.append((live, staged))
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Makes the engine what it was."""
+        for live, staged in self._exchanged:
+            live.copy_(staged)
+        if self._inner is not None:
+            vars(self._inner).clear()
+            vars(self._inner).update(self._fields)
+            for group, before in zip(self._inner.param_groups, self._groups, strict=True):
+                group.clear()
+                group.update(before)
+        for part, state in self._states:
+            part.load_state_dict(state)
+        for name, value in self._counters.items():
+            setattr(self._training, name, value)
+        set_random_state(self._random)
+        self._training.restore_measured_values(self._measured)
+        if self._training.optimizer is not None:
+            self._training.optimizer.masters.write_back()
+
+
+def _parts(training: TrainingState) -> list[Any]:
+    parts: list[Any] = [training.lr_scheduler, training.training_dataloader]
+    if training.optimizer is not None:
+        parts.append(training.optimizer.loss_scaler)
+    return [part for part in parts if part is not None]
 
 
 class Opened(NamedTuple):

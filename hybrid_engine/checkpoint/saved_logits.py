@@ -9,6 +9,7 @@ T tokens, V vocabulary (or labels of a classifier), K experts of a token.
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,6 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 logger = logging.getLogger("hybrid_engine")
-
 SPREAD, LAST = 24, 8
 """How many tokens of the whole vocabulary are asked for, and of its end, where new tokens stand."""
 FP32_BOUND, HALF_BOUND = 2e-3, 0.1
@@ -195,3 +195,15 @@ def _logits(module: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
             part.training = training
     logits = output.logits if getattr(output, "logits", None) is not None else output[0]
     return logits.float().cpu().flatten(0, -2)
+
+
+@contextmanager
+def without_renamed_attribute_warning() -> Iterator[None]:
+    """For the construction of a `PeftModel`, which reads an attribute that transformers has renamed.
+
+    peft 0.21.2 asks a model for `is_gradient_checkpointing` and transformers 5.23 answers with a FutureWarning. Neither
+    can be told to do otherwise: the attribute is a property, and peft asks for it always.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+        yield

@@ -1,14 +1,18 @@
 """Saves a checkpoint of a ZeroEngine: everything needed to go on as if the run had never stopped."""
 
+import errno
+import fcntl
 import logging
 import os
 import shutil
+import socket
+import weakref
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hybrid_engine.checkpoint import folder as folders
-from hybrid_engine.checkpoint.checksums import file_checksum
 from hybrid_engine.checkpoint.contents import (
     WEIGHTS,
     build_manifest,
@@ -18,16 +22,72 @@ from hybrid_engine.checkpoint.contents import (
     other_copies,
     with_shards,
 )
-from hybrid_engine.checkpoint.lock import lock_folder
-from hybrid_engine.checkpoint.names import check_folder, check_tag
-from hybrid_engine.checkpoint.plain_values import STATE_FILE, serialize
-from hybrid_engine.checkpoint.tensor_files import write_tensors
+from hybrid_engine.checkpoint.manifest import check_folder, check_tag, file_checksum
+from hybrid_engine.checkpoint.tensor_files import STATE_FILE, serialize, write_tensors
 from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
 from hybrid_engine.distributed.processes import gather_objects, on_rank_zero
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.optim.training_state import TrainingState
 
+LOCK_FILE = ".hybrid_engine.lock"
+TAKEN = {errno.EACCES, errno.EAGAIN}
+# The system counts locks by process, and closing any descriptor of a locked file gives up the process's lock: a second
+# engine that saves there must get the same object. The key is (process, device, inode).
+_held: "weakref.WeakValueDictionary[tuple[int, int, int], FolderLock]" = weakref.WeakValueDictionary()
 logger = logging.getLogger("hybrid_engine")
+
+
+class FolderLock:
+    """Keeps other processes from saving into a folder for as long as it lives."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._closing = weakref.finalize(self, os.close, descriptor)
+
+
+def lock_folder(directory: Path) -> FolderLock:
+    """A lock on `directory`, shared by all engines of this process.
+
+    On a file system without locks there is only a warning.
+
+    Raises:
+        ValueError: another process holds it.
+        OSError: the lock's file cannot be made.
+    """
+    path = directory / LOCK_FILE
+    if path.exists() and (held := _held.get(_key(path))) is not None:
+        return held
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in TAKEN:
+            os.close(descriptor)
+            raise ValueError(_describe_holder(directory, path)) from None
+        logger.warning("%s: the file system has no locks (%s); let only one run save there", directory, error)
+    else:
+        _sign(descriptor)
+    lock = _held[_key(path)] = FolderLock(descriptor)
+    return lock
+
+
+def _key(path: Path) -> tuple[int, int, int]:
+    status = path.stat()
+    return os.getpid(), status.st_dev, status.st_ino
+
+
+def _sign(descriptor: int) -> None:
+    """Leaves a note for others. A full disk is no reason to refuse the lock."""
+    with suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+
+
+def _describe_holder(directory: Path, path: Path) -> str:
+    holder = path.read_text(errors="replace").strip() or "another process"
+    return (
+        f"save_dir={str(directory)!r} is in use: {holder} saves its checkpoints there; give each run a folder of its "
+        f"own, or end that process"
+    )
 
 
 def save(

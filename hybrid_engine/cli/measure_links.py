@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError(f"--megabytes={options.megabytes} must be at least 1, or latency alone is measured")
     if options.repeats < 1:
         raise ValueError(f"--repeats={options.repeats} must be at least 1")
-    measuring = importlib.import_module("hybrid_engine.extensions.parallelize.planning.measuring")  # needs torch
+    measuring = importlib.import_module("hybrid_engine.extensions.parallelize.planning.machine")  # needs torch
     processes = importlib.import_module("hybrid_engine.distributed.processes")
     measured_path = importlib.import_module("hybrid_engine.extensions.parallelize.planning.options").measured_path
     processes.init_distributed()

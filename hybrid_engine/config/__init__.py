@@ -8,6 +8,7 @@ row of `keys.py`; anything else is an error or reported, so a misspelt option ca
 `docs/config.md` lists them all and is written by `python -m hybrid_engine.cli.config_page`.
 """
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -17,26 +18,23 @@ from typing import Any, TypeVar
 import torch
 
 from hybrid_engine.config.auto import resolve_auto, without_auto
-from hybrid_engine.config.batch_sizes import solve_batch_sizes
 from hybrid_engine.config.blocks import (
     ActivationCheckpointingConfig,
     Bf16Config,
     CheckpointConfig,
-    Fp16Config,
-    OffloadConfig,
-    OffloadParamConfig,
-    ZeroConfig,
-)
-from hybrid_engine.config.checks import check_choice, check_flag, check_integer, check_number
-from hybrid_engine.config.generation import HybridEngineConfig
-from hybrid_engine.config.notices import say_once
-from hybrid_engine.config.observing import (
     CometConfig,
     CsvMonitorConfig,
     FlopsProfilerConfig,
+    Fp16Config,
+    HybridEngineConfig,
+    OffloadConfig,
+    OffloadParamConfig,
     TensorBoardConfig,
     WandbConfig,
+    ZeroConfig,
 )
+from hybrid_engine.config.checks import check_choice, check_flag, check_integer, check_number
+from hybrid_engine.config.notices import say_once
 from hybrid_engine.config.optimizer import (
     OptimizerConfig,
     SchedulerConfig,
@@ -44,19 +42,6 @@ from hybrid_engine.config.optimizer import (
     build_scheduler_config,
 )
 from hybrid_engine.config.reading import child_block, read_block, read_json, with_integers
-
-__all__ = [
-    "Bf16Config",
-    "EngineConfig",
-    "Fp16Config",
-    "HybridEngineConfig",
-    "OffloadConfig",
-    "OffloadParamConfig",
-    "OptimizerConfig",
-    "SchedulerConfig",
-    "ZeroConfig",
-    "load_config",
-]
 
 Block = TypeVar("Block")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -86,6 +71,21 @@ MAY_DIFFER = (
     "wandb",
 )
 """Keys that need not be the same on all processes."""
+BATCH_PRODUCT = "train_micro_batch_size_per_gpu * gradient_accumulation_steps * world_size"
+
+
+__all__ = [
+    "Bf16Config",
+    "EngineConfig",
+    "Fp16Config",
+    "HybridEngineConfig",
+    "OffloadConfig",
+    "OffloadParamConfig",
+    "OptimizerConfig",
+    "SchedulerConfig",
+    "ZeroConfig",
+    "load_config",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,3 +339,53 @@ def _build_zero(block: dict[str, Any], without_effect: list[str]) -> ZeroConfig:
     if result.offload_param.device == "cpu" and not result.offloads_parameters:
         without_effect.append(f"{path}.offload_param (read at stage 3)")
     return result
+
+
+def solve_batch_sizes(train: int | None, micro: int | None, steps: int | None, world_size: int) -> dict[str, int]:
+    """The three batch sizes from those given (None: not given), by DeepSpeed's rules.
+
+    Any two give the third; one of the first two alone means one accumulation step.
+
+    Raises:
+        ValueError: for a value below 1, a division with a remainder, or a triple that contradicts itself.
+    """
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    for name, value in zip(names, (train, micro, steps), strict=True):
+        if value is not None:
+            check_integer(name, value, 1)
+    if train is None and micro is None:
+        raise ValueError(
+            "train_batch_size and train_micro_batch_size_per_gpu are both missing; give one of them: "
+            f"train_batch_size = {BATCH_PRODUCT}"
+        )
+    if steps is None and (train is None or micro is None):
+        steps = 1
+    if train is None:
+        assert micro is not None and steps is not None
+        train = micro * steps * world_size
+    elif micro is None:
+        assert steps is not None
+        micro = _divide(train, {"gradient_accumulation_steps": steps, "world_size": world_size})
+    elif steps is None:
+        steps = _divide(train, {"train_micro_batch_size_per_gpu": micro, "world_size": world_size})
+    assert micro is not None and steps is not None
+    if train != micro * steps * world_size:
+        raise ValueError(
+            f"train_batch_size={train} must be {BATCH_PRODUCT}"
+            f" = {micro} * {steps} * {world_size} = {micro * steps * world_size}; "
+            f"set train_batch_size to {micro * steps * world_size} or remove one of the three"
+        )
+    return dict(zip(names, (train, micro, steps), strict=True))
+
+
+def _divide(train: int, factors: dict[str, int]) -> int:
+    product = math.prod(factors.values())
+    if train % product:
+        rest = train % product
+        choices = [str(size) for size in (train - rest, train - rest + product) if size > 0]
+        raise ValueError(
+            f"train_batch_size={train} must be a multiple of {' * '.join(factors)}"
+            f" = {' * '.join(map(str, factors.values()))} = {product}, but {train} / {product} leaves {rest}; "
+            f"set train_batch_size to {' or '.join(choices)}"
+        )
+    return train // product

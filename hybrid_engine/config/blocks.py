@@ -1,8 +1,16 @@
 """The blocks that say how the engine trains and saves: sharding, precision, recomputation, checkpoints."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from hybrid_engine.config.checks import check_choice, check_flag, check_integer, check_number
+from hybrid_engine.config.checks import (
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    check_path_inside,
+    check_text,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,3 +173,176 @@ class CheckpointConfig:
         name = self.tag_validation
         object.__setattr__(self, "tag_validation", name.capitalize() if isinstance(name, str) else name)
         check_choice("checkpoint.tag_validation", self.tag_validation, ("Ignore", "Warn", "Fail"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridEngineConfig:
+    """`hybrid_engine`: generation inside the training engine."""
+
+    prefix: ClassVar[str] = "hybrid_engine."
+    """What messages of generation put before a key, to name it as its user gives it."""
+    enabled: bool = False
+    """Whether `initialize` returns a `HybridEngine` instead of a `ZeroEngine`."""
+    max_out_tokens: int = 512
+    """Prompt and answer tokens that one sequence may hold together."""
+    inference_tp_size: int = 1
+    """Tensor-parallel degree inside `generate()`: so many consecutive processes share the model and their prompts."""
+    release_inference_cache: bool = False
+    """Whether the KV workspace gives its memory back after each `generate()`; false keeps it where there is room."""
+    pin_parameters: bool = True
+    """Gather the whole model once around `generate()`, adapters fused, quantised weights dequantised; false streams it
+    layer by layer, in the memory of two."""
+    enable_cuda_graph: bool = True
+    """Whether a decode step is replayed wherever it can be: on a GPU as one graph, on a CPU from a tape of its calls.
+
+    DeepSpeed's default is false.
+    """
+    tp_gather_partition_size: int = 8
+    """Layers whose parts are on their way at a time when processes share the model."""
+    max_running: int = 0
+    """Rows decoded at once; 0 lets the engine choose. This key and those below are not DeepSpeed's."""
+    kv_block_size: int = 0
+    """Tokens per block of the KV workspace; 0 lets the engine choose."""
+    max_kv_blocks: int = 0
+    """Cap on the blocks of the KV workspace; 0 sizes it from the demand and the free memory."""
+    training_free_share: float = 0.1
+    """The KV workspace stays through `train()` if beside what training takes this share of memory is free; 1: never."""
+    print_latency: bool = True
+    """Whether `eval()` prints where the iteration's time went, as DeepSpeed's does; `latency_stats()` has it always."""
+
+    exact: bool = False
+    """Whether a token's log-probability has the same bits in every batch and in training: docs/exact.md."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "enabled",
+            "release_inference_cache",
+            "pin_parameters",
+            "enable_cuda_graph",
+            "print_latency",
+            "exact",
+        ):
+            check_flag(f"hybrid_engine.{name}", getattr(self, name))
+        for name in ("max_out_tokens", "inference_tp_size", "tp_gather_partition_size"):
+            check_integer(f"hybrid_engine.{name}", getattr(self, name), 1)
+        for name in ("max_running", "kv_block_size", "max_kv_blocks"):
+            check_integer(f"hybrid_engine.{name}", getattr(self, name), 0)
+        check_number("hybrid_engine.training_free_share", self.training_free_share, 0, 1)
+        if self.inference_tp_size > 1 and not self.pin_parameters:
+            raise ValueError(
+                f"hybrid_engine.inference_tp_size={self.inference_tp_size} keeps each process's part of the weights "
+                "for a whole rollout, which pin_parameters=false forbids; leave pin_parameters at true"
+            )
+        if self.exact and (self.inference_tp_size > 1 or not self.pin_parameters):
+            raise ValueError(
+                "hybrid_engine.exact generates with the whole model on each process; use inference_tp_size=1 and "
+                "pin_parameters=true"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorBoardConfig:
+    """`tensorboard`: events for TensorBoard, through accelerate's tracker."""
+
+    enabled: bool = False
+    """Whether they are written."""
+    output_path: str = ""
+    """The folder; empty is the working directory."""
+    job_name: str = "DeepSpeedJobName"
+    """The folder inside it."""
+
+    def __post_init__(self) -> None:
+        check_flag("tensorboard.enabled", self.enabled)
+        check_text("tensorboard.output_path", self.output_path)
+        check_path_inside("tensorboard.job_name", self.job_name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CsvMonitorConfig:
+    """`csv_monitor`: one file of rows `step, value` for each quantity."""
+
+    enabled: bool = False
+    """Whether they are written."""
+    output_path: str = ""
+    """The folder; empty is the working directory."""
+    job_name: str = "DeepSpeedJobName"
+    """The folder inside it."""
+
+    def __post_init__(self) -> None:
+        check_flag("csv_monitor.enabled", self.enabled)
+        check_text("csv_monitor.output_path", self.output_path)
+        check_path_inside("csv_monitor.job_name", self.job_name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbConfig:
+    """`wandb`: Weights & Biases, through accelerate's tracker."""
+
+    enabled: bool = False
+    """Whether values are sent."""
+    project: str = "deepspeed"
+    """The project."""
+    group: str | None = None
+    """The group of runs."""
+    team: str | None = None
+    """The team (wandb's entity)."""
+
+    def __post_init__(self) -> None:
+        check_flag("wandb.enabled", self.enabled)
+        for name in ("project", "group", "team"):
+            check_text(f"wandb.{name}", getattr(self, name), is_optional=name != "project")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CometConfig:
+    """`comet`: Comet, through accelerate's tracker."""
+
+    enabled: bool = False
+    """Whether values are sent."""
+    project: str | None = None
+    """The project; null leaves it to Comet's own configuration."""
+    workspace: str | None = None
+    """The workspace."""
+    api_key: str | None = None
+    """The key."""
+    experiment_name: str | None = None
+    """The name of the experiment."""
+    experiment_key: str | None = None
+    """The key of an experiment to go on with."""
+    online: bool | None = None
+    """False stores the experiment on disk."""
+    mode: str | None = None
+    """"get", "create" or "get_or_create"."""
+
+    def __post_init__(self) -> None:
+        check_flag("comet.enabled", self.enabled)
+        if self.online is not None:
+            check_flag("comet.online", self.online)
+        for name in ("project", "workspace", "api_key", "experiment_name", "experiment_key", "mode"):
+            check_text(f"comet.{name}", getattr(self, name), is_optional=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlopsProfilerConfig:
+    """`flops_profiler`: the floating-point operations of one step, counted by PyTorch's FlopCounterMode."""
+
+    enabled: bool = False
+    """Whether they are counted."""
+    profile_step: int = 1
+    """The optimizer step, counted from 0, whose first micro-batch is profiled; -1 profiles none."""
+    module_depth: int = -1
+    """Levels of submodules in the table; -1 shows all."""
+    top_modules: int = 1
+    """Rows of the table without `detailed`, those with the most operations."""
+    detailed: bool = True
+    """Whether all modules down to `module_depth` are shown."""
+    output_file: str | None = None
+    """The file to write to; null prints."""
+
+    def __post_init__(self) -> None:
+        check_flag("flops_profiler.enabled", self.enabled)
+        check_flag("flops_profiler.detailed", self.detailed)
+        check_integer("flops_profiler.profile_step", self.profile_step, -1)
+        check_integer("flops_profiler.module_depth", self.module_depth, -1)
+        check_integer("flops_profiler.top_modules", self.top_modules, 1)
+        check_text("flops_profiler.output_file", self.output_file, is_optional=True)

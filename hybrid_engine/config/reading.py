@@ -11,6 +11,7 @@ import binascii
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -18,7 +19,6 @@ from typing import Any
 from hybrid_engine.config.auto import AUTO, without_auto
 from hybrid_engine.config.blocks import ZeroConfig
 from hybrid_engine.config.checks import whole_number
-from hybrid_engine.config.json_comments import without_comments
 from hybrid_engine.config.keys import (
     CALLED_ELSEWHERE,
     MISTAKEN,
@@ -33,6 +33,10 @@ from hybrid_engine.config.keys import (
 MISSPELT = 0.8
 """How alike (difflib's ratio) an unknown key at the top level and a known one are if it is an error: "monitor" and
 "csv_monitor" are two things at 0.78, "train_micro_batch_size" and the full name are one at 0.85."""
+STRING = r'"(?:\\.|[^"\\\n])*"'
+COMMENT = r"(?://|\#)[^\n]*|/\*.*?\*/"
+_strings_and_comments = re.compile(f"({STRING})|{COMMENT}", re.DOTALL)
+_strings_and_trailing_commas = re.compile(rf"({STRING})|,(?=\s*[\]}}])", re.DOTALL)
 
 
 def join(path: str, key: str) -> str:
@@ -200,3 +204,21 @@ def _without_pairs(content: Any, path: str) -> Any:
     if isinstance(content, list):
         return [_without_pairs(value, f"{path}[{index}]") for index, value in enumerate(content)]
     return content
+
+
+def without_comments(text: str) -> str:
+    """`text` with spaces for `// ...`, `# ...`, `/* ... */` and trailing commas, but not inside strings.
+
+    Every other character stays where it is, so errors that a JSON parser finds have the file's line and column.
+    """
+    return _strings_and_trailing_commas.sub(_blank_comma, _strings_and_comments.sub(_blank_comment, text))
+
+
+def _blank_comment(found: re.Match[str]) -> str:
+    return found[1] or re.sub(r"[^\n]", " ", found[0])
+
+
+def _blank_comma(found: re.Match[str]) -> str:
+    before = found.string[: found.start()].rstrip()[-1:]
+    follows_value = before.isalnum() or before in ('"', "]", "}")  # in `[,]` it does not, and is an error
+    return found[1] or (" " if follows_value else ",")

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hybrid_engine.distributed.host_groups import host_group
+from hybrid_engine.distributed.groups import host_group
 
 SECONDS_TO_HEAR = 2.0
 """How long a process whose collective has failed waits to hear why."""

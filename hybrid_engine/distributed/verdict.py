@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.distributed.host_groups import host_group
+from hybrid_engine.distributed.groups import host_group
 
 Result = TypeVar("Result")
 _MARKS = (0x4879627269, -0x4879627269)

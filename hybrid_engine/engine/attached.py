@@ -13,26 +13,26 @@ device, `fully_shard`. B prompts, P their padded length, G samples of each, T th
 import difflib
 import threading
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import GenerationConfig
+from transformers.generation import GenerateDecoderOnlyOutput
 
-from hybrid_engine.config.generation import HybridEngineConfig
+from hybrid_engine.config.blocks import HybridEngineConfig
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
 from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.engine.attached_layout import as_found, find_sharding, fingerprint, own_forward, reason_unreadable
-from hybrid_engine.engine.attached_output import as_transformers
-from hybrid_engine.engine.rollout_func import completions, prompt_tensors, tokenize
-from hybrid_engine.generation.fewer_rows import roll_out_what_fits
-from hybrid_engine.generation.generator import Generator
-from hybrid_engine.generation.module_generate import PutGenerate
-from hybrid_engine.generation.preparing import prepare
+from hybrid_engine.generation.batching.plan import Request
 from hybrid_engine.generation.probing.agreement import LogprobDifference, evaluating
-from hybrid_engine.generation.report import describe_generation
-from hybrid_engine.generation.request import Request
+from hybrid_engine.generation.rollout.generator import Generator
+from hybrid_engine.generation.rollout.module_generate import PutGenerate, roll_out_what_fits
+from hybrid_engine.generation.rollout.output import GenerateOutput
+from hybrid_engine.generation.rollout.preparing import prepare
+from hybrid_engine.generation.rollout.report import describe_generation
 from hybrid_engine.ops.gpu import kernel_problem
 
 OPTIONS = (
@@ -279,3 +279,62 @@ class Attached:
         if getattr(output, "logprobs", None) is None:
             raise ValueError(f"rollout_func: there are no log-probabilities of the sampler; {self.report()}")
         return {"prompt_ids": prompt_ids, **completions(output, ids.shape[1])}
+
+
+@dataclass
+class AttachedOutput(GenerateDecoderOnlyOutput):
+    """`sequences`, and of the fields below those that transformers has not; their meaning is `GenerateOutput`'s."""
+
+    logprobs: torch.Tensor | None = None
+    """`[B*G, T]` fp32 of the sampled tokens under softmax(logits / temperature); 0 after the response."""
+    lengths: torch.Tensor | None = None
+    """`[B*G]` int64: tokens of the response, the end-of-sequence token included."""
+    finish_reason: list[str] | None = None
+    """"stop" or "length"."""
+    top_tokens: torch.Tensor | None = None
+    top_logprobs: torch.Tensor | None = None
+    prompt_logprobs: torch.Tensor | None = None
+    prompt_top_tokens: torch.Tensor | None = None
+    prompt_top_logprobs: torch.Tensor | None = None
+
+
+def as_transformers(output: torch.Tensor | GenerateOutput) -> torch.Tensor | AttachedOutput:
+    """Tokens as they are, and a dict of results as transformers' class."""
+    return output if isinstance(output, torch.Tensor) else AttachedOutput(**output)
+
+
+def tokenize(prompts: list[Any], trainer: Any) -> list[list[int]]:
+    """The token ids that `trainer` itself would make of `prompts`: texts, or conversations by its chat template."""
+    if not prompts:
+        raise ValueError("rollout_func: prompts=[] must have at least one; leave the call out where there is none")
+    tokenizer = trainer.processing_class
+    if isinstance(prompts[0], str):
+        return tokenizer(text=prompts)["input_ids"]
+    return tokenizer.apply_chat_template(
+        conversation=prompts,
+        tools=getattr(trainer, "tools", None) or None,
+        chat_template=getattr(trainer, "chat_template", None),
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        **(getattr(trainer, "chat_template_kwargs", None) or {}),
+    )["input_ids"]
+
+
+def prompt_tensors(prompt_ids: list[list[int]], trainer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask `[B, P]`, padded on the left, on the trainer's device."""
+    width, pad = max(map(len, prompt_ids)), trainer.processing_class.pad_token_id
+    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompt_ids])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompt_ids])
+    device = trainer.accelerator.device
+    return ids.to(device), mask.to(device)
+
+
+def completions(output: Any, prompt_width: int) -> dict[str, list[list[Any]]]:
+    """`completion_ids` and `logprobs` of each row of `output`, without padding."""
+    tokens, logprobs = output.sequences[:, prompt_width:].tolist(), output.logprobs.tolist()
+    lengths = output.lengths.tolist()
+    return {
+        "completion_ids": [row[:length] for row, length in zip(tokens, lengths, strict=True)],
+        "logprobs": [row[:length] for row, length in zip(logprobs, lengths, strict=True)],
+    }

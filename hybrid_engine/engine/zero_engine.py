@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
 
 from hybrid_engine import checkpoint
-from hybrid_engine.checkpoint.random_state import seed_everything
+from hybrid_engine.checkpoint.contents import seed_everything
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.config.checks import check_flag, check_integer, check_path
 from hybrid_engine.containers.quantised import keep_as_loaded
@@ -36,27 +36,35 @@ from hybrid_engine.distributed.processes import broadcast_module, default_device
 from hybrid_engine.distributed.verdict import agree, attempt
 from hybrid_engine.engine.faster_linears import use_faster_linears
 from hybrid_engine.engine.model_checks import check_training
-from hybrid_engine.generation.memory.usage import describe_memory
+from hybrid_engine.generation.batching.memory import describe_memory
 from hybrid_engine.metrics.memory_use import MemoryUse
 from hybrid_engine.metrics.observer import Observer
 from hybrid_engine.ops.kernel_errors import naming_kernels
 from hybrid_engine.optim.accumulation import GradientAccumulation
 from hybrid_engine.optim.backward_hooks import BackwardHooks
-from hybrid_engine.optim.batches import Batches, LossFunction, SuccessiveBatches
 from hybrid_engine.optim.build import build_lr_scheduler, build_optimizer, cast_parameters
-from hybrid_engine.optim.call_checks import CallChecks, check_loss
 from hybrid_engine.optim.state_offload import OffloadStateTypeEnum, StateOffload
-from hybrid_engine.optim.stepping import count_empty_step, end_micro_batch
-from hybrid_engine.zero.built_shards import take_over_evaluated
-from hybrid_engine.zero.external_parameters import MIXED, describe_shard_used
+from hybrid_engine.optim.stepping import (
+    Batches,
+    CallChecks,
+    LossFunction,
+    SuccessiveBatches,
+    check_loss,
+    count_empty_step,
+    end_micro_batch,
+)
 from hybrid_engine.zero.fsdp2_private import wrapping_of
-from hybrid_engine.zero.gathered_parameters import keeping_attributes, mark_copies, mark_parameters
-from hybrid_engine.zero.mesh import mesh_shape
-from hybrid_engine.zero.no_copies import Uncopied
+from hybrid_engine.zero.gathered_parameters import (
+    MIXED,
+    describe_shard_used,
+    keeping_attributes,
+    mark_copies,
+    mark_parameters,
+)
 from hybrid_engine.zero.passes import Passes
 from hybrid_engine.zero.split_module import is_staged, num_stages_of, original_of, together, unit_size_of
-from hybrid_engine.zero.unwrapping import found_sharding
-from hybrid_engine.zero.wrapping import place_module, shard_module
+from hybrid_engine.zero.unwrapping import Uncopied, found_sharding
+from hybrid_engine.zero.wrapping import mesh_shape, place_module, shard_module, take_over_evaluated
 
 if TYPE_CHECKING:
     from hybrid_engine.checkpoint.saved_logits import Probe

@@ -22,24 +22,23 @@ from hybrid_engine.containers.model import find_decoder
 from hybrid_engine.containers.policy import Policy
 from hybrid_engine.containers.tensor_parallel import Heads, check_divides, read_whole
 from hybrid_engine.distributed.processes import check_gpu, default_device, get_rank, init_distributed
-from hybrid_engine.generation.bound_weights import bound
-from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.batching.memory import usable_memory_bytes
 from hybrid_engine.generation.live.adapters import FusedAdapter
-from hybrid_engine.generation.memory.usage import usable_memory_bytes
-from hybrid_engine.generation.model_group import (
+from hybrid_engine.generation.model.bound_weights import bound
+from hybrid_engine.generation.model.model_group import (
     PIPELINE_OPTION,
     ModelGroup,
     describe_group,
     join_model_group,
     join_stages,
 )
-from hybrid_engine.generation.pipeline.stage_model import StageModel
+from hybrid_engine.generation.model.stages import StageModel
 from hybrid_engine.generation.probing.probe import probe_containers
+from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.inference.checkpoint import CheckpointReader, compute_buffers, open_checkpoint_of
 from hybrid_engine.inference.config import InferenceConfig, read_config
 from hybrid_engine.inference.engine import InferenceEngine
-from hybrid_engine.inference.held_slices import HeldSlices
-from hybrid_engine.inference.linears import share_linears
+from hybrid_engine.inference.linears import HeldSlices, share_linears
 from hybrid_engine.metrics.memory_plan import format_bytes
 from hybrid_engine.optim.build import cast_module
 from hybrid_engine.zero.sharding import Sharding

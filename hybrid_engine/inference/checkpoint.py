@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 )
 
 from hybrid_engine.containers.tensor_parallel import Cut, read_whole
-from hybrid_engine.inference.formats import format_of
+from hybrid_engine.inference.empty import format_of
 from hybrid_engine.inference.stored import Joined, OpenFile, Source, Stacked, Stored, read_part
 
 NUM_LISTED = 10

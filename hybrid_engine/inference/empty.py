@@ -1,12 +1,18 @@
 """A checkpoint's model without its weights, for `init_inference(model, checkpoint=folder)` to read in parts."""
 
+import importlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hybrid_engine.inference.formats import format_of
+from hybrid_engine.inference.stored import Source
+
+FORMATS = ("hybrid_engine.extensions.megatron.checkpoints.loading",)
+"""Modules with the members of `CheckpointFormat`."""
 
 
 def build_empty_model(folder: str | os.PathLike[str]) -> PreTrainedModel:
@@ -25,3 +31,25 @@ def build_empty_model(folder: str | os.PathLike[str]) -> PreTrainedModel:
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
     except (OSError, KeyError, TypeError) as error:  # by what is missing or damaged it is any of these
         raise ValueError(f"checkpoint={str(folder)!r} holds no causal model of transformers: {error}") from error
+
+
+class CheckpointFormat(Protocol):
+    """How checkpoints of one project are recognised and read."""
+
+    def recognises(self, folder: Path) -> bool:
+        """Whether `folder` is a checkpoint of this project."""
+
+    def build_empty(self, folder: Path) -> PreTrainedModel:
+        """Its model on the meta device. ValueError where it holds none."""
+
+    def find_sources(self, folder: Path) -> Mapping[str, Source]:
+        """Its tensors, by the names that `build_empty`'s model gives them. ValueError where it is damaged."""
+
+
+def format_of(folder: Path) -> CheckpointFormat | None:
+    """The format of a folder; None for one of transformers, or none at all."""
+    for name in FORMATS:
+        found: CheckpointFormat = importlib.import_module(name)  # type: ignore[assignment]
+        if found.recognises(folder):
+            return found
+    return None

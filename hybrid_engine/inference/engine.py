@@ -19,20 +19,19 @@ from hybrid_engine.containers import InferenceEncoder
 from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
 from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.distributed.processes import default_device
-from hybrid_engine.generation.checking import check_uncompiled
-from hybrid_engine.generation.fewer_rows import roll_out_what_fits
-from hybrid_engine.generation.generator import Generator
-from hybrid_engine.generation.memory.usage import num_bytes
-from hybrid_engine.generation.model_group import ModelGroup
-from hybrid_engine.generation.options import merge_options
-from hybrid_engine.generation.output import GenerateOutput
-from hybrid_engine.generation.preparing import prepare
+from hybrid_engine.generation.batching.memory import num_bytes
+from hybrid_engine.generation.batching.plan import Request
+from hybrid_engine.generation.model.model_group import ModelGroup
+from hybrid_engine.generation.model.scoring import score_packed
 from hybrid_engine.generation.probing.agreement import LogprobDifference
-from hybrid_engine.generation.prompts import check_prompts
-from hybrid_engine.generation.report import describe_generation
-from hybrid_engine.generation.request import Request
-from hybrid_engine.generation.scoring import score_packed
-from hybrid_engine.generation.warm_up import WarmUp, warm_up
+from hybrid_engine.generation.request.options import merge_options
+from hybrid_engine.generation.rollout.checking import check_prompts, check_uncompiled
+from hybrid_engine.generation.rollout.generator import Generator
+from hybrid_engine.generation.rollout.module_generate import roll_out_what_fits
+from hybrid_engine.generation.rollout.output import GenerateOutput
+from hybrid_engine.generation.rollout.preparing import prepare
+from hybrid_engine.generation.rollout.report import describe_generation
+from hybrid_engine.generation.rollout.warm_up import WarmUp, warm_up
 from hybrid_engine.inference.config import InferenceConfig
 from hybrid_engine.metrics.memory_plan import format_bytes
 from hybrid_engine.serving import import_serving

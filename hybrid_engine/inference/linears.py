@@ -5,7 +5,7 @@ over the processes. Everything else runs as it is. Attention modules keep their 
 hold as attributes become those of this process.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hybrid_engine.containers.linear import is_adapted
-from hybrid_engine.containers.tensor_parallel import Heads, TensorParallel, check_divides, cut
+from hybrid_engine.containers.tensor_parallel import Cut, Heads, TensorParallel, check_divides, cut, read_whole
 from hybrid_engine.inference.config import InferenceConfig
 from hybrid_engine.zero.layer_groups import find_layers
 
@@ -161,3 +161,47 @@ def cut_layer(layer: nn.Module, plan: LinearPlan, parallel: TensorParallel) -> N
 def _part(parameter: nn.Parameter, dim: int, parallel: TensorParallel) -> nn.Parameter:
     part = parallel.take(parameter, cut(dim, parallel.even(parameter.shape[dim])), "a linear")
     return nn.Parameter(part.clone(), requires_grad=parameter.requires_grad)
+
+
+class HeldSlices:
+    """Reads parts for containers, each once.
+
+    Args:
+        device: where parts are held.
+        source: reads a part of a parameter from where it lies.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        source: Callable[[torch.Tensor, Cut | None, int, str], torch.Tensor] = read_whole,
+    ):
+        self.device, self.source = device, source
+        self._held: dict[tuple[int, Cut | None], torch.Tensor] = {}
+
+    def read(self, parameter: torch.Tensor, cut: Cut | None, rank: int, name: str) -> torch.Tensor:
+        """The part of `rank`, whose memory is this object's own."""
+        key = (id(parameter), cut)
+        if key not in self._held:
+            part = self.source(parameter, cut, rank, name).to(self.device)
+            # A view would keep the whole alive.
+            self._held[key] = part.contiguous() if part.nbytes == part.untyped_storage().nbytes() else part.clone()
+        return self._held[key]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the slices held now."""
+        return sum(part.nbytes for part in self._held.values())
+
+    def let_go(self, module: nn.Module) -> None:
+        """Puts meta tensors in the place of the module's parameters; parts are found by those from then on."""
+        replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is None:
+                    continue
+                if id(parameter) not in replaced:
+                    empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+                    replaced[id(parameter)] = parameter, empty
+                part._parameters[name] = replaced[id(parameter)][1]
+        self._held = {(id(replaced[key][1]), cut): part for (key, cut), part in self._held.items()}

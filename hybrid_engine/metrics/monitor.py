@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hybrid_engine.config import EngineConfig
-from hybrid_engine.config.observing import CometConfig, CsvMonitorConfig
+from hybrid_engine.config.blocks import CometConfig, CsvMonitorConfig
 
 Event = tuple[str, float, int]
 """Name, value and step."""

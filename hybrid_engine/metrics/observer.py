@@ -1,15 +1,17 @@
 """What an engine reports of its steps: progress lines, times, operations and curves, as its config asks for."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from hybrid_engine.config import EngineConfig
-from hybrid_engine.metrics.flops import FlopsProfiler
+from hybrid_engine.config.blocks import FlopsProfilerConfig
 from hybrid_engine.metrics.monitor import Monitor
-from hybrid_engine.metrics.timing import StepTimers, ThroughputTimer
 
 
 class SteppedOptimizer(Protocol):
@@ -102,3 +104,141 @@ class Observer:
         parts = " ".join(f"{part}={milliseconds:.2f}" for part, milliseconds in self.timers.take().items())
         if self.rank == 0:
             print(f"step={global_steps} ms: {parts}", flush=True)
+
+
+class StepTimers:
+    """Milliseconds of forward, backward and step since the last `take()`; waits for the device around each."""
+
+    PARTS = ("forward", "backward", "step")
+
+    def __init__(self, device: torch.device, is_enabled: bool) -> None:
+        self.device = device
+        self.is_enabled = is_enabled
+        self._seconds = dict.fromkeys(self.PARTS, 0.0)
+
+    @contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        """Adds the time inside to `part`, also when it raises."""
+        if not self.is_enabled:
+            yield
+            return
+        start = self._now()
+        try:
+            yield
+        finally:
+            self._seconds[part] += self._now() - start
+
+    def take(self) -> dict[str, float]:
+        """Milliseconds by part; they count from 0 again."""
+        taken = {part: 1000 * seconds for part, seconds in self._seconds.items()}
+        self._seconds = dict.fromkeys(self.PARTS, 0.0)
+        return taken
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+class ThroughputTimer:
+    """Samples per second over optimizer steps; DeepSpeed's `engine.tput_timer`.
+
+    The first steps, which allocate and compile, are not counted.
+    """
+
+    def __init__(self, batch_size: int, num_warmup_steps: int = 2) -> None:
+        self.batch_size = batch_size
+        self.num_warmup_steps = num_warmup_steps
+        self.epoch_count = 0
+        self.micro_step_count = 0
+        self.global_step_count = 0
+        self.total_elapsed_time = 0.0
+        self._start: float | None = None
+
+    def update_epoch_count(self) -> None:
+        """Says that an epoch ended; the next starts with no micro-batch."""
+        self.epoch_count += 1
+        self.micro_step_count = 0
+
+    def start(self) -> None:
+        """Says that a micro-batch begins."""
+        if self._start is None:
+            self._start = time.perf_counter()
+
+    def stop(self, global_step: bool = False) -> None:
+        """Says that a micro-batch ended, and whether an optimizer step with it."""
+        self.micro_step_count += 1
+        if not global_step or self._start is None:
+            return
+        self.global_step_count += 1
+        if self.global_step_count > self.num_warmup_steps:
+            self.total_elapsed_time += time.perf_counter() - self._start
+        self._start = None
+
+    def avg_samples_per_sec(self) -> float:
+        """Over all processes; -1 before a step was counted, as in DeepSpeed."""
+        num_steps = self.global_step_count - self.num_warmup_steps
+        return num_steps * self.batch_size / self.total_elapsed_time if num_steps > 0 else -1.0
+
+
+class FlopsProfiler:
+    """Counts from `start()` before a forward pass to `stop()` after its backward pass, once.
+
+    Operations are those of matrix products, convolutions and attention, as FlopCounterMode knows them.
+    """
+
+    def __init__(self, config: FlopsProfilerConfig, device: torch.device, is_writer: bool) -> None:
+        """`is_writer` says whether this process writes; counting is local. The clock waits for `device`."""
+        self.config = config
+        self.device = device
+        self.is_writer = is_writer
+        self._counter: FlopCounterMode | None = None
+        self._is_done = not config.enabled
+        self._start = 0.0
+
+    def start(self, step: int) -> None:
+        """Begins to count if `step` is the one to profile."""
+        if self._is_done or self._counter is not None or step != self.config.profile_step:
+            return
+        self._counter = FlopCounterMode(display=False)
+        self._counter.__enter__()
+        self._start = self._now()
+
+    def stop(self) -> None:
+        """Ends counting and writes what was counted, if it had begun."""
+        if self._counter is None:
+            return
+        seconds = self._now() - self._start
+        self._counter.__exit__(None, None, None)
+        self._is_done = True
+        if self.is_writer:
+            self._write(self._describe(self._counter, seconds))
+        self._counter = None
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def _describe(self, counter: FlopCounterMode, seconds: float) -> str:
+        total = counter.get_total_flops()
+        head = (
+            f"flops_profiler: step {self.config.profile_step}, one micro-batch forward and backward: {total} "
+            f"operations in {seconds:.3f} s, {total / seconds:.3g} per second"
+        )
+        counts: dict[str, dict[Any, int]] = counter.get_flop_counts()
+        by_module = {name: sum(ops.values()) for name, ops in counts.items() if name != "Global"}
+        if self.config.detailed:
+            shown = [entry for entry in by_module.items() if self._is_shown(entry[0])]
+        else:
+            shown = sorted(by_module.items(), key=lambda item: -item[1])[: self.config.top_modules]
+        return "\n".join([head, *(f"  {count:>20,}  {name}" for name, count in shown)])
+
+    def _is_shown(self, name: str) -> bool:
+        return self.config.module_depth < 0 or name.count(".") <= self.config.module_depth
+
+    def _write(self, text: str) -> None:
+        if self.config.output_file is None:
+            print(text, flush=True)
+        else:
+            Path(self.config.output_file).write_text(text + "\n")

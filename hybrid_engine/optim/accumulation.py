@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from hybrid_engine.distributed.verdict import Problem, everyone
 from hybrid_engine.optim.training_state import TrainingState
-from hybrid_engine.zero.external_parameters import LATE
+from hybrid_engine.zero.gathered_parameters import LATE
 from hybrid_engine.zero.split_module import together
 
 

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from hybrid_engine.containers.streams import record_event
-from hybrid_engine.zero.sharding import local_tensor
-from hybrid_engine.zero.trained_parameter import TrainedParameter
+from hybrid_engine.zero.sharding import TrainedParameter, local_tensor
 
 WORDS_AT_ONCE = 2**22
 """Words of a fingerprint: 32 MiB for the numbers of their places, and for each product with them."""

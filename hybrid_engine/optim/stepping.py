@@ -1,11 +1,26 @@
 """The end of a micro-batch, and at the boundary the step of the optimizer: agreed on by all processes, then counted."""
 
+import os
 import warnings
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from typing import Any, Protocol
 
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hybrid_engine.config.checks import check_path
 from hybrid_engine.distributed.verdict import attempt
+from hybrid_engine.optim.backward_hooks import BackwardHooks
 from hybrid_engine.optim.optimizer import ZeroOptimizer
+from hybrid_engine.optim.state_offload import TRAINING, OffloadStateTypeEnum
 from hybrid_engine.optim.training_state import TrainingState
+from hybrid_engine.zero.parameter_watch import ParameterWatch
+from hybrid_engine.zero.split_module import num_stages_of
+
+LossFunction = Callable[[Any, Any], Tensor]
+"""From what the module gives for a micro-batch, and its targets, to one number."""
 
 
 def end_micro_batch(training: TrainingState, lr_kwargs: dict[str, Any], error: BaseException | None) -> None:
@@ -88,3 +103,160 @@ def _count_step(training: TrainingState, lr_kwargs: dict[str, Any]) -> None:
     training.observer.finish_step(
         training.optimizer, training.global_steps, training.global_samples, training.skipped_steps
     )
+
+
+class CallChecks:
+    """Checks of the calls that come to one engine; each raises ValueError."""
+
+    def __init__(self, training: TrainingState) -> None:
+        """Notes the parameters of the module as they are now, those that are trained and those that are not."""
+        optimizer, sharding = training.optimizer, training.sharding
+        trained = [entry.name for entry in optimizer.parameters] if optimizer is not None else []
+        self._training = training
+        self._num_stages = num_stages_of(training.module)
+        self.watch = ParameterWatch(training.module, trained, sharding.twins())
+
+    def check_parameters(self) -> None:
+        """The module's parameters are those that the engine trains, and gathers."""
+        if self._training.optimizer is not None or self._training.sharding.is_sharded:
+            self.watch.check(self._training.module, torch.is_grad_enabled())
+
+    def check_unchanged(self, module: nn.Module) -> None:
+        """The parameters of `module` are those that processes gather together, trained or not."""
+        self.watch.check(module, will_train=False)
+
+    def check_whole(self, what: str, *kinds: OffloadStateTypeEnum) -> None:
+        """No parameter is torn, and nothing of `kinds`, or of any kind where none is named, is offloaded."""
+        self._training.state_offload.check(what, *kinds)
+        if self._training.optimizer is not None and self._training.optimizer.is_torn:
+            raise ValueError(
+                f"{what}: an error came in the middle of the last step(), so that some parameters may be stepped and "
+                f"others not; go on from a checkpoint, by load_checkpoint()"
+            )
+
+    def check_backward(self, loss: torch.Tensor) -> None:
+        """`loss` can be gone back from, into parameters and an optimizer that lie where they belong."""
+        check_loss("backward()", loss)
+        self._training.state_offload.check("backward()", *TRAINING)
+        self.check_parameters()
+
+    def check_single_passes(self, what: str) -> None:
+        """One forward or backward pass can be run: not in stages, of which no process has the whole module."""
+        if self._num_stages > 1:
+            raise ValueError(
+                f"{what}: the module runs in {self._num_stages} stages, all micro-batches of a step at once; call "
+                "train_batch(batches, loss_fn), or eval_batch(batches)"
+            )
+
+    def check_whole_module_saves(self, what: str) -> None:
+        """All processes save the same parameters, not in stages."""
+        if self._num_stages > 1:
+            raise ValueError(
+                f"{what}: the module runs in {self._num_stages} stages; save what deduped_state_dict(engine, "
+                "engine.optimizer) gives on each process, and load what merge_state_dicts makes of all of them by "
+                "load_merged_state_dicts, into any plan, module or engine"
+            )
+
+    def check_saves(self, what: str, save_dir: str | os.PathLike[str], *kinds: OffloadStateTypeEnum) -> None:
+        """There is something whole to save, and `save_dir` names a place for it."""
+        self.check_whole(what, *kinds)
+        check_path("save_dir", save_dir)
+
+
+def check_loss(what: str, loss: torch.Tensor) -> None:
+    """Raises ValueError where `loss`, given to the call `what`, is not one number that depends on parameters."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ValueError(f"{what}: the loss has shape {shape}, it must be one number; reduce it, e.g. loss.mean()")
+    if not loss.requires_grad:
+        raise ValueError(
+            f"{what}: the loss does not depend on trainable parameters (requires_grad is False); compute it from the "
+            "engine's output outside torch.no_grad()"
+        )
+
+
+class Training(TrainingState, Protocol):
+    """An engine that trains."""
+
+    checks: CallChecks
+    backward_hooks: BackwardHooks
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+
+    def backward(self, loss: Tensor) -> Tensor:
+        """Adds up the gradients of a micro-batch."""
+
+    def step(self) -> None:
+        """Ends a micro-batch."""
+
+
+class Batches(Protocol):
+    """How the micro-batches of a step go through a module; collective as forward and backward passes are."""
+
+    def train(self, batches: Iterable[Any], loss_fn: LossFunction | None) -> Tensor:
+        """An optimizer step on the next micro-batches; their mean loss. See `ZeroEngine.train_batch`."""
+
+    def evaluate(self, batches: Iterable[Any]) -> list[Any]:
+        """What the module gives for each of them. See `ZeroEngine.eval_batch`."""
+
+
+class SuccessiveBatches:
+    """Each micro-batch goes through the whole module before the next one does."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+
+    def train(self, batches: Iterable[Any], loss_fn: LossFunction | None) -> Tensor:
+        """Forward, backward and step of each. See `Batches`."""
+        return torch.stack([self._train_on(batch, loss_fn) for batch in next_batches(self._training, batches)]).mean()
+
+    def evaluate(self, batches: Iterable[Any]) -> list[Any]:
+        """The forward of each. See `Batches`."""
+        return [self._forward(split_batch(batch)[0]) for batch in next_batches(self._training, batches)]
+
+    def _train_on(self, batch: Any, loss_fn: LossFunction | None) -> Tensor:
+        inputs, targets = split_batch(batch)
+        loss = loss_of(self._forward(inputs), targets, loss_fn)
+        self._training.backward(loss)
+        self._training.step()
+        return loss.detach()
+
+    def _forward(self, inputs: Any) -> Any:
+        return self._training(**inputs) if isinstance(inputs, Mapping) else self._training(inputs)
+
+
+def next_batches(training: TrainingState, batches: Iterable[Any]) -> list[Any]:
+    """The micro-batches of the next step, from the front of `batches`; ValueError where there are too few."""
+    wanted = training.config.gradient_accumulation_steps
+    given = list(islice(batches, wanted))
+    if len(given) < wanted:
+        raise ValueError(
+            f"batches: {len(given)} micro-batches are left, and a step takes gradient_accumulation_steps={wanted}; "
+            "give as many"
+        )
+    return given
+
+
+def split_batch(batch: Any) -> tuple[Any, Any]:
+    """What the module is given of a micro-batch, and what `loss_fn` is: of a pair one each, else both the same."""
+    return batch if isinstance(batch, tuple) and len(batch) == 2 else (batch, batch)
+
+
+def loss_of(result: Any, targets: Any, loss_fn: LossFunction | None) -> Tensor:
+    """The loss of a micro-batch: what `loss_fn` makes of the module's result, or the first tensor of that.
+
+    ValueError for what is not one number.
+    """
+    if loss_fn is not None:
+        loss, source = loss_fn(result, targets), "loss_fn"
+    else:
+        loss = next((leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)), None)
+        source = "without loss_fn the first result of the module"
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            f"train_batch(): {source} has shape {shape}, the loss must be one number; pass loss_fn(result, targets), "
+            "or batches with what the module makes its loss of (labels)"
+        )
+    return loss

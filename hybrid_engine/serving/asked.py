@@ -7,10 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_engine.generation.batching.noise import prompt_digest, sample_keys
-from hybrid_engine.generation.batching.sequence import Prompt, Sequence
-from hybrid_engine.generation.options import GenerationOptions, read_options
-from hybrid_engine.generation.sampling.guides import (
+from hybrid_engine.generation.request.core import Prompt, Sequence, prompt_digest, sample_keys
+from hybrid_engine.generation.request.guides import (
     JSON_SPACE,
     CompiledGuide,
     GuideError,
@@ -18,6 +16,7 @@ from hybrid_engine.generation.sampling.guides import (
     guide_of,
     try_guide,
 )
+from hybrid_engine.generation.request.options import GenerationOptions, read_options
 from hybrid_engine.serving.errors import RequestError, rule_failed
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
 from hybrid_engine.serving.tool_calls import (

@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hybrid_engine.generation.sampling.guides import GuideError
+from hybrid_engine.generation.request.guides import GuideError
 
 MAX_SHOWN = 200
 """Characters of a value that a client sent, in what it is told."""

@@ -7,8 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from hybrid_engine.generation.live.batch import LiveBatch
-from hybrid_engine.generation.live.follower import LiveFollower
-from hybrid_engine.generation.live.link import LiveLink
+from hybrid_engine.generation.live.shared import LiveFollower, LiveLink
 from hybrid_engine.serving.clients import build_client
 from hybrid_engine.serving.keys import Keys
 from hybrid_engine.serving.sessions import Trajectory

@@ -1,8 +1,12 @@
 """ZeRO on FSDP2: sharding, gathering, and models that are sharded while they are built."""
 
-from hybrid_engine.zero.external_parameters import register_external_parameter, unregister_external_parameter
-from hybrid_engine.zero.for_generation import unwrap_model_for_generation
-from hybrid_engine.zero.gathered_parameters import GatheredParameters, ZeroParamStatus
+from hybrid_engine.zero.gathered_parameters import (
+    GatheredParameters,
+    ZeroParamStatus,
+    register_external_parameter,
+    unregister_external_parameter,
+    unwrap_model_for_generation,
+)
 from hybrid_engine.zero.init import Init
 from hybrid_engine.zero.tiled_linear import TiledLinear, TiledLinearReturnBias
 

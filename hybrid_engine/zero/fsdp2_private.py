@@ -55,7 +55,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Replicate
 
-from hybrid_engine.distributed.single_tensors import all_gather_single
+from hybrid_engine.distributed.groups import all_gather_single
 
 
 def make_root(module: FSDPModule) -> None:

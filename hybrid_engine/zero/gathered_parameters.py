@@ -14,7 +14,8 @@ process's shard).
 
 import copy
 import itertools
-from collections.abc import Iterable, Iterator
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from types import TracebackType
@@ -38,6 +39,22 @@ WRITTEN = "_written_in_a_block"
 """Attribute of a parameter that each process has whole: the sum of its bits after a block without a modifier."""
 """The attribute of a parameter that every process has whole, below stage 3; no script asks for it."""
 _numbers = itertools.count()
+ATTRIBUTE = "_external_params"
+"""Of a module: the registered parameters, until the model is sharded."""
+MIXED = "got mixed torch.Tensor and DTensor"
+"""What PyTorch says of a shard that meets a plain tensor."""
+_REMEDY = (
+    "call zero.register_external_parameter(module, parameter) before initialize() for the module that uses it outside "
+    "its layer"
+)
+SHARD_USED = (
+    f"forward(): a parameter of a transformer layer was used outside of that layer, where stage 3 has only its shard; "
+    f"{_REMEDY}"
+)
+LATE = (
+    f"backward(): a parameter of a transformer layer was used before that layer, so its gradient came after the "
+    f"layer's were reduced; the gradients were dropped; {_REMEDY}"
+)
 
 
 class ZeroParamStatus(Enum):
@@ -268,3 +285,57 @@ def _write_back(param: DTensor, whole: torch.Tensor, modifier_rank: int) -> None
     dist.broadcast(whole, src=modifier_rank)
     shard = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
     local_tensor(param).copy_(local_tensor(shard))
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """`model`, an engine, with the parameters of stage 3 whole inside, so that its module generates; collective.
+
+    A hybrid engine's `generate()` gathers by itself, and nothing is done for it.
+    """
+    with GatheredParameters(model.parameters(), enabled=not model.config.hybrid_engine.enabled):
+        yield model
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Says, before `initialize()`, that the forward pass of `module` uses `parameter`, which is another module's.
+
+    Nothing needs it but a parameter of a transformer layer that is used outside that layer, on several processes.
+    """
+    if not isinstance(parameter, nn.Parameter):
+        raise ValueError(f"register_external_parameter(): {type(parameter).__name__} is no parameter; pass one")
+    vars(module).setdefault(ATTRIBUTE, []).append(parameter)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Takes a registration back; raises ValueError when there is none."""
+    registered = vars(module).get(ATTRIBUTE, [])
+    places = [index for index, param in enumerate(registered) if param is parameter]
+    if not places:
+        raise ValueError("unregister_external_parameter(): the parameter is not registered for this module")
+    del registered[places[0]]
+
+
+def take_external_uses(root: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:
+    """The registered uses, each with its module; drops the registrations, which would keep whole weights."""
+    return [(part, param) for part in root.modules() for param in vars(part).pop(ATTRIBUTE, ())]
+
+
+def describe_shard_used(error: BaseException, root: nn.Module, groups: Sequence[nn.Module]) -> str:
+    """What to tell the user about a shard that met a plain tensor, with the module in whose code it did.
+
+    Args:
+        error: what PyTorch raised.
+        root: the engine's module.
+        groups: the parts of it that are gathered alone.
+    """
+    names = {module: name for name, module in root.named_modules()}
+    frames = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    used = [module for module in frames if isinstance(module, nn.Module) and module in names]
+    if not used:
+        return SHARD_USED
+    group = next((group for group in groups if used[-1] in set(group.modules())), None)
+    where = f"in {names[used[-1]] or 'the model itself'} ({type(used[-1]).__name__})"
+    if group is not None:
+        where += f"; {names[group]} ({type(group).__name__}) is gathered for its own forward(), not for other methods"
+    return f"{SHARD_USED}. It was {where}"

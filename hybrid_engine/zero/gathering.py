@@ -13,9 +13,8 @@ from torch import nn
 
 from hybrid_engine.zero.fsdp2_private import keep_gathered_storage
 from hybrid_engine.zero.sharding import Sharding
-from hybrid_engine.zero.slicing import SliceReader
+from hybrid_engine.zero.slicing import PartReader, SliceReader
 from hybrid_engine.zero.split_module import num_gathered
-from hybrid_engine.zero.unit_parts import PartReader
 
 
 class ReadsLayer(Protocol):

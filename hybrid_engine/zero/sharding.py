@@ -34,6 +34,7 @@ from hybrid_engine.zero.fsdp2_private import (
     fsdp_params,
     gather_some,
     holding_gathered,
+    make_scalars,
     return_to_gathered_storage,
     twins,
 )
@@ -233,3 +234,64 @@ def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
         for name, buffer in child.named_buffers(recurse=False)
         if name not in child._non_persistent_buffers_set
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedParameter:
+    """A parameter as the module computes with it and as the optimizer steps it."""
+
+    name: str
+    """The parameter's name in the module."""
+    param: nn.Parameter
+    """In the module's dtype; a DTensor when sharded."""
+    master: nn.Parameter
+    """`param` itself when that has the masters' dtype and device, otherwise such a copy, sharded alike."""
+
+    @property
+    def has_master(self) -> bool:
+        return self.master is not self.param
+
+    @property
+    def grad_lies_like_masters(self) -> bool:
+        """Whether the parameter's gradient has the dtype and the device of the master and the master has none yet."""
+        grad, master = self.param.grad, self.master
+        return grad is not None and master.grad is None and (grad.dtype, grad.device) == (master.dtype, master.device)
+
+
+@contextmanager
+def vectors_for_scalars(module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
+    """Inside, FSDP2 may wrap `module` and its parts over `mesh`; after it, their records of scalars are such."""
+    named = [(part, name, param) for part in module.modules() for name, param in part._parameters.items()]
+    scalars = {(part, name): param for part, name, param in named if param is not None and not param.dim()}
+    vectors = {param: _build_vector(param, mesh.size(-1)) for param in scalars.values()}  # tied ones stay one
+    for (part, name), param in scalars.items():
+        part._parameters[name] = vectors[param]
+    yield
+    make_scalars([part for part in module.modules() if isinstance(part, FSDPModule)], scalars)
+
+
+def _build_vector(scalar: nn.Parameter, length: int) -> nn.Parameter:
+    vector = local_tensor(scalar).expand(length).clone()
+    if isinstance(scalar, DTensor):  # a plan's, over the processes of a unit
+        vector = DTensor.from_local(vector, scalar.device_mesh, scalar.placements, run_check=False)
+    return nn.Parameter(vector, requires_grad=scalar.requires_grad)
+
+
+@torch.no_grad()
+def make_gradients_equal(parameters: list[TrainedParameter]) -> None:
+    """Before each step: processes that share out the model take the first one's gradients of scalars; collective.
+
+    Each has added them up for itself, maybe in another order, and copies that are stepped by other gradients part.
+    """
+    scalars = [t.master for t in parameters if isinstance(t.master, DTensor) and not t.master.dim()]
+    gradients = [local_tensor(master.grad) for master in scalars if master.grad is not None]
+    if not gradients:
+        return
+    mesh = scalars[0].device_mesh
+    group = mesh["fsdp"].get_group() if "fsdp" in (mesh.mesh_dim_names or ()) else None
+    if group is None or dist.get_world_size(group) == 1:
+        return
+    values = torch.stack([gradient.float() for gradient in gradients]).to(mesh.device_type)
+    dist.broadcast(values, src=dist.get_global_rank(group, 0), group=group)
+    for gradient, value in zip(gradients, values, strict=True):
+        gradient.copy_(value)

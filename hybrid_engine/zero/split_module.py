@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from hybrid_engine.config import EngineConfig
-from hybrid_engine.distributed.mesh_groups import axis_name
+from hybrid_engine.distributed.groups import axis_name
 
 TENSOR = "tensor"
 """What the names of the axes of a mesh begin with over which such parameters are split."""
@@ -55,7 +55,7 @@ class StagedModule(SplitModule, Protocol):
     num_stages: int
 
     def build_batches(self, training: Any) -> Any:
-        """`Batches` of `optim/batches.py`: the micro-batches of an engine, all of a step at once. Collective."""
+        """`Batches` of `optim/stepping.py`: the micro-batches of an engine, all of a step at once. Collective."""
 
     def stages_of(self, path: str) -> frozenset[int]:
         """The stages that hold parameters of the original's module at `path`."""

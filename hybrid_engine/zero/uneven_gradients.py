@@ -22,7 +22,7 @@ from hybrid_engine.distributed.processes import gather_objects, get_rank
 from hybrid_engine.distributed.verdict import everyone
 from hybrid_engine.zero.fsdp2_private import finish_backward, fsdp_params, reduce_all_trained, wholes
 from hybrid_engine.zero.gathered_parameters import WRITTEN
-from hybrid_engine.zero.trained_parameter import TrainedParameter
+from hybrid_engine.zero.sharding import TrainedParameter
 from hybrid_engine.zero.unwrapping import EngineHook
 
 

@@ -1,44 +1,51 @@
 """Wraps a module as its config says: one FSDP group per transformer layer and one for the rest."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_map
 
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.config.notices import say_once
-from hybrid_engine.distributed.mesh_groups import with_own_group
+from hybrid_engine.distributed.groups import with_own_group
 from hybrid_engine.distributed.processes import default_device, get_rank, get_world_size, join_alone
-from hybrid_engine.zero.built_shards import placeholders
-from hybrid_engine.zero.external_parameters import take_external_uses
 from hybrid_engine.zero.fsdp2_private import keep_whole_in_state_dict, make_root, reduce_without_empty
+from hybrid_engine.zero.gathered_parameters import take_external_uses
 from hybrid_engine.zero.layer_groups import find_groups, is_forward_method
-from hybrid_engine.zero.mesh import build_mesh, find_norm_group
 from hybrid_engine.zero.passes import loss_factor
-from hybrid_engine.zero.scalars import vectors_for_scalars
-from hybrid_engine.zero.sharding import Sharding
+from hybrid_engine.zero.sharding import Sharding, local_tensor, vectors_for_scalars
 from hybrid_engine.zero.split_module import (
     STAGES,
     SplitModule,
     num_stages_of,
     runs_graph,
     tensor_axes,
+    tensor_names,
     unit_size_of,
 )
-from hybrid_engine.zero.unwrapping import allow_copies, note_evaluated
-from hybrid_engine.zero.view_outputs import copy_views_in_outputs, copy_views_in_outputs_of
+from hybrid_engine.zero.unwrapping import EngineHook, allow_copies, can_take_over, note_evaluated, take_over
 
 MAX_IN_LINE = 3
 """Layers that are named in one line of warning."""
+_meshes: dict[tuple[str, tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
+"""Meshes that were made so far, by their layout."""
+_world: list[dist.ProcessGroup | None] = []
+"""The group of all processes that these belong to."""
 
 
 def place_module(module: nn.Module, config: EngineConfig, device: torch.device) -> None:
@@ -152,3 +159,159 @@ def _register_forward_methods(module: nn.Module) -> None:
         if is_forward_method(name) and callable(getattr(type(module), name)):
             copy_views_in_outputs_of(module, name)
             register_fsdp_forward_method(module, name)
+
+
+def build_mesh(
+    config: EngineConfig, world_size: int, num_stages: int = 1, split_sizes: tuple[int, ...] = ()
+) -> DeviceMesh:
+    """All processes on the axis `fsdp`, or groups of the config's size on it and the groups along `replicate`.
+
+    Where `world_size` are units of several processes, these are on the last axes: `stages`, and those of
+    `tensor_names`, of `split_sizes`. peft knows shards by the name `fsdp`: on another axis it gives a linear an adapter
+    of the size of its shard.
+    """
+    shape = mesh_shape(config, world_size)
+    names = ("replicate", "fsdp")[-len(shape) :]
+    if num_stages == 1 and not split_sizes:
+        return _shared_mesh(default_device().type, shape, names)
+    if num_stages > 1:
+        shape, names = (*shape, num_stages), (*names, STAGES)
+    shape, names = (*shape, *split_sizes), (*names, *tensor_names(len(split_sizes)))
+    return init_device_mesh(default_device().type, shape, mesh_dim_names=names)
+
+
+def _shared_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """One mesh for all engines of a layout: each group costs its processes threads and connections for good."""
+    if _world != [dist.group.WORLD]:
+        _world[:] = [dist.group.WORLD]
+        _meshes.clear()
+    layout = device_type, shape, names
+    if layout not in _meshes:
+        _meshes[layout] = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return _meshes[layout]
+
+
+def mesh_shape(config: EngineConfig, world_size: int) -> tuple[int, ...]:
+    """The sizes of the axes of `build_mesh`'s mesh."""
+    shard_size = 1 if config.zero_optimization.stage == 0 else config.zero_optimization.shard_size or world_size
+    return (world_size,) if shard_size == world_size else (world_size // shard_size, shard_size)
+
+
+def find_norm_group(mesh: DeviceMesh, is_sharded: bool) -> dist.ProcessGroup | None:
+    """The processes whose parts together are one model, by the axes that are longer than one process.
+
+    `is_sharded`: units, which are on the axis `fsdp`, share it out among them.
+    """
+    names = mesh.mesh_dim_names or ()
+    wanted = (*(("fsdp",) if is_sharded else ()), STAGES, *tensor_axes(names))
+    axes = tuple(name for name in wanted if name in names and mesh[name].size() > 1)
+    if len(axes) > 1:
+        return mesh[axes]._flatten("model").get_group()
+    return mesh[axes[0]].get_group() if axes else None
+
+
+def check_built_shards(module: nn.Module, stage: int, mesh_shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless what is sharded of `module` already lies as an engine of this stage and mesh has it.
+
+    No engine takes over what another one has sharded and trains.
+    """
+    if can_take_over(module):
+        return
+    if any(isinstance(part, FSDPModule) for part in module.modules()):
+        raise ValueError(
+            "model: another engine has sharded it already to train it, and it stays with that engine also when the "
+            "engine is deleted; build the model again for this one, or copy.deepcopy it"
+        )
+    shards: list[Any] = [param for param in module.parameters() if _is_shard(param)]
+    if shards and stage != 3:
+        raise ValueError(
+            f"zero_optimization.stage={stage} and a model built under zero.Init, which shards parameters, contradict "
+            f"each other; set the stage to 3, or build the model without zero.Init"
+        )
+    shapes = {shard.device_mesh.shape for shard in shards}
+    if shapes - {mesh_shape}:
+        raise ValueError(
+            f"model: zero.Init sharded it over processes in the shape {shapes}, the config over {mesh_shape}; give "
+            f"both the same config"
+        )
+
+
+def _is_shard(param: Any) -> bool:
+    """Whether ZeRO has shared it out; a plan's parts lie over other axes."""
+    return isinstance(param, DTensor) and "fsdp" in (param.device_mesh.mesh_dim_names or ())
+
+
+def take_over_evaluated(module: nn.Module, stage: int, mesh_shape: tuple[int, ...]) -> None:
+    """Unwraps a model that only engines without an optimizer have sharded; collective.
+
+    It keeps its shards where they lie as an engine of this stage and mesh has them.
+    """
+    shapes = {param.device_mesh.shape for param in module.parameters() if isinstance(param, DTensor)}
+    take_over(module, keeps_shards=stage == 3 and shapes == {mesh_shape})
+
+
+@contextmanager
+def placeholders(module: nn.Module) -> Iterator[None]:
+    """Inside, parameters that are sharded already are plain ones without storage; after it, they are back."""
+    places = [
+        (part, name, param) for part in module.modules() for name, param in part._parameters.items() if _is_shard(param)
+    ]
+    stand_ins = {id(param): _without_storage(param) for _, _, param in places}
+    for part, name, param in places:
+        part._parameters[name] = stand_ins[id(param)]
+    yield
+    for part, name, param in places:
+        part._parameters[name] = param
+    if places:
+        for part in module.modules():
+            if isinstance(part, FSDPModule):  # FSDP2 takes the shards over when it first gathers
+                part.unshard()
+                part.reshard()
+
+
+def _without_storage(param: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"), param.requires_grad)
+
+
+def copy_views_in_outputs(module: nn.Module) -> None:
+    """From now on `module(...)` returns copies of views and parameters; to be called before FSDP2 sets its hooks."""
+    module.register_forward_hook(EngineHook(_copy_after_forward))
+
+
+def copy_views_in_outputs_of(module: nn.Module, method_name: str) -> None:
+    """Copies views and parameters in what one method of a module returns."""
+    method = getattr(module, method_name)
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _copy_views(module, method(*args, **kwargs))
+
+    setattr(module, method_name, call)
+
+
+def _copy_after_forward(module: nn.Module, args: Any, output: Any) -> Any:
+    return _copy_views(module, output)
+
+
+def _copy_views(module: nn.Module, output: Any) -> Any:
+    leaves, _ = tree_flatten(output)
+    held = {_memory(parameter) for parameter in module.parameters()} - {None, 0}
+
+    def must_be_copied(leaf: Any) -> bool:
+        return _is_view(leaf) or _memory(leaf) in held
+
+    if not any(must_be_copied(leaf) for leaf in leaves):
+        return output
+    return tree_map(lambda leaf: leaf.clone() if must_be_copied(leaf) else leaf, output)
+
+
+def _is_view(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad and value._base is not None
+
+
+def _memory(value: Any) -> int | None:
+    """Where the memory that a tensor lies in begins, 0 where it is freed; None of what has none."""
+    if isinstance(value, DTensor):
+        value = local_tensor(value)
+    is_dense = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
+    return value.untyped_storage().data_ptr() if is_dense else None

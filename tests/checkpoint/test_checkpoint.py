@@ -17,8 +17,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import hybrid_engine
-from hybrid_engine.checkpoint.lock import LOCK_FILE
 from hybrid_engine.checkpoint.manifest import MANIFEST
+from hybrid_engine.checkpoint.saving import LOCK_FILE
 from hybrid_engine.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from hybrid_engine.ops.lamb import FusedLamb
 from hybrid_engine.ops.lion import DeepSpeedCPULion, FusedLion

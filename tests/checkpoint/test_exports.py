@@ -7,7 +7,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import hybrid_engine
-from hybrid_engine.checkpoint.adapters import save_adapter
+from hybrid_engine.checkpoint.export import save_adapter
 from hybrid_engine.checkpoint.saved_logits import ask_model, check_saved_logits, relative_difference
 from tests.support.distributed import run_distributed
 

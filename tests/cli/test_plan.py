@@ -24,25 +24,23 @@ from hybrid_engine.cli import cli
 from hybrid_engine.cli.plan import PLANNED
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.generation.batching.demand import count_blocks
-from hybrid_engine.generation.memory.usage import count_bytes
-from hybrid_engine.metrics.live_bytes import LiveBytes
+from hybrid_engine.generation.batching.memory import count_bytes
 from hybrid_engine.metrics.memory_plan import Shape, Sharded, gradient_part, kept_parts, kv_part, read_bytes
-from hybrid_engine.metrics.memory_use import Pass
+from hybrid_engine.metrics.memory_use import LiveBytes, Pass
 from hybrid_engine.recipes import agent, dpo, grpo, kto, ppo, sft
+from hybrid_engine.rlhf.batches.micro_batches import deal, fill_evenly
+from hybrid_engine.rlhf.batches.packable import expected_layout, pack_where_exact
+from hybrid_engine.rlhf.batches.packing import Layout, Prompt, set_layout
+from hybrid_engine.rlhf.batches.passes import Items, extent_of
+from hybrid_engine.rlhf.batches.sequences import Sequences, build_sequences, packed_rows, response_logprobs
 from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
-from hybrid_engine.rlhf.data.micro_batches import deal, fill_evenly
-from hybrid_engine.rlhf.data.packable import expected_layout, pack_where_exact
-from hybrid_engine.rlhf.data.packing import Layout, Prompt, set_layout
-from hybrid_engine.rlhf.data.pass_shapes import Items, extent_of
 from hybrid_engine.rlhf.data.prompts import PromptTokens
-from hybrid_engine.rlhf.data.sequences import Sequences, build_sequences, packed_rows, response_logprobs
 from hybrid_engine.rlhf.experience.start import prepare
 from hybrid_engine.rlhf.passes.pass_memory import PassShape, count_pass
 from hybrid_engine.rlhf.planning import roles
-from hybrid_engine.rlhf.planning.estimate import estimate_of
 from hybrid_engine.rlhf.planning.read import Learned, Read, read_preferences
 from hybrid_engine.rlhf.planning.reading import READERS
-from hybrid_engine.rlhf.planning.widest import widest_passes
+from hybrid_engine.rlhf.planning.widest import estimate_of, widest_passes
 from hybrid_engine.rlhf.runs.adapters import add_adapter
 from hybrid_engine.rlhf.runs.options import AdapterOptions
 from hybrid_engine.rlhf.tasks import arithmetic

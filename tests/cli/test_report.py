@@ -12,7 +12,7 @@ import pytest
 
 from hybrid_engine.cli import cli
 from hybrid_engine.rlhf.reports import page
-from hybrid_engine.rlhf.runs.answers_log import PromptAnswers, write_answers
+from hybrid_engine.rlhf.runs.run_folder import PromptAnswers, write_answers
 from tests.support.browser import Browser, find_browser
 from tests.support.paths import ROOT
 

@@ -15,8 +15,8 @@ from transformers.integrations import deepspeed as integration
 
 from hybrid_engine.cli import config_page
 from hybrid_engine.config import EngineConfig, HybridEngineConfig, load_config
-from hybrid_engine.config.json_comments import without_comments
 from hybrid_engine.config.keys import CALLED_ELSEWHERE
+from hybrid_engine.config.reading import without_comments
 from hybrid_engine.optim.lr_schedules import build_scheduler
 from tests.support.paths import DATA
 

@@ -6,8 +6,8 @@ import torch
 from peft import LoraConfig
 
 import hybrid_engine
-from hybrid_engine.generation.memory import budget
-from hybrid_engine.generation.preparing import prepare
+from hybrid_engine.generation.batching import memory
+from hybrid_engine.generation.rollout.preparing import prepare
 from tests.support.models import PAD, build_model, padded_prompts
 
 GREEDY = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": PAD, "eos_token_id": None}
@@ -204,7 +204,7 @@ def test_a_rollout_leaves_room_for_the_fused_adapters(family, monkeypatch):
 
     block = torch.Size(containers.kv_shape(1, 16)).numel() * containers.dtype.itemsize
     usable = expected + 3 * block
-    monkeypatch.setattr(budget, "usable_memory_bytes", lambda device: usable)
+    monkeypatch.setattr(memory, "usable_memory_bytes", lambda device: usable)
     input_ids, mask = padded_prompts()
     options = {"max_new_tokens": 20, "eos_token_id": None, "pad_token_id": PAD}
     plan = prepare(engine.generator, input_ids, mask, None, None, options).plan

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from hybrid_engine.generation import preparing
+from hybrid_engine.generation.rollout import preparing
 from hybrid_engine.inference import init_inference
 from tests.support.distributed import run_distributed, run_to_the_end
 from tests.support.models import PAD, build_model, padded_prompts

@@ -8,7 +8,7 @@ import torch
 from transformers.models.mamba import modeling_mamba
 
 import hybrid_engine
-from hybrid_engine.generation import own_sequences
+from hybrid_engine.generation.rollout import own_sequences
 from tests.generation.live.test_own import MODELS
 from tests.support.chat import build_chat_tokenizer
 from tests.support.distributed import run_distributed

@@ -6,9 +6,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-from hybrid_engine.distributed import waiting
+from hybrid_engine.distributed import processes
 from hybrid_engine.distributed.environment import describe_process
-from hybrid_engine.distributed.waiting import announcing
+from hybrid_engine.distributed.processes import announcing
 from tests.support.distributed import free_port
 
 pytestmark = pytest.mark.quick
@@ -29,7 +29,7 @@ def read_until(capsys, text, seconds=300):
 
 @pytest.fixture
 def at_once(monkeypatch):
-    monkeypatch.setattr(waiting, "FIRST_AFTER", 0.2)
+    monkeypatch.setattr(processes, "FIRST_AFTER", 0.2)
 
 
 def test_who_waits_says_who_has_come_and_who_is_missing(at_once, capsys):

@@ -31,7 +31,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 import hybrid_engine
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.engine.attached import Attached
-from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.rollout.generator import Generator
 from tests.support.distributed import run_distributed
 from tests.support.models import build_model, padded_prompts
 from tests.support.training_reference import tiny_llama

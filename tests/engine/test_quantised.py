@@ -10,7 +10,7 @@ import torch
 
 import hybrid_engine
 from hybrid_engine.engine import model_checks
-from hybrid_engine.optim.trainable import check_quantised
+from hybrid_engine.optim.build import check_quantised
 from tests.support.paths import ROOT
 from tests.support.training_reference import tiny_llama
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from hybrid_engine.containers import InferenceModel
-from hybrid_engine.generation.batching import strategy
-from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.live.opening import live_batch
-from hybrid_engine.generation.options import GenerationOptions
+from hybrid_engine.generation.request.core import Prompt, Sequence
+from hybrid_engine.generation.request.options import GenerationOptions
 from hybrid_engine.ops import MixedBatch, PrefillBatch
 from tests.generation.test_mixed_turns import CUDA
 from tests.generation.test_mixed_turns import build as build_engine

@@ -15,8 +15,8 @@ from peft import LoraConfig, get_peft_model
 import hybrid_engine
 from hybrid_engine.containers import InferenceModel
 from hybrid_engine.extensions.deepspeed import comm as compat_comm
-from hybrid_engine.generation import backend
-from hybrid_engine.generation.decoding.graph import batch_bucket, context_bucket
+from hybrid_engine.generation.batching.recorders import batch_bucket, context_bucket
+from hybrid_engine.generation.rollout import backend
 from hybrid_engine.zero import wrapping
 from tests.support.distributed import run_distributed
 from tests.support.models import PAD, build_model, padded_prompts

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import hybrid_engine
-from hybrid_engine.generation import scoring
+from hybrid_engine.generation.model import scoring
 from tests.support.distributed import run_distributed
 from tests.support.models import BUILDERS, PAD, VOCAB, build_model, module_logprobs, padded_prompts, randomised
 from tests.zero.test_startup_memory import deep_llama, layer_bytes
@@ -134,19 +134,19 @@ def refused_inputs(rank, world_size):
 
 def crowded_rollouts(rank, world_size):
     """Pinned weights of six layers, of which rank 1 has room for five at most, with all the rest."""
-    from hybrid_engine.generation.memory import budget
+    from hybrid_engine.generation.batching import memory
 
     input_ids, mask = (share(tensor, rank, world_size) for tensor in padded_prompts())
     model = randomised(deep_llama)
     room = 10**12 if rank == 0 else 5 * layer_bytes(model)
     engine = build_engine(model, world_size, 3)
     engine.eval()
-    real, budget.usable_memory_bytes = budget.usable_memory_bytes, lambda device: room
+    real, memory.usable_memory_bytes = memory.usable_memory_bytes, lambda device: room
     try:
         answer = engine.generate(input_ids, attention_mask=mask, **GREEDY)
         report = engine.report()
     finally:
-        budget.usable_memory_bytes = real
+        memory.usable_memory_bytes = real
     engine.generate(input_ids, attention_mask=mask, **GREEDY)
     return answer, report, engine.report()
 

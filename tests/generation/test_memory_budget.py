@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import hybrid_engine
-from hybrid_engine.generation.memory import usage
-from hybrid_engine.generation.memory.usage import free_and_total_bytes, num_bytes
+from hybrid_engine.generation.batching import memory
+from hybrid_engine.generation.batching.memory import free_and_total_bytes, num_bytes
 from tests.support.models import PAD, build_model, padded_prompts
 
 OPTIONS = {"max_new_tokens": 20, "eos_token_id": None, "pad_token_id": PAD, "do_sample": False}
@@ -25,7 +25,7 @@ def build_engine(optimizer="AdamW", precision=None, **options):
 
 def fake_memory(monkeypatch, free, total=None):
     """This machine has `free` bytes of `total` from now on, whatever is taken."""
-    monkeypatch.setattr(usage, "_host_bytes", lambda: (int(free), int(total or free)))
+    monkeypatch.setattr(memory, "_host_bytes", lambda: (int(free), int(total or free)))
 
 
 def roll_out(engine):
@@ -68,13 +68,13 @@ def test_a_rollout_leaves_the_memory_that_training_will_take(monkeypatch):
     roll_out(engine)
     wanted, training = held(engine), engine.training_memory.missing_bytes()
     engine.release_inference_cache()
-    free = (training + 0.7 * wanted) / usage.USABLE_MEMORY
+    free = (training + 0.7 * wanted) / memory.USABLE_MEMORY
     fake_memory(monkeypatch, free)
     roll_out(engine)
     assert 0 < held(engine) <= 0.7 * wanted
     # Where less than half of it would be left, the rollout takes what there is, and gives it back.
     engine.release_inference_cache()
-    fake_memory(monkeypatch, (training + 0.2 * wanted) / usage.USABLE_MEMORY)
+    fake_memory(monkeypatch, (training + 0.2 * wanted) / memory.USABLE_MEMORY)
     roll_out(engine)
     assert held(engine) > 0.2 * wanted
     fake_memory(monkeypatch, training * 0.5)

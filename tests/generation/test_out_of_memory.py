@@ -11,18 +11,16 @@ from transformers import LlamaForSequenceClassification
 import hybrid_engine
 from hybrid_engine.distributed.verdict import describe_error, is_out_of_memory
 from hybrid_engine.recipes import kto, reward, sft
+from hybrid_engine.rlhf.batches.micro_batches import train_in_parts
+from hybrid_engine.rlhf.batches.passes import limit_rows, until_it_fits
+from hybrid_engine.rlhf.batches.sequences import ValueModel, build_sequences, in_parts, response_logprobs
 from hybrid_engine.rlhf.data.encoding import Encoded
-from hybrid_engine.rlhf.data.micro_batches import train_in_parts
-from hybrid_engine.rlhf.data.pairs import Pair
-from hybrid_engine.rlhf.data.passes import limit_rows, until_it_fits
-from hybrid_engine.rlhf.data.sequences import ValueModel, build_sequences, in_parts, response_logprobs
 from hybrid_engine.rlhf.experience.evaluation import step_means
-from hybrid_engine.rlhf.preference.answers import Reading, all_logprobs
-from hybrid_engine.rlhf.preference.labelled import LabelledAnswer
+from hybrid_engine.rlhf.preference.answers import LabelledAnswer, Reading, all_logprobs
 from hybrid_engine.rlhf.rewards.answers import Answers
-from hybrid_engine.rlhf.rewards.classifier import save_normalised
-from hybrid_engine.rlhf.rewards.learned import LearnedReward
+from hybrid_engine.rlhf.rewards.learned import LearnedReward, save_normalised
 from hybrid_engine.rlhf.tasks import arithmetic
+from hybrid_engine.rlhf.tasks.corpus import Pair
 from hybrid_engine.zero.sharding import full_tensor
 from tests.support.distributed import run_distributed
 from tests.support.models import PAD, build_model, padded_prompts

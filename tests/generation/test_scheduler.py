@@ -7,8 +7,8 @@ import pytest
 
 from hybrid_engine.generation.batching.blocks import BlockPool
 from hybrid_engine.generation.batching.scheduler import Scheduler
-from hybrid_engine.generation.batching.sequence import Prompt, Sequence
-from hybrid_engine.generation.options import GenerationOptions
+from hybrid_engine.generation.request.core import Prompt, Sequence
+from hybrid_engine.generation.request.options import GenerationOptions
 
 pytestmark = pytest.mark.quick
 

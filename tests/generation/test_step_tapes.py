@@ -8,9 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybrid_engine
-from hybrid_engine.generation.decoding import tape
-from hybrid_engine.generation.decoding.graph import CaptureStats
-from hybrid_engine.generation.decoding.tape import StepTapes
+from hybrid_engine.generation.batching import recorders
+from hybrid_engine.generation.batching.recorders import CaptureStats, StepTapes
 from hybrid_engine.ops import cpu_kernels, cpu_library, dispatch
 from tests.support.models import PAD, build_model, padded_prompts
 
@@ -35,13 +34,13 @@ def compiled(monkeypatch):
 @pytest.fixture
 def played(monkeypatch):
     """The number of steps that came from a tape, in a list of one."""
-    number, play = [0], tape._Tape.play
+    number, play = [0], recorders._Tape.play
 
     def counted(self):
         number[0] += 1
         return play(self)
 
-    monkeypatch.setattr(tape._Tape, "play", counted)
+    monkeypatch.setattr(recorders._Tape, "play", counted)
     return number
 
 
@@ -52,7 +51,7 @@ def build_engine(model, **config):
 
 
 def roll_out(monkeypatch, engine, noted_at, **options):
-    monkeypatch.setattr(tape, "NOTED_AT", noted_at)
+    monkeypatch.setattr(recorders, "NOTED_AT", noted_at)
     input_ids, mask = padded_prompts()
     given = {"max_new_tokens": 24, "seed": 3, "return_dict_in_generate": True, **ENDS, **options}
     output = engine.generate(input_ids, attention_mask=mask, **given)
@@ -76,7 +75,7 @@ def test_tapes_go_with_their_rollout(monkeypatch):
     """They hold the weights as the rollout reads them, which may be gathered or fused."""
     engine = build_engine(build_model())
     roll_out(monkeypatch, engine, 1)
-    assert not [object for object in gc.get_objects() if isinstance(object, tape._Tape)]
+    assert not [object for object in gc.get_objects() if isinstance(object, recorders._Tape)]
 
 
 def test_shared_blocks_and_few_rows_at_once_change_nothing(monkeypatch, played):
@@ -124,7 +123,7 @@ def forward(tapes, inputs, weight, between=lambda hidden: hidden):
 
 
 def test_a_tape_reads_its_inputs_anew_and_keeps_what_lies_between(monkeypatch, played):
-    monkeypatch.setattr(tape, "NOTED_AT", 2)
+    monkeypatch.setattr(recorders, "NOTED_AT", 2)
     tapes, inputs, weight = StepTapes(0, CaptureStats()), torch.zeros(3, 8), torch.randn(8, 4)
     for step in range(6):
         inputs.copy_(torch.randn(3, 8))
@@ -146,7 +145,7 @@ def test_a_tape_reads_its_inputs_anew_and_keeps_what_lies_between(monkeypatch, p
     ids=["item", "tolist", "numpy", "bool", "nonzero"],
 )
 def test_what_hands_values_to_the_host_is_never_played(monkeypatch, played, between):
-    monkeypatch.setattr(tape, "NOTED_AT", 1)
+    monkeypatch.setattr(recorders, "NOTED_AT", 1)
     tapes, inputs, weight = StepTapes(0, CaptureStats()), torch.zeros(3, 8), torch.randn(8, 4)
     for _ in range(3):
         inputs.copy_(torch.randn(3, 8))
@@ -156,11 +155,11 @@ def test_what_hands_values_to_the_host_is_never_played(monkeypatch, played, betw
 
 
 def test_a_step_without_compiled_attention_or_with_much_memory_runs_as_it_comes(monkeypatch, played):
-    monkeypatch.setattr(tape, "NOTED_AT", 1)
+    monkeypatch.setattr(recorders, "NOTED_AT", 1)
     inputs, weight = torch.randn(3, 8), torch.randn(8, 4)
     tapes = StepTapes(1, CaptureStats())
     assert torch.equal(forward(tapes, inputs, weight), forward(tapes, inputs, weight))
-    monkeypatch.setattr(tape, "MAX_BYTES", 100)
+    monkeypatch.setattr(recorders, "MAX_BYTES", 100)
     tapes = StepTapes(0, CaptureStats())
     assert torch.equal(forward(tapes, inputs, weight), forward(tapes, inputs, weight))
     assert played == [0]
@@ -172,7 +171,7 @@ def test_who_watches_operators_sees_them(monkeypatch, played):
             seen.append(func.overloadpacket.__name__)
             return func(*args, **(kwargs or {}))
 
-    monkeypatch.setattr(tape, "NOTED_AT", 1)
+    monkeypatch.setattr(recorders, "NOTED_AT", 1)
     tapes, inputs, weight, seen = StepTapes(0, CaptureStats()), torch.randn(3, 8), torch.randn(8, 4), []
     for _ in range(2):
         with Names():
@@ -181,7 +180,7 @@ def test_who_watches_operators_sees_them(monkeypatch, played):
 
 
 def test_an_error_while_a_step_is_noted_leaves_nothing_behind(monkeypatch):
-    monkeypatch.setattr(tape, "NOTED_AT", 1)
+    monkeypatch.setattr(recorders, "NOTED_AT", 1)
     tapes, inputs, weight = StepTapes(0, CaptureStats()), torch.randn(3, 8), torch.randn(8, 4)
     with pytest.raises(ZeroDivisionError):
         forward(tapes, inputs, weight, lambda x: x / (1 // 0))

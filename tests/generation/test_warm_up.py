@@ -7,8 +7,8 @@ import torch
 
 import hybrid_engine
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
-from hybrid_engine.generation.probing import cache, container_probe, probe
-from hybrid_engine.generation.probing.own_error import widened
+from hybrid_engine.generation.probing import container_probe, probe
+from hybrid_engine.generation.probing.agreement import widened
 from hybrid_engine.generation.probing.probe import probe_containers, probe_widely
 from hybrid_engine.ops import PrefillBatch
 from hybrid_engine.ops.cache_folder import VARIABLE
@@ -155,7 +155,7 @@ def test_a_verdict_is_kept_by_model_device_and_versions(monkeypatch, empty_cache
     first.write_text("{")  # damaged
     assert num_runs(build_engine()) == 1
     assert num_runs(build_engine()) == 0
-    monkeypatch.setattr(cache.metadata, "version", lambda package: "0")
+    monkeypatch.setattr(container_probe.metadata, "version", lambda package: "0")
     assert num_runs(build_engine()) == 1
 
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from hybrid_engine.metrics.live_bytes import LiveBytes
 from hybrid_engine.metrics.memory_plan import MemoryPlan, Part, RolePlan
-from hybrid_engine.metrics.memory_use import MemoryUse, Pass
+from hybrid_engine.metrics.memory_use import LiveBytes, MemoryUse, Pass
 from hybrid_engine.recipes import dpo, grpo, kto, sft
-from hybrid_engine.rlhf.data import micro_batches
+from hybrid_engine.rlhf.batches import micro_batches
 from hybrid_engine.rlhf.experience import policy as policies
 from hybrid_engine.rlhf.planning import following
 from hybrid_engine.rlhf.tasks import arithmetic

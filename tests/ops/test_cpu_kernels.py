@@ -13,10 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybrid_engine
-from hybrid_engine.generation.batching.admission import Prefill
-from hybrid_engine.generation.batching.packing import pack_prefills
-from hybrid_engine.generation.batching.sequence import Prompt
-from hybrid_engine.metrics.live_bytes import LiveBytes
+from hybrid_engine.generation.batching.continuous_batching import pack_prefills
+from hybrid_engine.generation.request.core import Prefill, Prompt
+from hybrid_engine.metrics.memory_use import LiveBytes
 from hybrid_engine.ops import (
     QKV,
     DecodeBatch,

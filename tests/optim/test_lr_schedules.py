@@ -7,8 +7,14 @@ import pytest
 import torch
 
 from hybrid_engine.config import SchedulerConfig
-from hybrid_engine.optim.cycle_schedules import LRRangeTest, OneCycle
-from hybrid_engine.optim.lr_schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR, build_scheduler
+from hybrid_engine.optim.lr_schedules import (
+    LRRangeTest,
+    OneCycle,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+    build_scheduler,
+)
 
 pytestmark = pytest.mark.quick
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hybrid_engine.recipes import dpo, kto, sft
 from hybrid_engine.rlhf.data.parts import load_parts
 from hybrid_engine.rlhf.data.reading import read_labelled_rows, read_preference_rows
-from hybrid_engine.rlhf.data.sources import DataSource
-from hybrid_engine.rlhf.runs.metrics_file import read_metrics
+from hybrid_engine.rlhf.runs.columns import DataSource
+from hybrid_engine.rlhf.runs.run_folder import read_metrics
 
 TURNS = [
     ("What is the capital of France?", "Paris.", "It is London, I think."),

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hybrid_engine
 from hybrid_engine.recipes import agent, dpo, evaluate, generate, grpo, kto, online_dpo, ppo, reward, sft
-from hybrid_engine.rlhf.runs.metrics_file import read_metrics
+from hybrid_engine.rlhf.runs.run_folder import read_metrics
 from hybrid_engine.rlhf.runs.run_log import RunLog
 
 pytest.importorskip("reasoning_gym", reason="pip install 'hybrid-engine[real]'")

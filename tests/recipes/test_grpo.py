@@ -11,11 +11,9 @@ from hybrid_engine.cli import cli
 from hybrid_engine.recipes import grpo, online_dpo
 from hybrid_engine.rlhf.algorithms import advantages
 from hybrid_engine.rlhf.algorithms.choices import Algorithm
-from hybrid_engine.rlhf.experience.groups import GroupSource
-from hybrid_engine.rlhf.experience.rollout import SamplingOptions, choose_groups, join, sample
+from hybrid_engine.rlhf.experience.rollout import GroupSource, SamplingOptions, choose_groups, join, sample
 from hybrid_engine.rlhf.rewards.loading import load_rewards
-from hybrid_engine.rlhf.runs.answers_log import read_answers
-from hybrid_engine.rlhf.runs.metrics_file import read_metrics
+from hybrid_engine.rlhf.runs.run_folder import read_answers, read_metrics
 from hybrid_engine.rlhf.tasks import arithmetic
 from tests.support.answers import check_followed
 from tests.support.distributed import run_distributed

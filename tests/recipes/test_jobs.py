@@ -11,13 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from hybrid_engine.checkpoint.lock import LOCK_FILE
+from hybrid_engine.checkpoint.saving import LOCK_FILE
 from hybrid_engine.cli import cli
 from hybrid_engine.recipes import ppo, sft
 from hybrid_engine.rlhf.rewards.answers import RewardError
 from hybrid_engine.rlhf.rewards.loading import load_rewards
-from hybrid_engine.rlhf.runs.answers_log import read_answers
-from hybrid_engine.rlhf.runs.metrics_file import read_metrics
+from hybrid_engine.rlhf.runs.run_folder import read_answers, read_metrics
 from hybrid_engine.rlhf.runs.run_log import RunLog
 from tests.support.answers import check_followed
 from tests.support.distributed import run_distributed

@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_engine.cli import cli
 from hybrid_engine.recipes import online_dpo
-from hybrid_engine.rlhf.runs.answers_log import read_answers
-from hybrid_engine.rlhf.runs.metrics_file import read_metrics
+from hybrid_engine.rlhf.runs.run_folder import read_answers, read_metrics
 from hybrid_engine.rlhf.tasks import arithmetic
 from tests.support.answers import check_followed
 from tests.support.distributed import run_distributed

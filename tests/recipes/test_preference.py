@@ -13,9 +13,8 @@ from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.recipes import dpo, kto
 from hybrid_engine.rl.preferences import PairLogprobs, build_loss
 from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
-from hybrid_engine.rlhf.preference.answers import Reading, all_logprobs, without_adapter
-from hybrid_engine.rlhf.preference.labelled import LabelledAnswer, mismatch
-from hybrid_engine.rlhf.preference.labelled import refer as refer_answers
+from hybrid_engine.rlhf.preference.answers import LabelledAnswer, Reading, all_logprobs, mismatch, without_adapter
+from hybrid_engine.rlhf.preference.answers import refer as refer_answers
 from hybrid_engine.rlhf.preference.pairs import TrainingPair, answers_of, held_out_figures, pair_logprobs, refer
 from hybrid_engine.zero.sharding import full_tensor
 from tests.support.distributed import run_distributed

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from hybrid_engine.recipes import sft
 from hybrid_engine.rlhf.data.parts import load_parts
 from hybrid_engine.rlhf.data.reading import read_learned_rows
-from hybrid_engine.rlhf.runs.config_files import read_config
-from hybrid_engine.rlhf.runs.metrics_file import read_metrics
+from hybrid_engine.rlhf.runs.run_folder import read_config, read_metrics
 from hybrid_engine.rlhf.runs.run_log import RunLog
 from tests.support.chat import MARKED_TEMPLATE, build_chat_tokenizer
 from tests.support.distributed import run_distributed

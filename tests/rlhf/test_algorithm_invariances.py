@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hybrid_engine.rl.aggregation import StepCounts, count_step
 from hybrid_engine.rlhf.algorithms.advantages import compute_advantages
-from hybrid_engine.rlhf.algorithms.choices import CHOICES, Algorithm
+from hybrid_engine.rlhf.algorithms.choices import CHOICES, PRESETS, Algorithm
 from hybrid_engine.rlhf.algorithms.figures import CLIPPED, policy_figures
 from hybrid_engine.rlhf.algorithms.objective import (
     POLICY_LOSSES,
@@ -20,7 +20,6 @@ from hybrid_engine.rlhf.algorithms.objective import (
     correction_weights,
     policy_objective,
 )
-from hybrid_engine.rlhf.algorithms.presets import PRESETS
 from tests.support.distributed import run_distributed
 
 G, MAX_LENGTH = 4, 9

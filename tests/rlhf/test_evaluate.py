@@ -9,11 +9,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hybrid_engine.cli import cli
-from hybrid_engine.generation.backend import ContainerRollouts
+from hybrid_engine.generation.rollout.backend import ContainerRollouts
 from hybrid_engine.recipes import evaluate as recipe
 from hybrid_engine.rl.estimates import pass_at_k
 from hybrid_engine.rlhf.experience import evaluation
-from hybrid_engine.rlhf.runs.config_files import read_config
+from hybrid_engine.rlhf.runs.run_folder import read_config
 from hybrid_engine.rlhf.tasks.small_llama import train_tokenizer
 
 

@@ -19,19 +19,17 @@ from hybrid_engine.rl.aggregation import StepCounts
 from hybrid_engine.rl.preferences import build_loss
 from hybrid_engine.rlhf.algorithms.choices import Algorithm
 from hybrid_engine.rlhf.algorithms.objective import PolicyBatch
-from hybrid_engine.rlhf.data import packing, sequences, spans
+from hybrid_engine.rlhf.batches import packing, sequences, spans
+from hybrid_engine.rlhf.batches.micro_batches import Items, train_in_parts
+from hybrid_engine.rlhf.batches.packing import Layout, set_layout
+from hybrid_engine.rlhf.batches.sequences import ValueModel, build_sequences
 from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
-from hybrid_engine.rlhf.data.micro_batches import Items, train_in_parts
-from hybrid_engine.rlhf.data.packing import Layout, set_layout
-from hybrid_engine.rlhf.data.pairs import Pair
-from hybrid_engine.rlhf.data.sequences import ValueModel, build_sequences
-from hybrid_engine.rlhf.experience import critic_experience, policy_experience
-from hybrid_engine.rlhf.experience.critic_experience import CriticExperience
-from hybrid_engine.rlhf.experience.policy_experience import Experience
-from hybrid_engine.rlhf.preference import labelled, pairs
-from hybrid_engine.rlhf.preference.answers import Reading
-from hybrid_engine.rlhf.preference.labelled import LabelledAnswer
+from hybrid_engine.rlhf.experience.policy import Experience
+from hybrid_engine.rlhf.experience.roles import CriticExperience
+from hybrid_engine.rlhf.preference import pairs
+from hybrid_engine.rlhf.preference.answers import LabelledAnswer, Reading
 from hybrid_engine.rlhf.preference.pairs import TrainingPair
+from hybrid_engine.rlhf.tasks.corpus import Pair
 from tests.support.models import PAD, build_model
 
 SENDERS = sequences, packing, spans, pairs, labelled, dpo, reward, policy_experience, critic_experience

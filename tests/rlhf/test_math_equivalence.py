@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("math_verify", reason="the extra `math` is not installed")
 
-from hybrid_engine.rlhf.rewards.math_equivalence import as_mathematics, load_math_equivalence
+from hybrid_engine.rlhf.rewards.built_in import as_mathematics, load_math_equivalence
 
 RIGHT = {
     "x^2+1": ["$x^2+1$", "x^2+1", "1+x^2", r"\[1+x^2\]", r"\(x^2+1\)", "$$x^{2}+1$$"],

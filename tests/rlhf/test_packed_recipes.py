@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hybrid_engine.recipes import dpo, grpo, kto, online_dpo, ppo, reward, sft
-from hybrid_engine.rlhf.experience.own_tasks import stage_options
+from hybrid_engine.rlhf.experience.start import stage_options
 from hybrid_engine.rlhf.tasks import arithmetic
 from tests.support.small_actors import save_small_actor, save_sums
 

@@ -13,13 +13,13 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import hybrid_engine
-from hybrid_engine.rlhf.data import micro_batches
-from hybrid_engine.rlhf.data import spans as data_spans
-from hybrid_engine.rlhf.data.micro_batches import check_budget, deal, fill_evenly, train_in_parts
-from hybrid_engine.rlhf.data.packable import pack_where_exact
-from hybrid_engine.rlhf.data.packing import Layout, Prompt, fit_rows, lay_out_spans, layout_of, pack, set_layout
-from hybrid_engine.rlhf.data.pass_shapes import Items
-from hybrid_engine.rlhf.data.sequences import (
+from hybrid_engine.rlhf.batches import micro_batches
+from hybrid_engine.rlhf.batches import spans as data_spans
+from hybrid_engine.rlhf.batches.micro_batches import check_budget, deal, fill_evenly, train_in_parts
+from hybrid_engine.rlhf.batches.packable import pack_where_exact
+from hybrid_engine.rlhf.batches.packing import Layout, Prompt, fit_rows, lay_out_spans, layout_of, pack, set_layout
+from hybrid_engine.rlhf.batches.passes import Items
+from hybrid_engine.rlhf.batches.sequences import (
     ValueModel,
     build_sequences,
     packed_rows,
@@ -27,9 +27,9 @@ from hybrid_engine.rlhf.data.sequences import (
     response_logprobs_and_entropy,
     response_values,
 )
-from hybrid_engine.rlhf.data.spans import TOGETHER, Span, Spans, attend_along_spans, count_copied
+from hybrid_engine.rlhf.batches.spans import TOGETHER, Span, Spans, attend_along_spans, count_copied
 from hybrid_engine.rlhf.experience.evaluation import step_means
-from hybrid_engine.rlhf.rewards.classifier import score_tokens
+from hybrid_engine.rlhf.rewards.learned import score_tokens
 from hybrid_engine.zero.sharding import full_tensor
 from tests.support.distributed import run_distributed
 from tests.support.models import build_model

@@ -14,8 +14,8 @@ from hybrid_engine.rlhf.algorithms.advantages import (
     SCALES,
     compute_advantages,
 )
-from hybrid_engine.rlhf.algorithms.choices import CHOICES, Algorithm
-from hybrid_engine.rlhf.algorithms.describing import IDLE, describe
+from hybrid_engine.rlhf.algorithms.choices import CHOICES, PRESETS, Algorithm
+from hybrid_engine.rlhf.algorithms.figures import IDLE, describe
 from hybrid_engine.rlhf.algorithms.objective import (
     AGGREGATIONS,
     CORRECTIONS,
@@ -24,7 +24,6 @@ from hybrid_engine.rlhf.algorithms.objective import (
     PolicyBatch,
     policy_objective,
 )
-from hybrid_engine.rlhf.algorithms.presets import PRESETS
 from tests.support.goldens import assert_golden, load_golden
 from tests.support.paths import DATA
 

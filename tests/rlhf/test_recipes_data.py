@@ -12,10 +12,16 @@ from hybrid_engine.rlhf.data.held_out import is_held_out
 from hybrid_engine.rlhf.data.prompts import fit_prompts, load_prompt_rows, select_prompts
 from hybrid_engine.rlhf.data.reading import read_prompt_rows
 from hybrid_engine.rlhf.data.rows import PromptRow
-from hybrid_engine.rlhf.data.sources import DataSource
-from hybrid_engine.rlhf.tasks.pep257 import conforms, pep257_violations
-from hybrid_engine.rlhf.tasks.stdlib_docs import split, stdlib_examples
-from hybrid_engine.rlhf.tasks.stdlib_pairs import FAULTS, build_preferences, mend
+from hybrid_engine.rlhf.runs.columns import DataSource
+from hybrid_engine.rlhf.tasks.stdlib_docs import (
+    FAULTS,
+    build_preferences,
+    conforms,
+    mend,
+    pep257_violations,
+    split,
+    stdlib_examples,
+)
 from tests.support.chat import build_chat_tokenizer
 
 pytestmark = pytest.mark.quick

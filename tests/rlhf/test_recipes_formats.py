@@ -11,7 +11,6 @@ from transformers import LlamaConfig
 
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.recipes import grpo, sft
-from hybrid_engine.rlhf.data.corpus import load_corpus
 from hybrid_engine.rlhf.data.encoding import Encoded, encode_completion, encode_pair, encode_prompt
 from hybrid_engine.rlhf.data.held_out import prompt_key
 from hybrid_engine.rlhf.data.lengths import keep_fitting, limit_of
@@ -32,10 +31,10 @@ from hybrid_engine.rlhf.data.rows import (
     TextRow,
     detect_format,
 )
-from hybrid_engine.rlhf.data.sources import DataSource
-from hybrid_engine.rlhf.experience.own_tasks import SUMS
-from hybrid_engine.rlhf.experience.start import load_usable_prompts
+from hybrid_engine.rlhf.experience.start import SUMS, load_usable_prompts
 from hybrid_engine.rlhf.rewards.loading import load_rewards
+from hybrid_engine.rlhf.runs.columns import DataSource
+from hybrid_engine.rlhf.tasks.corpus import load_corpus
 from tests.support.chat import MARKED_TEMPLATE, PLAIN_TEMPLATE, build_chat_tokenizer
 
 

@@ -10,7 +10,6 @@ from datasets import Dataset
 from transformers import LlamaConfig
 
 from hybrid_engine.recipes import dpo, evaluate, generate, grpo, sft
-from hybrid_engine.rlhf.data.corpus import load_corpus
 from hybrid_engine.rlhf.data.encoding import encode_completion, encode_prompt
 from hybrid_engine.rlhf.data.held_out import is_held_out, prompt_key
 from hybrid_engine.rlhf.data.parts import load_parts
@@ -21,7 +20,8 @@ from hybrid_engine.rlhf.data.reading import (
     read_prompt_rows,
 )
 from hybrid_engine.rlhf.data.rows import ConversationRow, PromptRow
-from hybrid_engine.rlhf.data.sources import DataSource
+from hybrid_engine.rlhf.runs.columns import DataSource
+from hybrid_engine.rlhf.tasks.corpus import load_corpus
 from tests.support.chat import CALL_TEMPLATES, PLAIN_TEMPLATE, build_chat_tokenizer
 
 

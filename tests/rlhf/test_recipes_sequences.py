@@ -6,8 +6,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from hybrid_engine.rlhf.algorithms.choices import Algorithm
 from hybrid_engine.rlhf.algorithms.objective import PolicyBatch
-from hybrid_engine.rlhf.data.passes import limit_rows
-from hybrid_engine.rlhf.data.sequences import (
+from hybrid_engine.rlhf.batches.passes import limit_rows
+from hybrid_engine.rlhf.batches.sequences import (
     attach_responses,
     batches_of_similar_length,
     build_sequences,
@@ -16,7 +16,7 @@ from hybrid_engine.rlhf.data.sequences import (
     response_logprobs,
     response_values,
 )
-from hybrid_engine.rlhf.experience.policy_experience import Experience, present_batch
+from hybrid_engine.rlhf.experience.policy import Experience, present_batch
 from hybrid_engine.rlhf.rewards.learned import load_value_model
 from tests.support.distributed import run_distributed
 
@@ -96,7 +96,7 @@ def test_values_are_those_before_each_response_token_and_trimming_changes_none(t
 
 
 def test_computing_in_parts_gives_what_one_pass_gives(monkeypatch):
-    monkeypatch.setattr("hybrid_engine.rlhf.data.sequences.ROWS_PER_PASS_ON_CPU", 2)
+    monkeypatch.setattr("hybrid_engine.rlhf.batches.sequences.ROWS_PER_PASS_ON_CPU", 2)
     model = LlamaForCausalLM(small_config()).eval()
     batch = build_sequences(PROMPTS, RESPONSES, PAD, CPU)
     with torch.no_grad():
@@ -129,7 +129,7 @@ def random_rows(seed):
 @pytest.mark.parametrize("seed", range(6))
 @torch.no_grad()
 def test_gaps_are_read_and_count_for_nothing_however_rows_are_padded_and_split(tmp_path, monkeypatch, seed):
-    monkeypatch.setattr("hybrid_engine.rlhf.data.sequences.ROWS_PER_PASS_ON_CPU", 2)
+    monkeypatch.setattr("hybrid_engine.rlhf.batches.sequences.ROWS_PER_PASS_ON_CPU", 2)
     config = small_config()
     model = LlamaForCausalLM(config).eval()
     LlamaForSequenceClassification(config).save_pretrained(tmp_path)

@@ -12,9 +12,8 @@ import torch
 from trl.rewards import get_repetition_penalty_reward, think_format_reward
 
 from hybrid_engine.rlhf.rewards.answers import Reward, RewardError
-from hybrid_engine.rlhf.rewards.functions import call_function, columns_needed
-from hybrid_engine.rlhf.rewards.rewards import Rewards
-from hybrid_engine.rlhf.rewards.time_limit import OutOfTime, within
+from hybrid_engine.rlhf.rewards.loading import call_function, columns_needed
+from hybrid_engine.rlhf.rewards.rewards import OutOfTime, Rewards, within
 from tests.support.answers import answers_of
 from tests.support.distributed import run_distributed
 
@@ -198,7 +197,7 @@ def test_a_coroutine_that_does_not_end_is_interrupted():
 
 
 def test_what_swallows_one_interruption_meets_the_next(monkeypatch):
-    monkeypatch.setattr("hybrid_engine.rlhf.rewards.time_limit.SECONDS_TO_NEXT_TRY", 0.02)
+    monkeypatch.setattr("hybrid_engine.rlhf.rewards.rewards.SECONDS_TO_NEXT_TRY", 0.02)
     tries = []
 
     def stubborn():

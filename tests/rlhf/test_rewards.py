@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybrid_engine.rlhf.data.rows import PromptRow
-from hybrid_engine.rlhf.experience.critic_experience import reward_tokens
+from hybrid_engine.rlhf.experience.roles import reward_tokens
 from hybrid_engine.rlhf.rewards.answers import Answers
 from hybrid_engine.rlhf.rewards.built_in import BUILT_IN, last_number
 from hybrid_engine.rlhf.rewards.loading import load_rewards, names_of

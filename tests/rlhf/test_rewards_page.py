@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from hybrid_engine.rlhf.rewards.built_in import BUILT_IN
-from hybrid_engine.rlhf.rewards.functions import GIVEN
-from hybrid_engine.rlhf.rewards.loading import load_rewards
+from hybrid_engine.rlhf.rewards.loading import GIVEN, load_rewards
 from tests.support.answers import answers_of
 from tests.support.paths import DOCS
 

@@ -16,10 +16,15 @@ from hybrid_engine.cli.config_file import read_config_file
 from hybrid_engine.cli.recipe_options import read_recipe_help
 from hybrid_engine.metrics.latency import Iteration
 from hybrid_engine.recipes import dpo, sft
-from hybrid_engine.rlhf.runs import metric_names, trackers
-from hybrid_engine.rlhf.runs.answers_log import PromptAnswers, read_answers, write_answers
-from hybrid_engine.rlhf.runs.config_files import flat_options, write_config
-from hybrid_engine.rlhf.runs.metrics_file import read_metrics
+from hybrid_engine.rlhf.runs import run_folder, trackers
+from hybrid_engine.rlhf.runs.run_folder import (
+    PromptAnswers,
+    flat_options,
+    read_answers,
+    read_metrics,
+    write_answers,
+    write_config,
+)
 from hybrid_engine.rlhf.runs.run_log import RunLog
 from tests.support.paths import ROOT
 
@@ -81,9 +86,9 @@ def test_figures_are_written_with_the_names_asked_for_and_read_with_ours(framewo
     assert read_metrics(tmp_path / "metrics.jsonl") == expected
 
 
-@pytest.mark.parametrize("framework", metric_names.FRAMEWORKS)
+@pytest.mark.parametrize("framework", run_folder.FRAMEWORKS)
 def test_every_name_of_a_framework_stands_for_one_figure_of_ours(framework):
-    names = metric_names.names_of(framework)
+    names = run_folder.names_of(framework)
     assert len(set(names.values())) == len(names)
     # A name that is both ours and theirs means the same figure.
     assert all(names[name] == name for name in names.keys() & set(names.values()))
@@ -91,8 +96,8 @@ def test_every_name_of_a_framework_stands_for_one_figure_of_ours(framework):
 
 def test_a_figure_whose_new_name_is_taken_keeps_the_old_one_and_comes_back():
     figures = {"score": 1.0, "reward": 2.0}
-    assert metric_names.to_framework(figures, "trl") == figures
-    assert metric_names.from_framework(figures, "trl") == figures
+    assert run_folder.to_framework(figures, "trl") == figures
+    assert run_folder.from_framework(figures, "trl") == figures
 
 
 @pytest.mark.parametrize(
@@ -182,7 +187,7 @@ def test_a_line_of_answers_that_is_none_is_named(line, message, tmp_path):
         read_answers(tmp_path / "answers.jsonl")
 
 
-@pytest.mark.parametrize("name", [name for name in metric_names.TABLE if name not in vars(Iteration(start=0.0))])
+@pytest.mark.parametrize("name", [name for name in run_folder.TABLE if name not in vars(Iteration(start=0.0))])
 def test_every_figure_of_the_table_is_one_that_is_written_somewhere(name):
     sources = (
         path

@@ -13,21 +13,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import hybrid_engine
-from hybrid_engine.generation.memory.usage import count_bytes
+from hybrid_engine.generation.batching.memory import count_bytes
 from hybrid_engine.recipes import ppo
+from hybrid_engine.rlhf.batches.sequences import ValueModel, build_sequences
 from hybrid_engine.rlhf.data.prompts import PromptTokens
-from hybrid_engine.rlhf.data.sequences import ValueModel, build_sequences
-from hybrid_engine.rlhf.experience.critic_experience import CriticExperience
-from hybrid_engine.rlhf.experience.policy import Policy, engine_config_of
-from hybrid_engine.rlhf.experience.roles import Roles
+from hybrid_engine.rlhf.experience.policy import Policy, engine_config_of, playing
+from hybrid_engine.rlhf.experience.roles import CriticExperience, Roles
 from hybrid_engine.rlhf.experience.start import Start
-from hybrid_engine.rlhf.passes.adapter_roles import playing
 from hybrid_engine.rlhf.planning.reading import read_run
 from hybrid_engine.rlhf.planning.roles import Setting, plan_memory
 from hybrid_engine.rlhf.rewards.answers import Answers
 from hybrid_engine.rlhf.rewards.learned import LearnedReward
 from hybrid_engine.rlhf.rewards.loading import load_rewards
-from hybrid_engine.rlhf.runs.metrics_file import read_metrics
+from hybrid_engine.rlhf.runs.run_folder import read_metrics
 from hybrid_engine.rlhf.runs.schedule import Schedule
 from hybrid_engine.rlhf.tasks import arithmetic
 from tests.support.distributed import run_distributed

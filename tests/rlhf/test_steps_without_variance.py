@@ -6,10 +6,8 @@ import torch
 from hybrid_engine.recipes import grpo
 from hybrid_engine.rlhf.algorithms.choices import Algorithm
 from hybrid_engine.rlhf.algorithms.objective import PolicyBatch
-from hybrid_engine.rlhf.data.sequences import build_sequences
-from hybrid_engine.rlhf.experience import policy_experience
-from hybrid_engine.rlhf.experience.policy import build_policy
-from hybrid_engine.rlhf.experience.policy_experience import Experience, has_gradient
+from hybrid_engine.rlhf.batches.sequences import build_sequences
+from hybrid_engine.rlhf.experience.policy import Experience, build_policy, has_gradient
 from hybrid_engine.rlhf.runs.schedule import Schedule
 from hybrid_engine.rlhf.tasks.arithmetic import build_tokenizer
 from tests.support.distributed import run_distributed
@@ -45,7 +43,7 @@ def experience_of(policy, advantages, rows=slice(None)):
     sequences = build_sequences(prompts[rows], responses[rows], 0, policy.actor.device)
     mask = sequences.response_mask
     with torch.no_grad():
-        logprobs = policy_experience.response_logprobs(policy.actor, sequences)
+        logprobs = policy.response_logprobs(policy.actor, sequences)
     spread = torch.where(mask, torch.tensor(advantages[rows])[:, None], 0.0)
     return Experience(sequences, logprobs, PolicyBatch(logprobs, logprobs, spread, mask, logprobs - 0.1, None))
 

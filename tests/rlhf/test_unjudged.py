@@ -8,8 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_engine.recipes import evaluate, grpo, online_dpo, ppo
 from hybrid_engine.rlhf.data.prompts import load_prompt_rows
-from hybrid_engine.rlhf.runs.answers_log import read_answers
-from hybrid_engine.rlhf.runs.metrics_file import read_metrics
+from hybrid_engine.rlhf.runs.run_folder import read_answers, read_metrics
 from hybrid_engine.rlhf.tasks import arithmetic
 from tests.support.small_actors import save_small_actor, save_sums
 

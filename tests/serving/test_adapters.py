@@ -9,12 +9,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 import hybrid_engine
-from hybrid_engine.generation import backend
 from hybrid_engine.generation.live import adapters as live_adapters
 from hybrid_engine.generation.live.opening import live_batch
+from hybrid_engine.generation.rollout import backend
 from hybrid_engine.recipes import serve
-from hybrid_engine.rlhf.batch.adapters import load_with_adapters, read_adapters
-from hybrid_engine.rlhf.batch.model import BaseModelOptions
+from hybrid_engine.rlhf.batch.models import BaseModelOptions, load_with_adapters, read_adapters
 from tests.serving.test_server import build
 from tests.support.chat import build_chat_tokenizer
 from tests.support.distributed import run_distributed

@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 
-from hybrid_engine.generation.memory import usage
-from hybrid_engine.generation.memory.workspace import KVWorkspace
+from hybrid_engine.generation.batching import memory
+from hybrid_engine.generation.batching.memory import KVWorkspace
 from hybrid_engine.recipes import agent, serve
 from tests.serving.test_server import build
 from tests.support.chat import build_chat_tokenizer
@@ -31,7 +31,7 @@ def engine(tokenizer):
 @pytest.fixture
 def with_free_memory(monkeypatch):
     """This machine has so many bytes free from now on, whatever is taken."""
-    return lambda free: monkeypatch.setattr(usage, "_host_bytes", lambda: (free, free))
+    return lambda free: monkeypatch.setattr(memory, "_host_bytes", lambda: (free, free))
 
 
 def resident_bytes():

@@ -18,11 +18,11 @@ from transformers import (
 
 import hybrid_engine
 from hybrid_engine.containers.quantised import dequantise, is_quantised, stored_tensors
-from hybrid_engine.generation.memory.usage import count_bytes
+from hybrid_engine.generation.batching.memory import count_bytes
 from hybrid_engine.metrics.memory_plan import Sharded, kept_parts
-from hybrid_engine.rlhf.data.sequences import build_sequences, response_logprobs
+from hybrid_engine.rlhf.batches.sequences import build_sequences, response_logprobs
 from hybrid_engine.rlhf.planning import roles
-from hybrid_engine.rlhf.planning.packed import check_one_process
+from hybrid_engine.rlhf.planning.read import check_one_process
 from hybrid_engine.rlhf.runs.adapters import check_trainable
 from hybrid_engine.rlhf.runs.options import AdapterOptions
 from tests.support.distributed import run_distributed

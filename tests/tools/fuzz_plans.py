@@ -14,7 +14,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.extensions.parallelize.planning.policies import random_plan
+from hybrid_engine.extensions.parallelize.planning.stage_policies import random_plan
 from tests.extensions.parallelize.test_lowering import CASES, build, check_plan, expected_step
 
 MESHES = ((2,), (4,), (2, 2))

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from hybrid_engine.rlhf.algorithms.advantages import compute_advantages
-from hybrid_engine.rlhf.algorithms.choices import Algorithm
-from hybrid_engine.rlhf.algorithms.presets import PRESETS
+from hybrid_engine.rlhf.algorithms.choices import PRESETS, Algorithm
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 BEGIN, END = "<!-- presets -->\n", "<!-- end of presets -->\n"

@@ -48,7 +48,7 @@ ALIASES = {
     "runtime.fp16": NAMESPACE,
     "runtime.fp16.fused_optimizer": "hybrid_engine.extensions.deepspeed.optimizer_names",
     "runtime.fp16.unfused_optimizer": "hybrid_engine.extensions.deepspeed.optimizer_names",
-    "runtime.hybrid_engine": "hybrid_engine.engine.deepspeed_hybrid_engine",
+    "runtime.hybrid_engine": "hybrid_engine.engine.deepspeed_engine",
     "runtime.lr_schedules": "hybrid_engine.optim.lr_schedules",
     "runtime.rollout": "hybrid_engine.extensions.deepspeed.rollout",
     "runtime.rollout.base": "hybrid_engine.extensions.deepspeed.rollout",

@@ -5,8 +5,12 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.zero.external_parameters import register_external_parameter, unregister_external_parameter
-from hybrid_engine.zero.gathered_parameters import GatheredParameters, ZeroParamStatus
+from hybrid_engine.zero.gathered_parameters import (
+    GatheredParameters,
+    ZeroParamStatus,
+    register_external_parameter,
+    unregister_external_parameter,
+)
 from hybrid_engine.zero.init import Init
 
 __all__ = [

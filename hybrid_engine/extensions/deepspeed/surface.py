@@ -4,8 +4,7 @@ import sys
 from importlib.metadata import version
 
 from hybrid_engine.engine.attached import Attached, attach
-from hybrid_engine.engine.deepspeed_engine import DeepSpeedEngine
-from hybrid_engine.engine.deepspeed_hybrid_engine import DeepSpeedHybridEngine
+from hybrid_engine.engine.deepspeed_engine import DeepSpeedEngine, DeepSpeedHybridEngine
 from hybrid_engine.engine.hybrid_engine import HybridEngine
 from hybrid_engine.engine.zero_engine import ZeroEngine
 from hybrid_engine.entry import initialize
@@ -24,14 +23,18 @@ from hybrid_engine.extensions.parallelize.checkpoints.deduplicating import (
     load_deduped_state_dict,
 )
 from hybrid_engine.extensions.parallelize.checkpoints.merging import load_merged_state_dicts, merge_state_dicts
-from hybrid_engine.extensions.parallelize.compute_config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from hybrid_engine.extensions.parallelize.graph.registering import register_op
 from hybrid_engine.extensions.parallelize.graph.verifying import verify_op
-from hybrid_engine.extensions.parallelize.optimizer import build_optimizer
-from hybrid_engine.extensions.parallelize.parallel_module import ParallelModule
+from hybrid_engine.extensions.parallelize.module.parallel_module import ParallelModule
+from hybrid_engine.extensions.parallelize.options.compute_config import (
+    BroadcastGenFilesStrategy,
+    ComputeConfig,
+    ReuseType,
+)
 from hybrid_engine.extensions.parallelize.parallelize import parallelize
 from hybrid_engine.extensions.parallelize.planning.explaining import explain
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
+from hybrid_engine.extensions.parallelize.training.optimizer import build_optimizer
 from hybrid_engine.inference import InferenceConfig, InferenceEngine, init_inference
 
 __version__ = version("hybrid-engine")

@@ -13,11 +13,25 @@ from torch import nn
 
 from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
 from hybrid_engine.distributed.verdict import agree
-from hybrid_engine.extensions.parallelize.alike import check_alike, name_of, words_by_name, words_of
-from hybrid_engine.extensions.parallelize.compute_config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
-from hybrid_engine.extensions.parallelize.parallel_module import ParallelModule
+from hybrid_engine.extensions.parallelize.module.parallel_module import ParallelModule
+from hybrid_engine.extensions.parallelize.options.compute_config import (
+    BroadcastGenFilesStrategy,
+    ComputeConfig,
+    ReuseType,
+)
+from hybrid_engine.extensions.parallelize.options.values import (
+    SWITCH,
+    Rule,
+    check,
+    check_alike,
+    has_names,
+    name_of,
+    shown,
+    takes,
+    words_by_name,
+    words_of,
+)
 from hybrid_engine.extensions.parallelize.planning.named_policies import POLICIES, check_policy
-from hybrid_engine.extensions.parallelize.values import SWITCH, Rule, check, has_names, shown, takes
 
 Option = TypeVar("Option", bound=Enum)
 

@@ -16,12 +16,9 @@ from bisect import insort
 from collections.abc import Iterable
 from itertools import islice
 
-from hybrid_engine.generation.batching.admission import Admission, Copy
-from hybrid_engine.generation.batching.blocks import BlockPool
-from hybrid_engine.generation.batching.kept_blocks import KeptBlocks
-from hybrid_engine.generation.batching.sequence import PENDING, Sequence
-from hybrid_engine.generation.batching.starts import Starts
+from hybrid_engine.generation.batching.blocks import BlockPool, KeptBlocks, Starts
 from hybrid_engine.generation.batching.waiting_line import WaitingLine
+from hybrid_engine.generation.request.core import PENDING, Admission, Copy, Sequence
 
 # A prefill starts a sequence for every so many that run. With 1 024 prompts over 256 slots and answers of 256 tokens in
 # the mean there are 58 prefill turns instead of 511, and 1 777 decode turns instead of 1 746: 2.5% of the slots wait.

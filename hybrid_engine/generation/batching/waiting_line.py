@@ -10,8 +10,8 @@ Example: share a has 64 sequences in line and 2 of them run; share b comes with 
 from collections import Counter, deque
 from collections.abc import Iterator
 
-from hybrid_engine.generation.batching.kept_blocks import KeptBlocks
-from hybrid_engine.generation.batching.sequence import Sequence
+from hybrid_engine.generation.batching.blocks import KeptBlocks
+from hybrid_engine.generation.request.core import Sequence
 
 
 class WaitingLine:

@@ -12,8 +12,8 @@ from torch import nn
 
 from hybrid_engine.containers.model import InferenceModel
 from hybrid_engine.generation.batching.plan import Plan
-from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.live.batch import KVBlocks, LiveBatch, Progress
+from hybrid_engine.generation.request.core import Sequence
 
 TURNS_AT_ONCE = 32
 

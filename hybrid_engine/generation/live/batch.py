@@ -4,9 +4,9 @@ import math
 from typing import NamedTuple
 
 from hybrid_engine.containers.model import InferenceModel
-from hybrid_engine.generation.batching.sequence import Prompt, Sequence
-from hybrid_engine.generation.batching.strategy import TextGeneration
-from hybrid_engine.generation.scoring import ScoringTurns, is_unscored
+from hybrid_engine.generation.batching.continuous_batching import TextGeneration
+from hybrid_engine.generation.model.scoring import ScoringTurns, is_unscored
+from hybrid_engine.generation.request.core import Prompt, Sequence
 from hybrid_engine.ops.kernel_errors import naming_kernels
 
 

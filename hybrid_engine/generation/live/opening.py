@@ -13,22 +13,18 @@ from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers.model import InferenceModel
 from hybrid_engine.containers.streams import on_device
 from hybrid_engine.distributed.presence import naming_who_left
-from hybrid_engine.generation.backend import ContainerRollouts
 from hybrid_engine.generation.batching.demand import BLOCK_SIZE, MAX_RUNNING
+from hybrid_engine.generation.batching.memory import MemoryLimit
 from hybrid_engine.generation.batching.plan import Plan, plan_rollout
-from hybrid_engine.generation.batching.sequence import Prompt, Sequence
-from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.live.adapters import AdapterBatches, FusedAdapter, split_workspace
 from hybrid_engine.generation.live.batch import LiveBatch
-from hybrid_engine.generation.live.link import LiveLink
-from hybrid_engine.generation.live.own import open_own
-from hybrid_engine.generation.live.shared import LeadingBatch
-from hybrid_engine.generation.live.staged import StagedBatch
-from hybrid_engine.generation.live.streamed import StreamedBatch
-from hybrid_engine.generation.memory.budget import MemoryLimit
-from hybrid_engine.generation.options import GenerationOptions
-from hybrid_engine.generation.pipeline.rollouts import StageRollouts
-from hybrid_engine.generation.pipeline.turns import OrderedTurns
+from hybrid_engine.generation.live.kinds import StagedBatch, StreamedBatch, open_own
+from hybrid_engine.generation.live.shared import LeadingBatch, LiveLink
+from hybrid_engine.generation.request.core import Prompt, Sequence
+from hybrid_engine.generation.request.options import GenerationOptions
+from hybrid_engine.generation.rollout.backend import ContainerRollouts
+from hybrid_engine.generation.rollout.generator import Generator
+from hybrid_engine.generation.rollout.staged_rollouts import OrderedTurns, StageRollouts
 
 
 @contextmanager

@@ -4,6 +4,7 @@ Other threads only leave notes for it. Between two turns it reads them: who join
 end. What a turn brought is handed on once a turn, to whoever listens.
 """
 
+import ctypes
 import threading
 import time
 from collections import Counter
@@ -11,12 +12,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from hybrid_engine.generation.batching.sequence import Sequence
+import torch
+
 from hybrid_engine.generation.live.batch import KVBlocks, LiveBatch, Progress
-from hybrid_engine.generation.openmp_pool import give_back_openmp_pool
+from hybrid_engine.generation.request.core import Sequence
 
 Listener = Callable[[list[Progress]], None]
 """Called on the worker's thread with what a turn brought."""
+_SOFT = 1
+"""omp_pause_soft: everything may be used again, and is built again then."""
 
 
 class TooManyWaitError(Exception):
@@ -206,3 +210,21 @@ class LiveThread:
             left += [sequence for sequence in self.batch.unfinished if sequence not in left]
         if left:
             self._listener([Progress(sequence, [], [], "error") for sequence in left])
+
+
+def give_back_openmp_pool() -> bool:
+    """Ends the threads that the caller's operations on a CPU are shared out to; its next operation starts them again.
+
+    Every thread that computes has such a pool of its own. GNU's OpenMP counts the threads of all pools, and once they
+    are more than the CPUs, none waits actively for work any more: each operation of any thread wakes its pool through
+    the kernel, which took a quarter more time for decoding 64 rows on two CPUs (`GOMP_SPINCOUNT` in its manual). So a
+    thread that hands the model to another one gives its pool back first.
+
+    Returns:
+        Whether there is none now; False where OpenMP is not used, older than 5.0, or the caller is in a parallel part.
+    """
+    try:
+        pause = ctypes.CDLL(torch._C.__file__).omp_pause_resource_all
+    except (AttributeError, OSError):
+        return False
+    return pause(_SOFT) == 0

@@ -19,9 +19,7 @@ from torch import nn
 
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.containers.layer import InferenceLayer
-from hybrid_engine.generation.probing.agreement import LogprobDifference, compare_logprobs, evaluating
-from hybrid_engine.generation.probing.own_error import widened
-from hybrid_engine.generation.probing.short_windows import short_windows, widest_window
+from hybrid_engine.generation.probing.agreement import LogprobDifference, compare_logprobs, evaluating, widened
 from hybrid_engine.ops import DecodeBatch, PrefillBatch, token_logprobs
 
 MAX_ROUNDING_FP32 = 1e-3
@@ -38,11 +36,13 @@ WIDE_ROWS = (1, 8, 64, 128)
 NUM_RECORDED_ROWS = 8
 NUM_EXACT_TOKENS, EXACT_BLOCK_SIZE, EXACT_ROWS = 80, 32, (1, 8, 33)
 """More keys than one chunk of `fixed_attention.py`, more rows than one piece of `fixed_shapes.py`."""
-
 Found = dict[str, tuple[torch.Tensor, torch.Tensor]]
 """Log-probabilities of tokens, and the places of the tokens before them in the sequence, by what gave them."""
 LayerPass = Callable[[], Iterable[InferenceLayer]]
 """Called once per forward pass of the containers; yields their layers in order, with weights to read."""
+SHORT_WINDOW = 4
+WINDOW_NAMES = ("sliding_window", "window_size", "attention_chunk_size")
+"""Names of windows in configs and modules, whether or not the policy knows that the family has one."""
 
 
 @torch.no_grad()
@@ -363,3 +363,39 @@ def _module_logprobs(module: nn.Module, tokens: torch.Tensor, first: int = 0) ->
     if logits.shape[0] != len(tokens):
         raise UnsupportedModelError(f"the model's forward gives {logits.shape[0]} positions for {len(tokens)} tokens")
     return token_logprobs(logits[:-1], tokens[1:])
+
+
+def widest_window(model: InferenceModel) -> int:
+    """Tokens of the widest window of containers; 0 where no layer has one."""
+    return max(layer.attention.softmax_context.window or 0 for layer in model.layers)
+
+
+@contextmanager
+def short_windows(module: nn.Module, model: InferenceModel) -> Iterator[bool]:
+    """Inside, windows wider than SHORT_WINDOW have its size; yields whether there are any, in module or containers."""
+    ops = [layer.attention.softmax_context for layer in model.layers]
+    wide_ops = [(op, op.window) for op in ops if op.window is not None and op.window > SHORT_WINDOW]
+    holders = list(_holders(module, (*WINDOW_NAMES, *([model.policy.window] if model.policy.window else []))))
+    try:
+        for holder, name, _ in holders:
+            setattr(holder, name, SHORT_WINDOW)
+        for op, _ in wide_ops:
+            op.set_window(SHORT_WINDOW)
+        yield bool(holders or wide_ops)
+    finally:
+        for holder, name, window in holders:
+            setattr(holder, name, window)
+        for op, window in wide_ops:
+            op.set_window(window)
+
+
+def _holders(module: nn.Module, names: tuple[str, ...]) -> Iterator[tuple[Any, str, int]]:
+    """Configs and modules that say how wide a window is, under which name, and how wide."""
+    parts = list(module.modules())
+    configs = [config for part in parts if (config := getattr(part, "config", None)) is not None]
+    configs += [config.get_text_config() for config in configs if hasattr(config, "get_text_config")]
+    for holder in {id(holder): holder for holder in (*parts, *configs)}.values():
+        for name in dict.fromkeys(names):
+            window = vars(holder).get(name)
+            if isinstance(window, int) and not isinstance(window, bool) and window > SHORT_WINDOW:
+                yield holder, name, window

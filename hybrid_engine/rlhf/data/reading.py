@@ -5,11 +5,10 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from hybrid_engine.rlhf.data.bad_rows import each_good
-from hybrid_engine.rlhf.data.columns import MISSING, find_value
 from hybrid_engine.rlhf.data.data_files import RowOrError, Table, read_table
 from hybrid_engine.rlhf.data.held_out import DataRow
-from hybrid_engine.rlhf.data.layouts import as_ours
+from hybrid_engine.rlhf.data.layouts import as_ours, read_tools, with_tool_calls, without_nones
+from hybrid_engine.rlhf.data.parts import wrap_rows, write_prompts
 from hybrid_engine.rlhf.data.rows import (
     CompletionRow,
     ConversationRow,
@@ -21,10 +20,9 @@ from hybrid_engine.rlhf.data.rows import (
     TextRow,
     Turns,
     detect_format,
+    each_good,
 )
-from hybrid_engine.rlhf.data.sources import DataSource, read_names
-from hybrid_engine.rlhf.data.tools import read_tools, with_tool_calls, without_nones
-from hybrid_engine.rlhf.data.wrapping import wrap_rows, write_prompts
+from hybrid_engine.rlhf.runs.columns import MISSING, DataSource, find_value, read_names
 
 R = TypeVar("R", bound=DataRow)
 Needs = tuple[frozenset[str], ...]

@@ -4,14 +4,19 @@ The columns are the field's (TRL's "dataset formats"): a value is text, or a con
 a `role` and a `content`.
 """
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+from hybrid_engine.rlhf.runs.options import DatasetOptions
+from hybrid_engine.rlhf.runs.run_log import say
 
 Message = dict[str, Any]
 Turns = str | list[Message]
 """Text, or the messages of a conversation."""
-
 FORMATS: dict[str, frozenset[str]] = {
     "labelled answers": frozenset({"prompt", "completion", "label"}),
     "preference pairs": frozenset({"chosen", "rejected"}),
@@ -21,6 +26,10 @@ FORMATS: dict[str, frozenset[str]] = {
     "plain text": frozenset({"text"}),
 }
 """What a data set is, by the columns that it has: the first that has all of its columns there."""
+R = TypeVar("R")
+T = TypeVar("T")
+NUM_SHOWN = 5
+OWN_ROWS = "the task that is learned without --dataset"
 
 
 def detect_format(columns: Collection[str]) -> str | None:
@@ -99,3 +108,134 @@ def texts_of(row: LearnedRow) -> list[str]:
     texts = [part if isinstance(part, str) else [turn.get("content") for turn in part] for part in parts]
     flat = [text for part in texts for text in ([part] if isinstance(part, str) else part)]
     return [text for text in flat if isinstance(text, str)]
+
+
+OfDataSet = TypeVar("OfDataSet", bound=Row)
+
+
+@dataclass
+class _BadRows:
+    """Rows that cannot be used and have not been told."""
+
+    source: str = ""
+    """The option that names the data set of the first."""
+    problems: list[str] = field(default_factory=list)
+    num_read: int = 0
+    """All rows that were read, good ones included."""
+
+    def tell(self) -> None:
+        """Raises ValueError where there are any."""
+        if self.problems:
+            _tell(self.problems, max(self.num_read, len(self.problems)), self.source, skips=False)
+
+
+_UNTOLD: ContextVar[_BadRows | None] = ContextVar("rows that wait to be told", default=None)
+
+
+@contextmanager
+def told_together(*, waits: bool = True) -> Iterator[None]:
+    """Inside, rows that cannot be used are told at the end, or in place of another ValueError.
+
+    Args:
+        waits: False where something is done inside that must not begin before bad rows are told.
+    """
+    untold = _BadRows()
+    token = _UNTOLD.set(untold if waits else None)
+    try:
+        yield
+    except ValueError:
+        untold.tell()
+        raise
+    finally:
+        _UNTOLD.reset(token)
+    untold.tell()
+
+
+def each_good(
+    rows: Sequence[R], make: Callable[[R], T], source: str, *, skips: bool, is_reading: bool = False
+) -> tuple[list[R], list[T]]:
+    """The rows from which `make` makes something, and what it makes of them.
+
+    Args:
+        rows: of a data set.
+        make: raises ValueError, naming the row, for one that cannot be used.
+        source: the option that names the data set, as it is typed.
+        skips: whether rows that cannot be used are left out, which is said; else they are an error.
+        is_reading: whether `rows` are all of a data set, and not those that an earlier step has left.
+
+    Raises:
+        ValueError: with the number of all rows that cannot be used and what is wrong with the first of them; with
+            `skips` where there are no others. Inside `told_together` it comes later, if there are others.
+    """
+    kept: list[R] = []
+    made: list[T] = []
+    problems: list[str] = []
+    for row in rows:
+        try:
+            made.append(make(row))
+        except ValueError as error:
+            problems.append(str(error))
+        else:
+            kept.append(row)
+    untold = None if skips else _UNTOLD.get()
+    if untold is None:
+        if problems:
+            _tell(problems, len(rows), source, skips=skips)
+        return kept, made
+    untold.num_read += len(rows) * is_reading
+    untold.source = untold.source or source
+    untold.problems += problems
+    if rows and not kept:  # what follows could say nothing but that there are none
+        untold.tell()
+    return kept, made
+
+
+def encode_each(
+    config: DatasetOptions, rows: Sequence[OfDataSet], encode: Callable[[OfDataSet], T]
+) -> tuple[list[OfDataSet], list[T]]:
+    """`each_good` of the rows of `--dataset`, or of a recipe's own task, whose tokens `encode` makes."""
+    kept, made = each_good(rows, encode, shown_source(config, rows), skips=config.skip_bad_rows)
+    say_what_is_gone(rows, kept)
+    return kept, made
+
+
+def shown_source(config: DatasetOptions, rows: Sequence[Row]) -> str:
+    """The option that names the data set of `rows` as it is typed; without one they are the recipe's own."""
+    if config.dataset is None:
+        return OWN_ROWS
+    data_sets = {row.place.rpartition(": ")[0] for row in rows}
+    return (data_sets.pop() if len(data_sets) == 1 else "") or config.source.shown
+
+
+def say_what_is_gone(rows: Sequence[Row], kept: Sequence[Row]) -> None:
+    """One line for each data set of a mixture that has some of `rows` and none of `kept`, which are left of them."""
+    if len(kept) == len(rows) or not kept:  # nothing is left out, or all of it, which is told elsewhere
+        return
+    counts, left = (Counter(row.place.rpartition(": ")[0] for row in part) for part in (rows, kept))
+    for data_set, count in counts.items():
+        if data_set not in left:
+            say(f"{data_set}: none of its {count} rows here is left")
+
+
+def _tell(problems: Sequence[str], num_rows: int, source: str, *, skips: bool) -> None:
+    is_all = len(problems) == num_rows
+    remedy = "" if source == OWN_ROWS else f"; --skip-bad-rows leaves {'it' if len(problems) == 1 else 'them'} out"
+    if skips and not is_all:
+        say(
+            f"--skip-bad-rows: {source}: {len(problems)} of {num_rows} rows are left out: {_first_of(problems, source)}"
+        )
+    elif skips:
+        raise ValueError(f"--skip-bad-rows leaves none of {num_rows} rows of {source}: {_first_of(problems, source)}")
+    elif len(problems) == 1:
+        raise ValueError(f"{problems[0]}{remedy}")
+    else:
+        raise ValueError(
+            f"{source}: {len(problems)} of {num_rows} rows cannot be used: {_first_of(problems, source)}{remedy}"
+        )
+
+
+def _first_of(problems: Iterable[str], source: str) -> str:
+    """The first problems, without the source that the line names already."""
+    shown = [problem.removeprefix(f"{source}: ") for problem in problems]
+    more = len(shown) - NUM_SHOWN
+    return " | ".join(shown[:NUM_SHOWN]) + (f" | and {more} more" if more > 0 else "")

@@ -3,30 +3,38 @@
 N: answers, T: response columns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import hybrid_engine
-from hybrid_engine.distributed.processes import default_device, get_world_size
+from hybrid_engine.containers.streams import send_to_device
+from hybrid_engine.distributed.processes import default_device, gather_objects, get_world_size
 from hybrid_engine.optim.build import cast_module
 from hybrid_engine.rl.correction import measure_difference
-from hybrid_engine.rlhf.data.packable import pack_where_exact
+from hybrid_engine.rlhf.algorithms.choices import Algorithm
+from hybrid_engine.rlhf.algorithms.objective import PolicyBatch
+from hybrid_engine.rlhf.batches.packable import pack_where_exact
+from hybrid_engine.rlhf.batches.sequences import (
+    Sequences,
+    in_parts,
+    recompute_activations,
+    response_logprobs,
+    response_logprobs_and_entropy,
+)
 from hybrid_engine.rlhf.data.rows import PromptRow
-from hybrid_engine.rlhf.data.sequences import Sequences, in_parts, response_logprobs
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, PassRule, evaluate, global_means
 from hybrid_engine.rlhf.experience.rollout import SamplingOptions
-from hybrid_engine.rlhf.passes.adapter_roles import playing
 from hybrid_engine.rlhf.rewards.rewards import Rewards
 from hybrid_engine.rlhf.runs.adapters import add_adapter
 from hybrid_engine.rlhf.runs.engine_config import build_engine_config, largest_micro_batch
 from hybrid_engine.rlhf.runs.precision import torch_dtype
-from hybrid_engine.rlhf.runs.recomputation import recompute_activations
 from hybrid_engine.rlhf.runs.schedule import Schedule
 from hybrid_engine.rlhf.runs.stages import load_model, load_tokenizer
 
@@ -130,3 +138,75 @@ def engine_config_of(config: Any, learning_rate: float, *, generates: bool) -> d
         exact=config.exact,
         max_running=config.max_running,
     )
+
+
+class Experience(NamedTuple):
+    """A rollout with everything that an update needs."""
+
+    sequences: Sequences
+    logprobs: torch.Tensor
+    """`[N, T]` fp32, the sampler's own"""
+    batch: PolicyBatch
+    """`[N, T]` each; its `logprobs` are the old ones until an update computes them anew"""
+
+    def rows(self, index: torch.Tensor) -> "Experience":
+        """The rows `index`, a tensor of the host, without the columns that are padding in all of them."""
+        sequences = self.sequences.rows(index)
+        columns, places = sequences.response_mask.shape[1], send_to_device(index, self.logprobs.device)
+        parts = (None if value is None else value[places, :columns] for value in self.batch)
+        return Experience(sequences, self.logprobs[places, :columns], PolicyBatch(*parts))
+
+
+def has_gradient(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
+    """`[N]` bool: whether the loss of a row depends on the policy by construction.
+
+    A row whose advantages are all 0, as in a group whose answers have one reward, has no gradient unless a KL or an
+    entropy in the loss gives it one; nor has one whose tokens are all masked.
+    """
+    if algorithm.kl_place == "loss" or algorithm.entropy_coef:
+        return batch.mask.any(dim=1)
+    advantages = batch.advantages if batch.weights is None else batch.advantages * batch.weights
+    return (batch.mask & (advantages != 0)).any(dim=1)
+
+
+def trained_rows(with_gradient: torch.Tensor) -> torch.Tensor:
+    """Indices of the rows that go through the model in a step, in order; as many on every process. Collective.
+
+    Args:
+        with_gradient: `[N]` bool, of this process's rows, of which each process has N.
+
+    Returns:
+        The rows with a gradient, and on a process with fewer of them than another some of the others.
+    """
+    number = max(gather_objects(int(with_gradient.sum())))
+    order = torch.argsort(~with_gradient, stable=True)  # those with a gradient first
+    return order[:number].sort().values
+
+
+def present_batch(actor: Any, experience: Experience, algorithm: Algorithm, temperature: float) -> PolicyBatch:
+    """The batch with what the actor says now, with its gradient: log-probabilities and, for a bonus on it, entropy."""
+    if algorithm.entropy_coef:
+        logprobs, entropy = response_logprobs_and_entropy(actor, experience.sequences, temperature)
+        return experience.batch._replace(logprobs=logprobs, entropy=entropy)
+    return experience.batch._replace(logprobs=response_logprobs(actor, experience.sequences, temperature))
+
+
+@contextmanager
+def playing(module: nn.Module, adapter: str | None) -> Iterator[None]:
+    """Inside, `module` computes with this adapter alone; with None as its base does.
+
+    Which parameters require a gradient stays as it is: peft's own `set_adapter` and `disable_adapter` freeze the others
+    (peft 0.21, src/peft/tuners/tuners_utils.py, `BaseTunerLayer`), which an engine that trains several would take for
+    parameters that are no longer trained. A backward pass that computes activations again belongs inside too.
+    """
+    layers = [layer for layer in module.modules() if hasattr(layer, "_disable_adapters")]
+    before = [(layer._active_adapter, layer._disable_adapters) for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = adapter is None  # type: ignore[assignment]
+        if adapter is not None:
+            layer._active_adapter = [adapter]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for layer, (active, is_disabled) in zip(layers, before, strict=True):
+            layer._active_adapter, layer._disable_adapters = active, is_disabled

@@ -11,24 +11,87 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
 from hybrid_engine.recipes import reward as reward_stage
 from hybrid_engine.recipes import sft as sft_stage
-from hybrid_engine.rlhf.data.bad_rows import encode_each, told_together
 from hybrid_engine.rlhf.data.encoding import encode_prompt
+from hybrid_engine.rlhf.data.model_lengths import long_answer, settle_lengths
 from hybrid_engine.rlhf.data.prompts import PromptTokens, fit_prompts, load_prompt_rows
-from hybrid_engine.rlhf.data.rows import PromptRow
-from hybrid_engine.rlhf.experience.own_tasks import SUMS, OwnTask, stage_options
+from hybrid_engine.rlhf.data.rows import PromptRow, encode_each, told_together
 from hybrid_engine.rlhf.rewards.adapter_folder import check_reward_adapter
 from hybrid_engine.rlhf.rewards.answers import Answers, Judge
 from hybrid_engine.rlhf.rewards.learned import LearnedReward, critic_source
 from hybrid_engine.rlhf.rewards.loading import load_rewards
 from hybrid_engine.rlhf.rewards.rewards import Rewards
 from hybrid_engine.rlhf.runs.checks import check_divides
-from hybrid_engine.rlhf.runs.model_lengths import long_answer, settle_lengths
-from hybrid_engine.rlhf.runs.options import AdapterOptions, ConfigT, DatasetOptions
+from hybrid_engine.rlhf.runs.options import AdapterOptions, ConfigT, DatasetOptions, RunOptions
 from hybrid_engine.rlhf.runs.precision import torch_dtype
 from hybrid_engine.rlhf.runs.run_checks import check_folder, check_model, check_positions, check_stage
 from hybrid_engine.rlhf.runs.run_folder import RUN_RESULTS
 from hybrid_engine.rlhf.runs.stages import load_config, load_tokenizer, move_aside, num_positions
+from hybrid_engine.rlhf.tasks import arithmetic
 from hybrid_engine.rlhf.tasks.small_llama import MAX_POSITIONS
+from hybrid_engine.rlhf.tasks.stdlib_docs import split, stdlib_examples
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnTask:
+    """A task that needs no file of the user's."""
+
+    load_rows: Callable[[int], tuple[list[PromptRow], list[PromptRow]]]
+    """From the run's seed to the prompts to train on, and those held out."""
+    actor_stage: Callable[[RunOptions], sft_stage.Config]
+    """The stage that makes the first actor of a run."""
+    reward: str | None
+    """The reward's spec; None: the stage `reward` trains a model."""
+    serves_any_prompt: bool
+    """Whether this actor and this reward make sense for prompts of the user's."""
+
+
+def stage_options(config: RunOptions) -> dict[str, Any]:
+    """The options that the earlier stages of a run, which make what it begins with, take from it.
+
+    Their rows may be longer than the run's own: a budget of tokens holds two sequences that fill a small model.
+    """
+    names = ("out", "seed", "zero_stage", "activation_checkpointing", "dtype", "tf32", "tracker", "metric_names")
+    budget = config.tokens_per_micro_batch and max(config.tokens_per_micro_batch, 2 * MAX_POSITIONS)
+    return {name: getattr(config, name) for name in names} | {"tokens_per_micro_batch": budget}
+
+
+def summary_rows(seed: int) -> tuple[list[PromptRow], list[PromptRow]]:
+    """The standard library's signatures, which are split alike for every seed."""
+    train, held_out = ([PromptRow(prompt=example.prompt) for example in part] for part in split(stdlib_examples()))
+    return train, held_out
+
+
+SUMMARIES = OwnTask(
+    load_rows=summary_rows,
+    actor_stage=lambda config: sft_stage.Config(**stage_options(config)),
+    reward=None,
+    serves_any_prompt=True,
+)
+"""Summary lines behind the signatures of the standard library's functions."""
+
+
+def character_stage(task: str, config: RunOptions, *, group_by_length: bool = True) -> sft_stage.Config:
+    """The stage that makes a small model of single characters, which learns from a pupil's work."""
+    return sft_stage.Config(
+        task=task,
+        epochs=1,
+        batch_size=64,
+        micro_batch_size=64,
+        learning_rate=3e-3,
+        hidden_size=128,
+        num_layers=2,
+        group_by_length=group_by_length,
+        **stage_options(config),
+    )
+
+
+SUMS = OwnTask(
+    load_rows=arithmetic.prompt_rows,
+    actor_stage=lambda config: character_stage("sums", config),
+    reward=arithmetic.REWARD,
+    serves_any_prompt=False,
+)
+"""Addition, by a model that does it as a pupil does who forgets the carry."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,15 +14,20 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers.quantised import is_quantised
+from hybrid_engine.distributed.groups import host_group
 from hybrid_engine.distributed.verdict import everyone
-from hybrid_engine.generation.computing import computes_by
-from hybrid_engine.ops.linear_log_prob import LogitShape, linear_log_prob
+from hybrid_engine.generation.model.computing import computes_by
+from hybrid_engine.ops.linear_log_prob import LogitShape, VocabularyShare, linear_log_prob
 from hybrid_engine.ops.log_prob import token_logprobs
 from hybrid_engine.rl.entropy import token_entropy
+
+TRIAL_PRODUCT = 200.0
+"""Of a token's products the largest in a second trial: far above every softcap, which small products hardly show."""
 
 
 class Asked(NamedTuple):
@@ -91,8 +96,6 @@ class Tried(NamedTuple):
 
 
 _tried: WeakKeyDictionary[nn.Module, Tried] = WeakKeyDictionary()
-TRIAL_PRODUCT = 200.0
-"""Of a token's products the largest in a second trial: far above every softcap, which small products hardly show."""
 
 
 def _on_any_process(model: nn.Module, differs: bool) -> bool:
@@ -207,3 +210,55 @@ class _Catch:
             logits = output.logits.detach().float()
             self.difference = _apart(logits, self.expected) if logits.shape == self.expected.shape else math.inf
         return self.found
+
+
+def token_values(model: nn.Module, head: nn.Linear, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """`[R, W]` fp32: what `head [1, E]` says of each token, differentiable in both. Collective where `model` is.
+
+    Args:
+        model: a causal model of transformers, one with adapters of peft, or an engine around one.
+        head: a part of that model's module, so that it is sharded and trained with it.
+        inputs: what the model's forward takes.
+    """
+    module: Any = getattr(model, "module", model)
+    found: dict[str, torch.Tensor] = {}
+
+    def before_head(_: nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+        (hidden,) = arguments
+        found["values"] = head(hidden).squeeze(-1).float()
+        return (hidden[:, :0],)
+
+    def after_model(_: nn.Module, arguments: Any, output: Any) -> dict[str, torch.Tensor]:
+        return found
+
+    hooks = [
+        module.get_output_embeddings().register_forward_pre_hook(before_head),
+        module.register_forward_hook(after_model, prepend=True),
+    ]
+    try:
+        return model(**inputs, use_cache=False)["values"]
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def vocabulary_share(group: dist.ProcessGroup, num_rows: int) -> VocabularyShare:
+    """The share of this process: `num_rows` rows of the head, behind those of the earlier ranks of `group`. Collective.
+
+    The processes of the group must give `linear_log_prob` the same hidden states and targets, at the same time.
+    """
+    world, rank = group.size(), group.rank()
+    counts = [0] * world
+    dist.all_gather_object(counts, num_rows, group=host_group(group))
+
+    def gather(x: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(x) for _ in range(world)]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.stack(parts)
+
+    def add(x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        dist.all_reduce(x, group=group)
+        return x
+
+    return VocabularyShare(sum(counts[:rank]), gather, add)

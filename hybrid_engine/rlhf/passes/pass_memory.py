@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybrid_engine.metrics.live_bytes import LiveBytes
+from hybrid_engine.metrics.memory_use import LiveBytes
 from hybrid_engine.ops.linear_log_prob import PieceBytes, piece_bytes
 from hybrid_engine.rlhf.passes.head_log_probs import logit_shape
-from hybrid_engine.rlhf.passes.shape_ops import GroupedProducts
 
 
 class PassShape(NamedTuple):
@@ -153,3 +153,20 @@ class _HeadPieces(torch.autograd.Function):
 
 def _of_size(like: torch.Tensor, num_bytes: int) -> torch.Tensor:
     return like.new_empty(num_bytes, dtype=torch.uint8)
+
+
+class GroupedProducts(TorchDispatchMode):
+    """Inside, products of experts have shapes in every precision; torch has them for bf16 alone.
+
+    `[M, K] @ [G, K, N] -> [M, N]`; of a weight's gradient `[K, M] @ [M, N] -> [G, K, N]`.
+    """
+
+    lets_compiled_run = True
+    """For `ops/cpu_kernels.py`, as of `LiveBytes`."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten._grouped_mm.default:
+            return func(*args, **(kwargs or {}))
+        left, right, ends = args[:3]
+        shape = (left.shape[0], right.shape[-1])
+        return left.new_empty((len(ends), *shape) if right.dim() == 2 else shape)

@@ -10,15 +10,15 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from hybrid_engine.distributed.processes import default_device, gather_objects, get_world_size
-from hybrid_engine.generation.memory.usage import count_bytes, num_bytes
+from hybrid_engine.generation.batching.memory import count_bytes, num_bytes
 from hybrid_engine.metrics.memory_plan import MemoryPlan
 from hybrid_engine.metrics.memory_use import MemoryUse, Pass
+from hybrid_engine.rlhf.batches.passes import Items
 from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
-from hybrid_engine.rlhf.data.pair_corpus import PairCorpus
-from hybrid_engine.rlhf.data.pass_shapes import Items
 from hybrid_engine.rlhf.planning.read import Learned, Read, read_answers, read_preferences
 from hybrid_engine.rlhf.planning.roles import Setting, plan_memory
 from hybrid_engine.rlhf.runs.run_log import say, write_json
+from hybrid_engine.rlhf.tasks.corpus import PairCorpus
 from hybrid_engine.zero.fsdp2_private import gathered_storages
 
 

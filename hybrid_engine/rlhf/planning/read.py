@@ -1,18 +1,25 @@
 """What a plan knows of a run before any of its sizes: the lengths of its data and the configs of its models."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from torch import nn
 from transformers import PretrainedConfig
 
+from hybrid_engine.rlhf.batches.passes import Items
 from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
-from hybrid_engine.rlhf.data.pass_shapes import Items
 from hybrid_engine.rlhf.data.prompts import PromptTokens, select_prompts
 from hybrid_engine.rlhf.rewards.adapter_folder import read_reward_adapter
 from hybrid_engine.rlhf.rewards.learned import critic_source, names_model
+from hybrid_engine.rlhf.runs.adapters import IS_PACKED
 from hybrid_engine.rlhf.runs.options import AdapterOptions
 from hybrid_engine.rlhf.runs.stages import load_config
+
+BLOCK, OUTER_BLOCK = 64, 256
+"""Values with one scale, and scales with one scale of their own (bitsandbytes 0.50, `functional.quantize_4bit`)."""
+CODE_4_BITS, CODE_8_BITS = 16 * 4, 256 * 4
+"""Bytes of the values that codes stand for."""
 
 
 class Learned(NamedTuple):
@@ -99,3 +106,39 @@ def read_answers(
         critic = load_config(found, "reward") if found else first
     rewards = [load_config(spec, "reward") for spec in models]
     return Read(first=first, critic=critic, rewards=rewards, answered=answered)
+
+
+def check_one_process(trained: Iterable[Any], num_processes: int) -> None:
+    """ValueError for several processes where one of the configs of the models that are `trained` is quantised."""
+    if num_processes > 1 and any(getattr(config, "quantization_config", None) is not None for config in trained):
+        raise ValueError(
+            f"--processes={num_processes}: --model {IS_PACKED}; plan and train with --processes 1, or give the model "
+            "in full precision"
+        )
+
+
+def packed_bytes(quantisation: dict[str, Any], linear: nn.Linear) -> int:
+    """The bytes of the packed weight of `linear` with its scales.
+
+    Args:
+        quantisation: the `quantization_config` of the model's config.
+        linear: as it was before it was quantised.
+
+    Raises:
+        ValueError: of this kind of quantisation nothing is known.
+    """
+    values, rows = linear.in_features * linear.out_features, linear.out_features
+    kind = quantisation.get("quant_method")
+    if kind == "bitsandbytes" and quantisation.get("load_in_4bit"):
+        blocks = -(-values // BLOCK)
+        if not quantisation.get("bnb_4bit_use_double_quant"):
+            return -(-values // 2) + 4 * blocks + CODE_4_BITS
+        return -(-values // 2) + blocks + 4 * -(-blocks // OUTER_BLOCK) + CODE_4_BITS + CODE_8_BITS
+    if kind == "bitsandbytes":
+        return values + 4 * rows
+    if "Int8WeightOnly" in str(quantisation.get("quant_type")):
+        return values + (4 + 1) * rows  # a scale and a zero point
+    raise ValueError(
+        f"--model is quantised by {kind!r} ({quantisation.get('quant_type')}), of which plan knows no sizes; it knows "
+        "bitsandbytes and torchao's Int8WeightOnlyConfig"
+    )

@@ -9,17 +9,18 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from hybrid_engine.recipes import agent, dpo, kto, reward, sft
-from hybrid_engine.rlhf.data.bad_rows import encode_each, told_together
-from hybrid_engine.rlhf.data.corpus import load_corpus
+from hybrid_engine.rlhf.batches.passes import Items
+from hybrid_engine.rlhf.batches.sequences import NUM_POOLED, epochs_of_similar_length
 from hybrid_engine.rlhf.data.encoding import encode_completion, encode_pair
 from hybrid_engine.rlhf.data.lengths import R, T, keep_fitting, limit_of
-from hybrid_engine.rlhf.data.pair_corpus import load_pair_corpus
-from hybrid_engine.rlhf.data.pass_shapes import Items
 from hybrid_engine.rlhf.data.prompts import PromptTokens
-from hybrid_engine.rlhf.data.sequences import NUM_POOLED, epochs_of_similar_length
+from hybrid_engine.rlhf.data.rows import encode_each, told_together
 from hybrid_engine.rlhf.experience import start
-from hybrid_engine.rlhf.experience.own_tasks import SUMMARIES, SUMS, OwnTask, character_stage
 from hybrid_engine.rlhf.experience.start import (
+    SUMMARIES,
+    SUMS,
+    OwnTask,
+    character_stage,
     judge_nothing,
     load_named_rewards,
     load_usable_prompts,
@@ -27,14 +28,13 @@ from hybrid_engine.rlhf.experience.start import (
 )
 from hybrid_engine.rlhf.planning.read import Learned, Read, read_answers, read_preferences
 from hybrid_engine.rlhf.preference import first_actor
-from hybrid_engine.rlhf.preference.answering import prompts_of
-from hybrid_engine.rlhf.preference.first_actor import check_enough
+from hybrid_engine.rlhf.preference.first_actor import check_enough, prompts_of
 from hybrid_engine.rlhf.preference.pairs import answers_of
 from hybrid_engine.rlhf.rewards.adapter_folder import check_reward_adapter
-from hybrid_engine.rlhf.rewards.classifier import load_scoring_tokenizer
-from hybrid_engine.rlhf.rewards.learned import names_model
+from hybrid_engine.rlhf.rewards.learned import load_scoring_tokenizer, names_model
 from hybrid_engine.rlhf.runs.adapters import check_trainable
 from hybrid_engine.rlhf.runs.stages import load_config, load_tokenizer, num_positions
+from hybrid_engine.rlhf.tasks.corpus import load_corpus, load_pair_corpus
 from hybrid_engine.rlhf.tasks.small_llama import build_small_llama
 
 

@@ -5,16 +5,19 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, product
 from typing import Any, NamedTuple
 
+from transformers import PretrainedConfig
+
 from hybrid_engine.metrics.memory_use import Pass, is_within
-from hybrid_engine.rlhf.data.micro_batches import check_budget, deal_by_number, fill_evenly, filling
-from hybrid_engine.rlhf.data.packable import expected_layout
-from hybrid_engine.rlhf.data.packing import Layout, Prompt
-from hybrid_engine.rlhf.data.pass_shapes import Extent, Items, extent_of
-from hybrid_engine.rlhf.data.spans import TOGETHER
+from hybrid_engine.ops.linear_log_prob import piece_bytes
+from hybrid_engine.rlhf.batches.micro_batches import check_budget, deal_by_number, fill_evenly, filling
+from hybrid_engine.rlhf.batches.packable import expected_layout, supports_attention_backend
+from hybrid_engine.rlhf.batches.packing import Layout, Prompt
+from hybrid_engine.rlhf.batches.passes import Extent, Items, extent_of
+from hybrid_engine.rlhf.batches.spans import TOGETHER
 from hybrid_engine.rlhf.passes.pass_memory import PassShape
-from hybrid_engine.rlhf.planning.estimate import estimate_of
 from hybrid_engine.rlhf.planning.read import Learned, Read
 from hybrid_engine.rlhf.runs.engine_config import largest_micro_batch
+from hybrid_engine.rlhf.runs.precision import torch_dtype
 
 MOST_LAID_OUT = 5000
 """Items of steps that are laid out, each some 0.1 ms: padding, and items that stay together, leave passes less than
@@ -23,7 +26,6 @@ CLOSE = 0.7
 """A pass with this share of the largest's estimate, or more, may be larger than that."""
 MOST_COUNTED = 4
 """Passes that are, each a second of work for a model of 28 layers."""
-
 Estimate = Callable[[Extent], float]
 
 
@@ -186,3 +188,36 @@ class _Drawn(NamedTuple):
         prompt, width = self.prompts[0], budget // (more * self.answers_of_item)
         answer = min(width - prompt, self.longest_answer(prompt))
         return step if answer < 1 else self.step(more, width - answer, answer, 1)
+
+
+def estimate_of(model: PretrainedConfig, config: Any, device: str) -> Callable[[Extent], float]:
+    """The bytes of a pass of a causal model, given its extent.
+
+    Some 8 E + 4 I values are kept of a token in a layer: what its two norms, four projections, attention and MLP read
+    and make. Layers that are computed again keep E, and one of them at a time the rest.
+
+    Args:
+        model: its config.
+        config: of the recipe.
+        device: its type.
+    """
+    text, value = model.get_text_config(), torch_dtype(config.dtype, device).itemsize
+    hidden, layers = text.hidden_size, text.num_hidden_layers
+    mlp = (getattr(text, "moe_intermediate_size", 0) or 0) * (getattr(text, "num_experts_per_tok", 0) or 0)
+    mlp = mlp or getattr(text, "intermediate_size", 0) or 4 * hidden
+    heads = getattr(text, "num_attention_heads", 0) or 1
+    width = getattr(text, "head_dim", 0) or hidden // heads
+    of_layer, copied = 8 * hidden + 4 * mlp, 2 * width * (getattr(text, "num_key_value_heads", 0) or heads)
+    whole = 1 if config.activation_checkpointing else layers
+    per_cell = value * (whole * of_layer + (layers - whole) * hidden)
+    # Attention of its own, as with ALiBi, keeps scores, their softmax and what dropout makes of it.
+    is_plain = supports_attention_backend(model)
+    per_pair = value if is_plain else value * whole * heads * 3
+    of_head = not config.lora_rank, device, getattr(text, "final_logit_softcapping", None) is not None
+
+    def estimate(extent: Extent) -> float:
+        pieces = piece_bytes(extent.responses, hidden, text.vocab_size, *of_head)
+        head = pieces.kept + pieces.tile + value * extent.responses * hidden
+        return extent.cells * per_cell + value * whole * extent.copied * copied + extent.pairs * per_pair + head
+
+    return estimate

@@ -9,21 +9,26 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedToken
 import hybrid_engine
 from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
 from hybrid_engine.recipes import sft as sft_stage
-from hybrid_engine.rlhf.data.bad_rows import encode_each
+from hybrid_engine.rlhf.batches.packable import pack_where_exact
+from hybrid_engine.rlhf.batches.sequences import recompute_activations
 from hybrid_engine.rlhf.data.encoding import Encoded, encode_prompt
+from hybrid_engine.rlhf.data.held_out import prompt_text
 from hybrid_engine.rlhf.data.lengths import R, T, keep_fitting, limit_of
-from hybrid_engine.rlhf.data.packable import pack_where_exact
-from hybrid_engine.rlhf.data.rows import PromptRow
-from hybrid_engine.rlhf.experience.own_tasks import SUMMARIES
+from hybrid_engine.rlhf.data.model_lengths import long_one, settle_lengths
+from hybrid_engine.rlhf.data.rows import LabelledRow, PreferenceRow, PromptRow, encode_each
+from hybrid_engine.rlhf.experience.evaluation import Evaluation, evaluate
+from hybrid_engine.rlhf.experience.rollout import SamplingOptions
+from hybrid_engine.rlhf.experience.start import SUMMARIES
 from hybrid_engine.rlhf.preference.options import PreferenceOptions
+from hybrid_engine.rlhf.rewards.answers import Answers
+from hybrid_engine.rlhf.rewards.scores import Scores
 from hybrid_engine.rlhf.runs.adapters import add_adapter
 from hybrid_engine.rlhf.runs.checks import check_divides
 from hybrid_engine.rlhf.runs.engine_config import build_engine_config, largest_micro_batch
-from hybrid_engine.rlhf.runs.model_lengths import long_one, settle_lengths
-from hybrid_engine.rlhf.runs.recomputation import recompute_activations
 from hybrid_engine.rlhf.runs.run_checks import check_folder, check_model, check_positions, check_stage
 from hybrid_engine.rlhf.runs.schedule import Schedule
 from hybrid_engine.rlhf.runs.stages import load_config, load_model, num_positions
+from hybrid_engine.rlhf.tasks.stdlib_docs import conforms
 
 OptionsT = TypeVar("OptionsT", bound=PreferenceOptions)
 
@@ -118,3 +123,42 @@ def build_actor(config: PreferenceOptions, source: str, schedule: Schedule) -> A
     actor = hybrid_engine.initialize(model=model, config=engine_config, lr_scheduler=schedule.build)[0]
     pack_where_exact(actor, config)
     return actor
+
+
+def prompts_of(rows: Sequence[PreferenceRow | LabelledRow], config: PreferenceOptions) -> list[PromptRow]:
+    """The first `eval_prompts` different prompts of held-out rows.
+
+    Raises:
+        ValueError: there are fewer than processes.
+    """
+    prompts = {prompt_text(row.prompt): PromptRow(prompt=row.prompt, place=row.place) for row in reversed(rows)}
+    chosen = list(prompts.values())[::-1][: config.eval_prompts]
+    if len(chosen) < get_world_size():
+        raise ValueError(
+            f"--eval-prompts={config.eval_prompts} of {len(prompts)} held-out prompts must reach the number of "
+            f"processes, {get_world_size()}; raise it, or give more rows"
+        )
+    return chosen
+
+
+def answer_prompts(
+    actor: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[PromptRow],
+    config: PreferenceOptions,
+    is_judged: bool,
+) -> Evaluation:
+    """One answer to each prompt, judged by PEP 257 or by nothing; the actor is in training mode afterwards. Collective.
+
+    Without a judge the figures have no score.
+    """
+    judge = judge_by_pep257 if is_judged else None
+    found = evaluate(actor, tokenizer, prompts, judge, SamplingOptions.of(config))
+    actor.train()
+    return found
+
+
+def judge_by_pep257(answers: Answers) -> Scores:
+    """1 for a finished answer that is a summary line by PEP 257, else 0."""
+    pairs = zip(answers.responses, answers.is_cut_off, strict=True)
+    return Scores(total=[float(not cut and conforms(text)) for text, cut in pairs], by_name={}, per_token=None)

@@ -12,8 +12,8 @@ import torch
 from hybrid_engine.containers.streams import send_to_device
 from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.rl.preferences import PairLogprobs, PairLoss, pair_metrics
+from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, read_figures
 from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
-from hybrid_engine.rlhf.data.micro_batches import DeviceFigures, read_figures
 from hybrid_engine.rlhf.preference.answers import Reading, all_logprobs, answer_logprobs
 
 

@@ -19,8 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from hybrid_engine.rlhf.reports.difference import compare_figures
-from hybrid_engine.rlhf.reports.run_data import RunData, read_run
+from hybrid_engine.rlhf.reports.difference import RunData, compare_figures, read_run
 
 DESCRIPTION = """Writes one HTML page to look at a run, or to compare several.
 

@@ -14,15 +14,20 @@ follows the last TEXT, as `exact:after=####`; a response without it has no answe
 A reference may be a list of right answers, of which the response's must be one, or verl's `{"ground_truth": ...}`.
 """
 
+import importlib
+import json
+import logging
+import math
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
+from hybrid_engine.rlhf.data.reasoning_gym_rows import LIBRARY, require_library
 from hybrid_engine.rlhf.rewards.answers import Answers, UnusableReference
-from hybrid_engine.rlhf.rewards.math_equivalence import load_math_equivalence
-from hybrid_engine.rlhf.rewards.reasoning_gym_score import build_judge
-from hybrid_engine.rlhf.rewards.spec_options import SpecOptions
+from hybrid_engine.rlhf.rewards.rewards import OutOfTime, within
 
 GROUND_TRUTH = "ground_truth"
 """The key of a reference answer within verl's column `reward_model`."""
@@ -32,6 +37,87 @@ _DECIMAL = rf"(?:{_WHOLE}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
 _SIGN = r"(?<![\w)\]}%])[-+\u2212\u2013\ufe63\uff0d]"
 NUMBER = re.compile(rf"(?P<sign>{_SIGN})?[$€£¥]?(?P<first>{_DECIMAL})(?P<others>(?: ?[/\u2044] ?{_DECIMAL})*)")
 _LATEX_FRACTION = re.compile(rf"\\[dt]?frac\{{({_DECIMAL})\}}\{{({_DECIMAL})\}}")
+Extract = Callable[[str], str | None]
+"""From a response to the answer in it; None where there is none."""
+EVALUATING = frozenset(
+    [
+        "binary_matrix",
+        "countdown",
+        "intermediate_integration",
+        "n_queens",
+        "polynomial_multiplication",
+        "puzzle24",
+        "simple_integration",
+        "spiral_matrix",
+        "string_insertion",
+    ]
+)
+"""Data sets whose scores call Python's `eval`, or SymPy's parser that does, on what the model wrote."""
+KEPT_REFERENCES = 1024
+"""References whose reading is kept: all answers to one question are compared with the same."""
+_FUNCTIONS = "sqrt|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|log|ln|exp|pi"
+_SHORT_WORDS = "am|an|as|at|be|by|do|he|if|in|is|it|me|my|no|of|on|so|to|up|us|we"
+_WORD = re.compile(
+    rf"(?<![\\a-zA-Z])(?!(?:{_FUNCTIONS}|and|or)(?![a-zA-Z]))(?:[a-zA-Z]{{3,}}|(?:{_SHORT_WORDS})(?![a-zA-Z]))"
+)
+_NAMED = re.compile(r"\\(?:text\w*|math\w+|operatorname|begin|end)\s*\{[^{}]*\}")
+_DELIMITED = re.compile(r"(?<!\\)\$.*(?<!\\)\$|\\\(.*\\\)|\\\[.*\\\]", re.DOTALL)
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_ANNOUNCED = re.compile(r"\banswer(?: is:?|:)\s*(.*?)(?:[.!](?=\s|$)|\n|$)", re.IGNORECASE)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACKET = re.compile(rf"{_BOX.pattern}|[{{}}]")
+_BETWEEN_BOXES = re.compile(r"[\s,;$]*(?:and|or)?[\s,;$]*")
+_SYMBOLS = {
+    "\u2212": "-", "\u2013": "-", "\ufe63": "-", "\uff0d": "-", "\u00d7": r"\times ", "÷": r"\div ", "·": r"\cdot ",
+    "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∈": r"\in ",
+    "\u222a": r"\cup ", "∩": r"\cap ", "°": r"^\circ ", "²": "^2", "³": "^3",
+}  # fmt: skip
+_AS_LATEX = (
+    (re.compile(r"\\?\$|^[\s*`]+|[\s*`.,;]+$"), ""),  # currency, Markdown, the end of a sentence
+    (re.compile(r"(?<=\d)\s*(?:mm|cm|km|ft)(?:\s*\^\s*\{?[23]\}?)?$"), ""),
+    (re.compile(r"(?<!\\)%"), r"\\%"),
+    (re.compile(r"\*\*"), "^"),
+    (re.compile(r"\s(?:and|or)\s|\\text\{\s*(?:and|or)\s*\}"), ", "),
+    (re.compile(r"(?<=\d)[eE]([-+]?\d+)"), r"\\times 10^{\1}"),
+    (re.compile(r"(?<![\d.,])(\d+) +(\d+)/(\d+)"), r"\1\\frac{\2}{\3}"),
+    (re.compile(rf"(?<![\\a-zA-Z])({_FUNCTIONS})(?![a-zA-Z])"), r"\\\1"),
+)
+_ROOT = re.compile(r"\\sqrt\s*\(")
+
+
+class SpecOptions:
+    """`name=value` pairs behind the colon of a spec, on top of their defaults.
+
+    A value ends at a comma and may hold `=`.
+    """
+
+    def __init__(self, spec: str, given: str, defaults: Mapping[str, str | float]):
+        """Raises ValueError for what is no pair, or names an option that is not among `defaults`."""
+        self._spec = spec
+        self._values: dict[str, str | float] = dict(defaults)
+        for pair in given.split(",") if given else []:
+            name, equals, value = pair.partition("=")
+            if not equals or name not in defaults:
+                raise ValueError(
+                    f"--reward={spec!r}: {pair!r} is no option of it; write name=value with one of "
+                    f"{', '.join(defaults)}, and a comma between two"
+                )
+            self._values[name] = value
+
+    def text(self, name: str) -> str:
+        """The option as it stands."""
+        return str(self._values[name])
+
+    def number(self, name: str, smallest: float = -math.inf) -> float:
+        """The option as a finite number; ValueError unless it is one and reaches `smallest`."""
+        try:
+            number = float(self._values[name])
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number) or number < smallest:
+            rule = "a number" if smallest == -math.inf else f"a number of at least {smallest:g}"
+            raise ValueError(f"--reward={self._spec!r}: {name}={self._values[name]!r} must be {rule}; fix it")
+        return number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,3 +276,198 @@ def read_references(value: Any, after: str) -> list[str]:
 
 def _behind(text: str, mark: str) -> str:
     return (text.rpartition(mark)[2] if mark else text).strip()
+
+
+class JudgeAndCheck(NamedTuple):
+    """The two functions of a `Rule`."""
+
+    judge: Callable[[Answers], list[float]]
+    check: Callable[[Mapping[str, Any]], None]
+
+
+def build_judge(spec: str, given: str) -> JudgeAndCheck:
+    """Scores answers by the data sets that their rows come from, and checks such rows.
+
+    Raises:
+        ValueError: the spec has an option that there is not, or the library is not installed.
+    """
+    options = SpecOptions(spec, given, {"tag": "", "after": "", "allow_eval": "false"})
+    extract = _build_extract(spec, options.text("tag"), options.text("after"))
+    if options.text("allow_eval") not in ("true", "false"):
+        raise ValueError(f"--reward={spec!r}: allow_eval={options.text('allow_eval')!r} must be true or false")
+    allows_eval = options.text("allow_eval") == "true"
+    require_library(f"--reward={spec!r}")
+
+    def judge(answers: Answers) -> list[float]:
+        rows = zip(answers.responses, answers.columns["answer"], answers.columns["metadata"], strict=True)
+        return [_score(extract(response), right, metadata) for response, right, metadata in rows]
+
+    return JudgeAndCheck(judge, partial(check_columns, allows_eval=allows_eval))
+
+
+def check_columns(columns: Mapping[str, Any], *, allows_eval: bool) -> None:
+    """ValueError, in words that follow a row's place, where `metadata` names no data set that may judge."""
+    metadata = columns["metadata"]
+    name = metadata.get("source_dataset") if isinstance(metadata, Mapping) else None
+    if not isinstance(name, str):
+        raise ValueError(
+            "has metadata without the name of a reasoning-gym data set in source_dataset; take such rows by "
+            "--dataset reasoning_gym:NAME, or choose another reward"
+        )
+    if name in EVALUATING and not allows_eval:
+        raise ValueError(
+            f"comes from {name!r}, and to judge that reasoning-gym runs what the model wrote as Python; allow it by "
+            "--reward reasoning_gym:allow_eval=true where nothing can come to harm"
+        )
+    _find_scorer(name, json.dumps(metadata.get("source_config") or {}))
+
+
+def _build_extract(spec: str, tag: str, after: str) -> Extract:
+    if tag and after:
+        raise ValueError(f"--reward={spec!r} must say either tag or after; leave one out")
+    if tag:
+        pattern = re.compile(f"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", re.DOTALL)
+        return lambda response: next((found.strip() for found in pattern.findall(response)[::-1]), None)
+    if after:
+        return lambda response: response.rpartition(after)[2].strip() if after in response else None
+    return str.strip
+
+
+def _score(answer: str | None, right: Any, metadata: Mapping[str, Any]) -> float:
+    if answer is None:
+        return 0.0
+    scorer = _find_scorer(metadata["source_dataset"], json.dumps(metadata.get("source_config") or {}))
+    with warnings.catch_warnings():  # of parsers, about what a model wrote
+        warnings.simplefilter("ignore")
+        return float(scorer(answer, {"answer": right, "metadata": metadata}))
+
+
+@lru_cache(maxsize=64)
+def _find_scorer(name: str, config: str) -> Callable[[str, Mapping[str, Any]], float]:
+    """The library's function for one data set; ValueError, as of `check_columns`, where it has none.
+
+    Its options are a part of it: some data sets judge by the number of digits that they asked for.
+    """
+    library = importlib.import_module(LIBRARY)
+    try:
+        return library.create_dataset(name, **json.loads(config)).score_answer
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"comes from {name!r}, which reasoning-gym cannot judge: {error}") from error
+
+
+def load_math_equivalence(spec: str, seconds: float) -> Callable[[str, str], bool]:
+    """Compares a response with a reference; what takes longer than `seconds` is not the same.
+
+    The function raises ValueError for a reference that holds no mathematics.
+
+    Raises:
+        ValueError: math-verify is not installed, with how to install it.
+    """
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise ValueError(
+            f"--reward={spec!r} needs the library math-verify, which is not installed ({error}); install it with "
+            "pip install 'hybrid-engine[math]'"
+        ) from error
+    # It warns that no limit of its own is set; ours is, and holds in threads too.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+    @lru_cache(KEPT_REFERENCES)
+    def read_reference(text: str) -> list[Any]:
+        read = parse(as_mathematics(text), parsing_timeout=None) or parse(f"${text}$", parsing_timeout=None)
+        if not read:
+            raise ValueError("holds no mathematics that math-verify can read")
+        return read
+
+    def is_equal(text: str, reference: str) -> bool:
+        right = read_reference(reference)
+
+        def judge() -> bool:
+            answer = as_mathematics(text)
+            is_same_text = _without_blanks(answer) == _without_blanks(as_mathematics(reference))
+            return is_same_text or verify(right, parse(answer, parsing_timeout=None), timeout_seconds=None)
+
+        try:
+            return within(seconds, judge)
+        except OutOfTime:
+            return False
+
+    return is_equal
+
+
+def as_mathematics(text: str) -> str:
+    """What `text` answers, as LaTeX between dollar signs; `text` itself where that is prose or has delimiters."""
+    tagged = _TAGGED.findall(text)
+    text = (tagged[-1] if tagged else text).strip()
+    boxes = last_boxes(text)
+    if boxes:
+        return as_latex(", ".join(boxes))
+    if _DELIMITED.search(text):
+        return text
+    announced = _ANNOUNCED.findall(text)
+    answer = announced[-1] if announced else text
+    return as_latex(answer) if is_mathematics(answer) else text
+
+
+def is_mathematics(text: str) -> bool:
+    """Whether `text` is one line without words."""
+    return bool(text.strip()) and "\n" not in text and not _WORD.search(_NAMED.sub("", text))
+
+
+def last_boxes(text: str) -> list[str]:
+    """What stands in the last \\boxed{}, and in those before it that only commas and "and" separate from it."""
+    boxes: list[str] = []
+    end_before = 0
+    for start in _BOX.finditer(text):
+        if start.start() < end_before:  # within the box before
+            continue
+        end = _closing(text, start.end(), "{}")
+        if not _BETWEEN_BOXES.fullmatch(text[end_before : start.start()]):
+            boxes.clear()
+        boxes.append(text[start.end() : end])
+        end_before = end + 1
+    return [_unboxed(box) for box in boxes]
+
+
+def as_latex(answer: str) -> str:
+    """`answer` as LaTeX between dollar signs, with the names and signs that people write without it."""
+    if _DELIMITED.search(answer):
+        return answer
+    for symbol, command in _SYMBOLS.items():
+        answer = answer.replace(symbol, command)
+    for pattern, replacement in _AS_LATEX:
+        answer = pattern.sub(replacement, answer)
+    while root := _ROOT.search(answer):
+        end = _closing(answer, root.end(), "()")
+        answer = f"{answer[: root.start()]}\\sqrt{{{answer[root.end() : end]}}}{answer[end + 1 :]}"
+    return f"${answer}$"
+
+
+def _unboxed(text: str) -> str:
+    """`text` without the boxes in it; what stands in them stays."""
+    parts: list[str] = []
+    is_box: list[bool] = []  # of the brackets that are open
+    end_before = 0
+    for bracket in _BRACKET.finditer(text):
+        closes = bracket[0] == "}"
+        is_of_a_box = (is_box.pop() if is_box else False) if closes else len(bracket[0]) > 1
+        if not closes:
+            is_box.append(is_of_a_box)
+        parts.append(text[end_before : bracket.start() if is_of_a_box else bracket.end()])
+        end_before = bracket.end()
+    return "".join([*parts, text[end_before:]])
+
+
+def _closing(text: str, start: int, brackets: str) -> int:
+    """Where the bracket closes that is open at `start`, or the end of `text`."""
+    depth = 1
+    for index in range(start, len(text)):
+        depth += (text[index] == brackets[0]) - (text[index] == brackets[1])
+        if depth == 0:
+            return index
+    return len(text)
+
+
+def _without_blanks(text: str) -> str:
+    return re.sub(r"\s+", "", text)

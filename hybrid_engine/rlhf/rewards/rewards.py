@@ -6,24 +6,32 @@ for row in rows:
 scores = rewards(answers)
 """
 
+import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isnan
-from typing import Any
+from typing import Any, TypeVar
 
 from hybrid_engine.distributed.processes import gather_objects
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.rlhf.data.rows import Row
 from hybrid_engine.rlhf.rewards.answers import Answers, Judge, Reward, RewardError, RunView, UnusableReference, Value
 from hybrid_engine.rlhf.rewards.scores import Scores, WrongCount, combine, read_values, with_logged
-from hybrid_engine.rlhf.rewards.time_limit import OutOfTime, within
 from hybrid_engine.rlhf.runs.run_log import say
 
 TIME_LIMIT_SECONDS = 300.0
 """For one call of one reward; other processes wait meanwhile, which gloo lets them for 30 minutes."""
 SHORTEST_SECONDS = 1e-3
+Result = TypeVar("Result")
+SECONDS_TO_NEXT_TRY = 1.0
+"""After which a function that swallowed the interruption is interrupted again."""
+SMALLEST_DELAY = 1e-3
+"""Seconds; a timer of 0 would be none."""
+_deadlines: list[float] = []
+"""Of the limits that the main thread is in, the outermost first; an inner one must not outlast them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,3 +171,67 @@ def first_failure(reward: Reward, answers: Answers, seconds: float) -> str:
             reason = "out of time" if isinstance(error, OutOfTime) else type(error).__name__
             return f"for each answer alone it fails first ({reason}) at the prompt {answers.shown_prompt(index)}"
     return f"for each answer alone it fails at none; the first prompt is {answers.shown_prompt(0)}"
+
+
+class OutOfTime(BaseException):
+    """The time is over. No `Exception`: a function that catches those must not take this for one of its own."""
+
+
+def within(seconds: float, action: Callable[[], Result]) -> Result:
+    """The result of `action`, or its error.
+
+    Raises:
+        OutOfTime: it did not end within `seconds`.
+    """
+    can_interrupt = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
+    return interrupting(seconds, action) if can_interrupt else giving_up(seconds, action)
+
+
+def interrupting(seconds: float, action: Callable[[], Result]) -> Result:
+    """`within` for the main thread; limits may stand in one another, and a timer of the user's goes on afterwards."""
+    is_running = True
+
+    def stop(signum: int, frame: object) -> None:
+        if is_running:
+            raise OutOfTime(f"it did not end within {seconds:g} s")
+
+    started = time.monotonic()
+    seconds = min([seconds, *(deadline - started for deadline in _deadlines)])
+    _deadlines.append(started + seconds)
+    handler_before = signal.signal(signal.SIGALRM, stop)
+    delay_before, interval_before = signal.setitimer(
+        signal.ITIMER_REAL, max(seconds, SMALLEST_DELAY), SECONDS_TO_NEXT_TRY
+    )
+    try:
+        try:
+            return action()
+        finally:
+            is_running = False  # from here on a late signal must not keep the timer and the handler from their place
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _deadlines.pop()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if handler_before is None else handler_before)
+        if delay_before:
+            rest = max(delay_before - (time.monotonic() - started), SMALLEST_DELAY)
+            signal.setitimer(signal.ITIMER_REAL, rest, interval_before)
+
+
+def giving_up(seconds: float, action: Callable[[], Result]) -> Result:
+    """`within` for all other threads."""
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(action())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="time limit", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise OutOfTime(f"it did not end within {seconds:g} s")
+    return results[0]

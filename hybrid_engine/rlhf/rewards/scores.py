@@ -5,13 +5,12 @@ B: answers, T: tokens of an answer.
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybrid_engine.distributed.processes import gather_objects
 from hybrid_engine.rlhf.rewards.answers import Answers, Reward, RunView, Value
-from hybrid_engine.rlhf.rewards.process import on_last_token, on_tokens
 
 LARGEST_SCORE = 1e12
 """Whose square, and that of many summed, fp32 still holds: advantages are computed in it."""
@@ -228,3 +227,49 @@ def named_figures(by_name: Mapping[str, Sequence[float | None]]) -> dict[str, fl
             figures[f"reward_{name}"] = statistics.fmean(values)
             figures[f"reward_{name}_deviation"] = statistics.pstdev(values)
     return figures
+
+
+def on_tokens(
+    numbers: Sequence[float], response: str, token_ids: list[int], decode: Callable[[list[int]], str] | None
+) -> list[float]:
+    """`[T]`: the numbers of one answer, each on its token.
+
+    Raises:
+        ValueError: there are neither as many numbers as tokens nor as many as steps, with both counts.
+    """
+    if len(numbers) == len(token_ids):
+        return list(numbers)
+    ends = step_ends(response)
+    if len(numbers) != len(ends) or decode is None:
+        raise ValueError(f"{len(numbers)} numbers for {len(token_ids)} tokens in {len(ends)} lines")
+    on = [0.0] * len(token_ids)
+    for number, end in zip(numbers, ends, strict=True):
+        on[token_at(end, token_ids, decode)] += number
+    return on
+
+
+def on_last_token(number: float, num_tokens: int) -> list[float]:
+    """`[T]`: a number for the whole answer, on its last token."""
+    return [0.0] * (num_tokens - 1) + [number] if num_tokens else []
+
+
+def step_ends(response: str) -> list[int]:
+    """Where the text of each step ends, in characters from the beginning of `response`."""
+    ends, position = [], 0
+    for line in response.split("\n"):
+        if line.strip():
+            ends.append(position + len(line.rstrip()))
+        position += len(line) + 1
+    return ends
+
+
+def token_at(end: int, token_ids: list[int], decode: Callable[[list[int]], str]) -> int:
+    """The first token with which the text reaches `end` characters; by bisection, which decodes log2(T) beginnings."""
+    low, high = 0, len(token_ids) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if len(decode(token_ids[: middle + 1])) >= end:
+            high = middle
+        else:
+            low = middle + 1
+    return low

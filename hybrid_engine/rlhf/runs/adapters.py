@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from hybrid_engine.checkpoint.peft_models import without_renamed_attribute_warning
+from hybrid_engine.checkpoint.saved_logits import without_renamed_attribute_warning
 from hybrid_engine.distributed.processes import get_world_size
 from hybrid_engine.rlhf.runs.options import AdapterOptions
 

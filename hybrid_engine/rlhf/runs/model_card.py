@@ -14,8 +14,7 @@ from typing import Any
 
 import yaml
 
-from hybrid_engine.rlhf.runs.config_files import CONFIG, read_config, read_recipe
-from hybrid_engine.rlhf.runs.metrics_file import METRICS, read_metrics
+from hybrid_engine.rlhf.runs.run_folder import CONFIG, METRICS, read_config, read_metrics, read_recipe
 
 CARD = "README.md"
 ADAPTER = "adapter"

@@ -6,8 +6,6 @@ A recipe that declares a field again gives it another default; what it means sta
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from hybrid_engine.rlhf.data.columns import read_prompt_template
-from hybrid_engine.rlhf.data.sources import DataSource, read_names
 from hybrid_engine.rlhf.runs.checks import (
     check_above,
     check_at_least,
@@ -18,9 +16,10 @@ from hybrid_engine.rlhf.runs.checks import (
     check_weights,
     flag,
 )
+from hybrid_engine.rlhf.runs.columns import DataSource, read_names, read_prompt_template
 from hybrid_engine.rlhf.runs.engine_config import largest_divisor, largest_shared_divisor
-from hybrid_engine.rlhf.runs.metric_names import FRAMEWORKS
 from hybrid_engine.rlhf.runs.precision import DtypeOptions
+from hybrid_engine.rlhf.runs.run_folder import FRAMEWORKS
 from hybrid_engine.rlhf.runs.schedule import ScheduleOptions
 from hybrid_engine.rlhf.runs.trackers import check_trackers
 

@@ -3,9 +3,16 @@
 Nothing here deletes, and nothing needs torch: the command asks it what to say after Ctrl-C.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
+
+import yaml
+
+from hybrid_engine.checkpoint.saving import LOCK_FILE, FolderLock, lock_folder
 
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
@@ -21,6 +28,48 @@ FOLDERS = (
     *(f"{name}{more}" for name in STAGES for more in ("", "-log", "-best", "-checkpoints")),
 )
 """Those names in the folder of a run that are folders; the others are files."""
+CONFIG = "config.yaml"
+_HEADING = "# hybrid-engine "
+_HOW_IT_BEGAN = ("resume", "restart")
+"""Options of one start, not of the run: a run that was resumed is the run that was never stopped."""
+METRICS = "metrics.jsonl"
+FRAMEWORKS = ("trl", "verl", "openrlhf")
+TABLE: dict[str, tuple[str | None, str | None, str | None]] = {
+    # ours                     TRL                        verl                          OpenRLHF
+    "score":                    ("reward",                 "critic/score/mean",          "reward"),
+    "reward_with_kl":           ("objective/rlhf_reward",  "critic/rewards/mean",        "return"),
+    "kl_per_token":             ("kl",                     "actor/reward_kl_penalty",    "kl"),
+    "kl":                       (None,                     "actor/kl_loss",              None),
+    "kl_per_sequence":          ("objective/kl",           None,                         None),
+    "entropy":                  ("entropy",                "actor/entropy",              "entropy"),
+    "length":                   ("completions/mean_length", "response_length/mean",      "response_length"),
+    "cut_off_share":            ("completions/clipped_ratio", "response_length/clip_ratio", "truncated"),
+    "policy_loss":              ("loss/policy_avg",        "actor/pg_loss",              "policy_loss"),
+    "value_loss":               ("loss/value_avg",         "critic/vf_loss",             "critic_loss"),
+    "approx_kl":                ("policy/approxkl_avg",    "actor/ppo_kl",               "ppo_kl"),
+    "clip_fraction":            ("clip_ratio/region_mean", "actor/pg_clipfrac",          "ppo_clip_ratio"),
+    "ratio":                    ("val/ratio",              None,                         None),
+    "value_explained_variance": (None,                     "critic/vf_explained_var",    None),
+    "groups_without_variance":  ("frac_reward_zero_std",   None,                         None),
+    "correction_weight":        ("sampling/importance_sampling_ratio/mean", None,        None),
+    "logprob_difference_mean":  ("sampling/sampling_logp_difference/mean", None,         None),
+    "logprob_difference_max":   ("sampling/sampling_logp_difference/max", None,          None),
+    "grad_norm":                ("grad_norm",              "actor/grad_norm",            None),
+    "actor_grad_norm":          (None,                     None,                         "actor_grad_norm"),
+    "critic_grad_norm":         (None,                     "critic/grad_norm",           "critic_grad_norm"),
+    "loss":                     ("loss",                   "train/loss",                 "loss"),
+    "learning_rate":            ("learning_rate",          "actor/lr",                   "lr"),
+    "critic_learning_rate":     (None,                     "critic/lr",                  "critic_lr"),
+    "chosen_reward":            ("rewards/chosen",         None,                         "chosen_reward"),
+    "rejected_reward":          ("rewards/rejected",       None,                         "reject_reward"),
+    "reward_margin":            ("rewards/margins",        None,                         None),
+    "accuracy":                 ("rewards/accuracies",     None,                         "acc"),
+    "e2e_seconds":              ("step_time",              "timing_s/step",              None),
+    "generate_seconds":         (None,                     "timing_s/gen",               None),
+}  # fmt: skip
+TRACKER_PREFIX = {"trl": "train/", "openrlhf": "train/"}
+"""What these frameworks put before each name on its way to a tracker."""
+ANSWERS = "answers.jsonl"
 
 
 def checkpoints_of(recipe: str) -> str:
@@ -112,3 +161,183 @@ def set_aside(folder: Path, names: Sequence[str]) -> Path | None:
     for name in found:
         (folder / name).rename(target / name)
     return target
+
+
+def flat_options(config: Any) -> dict[str, Any]:
+    """The options of a recipe's `Config` by the names that they have on the command line, in its order.
+
+    A field that is a dataclass itself gives its own fields. How a run begins, `resume` and `restart`, is left out.
+    """
+    options: dict[str, Any] = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        options |= flat_options(value) if is_dataclass(value) else {field.name: value}
+    return {name: value for name, value in options.items() if name not in _HOW_IT_BEGAN}
+
+
+def write_config(folder: Path, config: Any) -> None:
+    """Writes `config.yaml` into `folder`, whole or not at all; for one process. Its first line names the recipe."""
+    options = {name: list(value) if isinstance(value, tuple) else value for name, value in flat_options(config).items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / f".{CONFIG}"
+    heading = f"{_HEADING}{type(config).__module__.rpartition('.')[2]} --config {CONFIG}\n"
+    unfinished.write_text(heading + yaml.safe_dump(options, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    unfinished.replace(folder / CONFIG)
+
+
+def read_recipe(folder: Path) -> str | None:
+    """The recipe that wrote the `config.yaml` of a run's folder; None where nothing says it."""
+    path = folder / CONFIG
+    first = path.read_text(encoding="utf-8").partition("\n")[0] if path.exists() else ""
+    return first.removeprefix(_HEADING).split()[0] if first.startswith(_HEADING) else None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The options in the `config.yaml` of a run's folder; empty without one.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    path = folder / CONFIG
+    if not path.exists():
+        return {}
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"{str(path)!r} cannot be read: {' '.join(str(error).split())}; restore or remove it"
+        ) from error
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{str(path)!r} must hold options as `name: value` lines; restore or remove it")
+    return {str(name): value for name, value in content.items()}
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`, without a last one that was cut short; empty when there is no file.
+
+    Raises:
+        ValueError: a line is not a JSON object with a whole number as `step`.
+    """
+    if not path.exists():
+        return []
+    framework = read_config(path.parent).get("metric_names")
+    framework = framework if framework in FRAMEWORKS else None
+    text = path.read_text(encoding="utf-8")
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    return [from_framework(_read_line(path, number, line), framework) for number, line in enumerate(lines, 1)]
+
+
+def _read_line(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        content = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r}, line {number}, is no JSON: {error}; restore or remove it") from error
+    if not isinstance(content, dict) or not isinstance(content.get("step"), int):
+        raise ValueError(f"{str(path)!r}, line {number}, must be an object with a whole number as step; remove it")
+    return content
+
+
+def names_of(framework: str | None) -> dict[str, str]:
+    """From our names to those of `framework`, of `FRAMEWORKS`, where it has one; None has none."""
+    if framework is None:
+        return {}
+    column = FRAMEWORKS.index(framework)
+    return {ours: theirs for ours, row in TABLE.items() if (theirs := row[column]) is not None}
+
+
+def rename(figures: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """`figures` under the names that `names` maps theirs to; one whose new name is taken keeps the old one."""
+    return {new if (new := names.get(name, name)) not in figures else name: value for name, value in figures.items()}
+
+
+def to_framework(figures: Mapping[str, Any], framework: str | None) -> dict[str, Any]:
+    """Figures with our names under those of `framework`."""
+    return rename(figures, names_of(framework))
+
+
+def from_framework(figures: Mapping[str, Any], framework: str | None) -> dict[str, Any]:
+    """What `to_framework` was given."""
+    return rename(figures, {theirs: ours for ours, theirs in names_of(framework).items()})
+
+
+def lock_run(folder: Path) -> FolderLock:
+    """Keeps other processes' runs from writing into `folder`, which is there, for as long as the lock lives.
+
+    Raises:
+        ValueError: a run of another process writes there.
+    """
+    try:
+        return lock_folder(folder)
+    except ValueError as error:
+        raise ValueError(
+            f"--out: a run that still goes on writes into {str(folder)!r}; wait for it or end it, or give another --out"
+        ) from error
+
+
+def check_not_running(folder: Path) -> None:
+    """ValueError where a run of another process writes into `folder`, which need not be there."""
+    if (folder / LOCK_FILE).exists():
+        lock_run(folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptAnswers:
+    """The answers to one prompt at one evaluation; G of them."""
+
+    prompt: str
+    responses: Sequence[str]
+    """G texts"""
+    rewards: Sequence[float | None]
+    """G numbers; None for an answer that no reward judges"""
+    lengths: Sequence[int] | None = None
+    """G: tokens of each response"""
+    tokens: Sequence[Sequence[str]] | None = None
+    """the tokens of each answer of the first evaluation"""
+    logprobs: Sequence[Sequence[float]] | None = None
+    """of each of those tokens under the present weights, in nats"""
+    extra: Mapping[str, Sequence[Any]] | None = None
+    """G values for each name that reward functions gave to `log_extra`"""
+
+    def __post_init__(self) -> None:
+        assert len(self.rewards) == len(self.responses), f"{len(self.rewards)=} {len(self.responses)=}"
+        assert self.lengths is None or len(self.lengths) == len(self.responses), f"{self.lengths=}"
+
+
+def write_answers(folder: Path, step: int, answers: Sequence[PromptAnswers]) -> None:
+    """Puts the answers after `step` steps into `answers.jsonl`, in place of those that it had of this step.
+
+    The lines of other steps stay: a run that goes on finds what it had written. For one process.
+    """
+    kept = [line for line in read_answers(folder / ANSWERS) if line["step"] != step]
+    fresh = [{"step": step} | {k: v for k, v in asdict(entry).items() if v is not None} for entry in answers]
+    lines = sorted([*kept, *fresh], key=lambda line: line["step"])
+    unfinished = folder / f".{ANSWERS}"
+    unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    unfinished.replace(folder / ANSWERS)
+
+
+def read_answers(path: Path) -> list[dict[str, Any]]:
+    """The lines of an `answers.jsonl`, by step; empty when there is no file.
+
+    Raises:
+        ValueError: a line is not what the top of this module says.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return sorted((_read_answers_line(path, n, line) for n, line in enumerate(lines, 1)), key=lambda line: line["step"])
+
+
+def _read_answers_line(path: Path, number: int, text: str) -> dict[str, Any]:
+    place = f"{str(path)!r}, line {number},"
+    try:
+        line = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{place} is no JSON: {error}; restore or remove it") from error
+    kinds = {"step": int, "prompt": str, "responses": list, "rewards": list}
+    for name, kind in kinds.items():
+        if not isinstance(line, dict) or not isinstance(line.get(name), kind):
+            raise ValueError(f"{place} needs a {name} of type {kind.__name__}; restore or remove it")
+    if len(line["rewards"]) != len(line["responses"]):
+        raise ValueError(f"{place} needs a reward, or null, for each response; restore or remove it")
+    return line

@@ -12,11 +12,16 @@ from rich.table import Table
 from rich.text import Text
 
 from hybrid_engine.distributed.processes import get_rank
-from hybrid_engine.rlhf.runs.config_files import flat_options, write_config
-from hybrid_engine.rlhf.runs.metric_names import TRACKER_PREFIX, to_framework
-from hybrid_engine.rlhf.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.rlhf.runs.options import RunOptions
-from hybrid_engine.rlhf.runs.run_lock import lock_run
+from hybrid_engine.rlhf.runs.run_folder import (
+    METRICS,
+    TRACKER_PREFIX,
+    flat_options,
+    lock_run,
+    read_metrics,
+    to_framework,
+    write_config,
+)
 from hybrid_engine.rlhf.runs.trackers import Trackers
 
 

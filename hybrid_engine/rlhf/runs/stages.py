@@ -1,28 +1,31 @@
 """What the three stages share: seeds, models and tokenizers, and folders that are either complete or absent."""
 
 import hashlib
+import math
 import random
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from hybrid_engine.checkpoint.adapters import save_adapter
+from hybrid_engine.checkpoint.export import save_adapter
 from hybrid_engine.containers.quantised import is_quantised
 from hybrid_engine.distributed.processes import on_rank_zero
 from hybrid_engine.engine.faster_linears import use_faster_linears
-from hybrid_engine.generation.end_tokens import end_token_ids
+from hybrid_engine.generation.request.end_tokens import end_token_ids
 from hybrid_engine.rlhf.runs.checks import flag
 from hybrid_engine.rlhf.runs.model_card import ADAPTER, write_model_card
 from hybrid_engine.rlhf.runs.run_folder import check_out, has_checkpoint, set_aside
 from hybrid_engine.rlhf.runs.run_log import say
+
+BEST = "best"
 
 
 def seed_everything(seed: int) -> None:
@@ -199,3 +202,38 @@ def load_tokenizer(folder: str | Path, option: str = "model") -> PreTrainedToken
 def mix_seed(seed: int, index: int) -> int:
     """A seed for part `index` of a run; 32 bits, which is all that torch's generator on the CPU takes of a seed."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:4], "big")
+
+
+class Best(NamedTuple):
+    """The best measurement so far, as it goes into checkpoints."""
+
+    value: float | None = None
+    """None before the first."""
+    step: int = 0
+    """After how many steps it was."""
+
+    def result(self, figure: str) -> dict[str, dict[str, float]]:
+        """What `result.json` says of it, `figure` being what was measured; nothing before the first."""
+        return {} if self.value is None else {"best": {figure: self.value, "step": self.step}}
+
+
+def keep_highest(
+    best: Best, value: float, step: int, actor: Any, tokenizer: PreTrainedTokenizerBase, out: Path
+) -> Best:
+    """The better of `best` and of `value` after `step` steps, whose weights are then saved below `out`; collective.
+
+    What is not a number is never better.
+    """
+    is_better = value > (-math.inf if best.value is None else best.value)
+    return _save(Best(value, step), actor, tokenizer, out) if is_better else best
+
+
+def keep_lowest(best: Best, value: float, step: int, actor: Any, tokenizer: PreTrainedTokenizerBase, out: Path) -> Best:
+    """Keeps the checkpoint of the lowest loss, as `keep_highest` keeps that of the highest score."""
+    is_better = value < (math.inf if best.value is None else best.value)
+    return _save(Best(value, step), actor, tokenizer, out) if is_better else best
+
+
+def _save(best: Best, actor: Any, tokenizer: PreTrainedTokenizerBase, out: Path) -> Best:
+    save_stage(actor, tokenizer, out / BEST)
+    return best

@@ -27,7 +27,7 @@ from hybrid_engine import (
     merge_state_dicts,
     parallelize,
 )
-from hybrid_engine.extensions.parallelize import parallel_module
+from hybrid_engine.extensions.parallelize.module import parallel_module
 from tests.support.distributed import leave_process_group, run_distributed
 from tests.support.parallel_nets import Stack, sample
 

@@ -21,8 +21,8 @@ from hybrid_engine.extensions.parallelize.planning.autodist import best_plan
 from hybrid_engine.extensions.parallelize.planning.layouts import edges_of, parameter_layouts, value_layouts
 from hybrid_engine.extensions.parallelize.planning.machine import COLLECTIVES, Device, Link, Machine
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
-from hybrid_engine.extensions.parallelize.planning.policies import batch_plan, random_plan, replicated_plan
 from hybrid_engine.extensions.parallelize.planning.setting import Setting
+from hybrid_engine.extensions.parallelize.planning.stage_policies import batch_plan, random_plan, replicated_plan
 from tests.support.causal_models import CAUSAL_MODELS, build_causal, causal_batch
 from tests.support.distributed import leave_process_group
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hybrid_engine import ComputeConfig, build_optimizer, parallelize
-from hybrid_engine.extensions.parallelize.reducer import in_buckets
+from hybrid_engine.extensions.parallelize.module.reducer import in_buckets
 from tests.support.distributed import run_distributed
 from tests.support.raised import message
 

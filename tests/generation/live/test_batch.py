@@ -6,13 +6,12 @@ import pytest
 import torch
 
 import hybrid_engine
-from hybrid_engine.generation import scoring
-from hybrid_engine.generation.batching.noise import prompt_digest, sample_keys
-from hybrid_engine.generation.batching.sequence import Prompt, Sequence
-from hybrid_engine.generation.joint_turns import FAILED, LEFT
+from hybrid_engine.generation.live.kinds import StreamedBatch
 from hybrid_engine.generation.live.opening import live_batch
-from hybrid_engine.generation.live.streamed import StreamedBatch
-from hybrid_engine.generation.options import GenerationOptions
+from hybrid_engine.generation.model import scoring
+from hybrid_engine.generation.request.core import Prompt, Sequence, prompt_digest, sample_keys
+from hybrid_engine.generation.request.options import GenerationOptions
+from hybrid_engine.generation.rollout.joint_turns import FAILED, LEFT
 from tests.support.models import build_model
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15], [4], [20, 21, 22, 23], [30, 31]]

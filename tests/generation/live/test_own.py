@@ -8,14 +8,14 @@ import torch
 import transformers as hf
 
 import hybrid_engine
-from hybrid_engine.generation import scoring
-from hybrid_engine.generation.asynchronous import Carried, start_async
-from hybrid_engine.generation.batching.sequence import Prompt, Sequence
-from hybrid_engine.generation.live import own as live_own
+from hybrid_engine.generation.live import kinds as live_own
+from hybrid_engine.generation.live.asynchronous import Carried, start_async
 from hybrid_engine.generation.live.opening import live_batch
-from hybrid_engine.generation.options import read_options
+from hybrid_engine.generation.model import scoring
+from hybrid_engine.generation.request.core import Prompt, Sequence
+from hybrid_engine.generation.request.options import read_options
 from hybrid_engine.recipes.serve import Config as ServeConfig
-from hybrid_engine.rlhf.batch.shared import load_shared
+from hybrid_engine.rlhf.batch.models import load_shared
 from tests.support.chat import build_chat_tokenizer
 from tests.support.models import PAD, VOCAB, build_model, randomised
 

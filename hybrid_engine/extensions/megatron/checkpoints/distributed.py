@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from hybrid_engine.checkpoint.tensor_index import INDEX_FILE, read_index
-from hybrid_engine.extensions.megatron.checkpoints.names import common_name
-from hybrid_engine.extensions.megatron.checkpoints.rank_files import load_mapped
+from hybrid_engine.checkpoint.tensor_files import INDEX_FILE, read_index
+from hybrid_engine.extensions.megatron.checkpoints.rank_files import common_name, load_mapped
 from hybrid_engine.inference.stored import Bounds, Joined, Source
 
 COMMON_FILE = "common.pt"

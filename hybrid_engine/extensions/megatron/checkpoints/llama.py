@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
-from hybrid_engine.extensions.megatron.checkpoints.names import LAYERS, layer_of
+from hybrid_engine.extensions.megatron.checkpoints.rank_files import LAYERS, layer_of
 from hybrid_engine.inference.stored import Rows, Source
 
 NEEDED = {

@@ -17,6 +17,26 @@ RANK_FILE = re.compile(r"mp_rank_(\d+)()_model_states\.pt$")
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 UNNEEDED = ("megatron.", "transformer_engine.", "numpy.", "signal.", "_io.BytesIO", "types.SimpleNamespace", "torch.")
 """Beginnings of names of what stands beside weights in these files: options, random states, states of kernels."""
+LAYERS = "language_model.encoder.layers."
+CORE = (
+    (r"^(embedding|output_layer)\.", r"language_model.\1."),
+    (r"^decoder\.", "language_model.encoder."),
+    (r"\.linear_qkv\.layer_norm_", ".linear_qkv_norm_"),  # norms that Transformer Engine fuses with what follows
+    (r"self_attention\.linear_qkv_norm_", "input_layernorm."),
+    (r"mlp\.linear_fc1\.layer_norm_", "post_attention_layernorm."),
+    (r"\.pre_mlp_layernorm\.", ".post_attention_layernorm."),
+    (r"\.linear_qkv\.", ".query_key_value."),
+    (r"\.linear_proj\.", ".dense."),
+    (r"\.linear_fc1\.", ".dense_h_to_4h."),
+    (r"\.linear_fc2\.", ".dense_4h_to_h."),
+)
+OLDER = (
+    (r"^language_model\.transformer\.", "language_model.encoder."),
+    (r"\.attention\.", ".self_attention."),
+    (r"\.input_norm\.", ".input_layernorm."),
+    (r"\.post_attention_norm\.", ".post_attention_layernorm."),
+    (r"\.final_norm\.", ".final_layernorm."),
+)
 
 
 class Unneeded:
@@ -105,3 +125,21 @@ def read_arguments(content: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             f"and args with num_attention_heads"
         )
     return values
+
+
+def common_name(name: str) -> str:
+    """The name in the third release of a weight that a checkpoint calls `name`."""
+    name = name.removeprefix("module.")
+    for pattern, replacement in (*CORE, *OLDER):
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a weight is of, by its name in the third release."""
+    return int(name.removeprefix(LAYERS).split(".")[0]) if name.startswith(LAYERS) else None
+
+
+def with_layer(name: str, layer: int) -> str:
+    """The name of the same weight in another layer."""
+    return f"{LAYERS}{layer}.{name.removeprefix(LAYERS).split('.', 1)[1]}"

@@ -3,7 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from hybrid_engine.config.checks import check_flag, check_integer, check_number
+from hybrid_engine.ops import SamplingOptions
+from hybrid_engine.ops.sample_filters import filter_logits
+from hybrid_engine.ops.vocabulary import first_largest
 
 
 @dataclass
@@ -61,3 +66,41 @@ def check_filters(params: CommonInferenceParams, num_logits: int | None = None, 
         raise ValueError("top-k is larger than logit size.")
     if vocab_size is not None and params.top_k > vocab_size:
         raise ValueError("top-k is larger than vocab size.")
+
+
+def mask_padding(logits: torch.Tensor, vocab_size: int | None) -> torch.Tensor:
+    """`logits [S, V]` with -inf for ids from `vocab_size` on, which pad the embedding and are no text; a copy."""
+    if vocab_size is None or vocab_size >= logits.shape[-1]:
+        return logits
+    masked = logits.clone()
+    masked[:, vocab_size:] = float("-inf")
+    return masked
+
+
+def sample(logits: torch.Tensor, params: CommonInferenceParams, vocab_size: int | None) -> torch.Tensor:
+    """`[S]` int64: drawn from `logits [S, V]` with torch's generator; they stay as they are.
+
+    The likeliest token where `params` are greedy; else temperature, then top-k or top-p.
+
+    Raises:
+        ValueError: filters that exclude each other or are out of range.
+    """
+    check_filters(params)
+    if not params.is_greedy:
+        check_filters(params, logits.shape[-1], vocab_size)
+    logits = mask_padding(logits, vocab_size)
+    if params.is_greedy:
+        return first_largest(logits)
+    scaled = logits.float() / params.temperature
+    probabilities = filter_logits(scaled, params.top_k, params.top_p or 1.0, 0.0).softmax(-1)
+    return torch.multinomial(probabilities, num_samples=1).flatten()
+
+
+def sampling_options(params: CommonInferenceParams) -> SamplingOptions:
+    """These parameters as the engine's sampler takes them."""
+    return SamplingOptions(
+        do_sample=not params.is_greedy,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p or 1.0,
+    )

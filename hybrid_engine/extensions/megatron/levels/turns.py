@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 
 from hybrid_engine.distributed.verdict import Partners
-from hybrid_engine.extensions.megatron.levels.parameters import CommonInferenceParams
-from hybrid_engine.extensions.megatron.levels.sampling import mask_padding, sampling_options
-from hybrid_engine.generation.batching.sequence import Sequence
-from hybrid_engine.generation.decoding.decode import Drawn
+from hybrid_engine.extensions.megatron.levels.parameters import CommonInferenceParams, mask_padding, sampling_options
+from hybrid_engine.generation.batching.step import Drawn
+from hybrid_engine.generation.request.core import Sequence
 from hybrid_engine.ops import SampleOp, token_logprobs
 
 if TYPE_CHECKING:

@@ -22,15 +22,17 @@ from hybrid_engine.extensions.parallelize.checkpoints.merging import (
     tensors_of,
 )
 from hybrid_engine.extensions.parallelize.checkpoints.optimizer_states import NAMES, check_group_names, named_state_dict
-from hybrid_engine.extensions.parallelize.checkpoints.parts import check_values, local_part, place_of
-from hybrid_engine.extensions.parallelize.checkpoints.state_checks import (
+from hybrid_engine.extensions.parallelize.lowering.parts import (
     Given,
     check_keys,
     check_same_optimizer,
     check_states,
+    check_values,
+    local_part,
+    place_of,
 )
-from hybrid_engine.extensions.parallelize.parallel_module import ParallelModule
-from hybrid_engine.extensions.parallelize.values import COUNT, Rule, check, shown
+from hybrid_engine.extensions.parallelize.module.parallel_module import ParallelModule
+from hybrid_engine.extensions.parallelize.options.values import COUNT, Rule, check, shown
 from hybrid_engine.optim import plain_steps
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 

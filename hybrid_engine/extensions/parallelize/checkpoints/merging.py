@@ -14,10 +14,10 @@ from hybrid_engine.extensions.parallelize.checkpoints.optimizer_states import (
     load_optimizer_state,
     merge_optimizer_states,
 )
-from hybrid_engine.extensions.parallelize.checkpoints.parts import check_values, part_like, whole_of
-from hybrid_engine.extensions.parallelize.held_module import has_extra_state
-from hybrid_engine.extensions.parallelize.parallel_module import ParallelModule
-from hybrid_engine.extensions.parallelize.values import Rule, check, has_names, is_list_of, shown
+from hybrid_engine.extensions.parallelize.lowering.parts import check_values, part_like, whole_of
+from hybrid_engine.extensions.parallelize.module.held_module import has_extra_state
+from hybrid_engine.extensions.parallelize.module.parallel_module import ParallelModule
+from hybrid_engine.extensions.parallelize.options.values import Rule, check, has_names, is_list_of, shown
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 
 StateDict = dict[str, Any]

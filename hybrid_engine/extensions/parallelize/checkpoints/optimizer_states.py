@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hybrid_engine.extensions.parallelize.checkpoints.parts import part_like, whole_of
-from hybrid_engine.extensions.parallelize.checkpoints.state_checks import (
+from hybrid_engine.extensions.parallelize.lowering.parts import (
     Given,
     check_keys,
     check_same_optimizer,
     check_states,
+    part_like,
+    whole_of,
 )
 from hybrid_engine.optim import plain_steps
 from hybrid_engine.optim.optimizer import ZeroOptimizer

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.nn.modules import module as torch_modules
 
-from hybrid_engine.extensions.parallelize.graph.library.entries import LIBRARY, whole
-from hybrid_engine.extensions.parallelize.values import shown
+from hybrid_engine.extensions.parallelize.library.entries import LIBRARY, whole
+from hybrid_engine.extensions.parallelize.options.values import shown
 
 NAMESPACE = "hybrid_engine_functions"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")

@@ -1,12 +1,16 @@
 """What a forward pass leaves behind for the next one: buffers that it replaces are written, other state is named."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from hybrid_engine.distributed.processes import default_device
+
+PLAIN = (bool, int, float, str)
 
 
 @contextmanager
@@ -81,3 +85,26 @@ def _warn_of(names: list[str]) -> None:
             "the first call. What a later call reads must be a buffer: register_buffer",
             stacklevel=2,
         )
+
+
+def trace_state(module: nn.Module) -> Hashable:
+    """Autocast's dtype, if any, and the modes, numbers and texts that the parts of `module` hold, in their order."""
+    return autocast_dtype(), tuple(tuple(plain_attributes(part).items()) for part in module.modules())
+
+
+def autocast_dtype() -> torch.dtype | None:
+    """That of torch.autocast on this process's device; None where it is off."""
+    kind = default_device().type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def copy_trace_state(module: nn.Module, to: nn.Module) -> None:
+    """Gives the parts of `to`, which has the tree of `module`, the modes and plain attributes of that one's."""
+    for path, part in module.named_modules():
+        other = vars(to.get_submodule(path))
+        other.update((name, value) for name, value in plain_attributes(part).items() if name in other)
+
+
+def plain_attributes(part: nn.Module) -> dict[str, Any]:
+    """The numbers and texts that a module holds under public names."""
+    return {name: value for name, value in vars(part).items() if type(value) in PLAIN and name[0] != "_"}

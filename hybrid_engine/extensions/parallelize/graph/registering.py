@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.extensions.parallelize.graph.annotations import Annotation, parse
-from hybrid_engine.extensions.parallelize.graph.calls import Call
-from hybrid_engine.extensions.parallelize.graph.library import LIBRARY, Rule, op_name
-from hybrid_engine.extensions.parallelize.graph.rules import OpRule
-from hybrid_engine.extensions.parallelize.values import CALLABLE, TEXT, check
+from hybrid_engine.extensions.parallelize.library import LIBRARY, Rule, op_name
+from hybrid_engine.extensions.parallelize.library.annotations import Annotation, parse
+from hybrid_engine.extensions.parallelize.library.rules import Call, OpRule
+from hybrid_engine.extensions.parallelize.options.values import CALLABLE, TEXT, check
 
 NAMESPACE = "hybrid_engine_ops"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -25,7 +24,7 @@ def register_op(annotation: str) -> Callable[[Callable[..., Any]], Callable[...,
 
     The function takes and returns tensors and numbers, with type hints; what it computes is differentiated as written.
     An op that is registered with PyTorch already (`torch.ops.mine.product`, a `torch.library.custom_op`) is annotated
-    as it is. The tokens are explained in `hybrid_engine.extensions.parallelize.graph.annotations`.
+    as it is. The tokens are explained in `hybrid_engine.extensions.parallelize.library.annotations`.
 
     ValueError for an annotation that says nothing sensible, for a function without type hints, and for one whose name
     is registered for another function.

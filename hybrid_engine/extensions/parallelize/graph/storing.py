@@ -15,7 +15,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
 from hybrid_engine.extensions.parallelize.graph.gradient_code import NAMESPACE as FUNCTIONS
-from hybrid_engine.extensions.parallelize.graph.trace_state import autocast_dtype
+from hybrid_engine.extensions.parallelize.graph.kept_state import autocast_dtype
 
 
 def dump_trace(exported: ExportedProgram) -> bytes:

@@ -8,27 +8,37 @@ changes become results of the graph, and regions without gradients end in `detac
 import copy
 import inspect
 import keyword
+import logging
 import re
+import sys
+import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, default_decompositions
 from torch.utils import _pytree as pytree
 
-from hybrid_engine.extensions.parallelize.graph.decomposing import open_composites
 from hybrid_engine.extensions.parallelize.graph.gradient_code import LostGradient, own_gradients
 from hybrid_engine.extensions.parallelize.graph.kept_state import kept_state
-from hybrid_engine.extensions.parallelize.graph.silence import only_our_words
+from hybrid_engine.extensions.parallelize.library import is_annotated
 
 OF_VALUES = ("DataDependent", "DynamicOutputShape", "Unbacked")
 """In the names of errors of PyTorch's that a forward pass makes whose ops depend on values."""
 UNKNOWN_CONTAINER = re.compile(r"(?:Found|Unsupported input type) <class '([^']+)'>")
 """In errors of torch.export's about an argument, or a result, that may have tensors in it."""
 NO_GRADIENT_REGION = "wrap_with_set_grad_enabled"
+LOGGERS = (
+    "torch._export.non_strict_utils",
+    "torch._subclasses.fake_tensor",
+    "torch.export._trace",
+    "torch.fx.experimental.symbolic_shapes",
+)
+PARTIAL_GRAPH = "def forward(self, arg"
+"""How code begins that torch.export prints of what it has traced until an error."""
 
 
 def trace(module: nn.Module, arguments: Mapping[str, Any], runs_code: bool = False) -> ExportedProgram:
@@ -257,3 +267,65 @@ def _detached(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node:
     detached = graph_module.graph.call_function(torch.ops.aten.detach.default, (node,))
     detached.meta = copy.copy(node.meta)
     return detached
+
+
+def open_composites(exported: ExportedProgram) -> ExportedProgram:
+    """The program without composite ops that have no annotation; the very same where there are none."""
+    before: set[torch._ops.OpOverload] = set()
+    while (composites := _composites(exported)) and composites != before:
+        table = default_decompositions()
+        # Views are not in the table: they are opened in any case.
+        exported = exported.run_decompositions({op: table[op] for op in composites if op in table})
+        before = composites
+    return exported
+
+
+def _composites(exported: ExportedProgram) -> set[torch._ops.OpOverload]:
+    """The composite ops of the program that nobody annotated."""
+    ops = {node.target for node in exported.graph.nodes if node.op == "call_function"}
+    known = {op for op in ops if isinstance(op, torch._ops.OpOverload)}
+    return {op for op in known if not is_annotated(op) and _is_composite(op)}
+
+
+def _is_composite(op: torch._ops.OpOverload) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+@contextmanager
+def only_our_words() -> Iterator[None]:
+    """While a module is traced: no warning but of state that a forward pass keeps, none of PyTorch's own reports.
+
+    What was asked for by TORCH_LOGS below the level of warnings, and what the module itself prints, is there as ever.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", "forward sets the attributes")
+        for logger in map(logging.getLogger, LOGGERS):
+            logger.addFilter(_is_no_warning)
+            stack.callback(logger.removeFilter, _is_no_warning)
+        stream: Any = _WithoutGraphs(sys.stderr)
+        stack.enter_context(redirect_stderr(stream))
+        yield
+
+
+def _is_no_warning(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.WARNING
+
+
+class _WithoutGraphs:
+    """A stream that graphs are left out of, with the end of line that `print` writes after each."""
+
+    def __init__(self, stream: Any):
+        self._stream, self._is_left_out = stream, False
+
+    def write(self, text: str) -> int:
+        """Writes all but a graph."""
+        was_left_out, self._is_left_out = self._is_left_out, text.lstrip().startswith(PARTIAL_GRAPH)
+        is_end = was_left_out and text == "\n"
+        if not self._is_left_out and not is_end:
+            self._stream.write(text)
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -10,11 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Placement
 from torch.utils import _pytree as pytree
 
-from hybrid_engine.extensions.parallelize.graph.calls import Call, arguments_of, tensors_in
-from hybrid_engine.extensions.parallelize.graph.library import rule_for
 from hybrid_engine.extensions.parallelize.graph.registering import overload_of
-from hybrid_engine.extensions.parallelize.graph.rules import OpRule, Part
-from hybrid_engine.extensions.parallelize.values import Rule, check, is_count, is_list_of, is_number
+from hybrid_engine.extensions.parallelize.library import rule_for
+from hybrid_engine.extensions.parallelize.library.rules import Call, OpRule, Part, arguments_of, tensors_in
+from hybrid_engine.extensions.parallelize.options.values import Rule, check, is_count, is_list_of, is_number
 
 SHAPES = Rule(
     lambda value: is_list_of(

@@ -4,7 +4,8 @@ Before a module's forward its parameters become local tensors, arguments are re-
 those of parts; after it results are re-laid as the code around it wants them, and the module is as it was.
 """
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +15,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from hybrid_engine.extensions.parallelize.lowering.borders import Border
-from hybrid_engine.extensions.parallelize.lowering.relaying import Relay, term_of_sum
+from hybrid_engine.extensions.parallelize.graph.graph import Graph, Op, build_graph
+from hybrid_engine.extensions.parallelize.library.entries import annotate
+from hybrid_engine.extensions.parallelize.library.entries import whole as whole_op
+from hybrid_engine.extensions.parallelize.library.rules import local_shape
+from hybrid_engine.extensions.parallelize.lowering.borders import Border, Relay, term_of_sum
+from hybrid_engine.extensions.parallelize.planning.layouts import value_layouts
+from hybrid_engine.extensions.parallelize.planning.plan import Plan
+
+SIZE_NAMES = (
+    "num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_head", "n_heads", "n_kv_heads",
+    "embed_dim", "hidden_size", "all_head_size", "inner_dim", "split_size", "nf",
+)  # fmt: skip
+"""Attributes of modules by which code shapes heads and columns."""
 
 
 class Hooks:
@@ -92,3 +104,127 @@ def _local(parameter: Any, relay: Relay) -> Any:
     mesh = parameter.device_mesh
     local = parameter.redistribute(mesh, relay.reached).to_local(grad_placements=relay.gradient)
     return term_of_sum(local, mesh, relay.wanted, relay.reached)
+
+
+@torch.library.custom_op("hybrid_engine::resized", mutates_args=())
+def resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Stands for a change of layout in a trace on local shapes."""
+    return tensor.new_empty(shape)
+
+
+resized.register_fake(lambda tensor, shape: tensor.new_empty(shape))
+
+
+annotate("hybrid_engine::resized")(whole_op)
+
+
+def sizes_on_parts(
+    module: nn.Module, arguments: Mapping[str, Any], plan: Plan, borders: Mapping[str, Border]
+) -> dict[str, dict[str, int]]:
+    """By module path, the attributes that hold on parts, with their values there.
+
+    ValueError where the module's code computes something else on parts than on the whole: it names the op.
+    """
+    graph = plan.graph
+    error = _difference(module, arguments, plan, borders, {})
+    if error is None:
+        return {}
+    sizes: dict[str, dict[str, int]] = {}
+    for op in graph.ops.values():
+        owner = module.get_submodule(op.path)
+        for whole, part in _resized_dims(op, plan).items():
+            found = {name: part for name in SIZE_NAMES if getattr(owner, name, None) == whole}
+            if found:
+                sizes.setdefault(op.path, {}).update(found)
+    error = _difference(module, arguments, plan, borders, sizes) if sizes else error
+    if error is not None:
+        raise ValueError(
+            f"lowering='eager' cannot carry this plan: {error}; leave what it reads whole, or pass lowering='graph'"
+        )
+    return sizes
+
+
+def _resized_dims(op: Op, plan: Plan) -> dict[int, int]:
+    """Of an op that is told the shape of its result, the sizes of dimensions that are others on parts, with those."""
+    if op.rule.shape_argument is None or not any(plan.split_of(op)):
+        return {}
+    shape = plan.graph.values[op.outputs[0]].shape
+    local = local_shape(shape, op.rule.output_placements(plan.split_of(op))[0], plan.mesh)
+    return {size: part for size, part in zip(shape, local, strict=True) if size != part}
+
+
+def _difference(
+    module: nn.Module,
+    arguments: Mapping[str, Any],
+    plan: Plan,
+    borders: Mapping[str, Border],
+    sizes: Mapping[str, Mapping[str, int]],
+) -> str | None:
+    """What is other on parts, in words; None where nothing is."""
+    twin = _on_parts(module, plan, borders, sizes)
+    try:
+        found = build_graph(twin, arguments)
+    except ValueError as error:
+        return f"{type(module).__name__} does not run on parts ({str(error).splitlines()[0]})"
+    return _compare(plan, found)
+
+
+def _compare(plan: Plan, found: Graph) -> str | None:
+    layouts = value_layouts(plan.graph, plan)
+    for op in plan.graph.ops.values():
+        for key in op.outputs:
+            expected = tuple(local_shape(plan.graph.values[key].shape, layouts[key], plan.mesh))
+            if key not in found.values:
+                return f"on parts {op.key} is not called"
+            if found.values[key].shape != expected:
+                return f"on parts {op.key} gives {found.values[key].shape}, where the plan has {expected}"
+    return None
+
+
+def _on_parts(
+    module: nn.Module, plan: Plan, borders: Mapping[str, Border], sizes: Mapping[str, Mapping[str, int]]
+) -> nn.Module:
+    """A copy on the meta device whose parameters and tensors between modules have local shapes."""
+    shapes: dict[int, Tensor] = {
+        id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()
+    }
+    shapes |= {id(buffer): buffer.to("meta") for buffer in module.buffers()}
+    twin = copy.deepcopy(module, shapes)
+    for path, border in borders.items():
+        owner = twin.get_submodule(path)
+        for name, relay in border.parameters.items():
+            parameter = getattr(owner, name)
+            local = torch.empty(
+                local_shape(parameter.shape, relay.wanted, plan.mesh), dtype=parameter.dtype, device="meta"
+            )
+            setattr(owner, name, nn.Parameter(local, parameter.requires_grad))
+        _resize_at(owner, border, plan)
+    for path, values in sizes.items():
+        for name, value in values.items():
+            setattr(twin.get_submodule(path), name, value)
+    return twin
+
+
+def _resize_at(owner: nn.Module, border: Border, plan: Plan) -> None:
+    entering, leaving = border.entering, border.leaving
+    if entering is not None:
+        owner.register_forward_pre_hook(
+            lambda _, args, kwargs: pytree.tree_map(lambda leaf: _resized(leaf, entering, plan), (args, kwargs)),
+            with_kwargs=True,
+        )
+    if leaving is not None:
+        owner.register_forward_hook(
+            lambda _, args, result: pytree.tree_map(lambda leaf: _resized(leaf, leaving, plan), result)
+        )
+
+
+def _resized(leaf: Any, relay: Relay, plan: Plan) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    shape = list(leaf.shape)
+    for lies, wanted, size in zip(relay.layout, relay.wanted, plan.mesh, strict=True):
+        if lies.is_shard():
+            shape[lies.dim] *= size  # type: ignore[attr-defined]
+        if wanted.is_shard():
+            shape[wanted.dim] //= size  # type: ignore[attr-defined]
+    return leaf if shape == list(leaf.shape) else resized(leaf, shape)

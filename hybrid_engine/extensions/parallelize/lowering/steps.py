@@ -6,7 +6,9 @@ that is a partial sum is added up where the layout of its tensor says so (`to_lo
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
+from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -17,14 +19,47 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from hybrid_engine.extensions.parallelize.graph.calls import arguments_of, tensors_in
 from hybrid_engine.extensions.parallelize.graph.graph import Graph, Op
-from hybrid_engine.extensions.parallelize.graph.rules import Part
-from hybrid_engine.extensions.parallelize.lowering.recomputing import Block, blocks_of
-from hybrid_engine.extensions.parallelize.lowering.relaying import reachable, term_of_sum
+from hybrid_engine.extensions.parallelize.library.rules import Part, arguments_of, tensors_in
+from hybrid_engine.extensions.parallelize.lowering.borders import reachable, term_of_sum
 from hybrid_engine.extensions.parallelize.planning.layouts import Edge, edges_of, value_layouts, whole
 from hybrid_engine.extensions.parallelize.planning.moving import Layout, gradient_layout
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive ops that are run together."""
+
+    ops: tuple[str, ...]
+    read: tuple[str, ...]
+    """Tensors from before the block."""
+    given: tuple[str, ...]
+    """Tensors of the block that are read after it."""
+    is_recomputed: bool
+
+
+def blocks_of(graph: Graph, ops: Sequence[str], globs: Sequence[str], kept: Iterable[str]) -> list[Block]:
+    """The ops in blocks: those of modules that match one of `globs`, and those between; `kept` is read later."""
+    last_read = dict.fromkeys(kept, len(ops))
+    for position, op in enumerate(ops):
+        last_read |= {key: max(position, last_read.get(key, 0)) for key in graph.ops[op].inputs}
+    found = []
+    runs = groupby(enumerate(ops), key=lambda entry: _module(graph.ops[entry[1]].path, globs))
+    for module, entries in runs:
+        positions, members = zip(*entries, strict=True)
+        made = [key for op in members for key in graph.ops[op].outputs]
+        read = {key: None for op in members for key in graph.ops[op].inputs if key not in made}
+        given = tuple(key for key in made if last_read.get(key, -1) > positions[-1])
+        found.append(Block(members, tuple(read), given, module is not None))
+    return found
+
+
+def _module(path: str, globs: Sequence[str]) -> str | None:
+    """The outermost module around `path` that matches, None where none does."""
+    parts = path.split(".")
+    around = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+    return next((module for module in around if any(fnmatchcase(module, glob) for glob in globs)), None)
 
 
 def _reshape(self: Tensor, size: Sequence[int]) -> Tensor:

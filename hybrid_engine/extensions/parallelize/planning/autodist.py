@@ -5,22 +5,32 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
 
-from hybrid_engine.extensions.parallelize.compute_config import ComputeConfig
 from hybrid_engine.extensions.parallelize.graph.graph import Graph, Op
-from hybrid_engine.extensions.parallelize.planning.blocks import layers_of, recomputed_ops, segments_of
-from hybrid_engine.extensions.parallelize.planning.choices import all_choices, batch_choices, eager_choices
-from hybrid_engine.extensions.parallelize.planning.constraints import Constraint, constrained, read_constraints
-from hybrid_engine.extensions.parallelize.planning.cost import ZERO, Cost, peaks
+from hybrid_engine.extensions.parallelize.options.compute_config import ComputeConfig
+from hybrid_engine.extensions.parallelize.planning.choices import (
+    Constraint,
+    all_choices,
+    batch_choices,
+    constrained,
+    eager_choices,
+    read_constraints,
+)
 from hybrid_engine.extensions.parallelize.planning.following import Names
-from hybrid_engine.extensions.parallelize.planning.generating import generation_bytes
-from hybrid_engine.extensions.parallelize.planning.measuring import measure_device
+from hybrid_engine.extensions.parallelize.planning.layouts import layers_of, recomputed_ops, segments_of
+from hybrid_engine.extensions.parallelize.planning.machine import measure_device
+from hybrid_engine.extensions.parallelize.planning.op_costs import generation_bytes
 from hybrid_engine.extensions.parallelize.planning.options import Options
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
-from hybrid_engine.extensions.parallelize.planning.plan_costs import PlanCosts, in_flight, plan_costs, transfer_seconds
+from hybrid_engine.extensions.parallelize.planning.plan_costs import (
+    PlanCosts,
+    best_stages,
+    in_flight,
+    plan_costs,
+    transfer_seconds,
+)
 from hybrid_engine.extensions.parallelize.planning.programme import Infeasible, frugal, solve
-from hybrid_engine.extensions.parallelize.planning.setting import Setting
+from hybrid_engine.extensions.parallelize.planning.setting import ZERO, Cost, Setting, peaks
 from hybrid_engine.extensions.parallelize.planning.space import Space
-from hybrid_engine.extensions.parallelize.planning.stages import best_stages
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from hybrid_engine.extensions.parallelize.graph.code import END, FIXED, FREE, RESHAPED
 from hybrid_engine.extensions.parallelize.graph.graph import Graph, Op, Value
-from hybrid_engine.extensions.parallelize.planning.cost import Cost
 from hybrid_engine.extensions.parallelize.planning.following import Names
 from hybrid_engine.extensions.parallelize.planning.moving import Layout, gradient_layout
+from hybrid_engine.extensions.parallelize.planning.setting import Cost
 
 State = tuple[Layout, Layout]
 """The layout in which an op wants an operand, and that of the gradient which it gives back."""

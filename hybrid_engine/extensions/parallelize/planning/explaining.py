@@ -3,18 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hybrid_engine.extensions.parallelize.compute_config import ComputeConfig
 from hybrid_engine.extensions.parallelize.graph.graph import Graph, Op
+from hybrid_engine.extensions.parallelize.options.compute_config import ComputeConfig
 from hybrid_engine.extensions.parallelize.planning.autodist import Wanted, best_plan, choices_on
-from hybrid_engine.extensions.parallelize.planning.blocks import blocks_of, recomputed_ops
 from hybrid_engine.extensions.parallelize.planning.classes import pattern
-from hybrid_engine.extensions.parallelize.planning.cost import ZERO, Cost
+from hybrid_engine.extensions.parallelize.planning.layouts import blocks_of, recomputed_ops
 from hybrid_engine.extensions.parallelize.planning.op_costs import ATTENTION
 from hybrid_engine.extensions.parallelize.planning.options import OPTION_NAMES, Options
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
 from hybrid_engine.extensions.parallelize.planning.plan_costs import PlanCosts, plan_costs
 from hybrid_engine.extensions.parallelize.planning.programme import Infeasible, solve
-from hybrid_engine.extensions.parallelize.planning.setting import Setting
+from hybrid_engine.extensions.parallelize.planning.setting import ZERO, Cost, Setting
 from hybrid_engine.extensions.parallelize.planning.space import Space
 
 

@@ -5,9 +5,9 @@ from typing import Protocol
 
 from torch.distributed.tensor import Placement
 
-from hybrid_engine.extensions.parallelize.graph.annotations import SUMMED
 from hybrid_engine.extensions.parallelize.graph.code import RESHAPES
 from hybrid_engine.extensions.parallelize.graph.graph import Graph, Op
+from hybrid_engine.extensions.parallelize.library.annotations import SUMMED
 
 Names = tuple[str | None, ...]
 """For each axis of the mesh the name of the annotation along which an op is split, None where it is not."""

@@ -1,6 +1,8 @@
 """Which layout each tensor of a planned graph has, and which one each op that reads it wants."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import prod
 
 from torch.distributed.tensor import Replicate
@@ -61,3 +63,93 @@ def value_layouts(graph: Graph, plan: Plan) -> dict[str, Layout]:
         given = op.rule.output_placements(plan.split_of(op))
         layouts |= {key: given[int(key.rsplit("/", 1)[1])] for key in op.outputs}
     return layouts
+
+
+def blocks_of(graph: Graph) -> dict[str, str]:
+    """By the key of an op, the path of its block.
+
+    A block is a layer of a list (`layers.3`), or the outermost module that has none. Ops of a module around layers
+    belong to the block that ran before them, the first ones to the block that runs next.
+    """
+    found = {key: _layer(op.path) for key, op in graph.ops.items()}
+    around = {ancestor for path in found.values() if path for ancestor in _ancestors(path)}
+    blocks: dict[str, str] = {}
+    last = next((_block(op.path, found[key], around) for key, op in graph.ops.items() if op.path not in around), "")
+    for key, op in graph.ops.items():
+        last = last if op.path in around or not op.path else _block(op.path, found[key], around)
+        blocks[key] = last
+    return blocks
+
+
+def _layer(path: str) -> str | None:
+    """The outermost part of a path that is a layer of a list."""
+    parts = path.split(".")
+    for number, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: number + 1])
+    return None
+
+
+def _ancestors(path: str) -> list[str]:
+    parts = path.split(".")
+    return ["", *(".".join(parts[:number]) for number in range(1, len(parts)))]
+
+
+def _block(path: str, layer: str | None, around: set[str]) -> str:
+    if layer is not None:
+        return layer
+    return next((prefix for prefix in [*_ancestors(path)[1:], path] if prefix not in around), path)
+
+
+def layers_of(graph: Graph) -> list[str]:
+    """The blocks that are layers of lists, in the order in which they run."""
+    return [block for block in dict.fromkeys(blocks_of(graph).values()) if block == _layer(block)]
+
+
+def segments_of(graph: Graph) -> list[tuple[tuple[str, ...], list[Op]]]:
+    """The graph cut wherever a stage may begin: blocks, and their ops. No block has ops on both sides of a cut."""
+    blocks = blocks_of(graph)
+    ops = list(graph.ops.values())
+    last = {blocks[op.key]: position for position, op in enumerate(ops)}
+    segments: list[tuple[list[str], list[Op]]] = []
+    open_until = -1
+    for position, op in enumerate(ops):
+        if position > open_until:
+            segments.append(([], []))
+        block = blocks[op.key]
+        open_until = max(open_until, last[block])
+        segments[-1][1].append(op)
+        if block not in segments[-1][0]:
+            segments[-1][0].append(block)
+    return [(tuple(names), found) for names, found in segments]
+
+
+def stage_ops(plan: Plan) -> list[list[Op]]:
+    """The ops of each stage; those of no stage's module run where the op before them runs."""
+    if not plan.stages:
+        return [list(plan.graph.ops.values())]
+    number_of = {path: number for number, stage in enumerate(plan.stages) for path in stage}
+    found: list[list[Op]] = [[] for _ in plan.stages]
+    number = 0
+    for op in plan.graph.ops.values():
+        number = next((number_of[p] for p in [op.path, *_ancestors(op.path)[::-1]] if p in number_of), number)
+        found[number].append(op)
+    return found
+
+
+def recomputed_ops(graph: Graph, patterns: Sequence[str]) -> dict[str, str]:
+    """By the key of an op, the outermost module around it that matches one of the globs; ValueError for one in vain."""
+    found: dict[str, str] = {}
+    unused = set(patterns)
+    for key, op in graph.ops.items():
+        for path in [*_ancestors(op.path)[1:], op.path]:
+            matching = [one for one in patterns if path and fnmatchcase(path, one)]
+            unused -= set(matching)
+            if matching:
+                found[key] = path
+                break
+    if unused:
+        raise ValueError(
+            f"recompute_modules={sorted(unused)}: no module of the graph matches; see the paths of graph.ops"
+        )
+    return found

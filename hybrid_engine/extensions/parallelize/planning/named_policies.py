@@ -5,22 +5,24 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from hybrid_engine.extensions.parallelize.compute_config import ComputeConfig
-from hybrid_engine.extensions.parallelize.graph.calls import call_of
 from hybrid_engine.extensions.parallelize.graph.graph import Graph
+from hybrid_engine.extensions.parallelize.library.rules import call_of
+from hybrid_engine.extensions.parallelize.options.compute_config import ComputeConfig
+from hybrid_engine.extensions.parallelize.options.values import Rule, check
 from hybrid_engine.extensions.parallelize.planning.autodist import autodist
 from hybrid_engine.extensions.parallelize.planning.explaining import explain
 from hybrid_engine.extensions.parallelize.planning.options import OPTION_NAMES, Options
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
-from hybrid_engine.extensions.parallelize.planning.policies import batch_plan, random_plan, replicated_plan
 from hybrid_engine.extensions.parallelize.planning.stage_policies import (
     STAGE_OPTIONS,
+    batch_plan,
     check_pipeline,
     check_pipeline_and_batch,
+    random_plan,
+    replicated_plan,
     stages_and_batch,
     stages_of_equal_size,
 )
-from hybrid_engine.extensions.parallelize.values import Rule, check
 
 SEED = Rule(lambda value: isinstance(value, int) and not isinstance(value, bool), "a whole number")
 Policy = Callable[[Graph, ComputeConfig], Plan | None]

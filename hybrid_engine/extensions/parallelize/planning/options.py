@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hybrid_engine.extensions.parallelize.compute_config import ComputeConfig
+from hybrid_engine.extensions.parallelize.options.compute_config import ComputeConfig
+from hybrid_engine.extensions.parallelize.options.values import COUNT, SWITCH, TEXT, Rule, check, is_count, is_number
 from hybrid_engine.extensions.parallelize.planning.machine import TABLES, Machine
 from hybrid_engine.extensions.parallelize.planning.setting import Generation, Setting, Weights
-from hybrid_engine.extensions.parallelize.values import COUNT, SWITCH, TEXT, Rule, check, is_count, is_number
 
 SCHEDULERS = ("1f1b", "gpipe")
 """Those whose time and memory are known to the planner: the fill and drain of a pipeline."""

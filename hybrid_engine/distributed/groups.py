@@ -1,0 +1,81 @@
+"""The groups of a mesh as something that one process can leave, and the store at which all processes met."""
+
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store
+
+_num_closed = 0
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+"""By the group of all processes, of which a script may make a new one, and by ranks."""
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""(output `[W * n]`, input `[n]`, group): the parts of all W processes, one behind the other."""
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""(output `[n]`, input `[W * n]`, op, group): this process's part of the sum."""
+
+
+def default_store() -> dist.Store:
+    """The store at which all processes met."""
+    return _get_default_store()
+
+
+def axis_name(name: str) -> str:
+    """What to call an axis of a mesh that may be closed: `name` until one was, then `name` and how many.
+
+    DTensor remembers the meshes of its results by their processes and the names of their axes: a mesh that equals a
+    closed one would be taken for it.
+    """
+    return f"{name}_after_{_num_closed}" if _num_closed else name
+
+
+def with_own_group(mesh: DeviceMesh) -> DeviceMesh:
+    """`mesh` over groups that serve nothing else; collective.
+
+    Of an axis that has all processes PyTorch makes their own group, which nobody can leave.
+    """
+    groups = mesh.get_all_groups()
+    if dist.group.WORLD not in groups:
+        return mesh
+    own = [dist.new_group() if group is dist.group.WORLD else group for group in groups]
+    if len(own) == 1:
+        return DeviceMesh.from_group(own[0], mesh.device_type, mesh_dim_names=mesh.mesh_dim_names)
+    return DeviceMesh.from_group(own, mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+
+
+def close_groups(mesh: DeviceMesh) -> None:
+    """Closes this process's connections in the groups of `mesh`, which serves nothing any more; local.
+
+    The last references to the groups must go with it, which the outermost mesh has.
+    """
+    global _num_closed
+    _num_closed += 1
+    registry = getattr(mesh._get_root_mesh(), "_pg_registry", {})
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        assert group is not dist.group.WORLD, f"{mesh=}"
+        registry.pop(group.group_name, None)
+        dist.destroy_process_group(group)
+        del group
+
+
+def host_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """`group`, or one of the same processes over gloo where `group` takes no tensors of the CPU.
+
+    Valid until the group of all processes is destroyed. The first call may be collective over the processes of `group`,
+    later ones are local.
+
+    Args:
+        group: one that this process is in; None is that of all processes.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "there is no process group"
+    group = world if group is None else group
+    if "cpu:" in dist.get_backend_config(group):
+        return group
+    ranks, made = tuple(dist.get_process_group_ranks(group)), _made.setdefault(world, {})
+    assert list(ranks) == sorted(ranks), f"{ranks=}"  # new_group sorts them
+    if ranks not in made:
+        # Other processes need not call this, who may be somewhere else.
+        made[ranks] = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+    return made[ranks]

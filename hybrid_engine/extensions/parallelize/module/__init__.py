@@ -1,0 +1,1 @@
+"""The modules that run by a plan."""

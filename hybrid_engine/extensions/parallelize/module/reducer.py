@@ -1,0 +1,283 @@
+"""Adds up gradients over units, whose processes saw different inputs."""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hybrid_engine.distributed.verdict import attempt
+from hybrid_engine.extensions.parallelize.lowering.parts import local_part
+
+Hook = Callable[["Bucket", Tensor], None]
+
+
+class Bucket:
+    """Parameters whose gradients are summed together over one group of processes, and the hooks that see these.
+
+    What a hook raises stops no sum, in which other processes would wait for this one: it is kept for `take_error`, and
+    what was summed since is good for nothing.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None):
+        self.parameters, self.group = list(parameters), group
+        self.pre_hooks: list[Hook] = []
+        self.post_hooks: list[Hook] = []
+        self.error: BaseException | None = None
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether there may be an error on this process alone."""
+        return bool(self.pre_hooks or self.post_hooks)
+
+    def run_hooks(self, hooks: Sequence[Hook], gradients: Tensor) -> None:
+        """Shows `gradients` to the hooks, which may change them in place; to none as long as an error is kept."""
+        self.keep_error(lambda: [hook(self, gradients) for hook in hooks])
+
+    def keep_error(self, action: Callable[[], object]) -> None:
+        """Runs `action`, which meets no other process, and keeps its error; does nothing where one is kept already."""
+        if self.error is None:
+            _, self.error = attempt(action)
+
+    def drop(self) -> None:
+        """Forgets the error that is kept, as gradients are gone or zero; what has begun to be summed is taken back."""
+        self.error = None
+
+    def take_error(self) -> BaseException | None:
+        """The error that is kept, for who raises it on all processes; none is kept after it."""
+        error, self.error = self.error, None
+        return error
+
+
+class Reducer(Bucket):
+    """The parameters whose gradients are summed after the backward pass by processes that all have the same parts."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, bucket_bytes: float = float("inf")
+    ):
+        """Gradients of one dtype and of up to `bucket_bytes`, but of one at least, go into a collective."""
+        super().__init__(parameters, group)
+        self.sums = [FlatSum(bucket) for bucket in in_buckets(self.parameters, bucket_bytes)]
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether anybody sees the flat copies of gradients: other processes, or hooks."""
+        return self.group is not None or bool(self.pre_hooks or self.post_hooks)
+
+    def reduce(self) -> None:
+        """Sums the gradients in place; one that a process lacks counts as 0.
+
+        One that all lack stays away: optimizers leave such parameters as they are. Hooks get the gradients of each
+        collective as one flat tensor, before and after. All collectives run, also where `error` is kept.
+        """
+        for flat_sum in self.sums if self.is_seen else ():
+            if not flat_sum.is_begun:
+                flat_sum.begin(self)
+            flat_sum.end(self)
+
+
+class FlatSum:
+    """The sum of the gradients of some parameters of one dtype, by one collective over a flat copy of them."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]):
+        self.parameters = list(parameters)
+        self._given: list[Tensor] = []
+        self._flat = torch.empty(0)
+        self._versions: list[int] = []
+        self._work: dist.Work | None = None
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a sum of gradients has begun and nobody has taken it."""
+        return bool(self._given)
+
+    @torch.no_grad()
+    def begin(self, reducer: Reducer, runs_hooks: bool = True) -> None:
+        """Begins to sum a flat copy of the gradients over the group of `reducer`, after its hooks."""
+        is_there = [p.grad is not None for p in self.parameters]
+        given = [gradient_of(p) for p in self.parameters]
+        parts = [local_part(gradient) for gradient in given]
+        flags = torch.tensor(is_there, dtype=parts[0].dtype, device=parts[0].device)
+        flat = torch.cat([*(part.flatten() for part in parts), flags])
+        if runs_hooks:
+            reducer.run_hooks(reducer.pre_hooks, flat[: -len(parts)])
+        self._given, self._flat, self._versions = given, flat, [gradient._version for gradient in given]
+        if reducer.group is not None:
+            self._work = dist.all_reduce(flat, group=reducer.group, async_op=True)
+
+    def drop(self) -> None:
+        """Waits for the sum, and leaves the gradients as they are."""
+        try:
+            self._wait()
+        finally:
+            self._given, self._flat = [], torch.empty(0)
+
+    def _wait(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+    @torch.no_grad()
+    def end(self, reducer: Reducer) -> None:
+        """Puts the sums into the gradients that `begin` found, after those hooks, where `reducer` keeps no error."""
+        try:
+            self._wait()
+            reducer.run_hooks(reducer.post_hooks, self._flat[: -len(self.parameters)])
+            if reducer.error is None:
+                self._give()
+        finally:
+            self._given, self._flat = [], torch.empty(0)
+
+    def check_unchanged(self) -> None:
+        """ValueError where somebody has changed a gradient since `begin` found it."""
+        for parameter, given, version in zip(self.parameters, self._given, self._versions, strict=True):
+            if parameter.grad is not None and (parameter.grad is not given or given._version != version):
+                raise ValueError(
+                    f"use_async_reducer=True: the gradient of a parameter of shape {list(parameter.shape)} was changed "
+                    "after train_step, which had begun to sum it over units; call sync_shard_grad() before it"
+                )
+
+    def _give(self) -> None:
+        gradients, counts = self._flat[: -len(self.parameters)], self._flat[-len(self.parameters) :]
+        parts = [local_part(gradient) for gradient in self._given]
+        sums = gradients.split([part.numel() for part in parts])
+        for part, summed in zip(parts, sums, strict=True):
+            part.copy_(summed.view_as(part))
+        for parameter, given, count in zip(self.parameters, self._given, counts.tolist(), strict=True):
+            if count == 0 and parameter.grad is given:
+                parameter.grad = None
+
+
+def in_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[list[nn.Parameter]]:
+    """The parameters in buckets of one dtype, in their order; the last, whose gradients come first, in the first."""
+    buckets: list[list[nn.Parameter]] = []
+    filling: dict[torch.dtype, list[nn.Parameter]] = {}
+    num_bytes: dict[torch.dtype, int] = {}
+    for parameter in reversed(parameters):
+        dtype, size = parameter.dtype, local_part(parameter).nbytes
+        if dtype not in filling or num_bytes[dtype] + size > bucket_bytes:
+            filling[dtype], num_bytes[dtype] = [], 0
+            buckets.append(filling[dtype])
+        filling[dtype].append(parameter)
+        num_bytes[dtype] += size
+    return [bucket[::-1] for bucket in buckets]
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    """The gradient; zeros are put in its place where the backward pass made none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+class OverlappingReducer(Reducer):
+    """A reducer that begins to sum a bucket as soon as the last backward pass of a step has made its gradients.
+
+    Buckets begin in the same order on all processes, whatever order their gradients come in; what a process has no
+    gradient of by the end of the step begins then. Hooks before a sum run inside of the backward pass.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, bucket_bytes: float):
+        super().__init__(parameters, group, bucket_bytes)
+        self._num_begun = 0  # of the buckets, whose sums nobody has taken yet
+        self._passes_left: dict[int, int] = {}  # inside of a step, by the identity of a parameter
+        self._place_of = {id(p): place for place, one in enumerate(self.sums) for p in one.parameters}
+        self._error: Exception | None = None  # of this step, raised at its end at the latest; nothing begins after it
+        self._is_lost = False
+        note = weakref.WeakMethod(self._note)
+        for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(lambda p: None if note() is None else note()(p))  # type: ignore[misc]
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether there may be an error on this process alone, as where somebody changes a gradient that is summed."""
+        return True
+
+    def check(self) -> None:
+        """RuntimeError where an earlier step failed here, and not on all processes; local."""
+        if self._is_lost:
+            raise RuntimeError("an error in an earlier train_step has parted the units; start all processes again")
+
+    @contextmanager
+    def overlapping(
+        self, num_passes: int, fails_on_all: bool, times: Mapping[int, int] | None = None
+    ) -> Iterator[None]:
+        """Around the `num_passes` backward passes of a step, whose gradients are added up in the last one.
+
+        `times` says, by the identity of a parameter, how often each pass adds to its gradient where that is not once.
+        `fails_on_all`: an error inside is raised on all processes of the group, so that all can go on after it. Where
+        it is not, those that wait for this process wait until it ends, and it must not go on.
+        """
+        self.drop()
+        times, self._error = times or {}, None
+        self._passes_left = {id(p): num_passes * times.get(id(p), 1) for p in self.parameters}
+        try:
+            yield
+            self._begin_rest()
+            if self._error is not None:
+                raise self._error
+        except BaseException:
+            self._is_lost = not fails_on_all and self.group is not None
+            if fails_on_all:
+                self._begin_rest(runs_hooks=False)
+                self.drop()
+            raise
+        finally:
+            self._passes_left = {}
+
+    def reduce(self) -> None:
+        """Sums the gradients in place, as every reducer; waits for those sums that have begun.
+
+        A ValueError is kept where somebody has changed a gradient since.
+        """
+        self._begin_rest()
+        for begun in self.sums:
+            if begun.is_begun:
+                self.keep_error(begun.check_unchanged)
+        super().reduce()
+        self._num_begun = 0
+
+    def drop(self) -> None:
+        """Waits for the sums that have begun, and leaves the gradients as they are."""
+        super().drop()
+        for begun in self.sums[: self._num_begun]:
+            begun.drop()
+        self._num_begun = 0
+
+    def _note(self, parameter: nn.Parameter) -> None:
+        """After a backward pass has added to the gradient of `parameter`.
+
+        Within a step nothing is raised here but what keeps a sum from beginning, as too little memory: passes of
+        several stages go on to their end together.
+        """
+        if self._place_of[id(parameter)] < self._num_begun:
+            error = ValueError(
+                "use_async_reducer=True: a backward pass adds to a gradient that is being summed over units since the "
+                "last pass of train_step, in which a reentrant checkpoint may add to it twice; leave use_async_reducer "
+                "out, or step before it"
+            )
+            if not self._passes_left:
+                raise error
+            self._error = self._error or error
+        elif id(parameter) in self._passes_left:
+            self._passes_left[id(parameter)] -= 1
+            try:
+                while self._num_begun < len(self.sums) and self._is_complete(self.sums[self._num_begun].parameters):
+                    self._begin_next()
+            except Exception as error:
+                self._error = error
+                raise
+
+    def _is_complete(self, parameters: Sequence[Tensor]) -> bool:
+        return self._error is None and all(self._passes_left[id(parameter)] == 0 for parameter in parameters)
+
+    def _begin_next(self, runs_hooks: bool = True) -> None:
+        if self.is_seen:
+            self.sums[self._num_begun].begin(self, runs_hooks)
+        self._num_begun += 1
+
+    def _begin_rest(self, runs_hooks: bool = True) -> None:
+        while self._num_begun < len(self.sums):
+            self._begin_next(runs_hooks)

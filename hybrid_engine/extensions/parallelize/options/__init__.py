@@ -1,0 +1,1 @@
+"""What `parallelize` and its company are given, each value by its rule."""

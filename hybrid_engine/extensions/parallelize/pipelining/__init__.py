@@ -1,1 +1,0 @@
-"""A plan's stages on torch.distributed.pipelining."""

@@ -1,0 +1,1 @@
+"""`build_optimizer`: any optimizer, gradients summed over units, ZeRO over them."""

@@ -1,0 +1,299 @@
+"""Continuous batching: turns waiting sequences into finished ones, one model pass per turn.
+
+A turn is a decode of everything that runs, a prefill of what was just admitted, or both in one pass: a mixed turn, as
+in Sarathi-Serve (Agrawal et al. 2024, arXiv 2403.02310), where a long prompt is fed in chunks over several turns. That
+every turn passes once over the layers is what lets processes whose weights are streamed layer by layer stay in step
+although their sequences differ.
+
+With `lag=1` the tokens of a turn are read while the next one runs, so that the host never waits for the
+device: a sequence whose end of sequence is noticed late has been fed once too often, which its own blocks
+absorb, and what it drew then is dropped.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hybrid_engine.containers.layer import InferenceLayer
+from hybrid_engine.containers.streams import record_event, send_to_device
+from hybrid_engine.generation.batching.processors import is_ended
+from hybrid_engine.generation.batching.scheduler import Scheduler
+from hybrid_engine.generation.batching.step import DecodeStep, Draw, OpenStep, TurnModel
+from hybrid_engine.generation.request.core import PENDING, Admission, Copy, Prefill, Prompt, Sequence
+from hybrid_engine.ops import BlockCopyOp, Context, PrefillBatch
+
+# Tokens of a long prompt in one mixed turn: as many as keep the products of a pass busy, so that rows which decode
+# beside them cost little, and few enough that these need not wait long. On one core of an AMD EPYC (torch 2.13, commit
+# 3609834; 12 prompts of 4000 tokens, 8 slots, four layers of width 384 in fp32) rollouts with chunks of 256, 512, 1024,
+# 2048 and 4096 took 23.2, 21.9, 22.7, 24.0 and 23.2 s of CPU, and the longest turn that others decoded in 0.19, 0.33,
+# 0.68, 1.35 and 3.6 s.
+CHUNK_TOKENS = 2048
+CHUNK_TOKENS_ON_CPU = 512
+
+
+class TextGeneration:
+    """Runs a scheduler's sequences through a model.
+
+    Args:
+        step: decodes; its KV workspace is the one that the scheduler's block numbers count in.
+        layers: called once per turn; yields the model's layers in order, gathered where they are sharded.
+        lag: turns that may be under way before their tokens are read; 0 reads them at once.
+        mixes: whether what runs decodes in the pass of a prefill; not with an OpenStep. Neither is a recorded step
+            then, but a prefill never is, so that a mixed turn saves a pass: on two busy Zen 5 cores rollouts with 64
+            slots took 0.89 to 0.99 of the seconds of CPU.
+    """
+
+    def __init__(
+        self,
+        model: TurnModel,
+        scheduler: Scheduler,
+        step: DecodeStep | OpenStep,
+        layers: Callable[[], Iterable[InferenceLayer]],
+        lag: int = 0,
+        mixes: bool = False,
+    ):
+        self.model, self.scheduler, self.layers, self.mixes = model, scheduler, layers, mixes
+        self.num_prefill_turns = self.num_mixed_turns = 0
+        self.step, self.kv, self.lag = step, step.kv, lag
+        self.raises_errors = True
+        """Whether an error of one row's own rule ends the turn; else it ends that row."""
+        self.copy_blocks = BlockCopyOp()
+        self.prefill_time, self.decode_time = Stopwatch(self.kv.device), Stopwatch(self.kv.device)
+        self._under_way: deque[tuple[list[Sequence], Draw]] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        """True until every sequence has finished and every token been read."""
+        return self.scheduler.has_work or bool(self._under_way)
+
+    def turn(self) -> None:
+        """One pass over the layers; an empty one when there is nothing to do."""
+        self._recompute()
+        chunk_tokens = CHUNK_TOKENS_ON_CPU if self.kv.device.type == "cpu" else CHUNK_TOKENS
+        admission = self.scheduler.admit(chunk_tokens if self.mixes else None)
+        if admission.prefills:
+            with self.prefill_time.measure():
+                is_mixed = self._prefill(admission)
+                num_draws = is_mixed + bool(admission.sequences)  # nobody draws after a chunk that is not the last
+                self._read(self.lag * num_draws)
+            return
+        # Reading counts too: where the host is the slower one, the device waits for it until the next turn.
+        with self.decode_time.measure():
+            self._enter(admission)
+            if self.scheduler.running:
+                self._decode()
+            else:
+                self.idle()
+            self._read(self.lag if self.scheduler.running else 0)
+
+    def _recompute(self) -> None:
+        """Sends those back whose keys belong to other frequencies from their next token on, or who have to make way."""
+        length = self.model.recompute_length
+        if length is not None and any(len(row) == length for row in self.scheduler.running):
+            self._read(0)
+            for row in [row for row in self.scheduler.running if len(row) == length]:
+                self.scheduler.recompute(row)
+        if self.scheduler.must_make_way:
+            self._read(0)
+            self.scheduler.make_way()
+
+    def idle(self) -> None:
+        """Passes over the layers without computing, so that other processes can gather theirs."""
+        for _ in self.layers():
+            pass
+
+    def _prefill(self, admission: Admission) -> bool:
+        """Prefills what was admitted and draws for it; whether what runs decoded in the same pass."""
+        own: dict[Sequence, torch.Tensor] = {}
+        logits: torch.Tensor | list[torch.Tensor] = []
+        rows: list[Sequence] = []
+        if admission.prefills:
+            is_recomputed_whole = self.model.recompute_length is not None
+            batch = pack_prefills(admission.prefills, self.scheduler.block_size, is_recomputed_whole, self.kv.device)
+            rows = self._rows_beside(admission)
+            if rows:
+                assert isinstance(self.step, DecodeStep)
+                draw, logits = self.step.run_beside(batch, rows, self.scheduler.take_changed(rows), self.layers)
+                self._note(rows, draw)
+            else:
+                logits = self.model.forward(batch, self.kv, self.layers())
+        for prefill, row in zip(admission.prefills, logits, strict=True):
+            if not prefill.is_last:
+                continue
+            if isinstance(prefill.owner, Prompt):
+                prefill.owner.logits = row.clone()  # a view would keep all rows alive
+            else:
+                own[prefill.owner] = row
+        self._enter(admission, own)
+        self.num_prefill_turns += not rows
+        self.num_mixed_turns += bool(rows)
+        return bool(rows)
+
+    def _rows_beside(self, admission: Admission) -> list[Sequence]:
+        """What decodes in the pass that prefills `admission`; nothing in a pure prefill turn."""
+        if not self.mixes:
+            return []
+        entering = set(admission.sequences)
+        self._read_for([row for row in self.scheduler.running if row not in entering])
+        return self.scheduler.grow_beside(admission)
+
+    def _enter(self, admission: Admission, own: dict[Sequence, torch.Tensor] | None = None) -> None:
+        """Forks what was admitted and draws its next token, from its own logits or from its prompt's."""
+        if not admission.sequences:
+            return
+        self._copy(admission.copies)
+        rows = [(own or {}).get(sequence, sequence.prompt.logits) for sequence in admission.sequences]
+        self._note(admission.sequences, self.step.draw(admission.sequences, torch.stack(rows)))
+        for prompt in {sequence.prompt for sequence in admission.sequences}:
+            if prompt.num_waiting == 0:
+                prompt.logits = None
+
+    def _decode(self) -> None:
+        if self.scheduler.must_preempt:
+            self._read(0)  # some may have finished; a preempted one is recomputed from its tokens
+        self._read_for(self.scheduler.running)
+        self.scheduler.grow()
+        self._copy(self.scheduler.close_gaps())
+        rows = self.scheduler.rows
+        if rows:
+            self._note(rows, self.step.run(rows, self.scheduler.take_changed(), self.layers))
+        else:
+            self.idle()
+
+    def _read_for(self, rows: list[Sequence]) -> None:
+        """Reads what is under way where what `rows` may draw depends on what they drew."""
+        if self._under_way and any(row.options.rules.changes_by_tokens for row in rows):
+            self._read(0)
+
+    def _note(self, rows: list[Sequence], draw: Draw) -> None:
+        """Holds places for the drawn tokens; those leave that have all they may have."""
+        self._under_way.append((rows, draw))
+        for row in rows:
+            row.tokens.append(PENDING)
+            if len(row.tokens) >= row.options.max_new_tokens:
+                self.scheduler.finish(row, "length")
+
+    def _read(self, lag: int) -> None:
+        """Fills in the tokens of all turns but the last `lag`; those leave that drew an end of sequence."""
+        while len(self._under_way) > lag:
+            rows, draw = self._under_way.popleft()
+            tokens, logprobs, ends, tops = draw.read()
+            going_on = [row.finish_reason != "stop" for row in rows]  # others drew after their end
+            for row, token, logprob, goes_on in zip(rows, tokens, logprobs, going_on, strict=True):
+                if goes_on:
+                    known = row.logprobs
+                    row.tokens[len(known)] = token
+                    known.append(logprob)
+            if tops is not None:
+                for row, likeliest, goes_on in zip(rows, tops, going_on, strict=True):
+                    if goes_on and row.options.rules.top_logprobs:
+                        row.tops.append(likeliest[: row.options.rules.top_logprobs])
+            ended = [rows[index] for index in ends]
+            ended += [row for row in rows if row.options.rules.has_ends and is_ended(row, self.model.vocab_size)]
+            failed = [row for row in rows if row.error is not None]
+            if failed and self.raises_errors:
+                raise failed[0].error  # type: ignore[misc]
+            ended += failed
+            for row in ended:
+                if row.finish_reason != "stop":
+                    del row.tokens[len(row.logprobs) :]
+                    self.scheduler.finish(row, "stop")
+
+    def read_all(self) -> None:
+        """Waits for every token that was drawn."""
+        self._read(0)
+
+    def _copy(self, copies: list[Copy]) -> None:
+        if copies:
+            numbers = [[copy.source for copy in copies], [copy.target for copy in copies]]
+            numbers.append([copy.num_tokens for copy in copies])
+            self.copy_blocks(self.kv, *send_to_device(torch.tensor(numbers), self.kv.device))
+
+
+def pack_prefills(
+    prefills: list[Prefill], block_size: int, is_recomputed_whole: bool, device: torch.device
+) -> PrefillBatch:
+    """The tokens of `prefills`, one after the other; logits are wanted of the last of each.
+
+    `is_recomputed_whole`: a response that is prefilled anew has been fed together with its prompt before, too; else
+    token by token after it.
+    """
+    parts = [torch.arange(prefill.first, prefill.last) for prefill in prefills]
+    lengths = tuple(map(len, parts))
+    positions = torch.cat(parts)
+    # What was prefilled anew was fed as it would have been had it never left.
+    fed = torch.tensor([len(p.tokens) if is_recomputed_whole else len(p.prompt.tokens) for p in prefills])
+    fed = fed.repeat_interleave(torch.tensor(lengths), output_size=len(positions))
+    tokens = torch.tensor([token for prefill in prefills for token in prefill.tokens[prefill.first : prefill.last]])
+    blocks = _blocks_of(prefills, parts, block_size)
+    by_token = (tokens, positions, blocks, positions % block_size, torch.maximum(positions + 1, fed))
+    tokens, positions, write_blocks, write_offsets, row_lengths = send_to_device(torch.stack(by_token), device)
+    starts = _starts(lengths, device)
+    return PrefillBatch(
+        tokens=tokens,
+        positions=positions,
+        write_blocks=write_blocks,
+        write_offsets=write_offsets,
+        lengths=lengths,
+        starts=starts.int(),
+        wanted=starts[1:] - 1,
+        row_lengths=row_lengths,
+        context=_context(prefills, block_size, device) if any(prefill.first for prefill in prefills) else None,
+    )
+
+
+def _context(prefills: list[Prefill], block_size: int, device: torch.device) -> Context:
+    """All tokens of the owners up to the last ones that are fed."""
+    parts = [torch.arange(prefill.last) for prefill in prefills]
+    lengths = tuple(map(len, parts))
+    places = torch.stack((_blocks_of(prefills, parts, block_size), torch.cat(parts) % block_size))
+    blocks, offsets = send_to_device(places, device)
+    return Context(blocks, offsets, lengths, _starts(lengths, device).int())
+
+
+def _blocks_of(prefills: list[Prefill], positions: list[torch.Tensor], block_size: int) -> torch.Tensor:
+    """The blocks in which the tokens at `positions` of each prefill lie, all in one row."""
+    pairs = zip(prefills, positions, strict=True)
+    return torch.cat([torch.tensor(prefill.blocks)[places // block_size] for prefill, places in pairs])
+
+
+def _starts(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return send_to_device(torch.tensor((0, *lengths)).cumsum(0), device)
+
+
+class Stopwatch:
+    """Adds up the time inside `measure()`: by the device's own clock on CUDA, by the host's elsewhere."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # those of work that may be under way
+        self._seconds = 0.0
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Measures what is started inside."""
+        if self._device.type == "cuda":
+            self._add_finished()
+            start = record_event(self._device, enable_timing=True)
+            yield
+            self._events.append((start, record_event(self._device, enable_timing=True)))
+        else:
+            start_seconds = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - start_seconds
+
+    def seconds(self) -> float:
+        """The sum so far; waits for the device."""
+        if self._events:
+            self._events[-1][1].synchronize()
+        self._add_finished()
+        return self._seconds
+
+    def _add_finished(self) -> None:
+        """A batch that is served has turns without end, so events go as soon as their work is done."""
+        while self._events and self._events[0][1].query():
+            start, end = self._events.popleft()
+            self._seconds += start.elapsed_time(end) / 1e3

@@ -1,1 +1,0 @@
-"""One decode step for all rows, recorded and kept."""

@@ -1,0 +1,228 @@
+"""Groups of answers as they finish, and rollouts that end before all have: partial rollouts.
+
+While somebody looks at a finished group, a thread goes on decoding the others. Whoever has enough leaves; what is
+unfinished keeps its tokens and goes on in the next rollout, under the weights of then. Every token is stamped with the
+version of the weights that drew it, and its log-probability is that of those weights: what an importance ratio needs.
+
+Source: Kimi Team, "Kimi k1.5", arXiv 2501.12599, section 2.6.2 (partial rollouts).
+"""
+
+import queue
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from hybrid_engine.generation.live.batch import LiveBatch, Progress
+from hybrid_engine.generation.live.opening import live_batch
+from hybrid_engine.generation.live.thread import LiveThread
+from hybrid_engine.generation.request.core import Sequence
+from hybrid_engine.generation.rollout.generator import Generator
+from hybrid_engine.generation.rollout.preparing import prepare
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer; lists of one length T."""
+
+    tokens: list[int]
+    """The end-of-sequence token included."""
+    logprobs: list[float]
+    """Under the weights that drew each token, as in `GenerateOutput`."""
+    versions: list[int]
+    """Of those weights."""
+    finish_reason: str
+    """"stop" or "length"."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """All answers to one prompt."""
+
+    index: int
+    """Of the prompt, counted from the first prompt of the rollout that the chain of rollouts began with."""
+    prompt_ids: list[int]
+    answers: list[Answer]
+    """In the order of their samples."""
+
+
+@dataclass
+class _Open:
+    """A group on its way."""
+
+    index: int
+    sequences: list[Sequence]
+    versions: dict[Sequence, list[int]] = field(default_factory=dict)
+    num_left: int = 0
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Unfinished answers of a rollout, for the next one."""
+
+    groups: list[_Open]
+    num_prompts: int
+    """Of all rollouts so far."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """Answers that have not ended."""
+        return sum(group.num_left for group in self.groups)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its answer; 0 where nothing is left."""
+        return max((s.most_fed + 1 for group in self.groups for s in group.sequences), default=0)
+
+
+class AsyncRollout:
+    """Iterates over groups in the order in which they finish; a context manager, whose end stops what still runs.
+
+    `carried` is there after the end.
+
+    Args:
+        opening: opens the live batch.
+        sequences: `num_samples` for each prompt, neighbours.
+        num_samples: answers to each prompt.
+        version: of the weights.
+        earlier: what the rollout before left; it goes first.
+    """
+
+    def __init__(
+        self,
+        opening: Callable[[], AbstractContextManager[LiveBatch]],
+        sequences: list[Sequence],
+        num_samples: int,
+        version: int,
+        earlier: Carried | None = None,
+    ):
+        self.version = version
+        first = 0 if earlier is None else earlier.num_prompts
+        groups = [] if earlier is None else list(earlier.groups)
+        for place in range(0, len(sequences), num_samples):
+            own = sequences[place : place + num_samples]
+            group = _Open(first + place // num_samples, own, {sequence: [] for sequence in own}, num_samples)
+            groups.append(group)
+        self._num_prompts = first + len(sequences) // num_samples
+        self._open = {group.index: group for group in groups}
+        self._group_of = {sequence: group for group in groups for sequence in group.sequences}
+        self._complete = deque(group for group in groups if group.num_left == 0)  # and nobody took it
+        self._progress: queue.SimpleQueue[list[Progress]] = queue.SimpleQueue()
+        waiting = [s for group in groups for s in group.sequences if s.finish_reason is None]
+        self._thread = LiveThread(opening, self._progress.put, max_waiting=max(1, len(waiting)))
+        self._waiting = waiting
+        self.carried: Carried | None = None
+
+    def __enter__(self) -> "AsyncRollout":
+        self._thread.start()
+        if self._waiting:
+            self._thread.submit(self._waiting)
+        return self
+
+    def __iter__(self) -> Iterator[Group]:
+        while self._open:
+            if not self._complete:
+                self._take(self._progress.get())
+                continue
+            group = self._complete.popleft()
+            del self._open[group.index]
+            yield _closed(group)
+
+    def _take(self, progress: list[Progress]) -> None:
+        """Notes what a turn brought."""
+        for told in progress:
+            if told.finish_reason == "error":
+                raise RuntimeError(
+                    "generate_async(): the model's logits are not finite; check the weights for NaN or inf"
+                ) from (told.sequence.error or self._thread.error)
+            group = self._group_of[told.sequence]
+            group.versions[told.sequence] += [self.version] * len(told.tokens)
+            group.num_left -= told.finish_reason is not None
+            if told.finish_reason is not None and group.num_left == 0:
+                self._complete.append(group)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._thread.stop()
+            while not self._progress.empty():
+                self._take(self._progress.get())
+        except Exception:
+            if kind is None:
+                raise
+        for group in self._open.values():
+            _detach(group)
+        self.carried = Carried(list(self._open.values()), self._num_prompts)
+
+
+def _closed(group: _Open) -> Group:
+    answers = [
+        Answer(list(s.tokens), list(s.logprobs), list(group.versions[s]), str(s.finish_reason)) for s in group.sequences
+    ]
+    return Group(group.index, list(group.sequences[0].prompt.tokens), answers)
+
+
+def _detach(group: _Open) -> None:
+    """Frees the sequences from the workspace that they were in."""
+    prompt = group.sequences[0].prompt.with_own_blocks()
+    for sequence in group.sequences:
+        sequence.prompt, sequence.blocks, sequence.slot = prompt, [], -1
+
+
+def start_async(
+    generator: Generator,
+    input_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    generation_config: GenerationConfig | None,
+    seed: int | None,
+    kwargs: dict[str, Any],
+    earlier: Carried | None,
+    version: int,
+) -> AsyncRollout:
+    """A rollout that begins when it is entered; every check of the input is made here. Collective.
+
+    Raises:
+        ValueError: on all processes, for input that cannot work, where the model's own `generate()` would run and
+            cannot answer row by row, for scores that an Answer has no place for, and where processes share the model:
+            each leaves when it has enough, and all must take the same turns.
+    """
+    if generator.group.size > 1:
+        raise ValueError(
+            f"generate_async(): {generator.group.size} processes share the model and take all turns together, and a "
+            f"rollout that each may leave has none to share; call generate(), or set {generator.group.remedy}"
+        )
+    sequences: list[Sequence] = []
+    num_samples = 1
+    if input_ids is not None or earlier is None:
+        request = prepare(generator, input_ids, attention_mask, generation_config, seed, kwargs, in_sequences=True)
+        sequences = request.sequences if request.plan is None else request.plan.sequences
+        if request.plan is None and not request.wishes.is_drawn:
+            raise ValueError(
+                f"generate_async(): {request.wishes.fallback}, and the model's own generate() ends all rows together; "
+                "leave it out, or call generate()"
+            )
+        _check_scores(sequences)
+        num_samples = request.wishes.options.num_return_sequences
+    longest = max([2, *(s.most_fed + 1 for s in sequences), 0 if earlier is None else earlier.longest])
+    opening = partial(live_batch, generator, longest, caller="generate_async()")
+    return AsyncRollout(opening, sequences, num_samples, version, earlier)
+
+
+def _check_scores(sequences: list[Sequence]) -> None:
+    for rules in (sequence.options.rules for sequence in sequences):
+        for name, is_wanted in (
+            ("top_logprobs", rules.top_logprobs > 0),
+            ("prompt_logprobs", rules.prompt_logprobs is not None),
+        ):
+            if is_wanted:
+                raise ValueError(
+                    f"generate_async(): {name} is not in the groups that it hands out; leave it out, or call "
+                    "generate() with return_dict_in_generate=True"
+                )

@@ -1,0 +1,275 @@
+"""A live batch of a model without containers: its own `generate()` answers one sequence after the other."""
+
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+
+from hybrid_engine.config.checks import check_integer
+from hybrid_engine.containers.model import InferenceModel
+from hybrid_engine.distributed.verdict import Partners
+from hybrid_engine.generation.batching.continuous_batching import TextGeneration
+from hybrid_engine.generation.live.batch import KVBlocks, LiveBatch, Progress
+from hybrid_engine.generation.model.scoring import is_unscored, score_prompts
+from hybrid_engine.generation.request.core import Prompt, Sequence
+from hybrid_engine.generation.rollout.backend import ContainerRollouts
+from hybrid_engine.generation.rollout.generator import Generator
+from hybrid_engine.generation.rollout.joint_turns import IDLE, STREAMED_STAYS, WORKS, JointPasses, JointTurns
+from hybrid_engine.generation.rollout.own_sequences import answer_sequence
+from hybrid_engine.generation.rollout.staged_rollouts import MicroBatch, OrderedTurns
+from hybrid_engine.ops.kernel_errors import naming_kernels
+
+TOKENS_OF_A_TURN = 16
+"""At least, and a quarter of the sequence, so that a long one is fed anew less often."""
+
+
+class OwnBatch(LiveBatch):
+    """Answers those that were added in their order, a part of an answer a turn, by the model's own `generate()`.
+
+    Where they are of several shares (`Sequence.share`), turns go to each share in turn.
+
+    A turn feeds the sequence anew, so that nothing is kept between turns: the next one may be another's.
+
+    Args:
+        generator: without containers, its weights gathered.
+        longest: tokens of the longest sequence that may join.
+        passes: keeps the model's forward passes in step with those of other processes; None: nobody waits for them.
+    """
+
+    def __init__(self, generator: Generator, longest: int, passes: JointPasses | None = None):
+        self.generator, self.longest, self._passes = generator, longest, passes
+        self.seconds_between_stays = None if passes is None else STREAMED_STAYS
+        self._num_told: dict[Sequence, int] = {}
+        self._turns: dict[str, int] = {}  # by share, the number of its last turn
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a sequence waits."""
+        return bool(self._num_told)
+
+    @property
+    def num_running(self) -> int:
+        """The one whose turn it is."""
+        return min(1, len(self._num_told))
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for the running one."""
+        return len(self._num_told) - self.num_running
+
+    @property
+    def kv_blocks(self) -> KVBlocks:
+        """None: the model keeps a cache of its own."""
+        return KVBlocks(0, 0, 0)
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """Lets `sequences` wait for their turn."""
+        self.score(list(dict.fromkeys(sequence.prompt for sequence in sequences)))
+        for sequence in sequences:
+            sequence.is_kept = False
+            self._num_told[sequence] = len(sequence.tokens)
+
+    def score(self, prompts: list[Prompt]) -> None:
+        """Sees to it that those of `prompts` which want scores have them, by the model's forward."""
+        self.generator.own.score(prompts, self.generator.device)
+
+    def cancel(self, sequences: list[Sequence]) -> None:
+        """Takes `sequences` out; those that have finished stay as they are."""
+        for sequence in sequences:
+            self._num_told.pop(sequence, None)
+
+    def take_out(self) -> list[Progress]:
+        """Takes everything out; all that was drawn is handed on already."""
+        self._num_told.clear()
+        return []
+
+    def stay(self) -> None:
+        """Takes part in passes of other processes; where there is work here, its next pass does."""
+        if self._passes is not None and not self.has_work:
+            self._passes.meet(IDLE)
+
+    def turn(self) -> list[Progress]:
+        """More of the answer of the sequence that waits longest, of each share in turn."""
+        sequence = self._take_next()
+        first = self._num_told[sequence]
+        most = max(TOKENS_OF_A_TURN, len(sequence) // 4)
+        try:
+            with nullcontext() if self._passes is None else self._passes.ending_pass():
+                answer_sequence(self.generator.own.generate, sequence, self.generator.device, most)
+        except Exception as error:
+            if self._passes is not None and self._passes.has_parted:
+                raise
+            sequence.error = sequence.error or error
+        if sequence.error is not None or sequence.finish_reason is not None:
+            self._num_told.pop(sequence)
+        else:
+            self._num_told[sequence] = len(sequence.tokens)
+        if sequence.error is not None:
+            return [Progress(sequence, [], [], "error")]
+        return [Progress(sequence, sequence.tokens[first:], sequence.logprobs[first:], sequence.finish_reason)]
+
+    def _take_next(self) -> Sequence:
+        firsts = {sequence.share: sequence for sequence in reversed(self._num_told)}
+        share = min(firsts, key=lambda share: self._turns.get(share, 0))
+        self._turns = {name: self._turns.get(name, 0) for name in firsts} | {
+            share: max(self._turns.values(), default=0) + 1
+        }
+        return firsts[share]
+
+
+def open_own(generator: Generator, longest: int | None, release: ExitStack, caller: str) -> OwnBatch:
+    """A batch of `generator`, which has no containers; the return of what it takes goes on `release`.
+
+    Errors name `caller`.
+
+    Raises:
+        ValueError: processes share the model, or `longest` is out of range.
+    """
+    if generator.group.size > 1:
+        raise ValueError(
+            f"{caller}: {generator.fallback_reason}, and only models with containers serve {generator.group.size} "
+            f"processes that share them; set {generator.group.remedy}"
+        )
+    positions = getattr(generator.module.config.get_text_config(), "max_position_embeddings", None)
+    limit = min(generator.config.max_out_tokens, positions or generator.config.max_out_tokens)
+    check_integer("longest", limit if longest is None else longest, 2, limit)
+    generator.own.gather(release)
+    passes = generator.own.joint_passes()
+    return OwnBatch(generator, longest or limit, None if passes is None else release.enter_context(passes.joined()))
+
+
+class StagedBatch(LiveBatch):
+    """The micro-batches as one; every stage makes the same calls.
+
+    Args:
+        batches: of which `turns` are taken.
+    """
+
+    def __init__(self, model: InferenceModel, batches: list[MicroBatch], longest: int, turns: OrderedTurns):
+        self.model, self.longest = model, longest
+        self._turns = turns
+        self._parts = [LiveBatch(model, batch, longest) for batch in batches]
+        self._settled: list[Progress] = []  # and not told yet
+        self._next = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a turn would bring something, an error that was met included."""
+        return bool(self._turns.failed or self._settled) or any(part.has_work for part in self._parts)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that decode now."""
+        return sum(part.num_running for part in self._parts)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have not begun, or begin again."""
+        return sum(part.num_waiting for part in self._parts)
+
+    @property
+    def kv_blocks(self) -> KVBlocks:
+        """What the KV blocks of all micro-batches on this stage are for; those of other stages are alike."""
+        return KVBlocks(*map(sum, zip(*(part.kv_blocks for part in self._parts), strict=True)))
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """All sequences that something is still to come for."""
+        return [sequence for part in self._parts for sequence in part.unfinished]
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """LiveBatch's. Samples of a prompt go together, and what goes on from another sequence goes where that was."""
+        self.score(list(dict.fromkeys(sequence.prompt for sequence in sequences)))
+        of_prompts: dict[Prompt, list[Sequence]] = {}
+        for sequence in sequences:
+            of_prompts.setdefault(sequence.prompt, []).append(sequence)
+        for samples in of_prompts.values():
+            part = self._choose_part(samples)
+            if part.strategy not in self._turns.failed:
+                part.add(samples)
+
+    def _choose_part(self, samples: list[Sequence]) -> LiveBatch:
+        for sequence in samples:
+            for part in self._parts:
+                if sequence.begins_from in part.scheduler.kept.sequences:
+                    return part
+        return min(self._parts, key=lambda part: len(part.unfinished))
+
+    def score(self, prompts: list[Prompt]) -> None:
+        """LiveBatch's, by passes through all stages."""
+        wanted = [prompt for prompt in prompts if is_unscored(prompt)]
+        if wanted:
+            self._settled += self.settle()  # a pass through all stages has messages of its own
+            score_prompts(self.model, wanted)
+
+    def cancel(self, sequences: list[Sequence]) -> None:
+        """Takes `sequences` out of their micro-batches, whether they run or wait."""
+        for part in self._parts:
+            if part.strategy not in self._turns.failed:
+                part.cancel(sequences)
+
+    def take_out(self) -> list[Progress]:
+        """Takes everything out of all micro-batches; returns what was drawn and not handed on yet."""
+        self._turns.read_all()
+        settled, self._settled = self._settled, []
+        return settled + [told for part in self._parts for told in part.take_out()]
+
+    def settle(self) -> list[Progress]:
+        """Reads what the last stage has still to tell of earlier turns; what that brought."""
+        self._turns.read_all()
+        return [told for part in self._parts for told in part.tell()]
+
+    def turn(self) -> list[Progress]:
+        """A turn of the next micro-batch that has work; what was told since its last one."""
+        settled, self._settled = self._settled, []
+        places = [(self._next + step) % len(self._parts) for step in range(len(self._parts))]
+        for place in places:
+            part = self._parts[place]
+            if part.has_work or part.strategy in self._turns.failed:
+                self._next = place + 1
+                self._turns.read(part.strategy)  # type: ignore[arg-type]
+                progress = part.tell()
+                if part.has_work:
+                    self._turns.take(part.strategy)  # type: ignore[arg-type]
+                return settled + progress
+        return settled
+
+
+class StreamedBatch(LiveBatch):
+    """LiveBatch, whose turns are those of all processes.
+
+    Args:
+        native: runs a turn over the stream.
+        partners: whose layers are gathered with these.
+    """
+
+    seconds_between_stays = STREAMED_STAYS
+
+    def __init__(
+        self,
+        model: InferenceModel,
+        strategy: TextGeneration,
+        longest: int,
+        native: ContainerRollouts,
+        partners: Partners,
+    ):
+        super().__init__(model, strategy, longest)
+        self._turns = JointTurns(partners, lambda: native.pass_over_stream(self._pass))
+
+    def turn(self) -> list[Progress]:
+        """One pass over the layers, on all processes."""
+        self._turns.meet(WORKS)
+        return self.tell()
+
+    def stay(self) -> None:
+        """Takes part in the turns of others; where there is work here, its next turn does."""
+        if not self.has_work:
+            self._turns.meet(IDLE)
+
+    def leaving(self) -> AbstractContextManager[None]:
+        """Takes part in the turns of others afterwards until all have left; an error inside is raised on all."""
+        return self._turns.leaving()
+
+    def _pass(self) -> None:
+        """One pass over the layers, whether there is something to compute or not."""
+        with naming_kernels():
+            if not self._scoring.turn():
+                self._join_scored()
+                self.strategy.turn()

@@ -1,1 +1,0 @@
-"""What memory there is, what training will take, and the KV workspace."""

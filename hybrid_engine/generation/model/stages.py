@@ -1,0 +1,271 @@
+"""What stages pass to each other: hidden states to the next one, drawn tokens from the last one to all.
+
+In a rollout each turn of a micro-batch has one message on every link. A header of two numbers goes before each, its
+shape, or that the sender stopped at an error. So a stage that fails can still keep every message of its turn, all
+stages end at the same turn, and no message is left over for the next rollout.
+
+N rows of a pass, E hidden size, S drawn rows, k likeliest tokens of each.
+"""
+
+import pickle
+from collections import deque
+from collections.abc import Iterable
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hybrid_engine.containers import InferenceModel
+from hybrid_engine.containers.layer import InferenceLayer
+from hybrid_engine.containers.tensor_parallel import TensorParallel
+from hybrid_engine.distributed.verdict import FollowedError, LostError, Problem
+from hybrid_engine.generation.batching.step import Drawn
+from hybrid_engine.generation.model.model_group import ModelGroup, Stage
+from hybrid_engine.ops import Batch
+
+HIDDEN, DRAWN = 2, 4
+"""Tags of headers; what follows a header has the next one."""
+FAILED = -1
+
+
+class StageFailedError(FollowedError):
+    """Another stage stopped at an error in this turn; what it was is told by the verdict after the rollout."""
+
+
+class StageLinks:
+    """The messages of one process. Waits as long as the process group's timeout.
+
+    All methods raise LostError where a process is gone.
+    """
+
+    def __init__(self, stage: Stage, device: torch.device):
+        self.stage, self.device = stage, device
+        self.num_awaited = 0  # draws of the last stage that this one has not received
+        self._sent: deque[list[tuple[dist.Work, torch.Tensor]]] = deque([[]])  # by turns; tensors stay until they went
+        self._has_received = self._has_sent = self._has_drawn = True  # the messages of this turn
+        self.has_agreed = True
+        """Whether the processes of the last stage, if this is one, have had their verdict on this turn's draw."""
+
+    def begin_turn(self, turns_at_once: int, is_drawn: bool = True) -> None:
+        """Before a turn, of `turns_at_once` that are under way; `is_drawn`: the last stage draws at its end."""
+        self._has_received, self._has_sent = self.stage.is_first, self.stage.is_last
+        self._has_drawn, self.has_agreed = not is_drawn, not (is_drawn and self.stage.is_last)
+        self._sent.append([])
+        while len(self._sent) > turns_at_once + 1:  # these were answered by draws that have been read
+            self._wait_for(self._sent.popleft())
+
+    def receive_hidden(self, dtype: torch.dtype) -> torch.Tensor:
+        """`[N, E]` of the stage before; StageFailedError where that has failed."""
+        self._has_received = True
+        return self._receive(self.stage.ranks[self.stage.index - 1], HIDDEN, dtype, self.device)
+
+    def send_hidden(self, hidden: torch.Tensor) -> None:
+        """`[N, E]` to the next stage."""
+        self._send(self.stage.ranks[self.stage.index + 1], HIDDEN, hidden)
+        self._has_sent = True
+
+    def pass_nothing(self) -> None:
+        """Keeps the messages of a turn without a pass over the layers; nothing after one."""
+        if not self._has_received:
+            assert len(self.receive_hidden(torch.float32)) == 0, "stages are at different turns"
+        if not self._has_sent:
+            self.send_hidden(torch.empty(0, 0))
+
+    def send_drawn(self, drawn: Drawn, problems: dict[int, Problem]) -> None:
+        """What the last stage drew, to all others, and what is wrong with rows whose own rules failed."""
+        ends = [0.0] * len(drawn.tokens)
+        for row in drawn.ends:
+            ends[row] = 1.0
+        for row in problems:
+            ends[row] = 2.0
+        columns = [drawn.tokens, drawn.logprobs, ends]
+        for place in range(len(drawn.tops[0]) if drawn.tops else 0):
+            assert drawn.tops is not None
+            columns += [[row[place][0] for row in drawn.tops], [row[place][1] for row in drawn.tops]]
+        values = torch.tensor(columns, dtype=torch.float64)
+        for rank in self._others:
+            self._send(rank, DRAWN, values)
+            if problems:
+                self._send(rank, DRAWN, torch.frombuffer(bytearray(pickle.dumps(problems)), dtype=torch.uint8)[None])
+        self._has_drawn = True
+
+    def await_drawn(self) -> None:
+        """Notes that the last stage will draw in this turn; `receive_drawn` is called for each, in their order."""
+        self._has_drawn = True
+        self.num_awaited += 1
+
+    def receive_drawn(self) -> tuple[Drawn, dict[int, Problem]]:
+        """What `send_drawn` sent in the first turn that was not received; StageFailedError where one failed."""
+        self.num_awaited -= 1
+        values = self._receive(self.stage.ranks[-1], DRAWN, torch.float64, torch.device("cpu"))
+        tokens, logprobs, ends, *tops = values.tolist()
+        likeliest = None
+        if tops:
+            pairs = list(zip(tops[::2], tops[1::2], strict=True))
+            likeliest = [[(int(ids[row]), of_ids[row]) for ids, of_ids in pairs] for row in range(len(tokens))]
+        problems: dict[int, Problem] = {}
+        if 2.0 in ends:
+            sent = self._receive(self.stage.ranks[-1], DRAWN, torch.uint8, torch.device("cpu"))
+            problems = pickle.loads(sent.numpy().tobytes())
+        is_end = [row for row, end in enumerate(ends) if end == 1.0]
+        return Drawn([int(token) for token in tokens], logprobs, is_end, likeliest), problems
+
+    def fail_turn(self, dtype: torch.dtype) -> None:
+        """After an error in a turn: keeps its messages, which tell the others; `dtype` is that of hidden states."""
+        if not self._has_received:
+            with suppress(StageFailedError):
+                self.receive_hidden(dtype)
+        if not self._has_sent:
+            self._send_header(self.stage.ranks[self.stage.index + 1], HIDDEN, FAILED, 0)
+        if not self._has_drawn and self.stage.is_last:
+            for rank in self._others:
+                self._send_header(rank, DRAWN, FAILED, 0)
+        elif not self._has_drawn:
+            self.await_drawn()
+
+    def finish(self) -> None:
+        """Receives every draw that is on its way and waits until all that was sent has gone."""
+        while self.num_awaited:
+            with suppress(StageFailedError):
+                self.receive_drawn()
+        while self._sent:
+            self._wait_for(self._sent.popleft())
+        self._sent.append([])
+
+    def broadcast_logits(self, logits: torch.Tensor, num_rows: int, vocab_size: int) -> torch.Tensor:
+        """The last stage's `logits [R, V]` fp32 on all stages, of which the others pass anything; collective."""
+        if not self.stage.is_last:
+            logits = torch.empty(num_rows, vocab_size, device=self.device)
+        logits = logits.contiguous()
+        dist.broadcast(logits, src=self.stage.ranks[-1], group=self.stage.group)
+        return logits
+
+    @property
+    def _others(self) -> tuple[int, ...]:
+        return self.stage.ranks[:-1]
+
+    def _send(self, rank: int, tag: int, values: torch.Tensor) -> None:
+        self._send_header(rank, tag, *values.shape)
+        if values.numel():
+            self._start(rank, tag + 1, values.contiguous())
+
+    def _send_header(self, rank: int, tag: int, *numbers: int) -> None:
+        self._start(rank, tag, torch.tensor(numbers))
+
+    def _start(self, rank: int, tag: int, values: torch.Tensor) -> None:
+        try:
+            work = dist.isend(values, rank, group=self._group_for(values), tag=tag)
+        except RuntimeError as error:
+            raise LostError(str(error)) from error
+        assert work is not None
+        self._sent[-1].append((work, values))
+
+    def _receive(self, rank: int, tag: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        header = torch.empty(2, dtype=torch.int64)
+        self._receive_into(header, rank, tag)
+        num_rows, num_columns = header.tolist()
+        if num_rows == FAILED:
+            raise StageFailedError
+        values = torch.empty(num_rows, num_columns, dtype=dtype, device=device)
+        if values.numel():
+            self._receive_into(values, rank, tag + 1)
+        return values
+
+    def _receive_into(self, values: torch.Tensor, rank: int, tag: int) -> None:
+        try:
+            dist.recv(values, rank, group=self._group_for(values), tag=tag)
+        except RuntimeError as error:
+            raise LostError(str(error)) from error
+
+    def _group_for(self, values: torch.Tensor) -> dist.ProcessGroup:
+        return self.stage.host_group if values.device.type == "cpu" else self.stage.group
+
+    @staticmethod
+    def _wait_for(sent: list[tuple[dist.Work, torch.Tensor]]) -> None:
+        for work, _ in sent:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise LostError(str(error)) from error
+
+
+class StageModel(InferenceModel):
+    """The layers of `stage`; the embedding on the first, the final norm and the LM head on the last.
+
+    Of `model`, which may lie on the meta device, nothing else is ever bound, and so nothing else is read.
+    """
+
+    embedding: Any  # type: ignore[assignment]
+    lm_head: Any  # type: ignore[assignment]
+
+    def __init__(self, model: nn.Module, parallel: TensorParallel, group: ModelGroup, device: torch.device):
+        super().__init__(model, parallel)
+        stage = group.stage
+        assert stage is not None
+        self.group, self.stage, self.links = group, stage, StageLinks(stage, device)
+        self.num_layers = len(self.layers)
+        self.most_layers = max(map(len, stage.all_layers(self.num_layers)))
+        keep_stage(self, stage.layers(self.num_layers), stage.is_first, stage.is_last)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """One of the weights that are bound here."""
+        return self.layers[0].linears[0].pair[0]
+
+    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """Shape of the KV workspace, alike on all stages, so that all plan the same."""
+        return (self.most_layers, *super().kv_shape(num_blocks, block_size)[1:])
+
+    def forward(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
+        """The logits `[R, V]` fp32 of a pass through all stages, on each of them; collective.
+
+        An error of one process is raised on all. A rollout keeps the logits on the last stage: see `run_stage`.
+        """
+        logits = self.group.agree(lambda: self._run_alone(batch, kv, layers))
+        num_rows = len(batch.tokens if batch.wanted is None else batch.wanted)
+        return self.links.broadcast_logits(logits, num_rows, self.vocab_size)
+
+    def _run_alone(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
+        """`run_stage` as a turn of its own without a draw; its messages have all gone at its end, also by an error."""
+        self.links.begin_turn(1, is_drawn=False)
+        try:
+            logits = self.run_stage(batch, kv, layers)
+        except LostError:
+            raise
+        except BaseException:
+            self.links.fail_turn(self.dtype)
+            self.links.finish()
+            raise
+        self.links.finish()
+        return logits
+
+    def run_stage(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
+        """This stage's part of a pass; logits `[R, V]` fp32 on the last, `[R, 0]` on the others.
+
+        Waits for the stage before, not for the next one. StageFailedError where the stage before has failed; an error
+        also ends the sums that other processes of this stage wait in.
+        """
+        with nullcontext() if self.group.sums is None else self.group.sums.ending_others():
+            return self._run_stage(batch, kv, layers)
+
+    def _run_stage(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
+        hidden = self._embed(batch) if self.stage.is_first else self.links.receive_hidden(self.dtype)
+        hidden = self._run_layers(hidden, batch, kv, layers)
+        if self.stage.is_last:
+            return self._head(hidden, batch)
+        self.links.send_hidden(hidden)
+        num_rows = len(batch.tokens if batch.wanted is None else batch.wanted)
+        return hidden.new_empty(num_rows, 0)
+
+
+def keep_stage(model: Any, layers: range, is_first: bool, is_last: bool) -> None:
+    """Takes from an `InferenceModel` all but these layers, and the ends that the first and the last stage have."""
+    model.layers = [model.layers[index] for index in layers]
+    for place, layer in enumerate(model.layers):
+        layer.index = place  # in the KV workspace
+    if not is_first:
+        model.embedding = model.position_embedding = model.embedding_norm = model.project_in = None
+    if not is_last:
+        model.lm_head = model.final_norm = model.project_out = None

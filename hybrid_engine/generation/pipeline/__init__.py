@@ -1,1 +1,0 @@
-"""Generation by pipeline stages: processes that hold some of a model's layers each."""

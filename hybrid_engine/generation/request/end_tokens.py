@@ -1,0 +1,89 @@
+"""The tokens that end an answer. Rollouts, `generate`, servers and encodings of training data ask here.
+
+Four places name such tokens, and models differ in which they use: the tokenizer's `eos_token`, `generation_config.json`
+(Gemma's `<end_of_turn>`, gpt-oss' `<|call|>`), `config.json`, and the chat template, by what it writes after an
+assistant's turn (`<|im_end|>` of ChatML on a base model, for which the other three say `<|endoftext|>`).
+"""
+
+from collections.abc import Collection
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from hybrid_engine.generation.request.options import token_ids
+
+# Stands for an answer while a template writes what comes after it: no template changes letters, and no text has it.
+_PLACEHOLDER = "ANSWERc2b90de7714f"
+
+
+class ModelWithEnds(Protocol):
+    """A model of transformers, or an engine of one."""
+
+    config: PretrainedConfig
+    generation_config: GenerationConfig
+
+
+class _TurnEnd(NamedTuple):
+    template: Any
+    token: int | None
+
+
+_turn_ends: "WeakKeyDictionary[PreTrainedTokenizerBase, _TurnEnd]" = WeakKeyDictionary()
+"""Each tokenizer's, for the chat template that it had."""
+
+
+def end_token_ids(model: ModelWithEnds, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids of the tokens that end an answer of `model`, each once, those of its configs first.
+
+    Ids outside the model's vocabulary cannot be drawn and are left out.
+    """
+    config = model.config.get_text_config()
+    of_configs = (
+        ("generation_config.eos_token_id", getattr(model.generation_config, "eos_token_id", None)),
+        ("config.eos_token_id", getattr(model.config, "eos_token_id", None)),
+        ("config.eos_token_id", getattr(config, "eos_token_id", None)),
+    )
+    ends = [token for option, value in of_configs for token in token_ids(option, value, config.vocab_size)]
+    ends += token_ids("eos_token_id", answer_ends(tokenizer), config.vocab_size)
+    return list(dict.fromkeys(ends))
+
+
+def answer_ends(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids of the tokens that end an answer as far as the tokenizer knows: its `eos_token` and `turn_end`."""
+    ends = (tokenizer.eos_token_id, turn_end(tokenizer))
+    return list(dict.fromkeys(end for end in ends if end is not None))
+
+
+def answer_text(tokenizer: PreTrainedTokenizerBase, tokens: list[int], ends: Collection[int]) -> str:
+    """An answer as text, without special tokens and its end, which some tokenizers do not call special."""
+    is_ended = bool(tokens) and tokens[-1] in ends
+    return tokenizer.decode(tokens[:-1] if is_ended else tokens, skip_special_tokens=True)
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Id of the token with which the chat template ends an assistant's turn; None where that is no special token.
+
+    Blanks before it do not count, and neither does what follows: Phi-3 ends a turn with `<|end|>`, then a line feed
+    and, after the last one, `<|endoftext|>`.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        return None
+    known = _turn_ends.get(tokenizer)
+    if known is None or known.template != template:
+        known = _turn_ends[tokenizer] = _TurnEnd(template, _find_turn_end(tokenizer))
+    return known.token
+
+
+def _find_turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _PLACEHOLDER}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception:  # a template is a program of the model's; the rows that it refuses are named where they are read
+        return None
+    _, shown, behind = text.rpartition(_PLACEHOLDER)
+    ids = tokenizer(behind.lstrip(), add_special_tokens=False)["input_ids"] if shown else []
+    first = next((token for token in ids if tokenizer.decode([token]).strip()), None)
+    specials = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return first if first in specials else None

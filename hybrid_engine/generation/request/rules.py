@@ -1,0 +1,281 @@
+"""What a row is asked for beyond temperature and filters: which tokens come, which end it, what is reported.
+
+Names, meanings and the order of application are transformers' (`GenerationMixin._get_logits_processor`), beside them
+OpenAI's penalties and `logit_bias`, and what only this engine has.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from hybrid_engine.config.checks import check_choice, check_flag, check_integer, check_number
+from hybrid_engine.generation.request.detokenize import check_stop_strings
+
+MOST_TOP_LOGPROBS = 100
+# What a token's log-probability is of: the logits as the model gave them; these divided by the temperature; what it was
+# drawn from, all rules and filters applied.
+LOGPROBS = ("raw", "scaled", "processed")
+
+GUIDES = ("guided_choice", "guided_regex", "guided_json", "guided_grammar")
+# With the values that switch them off.
+RULE_DEFAULTS: dict[str, Any] = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": None,
+    "sequence_bias": None,
+    "bad_words_ids": None,
+    "no_repeat_ngram_size": 0,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "stop_sequences": None,
+    "stop_strings": None,
+    "trim_stop": False,
+    "guided_choice": None,
+    "guided_regex": None,
+    "guided_json": None,
+    "guided_grammar": None,
+    "guided_whitespace_pattern": None,
+    "logprobs": "scaled",
+    "top_logprobs": 0,
+    "prompt_logprobs": None,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Checked; the values that are there by default change nothing. Token sequences are tuples of ids."""
+
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token that the response has; -2 to 2, OpenAI's formula."""
+    frequency_penalty: float = 0.0
+    """The same, for each time that it has it."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to the logits of single tokens."""
+    sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = ()
+    """Added to the logit of a token that would complete the sequence."""
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    no_repeat_ngram_size: int = 0
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    forced_bos_token_id: int | None = None
+    """The first token after a prompt of one token; None also where prompts are padded to more."""
+    forced_eos_token_id: tuple[int, ...] = ()
+    """One of them is the last token where the row reaches its length."""
+    exponential_decay_length_penalty: tuple[int, float] | None = None
+    typical_p: float = 1.0
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
+    """Tokens that end the row where the response ends with them."""
+    stop_strings: tuple[str, ...] = ()
+    """Text that ends the row, as transformers' StopStringCriteria finds it."""
+    trim_stop: bool = False
+    """Whether a stop sequence or string is left out of tokens and log-probabilities, with what it shares a token."""
+    guide: tuple[str, str] | None = None
+    """"choice", "regex", "json" or "grammar", and what it says, as JSON."""
+    logprobs: str = "scaled"
+    top_logprobs: int = 0
+    """Likeliest tokens reported at each position."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt, whose log-probabilities are reported then; None: they are not."""
+    tokenizer: Any = field(default=None, compare=False)
+    """Of stop strings and guides."""
+
+    @cached_property
+    def has_ends(self) -> bool:
+        """Whether more than end-of-sequence tokens ends the row."""
+        return bool(self.stop_sequences or self.stop_strings or self.guide)
+
+    @cached_property
+    def changes_by_tokens(self) -> bool:
+        """Whether what is drawn depends on the tokens of the row, which the host must know then."""
+        return bool(
+            self.sequence_bias
+            or self.bad_words_ids
+            or self.no_repeat_ngram_size
+            or self.suppress_tokens
+            or self.begin_suppress_tokens
+            or self.forced_bos_token_id is not None
+            or self.forced_eos_token_id
+            or self.exponential_decay_length_penalty
+            or self.guide
+        )
+
+    @property
+    def shapes_draws(self) -> bool:
+        """Whether a step that draws by SamplingOptions alone would draw or report something else."""
+        return self.changes_by_tokens or bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.typical_p < 1.0
+            or self.epsilon_cutoff
+            or self.eta_cutoff
+            or self.logprobs != "scaled"
+            or self.top_logprobs
+        )
+
+
+NO_RULES = Rules()
+
+
+def read_rules(merged: dict[str, Any], prompt_width: int, vocab_size: int) -> Rules:
+    """The rules among the options `merged`; raises ValueError for the first that cannot work."""
+    given = {name: merged[name] for name in RULE_DEFAULTS if is_on(name, merged.get(name))}
+    if not given:
+        return NO_RULES
+    values = {name: value for name, value in given.items() if name not in GUIDES}
+    for name in ("suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id"):
+        if name in given:
+            values[name] = _token_sequence(name, given[name], vocab_size)
+    for name in ("bad_words_ids", "stop_sequences"):
+        if name in given:
+            values[name] = _token_sequences(name, given[name], vocab_size)
+    if "logit_bias" in given:
+        values["logit_bias"] = _logit_bias(given["logit_bias"], vocab_size)
+    if "sequence_bias" in given:
+        values["sequence_bias"] = _sequence_bias(given["sequence_bias"], vocab_size)
+    if "exponential_decay_length_penalty" in given:
+        values["exponential_decay_length_penalty"] = _decay(given["exponential_decay_length_penalty"])
+    if "forced_bos_token_id" in given:
+        check_integer("forced_bos_token_id", given["forced_bos_token_id"], 0, vocab_size - 1)
+        values["forced_bos_token_id"] = given["forced_bos_token_id"] if prompt_width == 1 else None
+    if "stop_strings" in given:
+        strings = [given["stop_strings"]] if isinstance(given["stop_strings"], str) else given["stop_strings"]
+        check_stop_strings(strings)
+        values["stop_strings"] = tuple(strings)
+    _check_numbers(values)
+    _check_forced(values)
+    if not ({"stop_sequences", "stop_strings"} & set(values)):
+        values.pop("trim_stop", None)
+    guide = _guide(
+        {name: given[name] for name in GUIDES if name in given}, values.pop("guided_whitespace_pattern", None)
+    )
+    if guide is not None:
+        values["guide"] = guide
+    if guide is not None or "stop_strings" in values:
+        named = "stop_strings" if guide is None else f"guided_{guide[0]}"
+        values["tokenizer"] = _tokenizer(merged, named)
+    return Rules(**values)
+
+
+def is_on(name: str, value: Any) -> bool:
+    """Whether the rule `name` with this value is not switched off."""
+    if value is None or name in GUIDES or name == "guided_whitespace_pattern":
+        return value is not None
+    if isinstance(value, list | tuple | dict) and len(value) == 0:
+        return False
+    default = RULE_DEFAULTS[name]
+    return not (type(value) in (type(default), int, float) and value == default)
+
+
+def _check_forced(values: dict[str, Any]) -> None:
+    """Raises ValueError where nothing is left to draw: transformers suppresses tokens after it has forced one."""
+    suppressed = values.get("suppress_tokens", ())
+    first = values.get("forced_bos_token_id")
+    forced = {
+        "forced_eos_token_id": (values.get("forced_eos_token_id", ()), {"suppress_tokens": suppressed}),
+        "forced_bos_token_id": (
+            () if first is None else (first,),
+            {"suppress_tokens": suppressed, "begin_suppress_tokens": values.get("begin_suppress_tokens", ())},
+        ),
+    }
+    for name, (tokens, others) in forced.items():
+        for other, taken in others.items():
+            if tokens and set(tokens) <= set(taken):
+                raise ValueError(
+                    f"{name}={tokens[0] if len(tokens) == 1 else list(tokens)} must not be in {other}={list(taken)}: "
+                    "no token would be left; take it out of one of them"
+                )
+
+
+def _check_numbers(values: dict[str, Any]) -> None:
+    for name in ("presence_penalty", "frequency_penalty"):
+        check_number(name, values.get(name, 0.0), -2, 2)
+    check_integer("no_repeat_ngram_size", values.get("no_repeat_ngram_size", 0), 0)
+    for name in ("typical_p", "epsilon_cutoff", "eta_cutoff"):
+        check_number(name, values.get(name, 0.0), 0, 1)
+    if values.get("typical_p") == 0:
+        raise ValueError("typical_p=0 must be above 0; pass 1.0 to switch it off")
+    check_flag("trim_stop", values.get("trim_stop", False))
+    check_choice("logprobs", values.get("logprobs", "scaled"), LOGPROBS)
+    for name in ("top_logprobs", "prompt_logprobs"):
+        check_integer(name, values.get(name, 0), 0, MOST_TOP_LOGPROBS)
+
+
+def _token_sequence(option: str, value: Any, vocab_size: int) -> tuple[int, ...]:
+    ids = value.flatten().tolist() if hasattr(value, "flatten") else value
+    ids = tuple(ids) if isinstance(ids, list | tuple) else (ids,)
+    for token in ids:
+        check_integer(option, token, 0, vocab_size - 1)
+    return ids
+
+
+def _token_sequences(option: str, value: Any, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(ids, list | tuple) and ids for ids in value):
+        raise ValueError(f"{option}={value!r} must be a list of lists of token ids, none of them empty")
+    return tuple(_token_sequence(option, ids, vocab_size) for ids in value)
+
+
+def _logit_bias(value: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """OpenAI's: keys may be strings, as JSON has them."""
+    if not isinstance(value, dict):
+        raise ValueError(f"logit_bias={value!r} must be a dict from token ids to numbers")
+    biases = []
+    for token, bias in value.items():
+        number = int(token) if isinstance(token, str) and token.isdecimal() else token
+        check_integer("logit_bias: token", number, 0, vocab_size - 1)
+        check_number(f"logit_bias[{token}]", bias, -100, 100)
+        biases.append((number, float(bias)))
+    return tuple(biases)
+
+
+def _sequence_bias(value: Any, vocab_size: int) -> tuple[tuple[tuple[int, ...], float], ...]:
+    """transformers': a dict from tuples of ids to numbers, or a list of pairs."""
+    pairs: Iterable = value.items() if isinstance(value, dict) else value
+    biases = []
+    for pair in pairs if isinstance(pairs, Iterable) else [pairs]:
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], list | tuple) or not pair[0]:
+            raise ValueError(f"sequence_bias={value!r} must be a dict from tuples of token ids to numbers")
+        ids = _token_sequence("sequence_bias", pair[0], vocab_size)
+        is_number = isinstance(pair[1], int | float) and not isinstance(pair[1], bool)
+        if not is_number or math.isnan(pair[1]) or pair[1] == math.inf:
+            raise ValueError(f"sequence_bias[{ids}]={pair[1]!r} must be a number; -inf forbids the sequence")
+        biases.append((ids, float(pair[1])))
+    return tuple(biases)
+
+
+def _decay(value: Any) -> tuple[int, float]:
+    option = "exponential_decay_length_penalty"
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError(f"{option}={value!r} must be (first token, factor)")
+    check_integer(f"{option}[0]", value[0], 0)
+    check_number(f"{option}[1]", value[1], 0)
+    return value[0], float(value[1])
+
+
+def _guide(given: dict[str, Any], json_space: str | None) -> tuple[str, str] | None:
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} cannot both guide a row; pass one of them")
+    if not given and json_space is not None:
+        raise ValueError(f"guided_whitespace_pattern={json_space!r} has no guided_json to shape; pass both or neither")
+    if not given:
+        return None
+    from hybrid_engine.generation.request.guides import read_guide
+
+    return read_guide(*next(iter(given.items())), json_space)
+
+
+def _tokenizer(merged: dict[str, Any], option: str) -> Any:
+    tokenizer = merged.get("tokenizer")
+    if tokenizer is None:
+        raise ValueError(f"{option} needs the model's tokenizer; pass tokenizer= beside it")
+    return tokenizer

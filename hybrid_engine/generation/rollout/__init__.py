@@ -1,0 +1,1 @@
+"""A rollout from `generate()`'s arguments to what it returns."""

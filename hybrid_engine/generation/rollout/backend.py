@@ -1,0 +1,370 @@
+"""The two ways to run a rollout: on inference containers, or by the model's own `generate()`.
+
+Each gathers for a rollout that passed every check, and runs it. What gathering takes it puts on an ExitStack, which
+gives it back in the opposite order, also when the run raises.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from hybrid_engine.config import HybridEngineConfig
+from hybrid_engine.containers import InferenceModel
+from hybrid_engine.containers.layer import InferenceLayer
+from hybrid_engine.containers.streams import LAUNCHES, launching
+from hybrid_engine.distributed.interrupts import holding_interrupts
+from hybrid_engine.distributed.verdict import Partners, attempt
+from hybrid_engine.generation.batching.continuous_batching import TextGeneration
+from hybrid_engine.generation.batching.in_step import GenerationInStep, InStep
+from hybrid_engine.generation.batching.kept_steps import DecodeSteps
+from hybrid_engine.generation.batching.memory import KVWorkspace
+from hybrid_engine.generation.batching.plan import Plan
+from hybrid_engine.generation.batching.recorders import CaptureStats, CudaGraphs
+from hybrid_engine.generation.batching.step import Choice, OpenStep
+from hybrid_engine.generation.model.bound_weights import LastingWeights, bound, bound_to_copies, pass_over_layers
+from hybrid_engine.generation.model.scoring import ScoringTurns, score_by_module, score_prompts
+from hybrid_engine.generation.request.core import Prompt, Sequence
+from hybrid_engine.generation.request.options import GenerationOptions
+from hybrid_engine.generation.rollout.joint_turns import JointPasses
+from hybrid_engine.generation.rollout.output import collect_output, measure_module_output, response_lengths
+from hybrid_engine.generation.rollout.own_sequences import answer_sequence
+from hybrid_engine.zero.gathering import WeightGatherer
+
+# Options under which a row may end without an end-of-sequence token, or its logits are not one row's own.
+ENDS_OTHERWISE = (
+    "assistant_model",
+    "constraints",
+    "custom_generate",
+    "max_time",
+    "penalty_alpha",
+    "prompt_lookup_num_tokens",
+    "stop_strings",
+    "stopping_criteria",
+)
+
+
+_FAILED = 2
+"""What a process says of itself between two turns, beside 1: it has work, and 0: it has none."""
+
+
+@dataclass
+class RolloutResult:
+    """What a run returns and what it took."""
+
+    output: Any
+    num_samples: int
+    generated_tokens: int = 0
+    preemptions: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    captures: CaptureStats = field(default_factory=CaptureStats)
+
+    def figures(self) -> dict[str, float]:
+        """What it took, by the names of `latency_stats()`."""
+        return {
+            "prefill_seconds": self.prefill_seconds,
+            "decode_seconds": self.decode_seconds,
+            "graph_captures": self.captures.captures,
+            "graph_capture_seconds": self.captures.seconds,
+            "num_samples": self.num_samples,
+            "generated_tokens": self.generated_tokens,
+            "preemptions": self.preemptions,
+        }
+
+
+def _say_nothing() -> None:
+    pass
+
+
+class ContainerRollouts:
+    """Runs rollouts on containers: paged KV, continuous batching, one pass over the layers per turn."""
+
+    def __init__(
+        self,
+        model: InferenceModel,
+        gatherer: WeightGatherer,
+        lasting: LastingWeights,
+        workspace: KVWorkspace,
+        config: HybridEngineConfig,
+        partners: Partners,
+    ):
+        """`lasting`: what `model` reads sharded weights through; `partners`: whose weights are streamed with these."""
+        self.model, self.gatherer, self.workspace, self.config = model, gatherer, workspace, config
+        self.lasting, self.partners = lasting, partners
+        is_cuda = model.device.type == "cuda"
+        is_recorded = is_cuda and config.enable_cuda_graph and model.can_be_recorded
+        recorder = CudaGraphs(model.device) if is_recorded else None
+        has_tapes = model.device.type == "cpu" and config.enable_cuda_graph
+        self.steps = DecodeSteps(model, config.max_out_tokens, recorder, has_tapes)
+        self.mixes = True  # see TextGeneration
+        self.lag = 1 if is_cuda else 0  # turns whose tokens are read late, so that the host need not wait
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        """Blocks of the workspace beside the scheduler's: one where the rows that fill a graph's batch write."""
+        return 0 if self.steps.recorder is None else 1
+
+    def new_recorder(self) -> Any:
+        """One like that of the steps, with memory of its own; None where steps are not recorded."""
+        return None if self.steps.recorder is None else self.steps.recorder.another()
+
+    def warm_up(self, plan: Plan, kv: torch.Tensor) -> CaptureStats:
+        """Compiles what rollouts like `plan` run, by a prefill and a decode, and records their steps of every size.
+
+        Its sequences are left half-way, with nothing read of what they drew.
+        """
+        strategy = self.start(plan, kv)
+        for _ in range(2):
+            strategy.turn()
+        step = strategy.step
+        if step.graphs is not None:
+            shortest = min(len(sequence.prompt.tokens) for sequence in plan.sequences)
+            step.record(range(1, plan.max_running + 1), range(shortest + 1, plan.longest + 1), self.layers)
+        return self.steps.stats
+
+    def gather(self, plan: Plan, release: ExitStack, is_recorded: bool = True) -> torch.Tensor:
+        """Weights whole or a stream of them, LoRA fused, KV workspace taken; returns the workspace's tensor.
+
+        `is_recorded`: whether steps may be, which read copies of sharded weights. Copies have no other adapter.
+        """
+        # Under autocast the projections would leave the dtype of the workspace.
+        release.enter_context(torch.autocast(self.model.device.type, enabled=False))
+        if self.steps.recorder is not None and is_recorded:
+            self.gatherer.keep_addresses()
+        if self._reads_copies and is_recorded:
+            release.enter_context(bound_to_copies(self.model, self.gatherer, self.lasting))
+        else:
+            gathered = self.gatherer.gathered_for_forward if self.model.runs_module else self.gatherer.gathered
+            release.enter_context(gathered())
+            release.enter_context(bound(self.model, self.gatherer, self.config.tp_gather_partition_size))
+        self.model.prepare_positions(plan.longest + 1 if self.steps.recorder is None else self.config.max_out_tokens)
+        release.push(self._give_back_workspace)
+        return self.workspace.take(
+            self.model.kv_shape(plan.num_blocks + self.num_reserved_blocks, plan.block_size),
+            self.model.dtype,
+            self.model.device,
+        )
+
+    @property
+    def _reads_copies(self) -> bool:
+        """Whether weights are copied where recorded steps find them again: sharded ones that are whole in a rollout."""
+        return self.steps.recorder is not None and self.gatherer.can_stream and not self.gatherer.is_streamed
+
+    def _give_back_workspace(self, error_type: type | None, *_: object) -> None:
+        """After an error the memory always goes: it may hold numbers that are not finite."""
+        if error_type is not None:
+            self.steps.drop()  # a step that was interrupted may not know what its tables hold
+        if self.config.release_inference_cache or error_type is not None:
+            self.workspace.release()
+
+    def layers(self) -> Iterable[InferenceLayer]:
+        """One pass over the layers."""
+        return pass_over_layers(self.model, self.gatherer)
+
+    def start(
+        self, plan: Plan, kv: torch.Tensor, choice: Choice | None = None, is_recorded: bool = True
+    ) -> TextGeneration:
+        """What takes the turns of `plan`, none taken yet; `choice` as `run` takes it.
+
+        `is_recorded`: whether its steps may be, which read weights where they are now.
+        """
+        if choice is not None:
+            kind = GenerationInStep if isinstance(choice, InStep) else TextGeneration
+            return kind(self.model, plan.build_scheduler(), OpenStep(self.model, kv, choice), self.layers)
+        step = self.steps.for_rollout(plan, kv, self.gatherer.is_streamed or not is_recorded)
+        lag = 0 if self.gatherer.is_streamed else self.lag
+        return TextGeneration(self.model, plan.build_scheduler(), step, self.layers, lag, self.mixes)
+
+    def run(self, plan: Plan, kv: torch.Tensor, input_ids: torch.Tensor, choice: Choice | None = None) -> RolloutResult:
+        """Takes turns until every sequence has finished; streamed, until those of every process have.
+
+        `choice` draws the tokens and says which rows end; without it the options of each sequence do.
+
+        Raises:
+            RuntimeError: the model's logits are not finite.
+        """
+        if not self.gatherer.is_streamed:
+            score_prompts(self.model, (sequence.prompt for sequence in plan.sequences))
+        strategies = self.run_turns(plan, kv, choice)
+        if not all(math.isfinite(logprob) for sequence in plan.sequences for logprob in sequence.logprobs):
+            raise RuntimeError("generate(): the model's logits are not finite; check the weights for NaN or inf")
+        own = plan.sequences[plan.own]
+        output = collect_output(input_ids, own, plan.options)
+        return RolloutResult(
+            output if plan.options.return_dict else output.sequences,
+            num_samples=len(own),
+            generated_tokens=sum(len(sequence.tokens) for sequence in own),
+            preemptions=sum(strategy.scheduler.num_preemptions for strategy in strategies),
+            prefill_seconds=sum(strategy.prefill_time.seconds() for strategy in strategies),
+            decode_seconds=sum(strategy.decode_time.seconds() for strategy in strategies),
+            captures=self.steps.stats,
+        )
+
+    def run_turns(
+        self, plan: Plan, kv: torch.Tensor, choice: Choice | None, tell: Callable[[], None] = _say_nothing
+    ) -> list[TextGeneration]:
+        """Takes all turns of `plan`; returns what took them. Between turns it calls `tell`, unless it streams."""
+        is_streamed = self.gatherer.is_streamed
+        meets_others = is_streamed or self.model.parallel.size > 1
+        start = partial(self.start, plan, kv, choice)
+        strategy = self.partners.agree(start) if meets_others else start()
+        if is_streamed:
+            scoring = ScoringTurns(self.model, self.layers)
+            scoring.add(sequence.prompt for sequence in plan.sequences)
+            self._turn_together(strategy, scoring)
+        while strategy.has_work:
+            strategy.turn()
+            if tell is not _say_nothing:
+                self.partners.agree(tell)
+        return [strategy]
+
+    def _turn_together(self, strategy: TextGeneration, scoring: ScoringTurns) -> None:
+        """Takes turns until every process's work is done: streamed layers are gathered by all together.
+
+        Prompts are scored first; one that has none to score takes turns meanwhile.
+
+        An error of one process is raised on all, after the turn in which it came: until then it gathers with them.
+        """
+        error: BaseException | None = None
+
+        def take_pass() -> None:
+            if not scoring.turn():
+                strategy.turn()
+
+        with holding_interrupts() as held:
+            while True:
+                state = _FAILED if error is not None else int(scoring.has_work or strategy.has_work)
+                (highest,) = self.partners.highest([state])
+                if highest == _FAILED:
+                    self.partners.raise_together(error)
+                if highest == 0:
+                    return
+                error = self.pass_over_stream(take_pass) or attempt(held.pass_on)[1]
+
+    def pass_over_stream(self, action: Callable[[], object]) -> BaseException | None:
+        """`action`, one pass over the layers, which ends with the last one also after an error; returns that."""
+        self.gatherer.begin_pass()
+        _, error = attempt(action)
+        if error is not None:
+            self.gatherer.finish_pass(self.model.layers)
+        return error
+
+
+class _LettingOthersRecord(StoppingCriteria):
+    """Ends no row; between two tokens threads that wait to record a graph do so."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        """`[B]`, all False."""
+        LAUNCHES.let_others_in()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+class ModuleRollouts:
+    """Runs rollouts through the model's own `generate()`, in its own padded batches."""
+
+    def __init__(self, module: nn.Module, gatherer: WeightGatherer, partners: Partners):
+        """`partners`: whose layers are gathered with these, where that happens one by one."""
+        # The class's: on the module itself an engine's generate() may stand in its place.
+        self._module_generate = type(module).generate.__get__(module)
+        self.module = module
+        self.gatherer, self.partners = gatherer, partners
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own `generate()`, which may draw from PyTorch's generators: others record between two tokens.
+
+        Where it draws is known to it alone. One of no transformers' model is told of no stopping criteria.
+        """
+        if self._device.type == "cuda" and hasattr(self.module, "prepare_inputs_for_generation"):
+            criteria = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or ()), _LettingOthersRecord()])
+            kwargs["stopping_criteria"] = criteria
+        with launching(self._device):
+            return self._module_generate(*args, **kwargs)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    def gather(self, release: ExitStack) -> None:
+        """Weights for forward passes of the module: whole, or each pass gathers its layers one by one."""
+        release.enter_context(self.gatherer.gathered_for_forward())
+
+    def joint_passes(self) -> JointPasses | None:
+        """Keeps forward passes in step with those of other processes where layers are gathered one by one; or None.
+
+        With whole weights nobody waits for others, as transformers would for every token of a module under FSDP2.
+        """
+        if not self.gatherer.is_streamed or self.partners.size == 1:
+            return None
+        return JointPasses(self.module, self.gatherer.sharding, self.partners)
+
+    def _in_step(self) -> AbstractContextManager[object]:
+        passes = self.joint_passes()
+        return nullcontext() if passes is None else passes.joined()
+
+    def run(
+        self,
+        input_ids: torch.Tensor,
+        mask: torch.Tensor,
+        options: GenerationOptions,
+        seed: int | None,
+        kwargs: dict[str, Any],
+    ) -> RolloutResult:
+        """`seed` holds for this call alone; None draws from torch's generators as transformers does."""
+        if len(input_ids) == 0:
+            return self._run_empty(input_ids, options)
+        # This process's GPU alone: looking at the generators of others would take memory there.
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices, enabled=seed is not None):
+            if seed is not None:
+                torch.manual_seed(seed)
+            with self._in_step():
+                output = self._generate(input_ids, mask.to(input_ids.dtype), options, kwargs)
+        responses = getattr(output, "sequences", output)[:, input_ids.shape[1] :]
+        num_tokens = int(response_lengths(responses, options.eos_token_ids).sum())
+        return RolloutResult(output, num_samples=len(responses), generated_tokens=num_tokens)
+
+    def score(self, prompts: Iterable[Prompt], device: torch.device) -> None:
+        """Notes the scores of those of `prompts` that want them, by the forward of the model on `device`."""
+        score_by_module(self.module, prompts, self.module.config.get_text_config().vocab_size, device)  # type: ignore[union-attr, operator]
+
+    def run_sequences(
+        self, input_ids: torch.Tensor, sequences: list[Sequence], options: GenerationOptions, device: torch.device
+    ) -> RolloutResult:
+        """The answers to `sequences`, one after the other, on `device`; `options` are those of all rows."""
+        with self._in_step():
+            self.score((sequence.prompt for sequence in sequences), device)
+            for sequence in sequences:
+                answer_sequence(self.generate, sequence, device)
+                if sequence.error is not None:
+                    raise sequence.error
+        output = collect_output(input_ids, sequences, options)
+        return RolloutResult(
+            output if options.return_dict else output.sequences,
+            num_samples=len(sequences),
+            generated_tokens=sum(len(sequence.tokens) for sequence in sequences),
+        )
+
+    def _run_empty(self, input_ids: torch.Tensor, options: GenerationOptions) -> RolloutResult:
+        """No rows, which transformers cannot generate; other processes may have some."""
+        with self._in_step():
+            pass
+        output = collect_output(input_ids, [], options)
+        return RolloutResult(output if options.return_dict else output.sequences, num_samples=0)
+
+    def _generate(
+        self, input_ids: torch.Tensor, mask: torch.Tensor, options: GenerationOptions, kwargs: dict[str, Any]
+    ) -> Any:
+        """Measured like a native rollout where end-of-sequence tokens alone say where a row ends."""
+        kwargs = {**kwargs, "synced_gpus": False}  # see joint_passes()
+        is_plain = options.return_dict and options.num_beams == 1 and not any(map(kwargs.get, ENDS_OTHERWISE))
+        if not is_plain or any(name.startswith("output_") and value for name, value in kwargs.items()):
+            return self.generate(input_ids, attention_mask=mask, **kwargs)
+        output = self.generate(input_ids, attention_mask=mask, **kwargs, output_logits=True)
+        return measure_module_output(output.sequences, output.logits, input_ids.shape[1], options)

@@ -1,0 +1,326 @@
+"""Everything that generates, in one place: the containers, the gathered weights, the KV workspace, the backends.
+
+The engine above it has modes and clocks; this has none. A rollout is `begin`, `prepare` (`preparing.py`, which makes
+a request of a call), `gather` and `run`; each ends with a verdict of all processes, so that an error of one is raised
+on all. What `gather` took goes back when its caller closes `release`.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationMixin
+
+from hybrid_engine.config import HybridEngineConfig
+from hybrid_engine.config.notices import say_once
+from hybrid_engine.containers import InferenceModel, UnsupportedModelError
+from hybrid_engine.containers.layer import InferenceLayer
+from hybrid_engine.containers.tensor_parallel import TensorParallel
+from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
+from hybrid_engine.distributed.verdict import LostError, Partners, attempt
+from hybrid_engine.generation.batching.demand import BLOCK_SIZE
+from hybrid_engine.generation.batching.in_step import InStep
+from hybrid_engine.generation.batching.memory import KVWorkspace, MemoryBudget, TrainingMemory
+from hybrid_engine.generation.batching.plan import Plan, Request, Wishes
+from hybrid_engine.generation.batching.step import Choice
+from hybrid_engine.generation.model.bound_weights import LastingWeights, bound, pass_over_layers
+from hybrid_engine.generation.model.computing import computes_by
+from hybrid_engine.generation.model.exact import ExactModel
+from hybrid_engine.generation.model.model_group import ModelGroup
+from hybrid_engine.generation.model.stages import StageModel
+from hybrid_engine.generation.probing.agreement import LogprobDifference, describe_switch
+from hybrid_engine.generation.probing.container_probe import ContainerProbe
+from hybrid_engine.generation.probing.probe import MAX_ROUNDING_FP32
+from hybrid_engine.generation.rollout.backend import ContainerRollouts, ModuleRollouts, RolloutResult
+from hybrid_engine.generation.rollout.output import GenerateOutput, add_prompt_scores
+from hybrid_engine.generation.rollout.staged_rollouts import StageRollouts
+from hybrid_engine.ops.dispatch import fallback_forced
+from hybrid_engine.ops.fixed_shapes import NotExactError
+from hybrid_engine.ops.kernel_errors import naming_kernels
+from hybrid_engine.zero.gathering import WeightGatherer
+from hybrid_engine.zero.sharding import Sharding
+
+
+class Generator:
+    """Generates from the weights of `module`, sharded as `sharding` says, shared in `group` while it generates."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sharding: Sharding,
+        config: HybridEngineConfig,
+        group: ModelGroup | None = None,
+        device: torch.device | None = None,
+        training: TrainingMemory | None = None,
+    ):
+        """`device` is where it computes; None: where the parameters are. No `training`: nothing is trained."""
+        fallback_forced()  # a switch with a value nobody knows is an error now, not in the middle of a rollout
+        self.module, self.sharding, self.config = module, sharding, config
+        self.group = group or ModelGroup()
+        self.device = device or next(module.parameters()).device
+        self.gatherer = WeightGatherer(sharding, config.pin_parameters, self.group.slices, self.group.parts)
+        self.workspace = KVWorkspace()
+        self.memory = MemoryBudget(self.device, config, self.gatherer, self.workspace, training)
+        self.lasting = LastingWeights(self.group.parallel.read, self.group.parallel.wait)
+        self.model: InferenceModel | None = None
+        self.fallback_reason: str | None = None
+        self.logprob_difference: LogprobDifference | None = None
+        """How far rollout and trainer were apart when last measured, by the narrow probe or on a rollout."""
+        self.switch_difference: LogprobDifference | None = None
+        """The same around the length that changes rope's frequencies, by the narrow probe; None: none does."""
+        self.native: ContainerRollouts | None = None
+        self.is_live = False
+        """Whether a live batch has the workspace."""
+        self._choice: Choice | None = None  # what draws the tokens of the rollouts now
+        functions = (GenerationMixin.generate, getattr(module, "get_base_model", lambda: module)().forward)
+        self.accepted_names = [name for function in functions for name in inspect.signature(function).parameters]
+        """What transformers' `generate()` and the model's forward take by name, beside GenerationConfig's fields."""
+        if hasattr(module, "peft_config"):
+            self.accepted_names.append("adapter_names")  # an adapter for each row, which peft's own generate() serves
+        self._found: list[tuple[nn.Module, tuple[Any, ...]]] = []  # when the containers were built
+        if sharding.world_size > 1:
+            self.partners = Partners(size=sharding.world_size, rank=sharding.rank)
+        else:
+            self.partners = self.group.partners
+        self.own = ModuleRollouts(module, self.gatherer, self.partners)
+        self.probe = ContainerProbe(module, self.gatherer, self.readable, self.partners, sharding.world_size)
+
+    def build_containers(self) -> None:
+        """Builds containers and measures them against the module; if there are none, the reason is kept. Collective."""
+        self._found = [(module, computes_by(module)) for module in self.module.modules()]
+        try:
+            if self.config.exact:
+                self._check_threads()
+            model = self.partners.agree(self._build_model)
+            self.gatherer.has_buffers = model.buffer_bytes() > 0
+            (is_crowded,) = self.partners.highest([int(self.memory.is_crowded(model))])
+            self._choose_gathering(bool(is_crowded))
+            # Without the module there is no forward pass to compare with.
+            probe = self.probe.run if self.group.has_whole_module else self._bind_once
+            self.use_containers(model, probe(model))
+            if self.device.type == "cuda":  # on a CPU it takes long, and `warm_up()` does it
+                self.probe_widely()
+        except (UnsupportedModelError, NotExactError) as error:
+            if self.config.exact:
+                raise ValueError(f"hybrid_engine.exact: {error}; leave hybrid_engine.exact out") from error
+            self.drop_containers(str(error))
+            self.measure_own()
+        self.gatherer.count_bytes()  # no rollout's
+
+    def measure_own(self) -> None:
+        """How far the model's own `generate()` is from its forward, where no containers run; collective."""
+        if not self.group.has_whole_module:
+            return
+        difference = self.logprob_difference = self.probe.run_own(self.own.generate)
+        is_fp32 = next(self.module.parameters()).dtype == torch.float32
+        if difference is not None and is_fp32 and difference.max > MAX_ROUNDING_FP32:
+            say_once(
+                f"the model's own generate() and its forward are up to {difference.max:.2g} apart in log-probability, "
+                "more than rounding explains"
+            )
+
+    def _build_model(self) -> InferenceModel:
+        if self.group.stage is not None:
+            return StageModel(self.module, self._parallel, self.group, self.device)
+        return ExactModel(self.module) if self.config.exact else InferenceModel(self.module, self._parallel)
+
+    def _check_threads(self) -> None:
+        """Large products are summed otherwise with another number of threads. Collective."""
+        most, fewest = self.partners.highest([torch.get_num_threads(), -torch.get_num_threads()])
+        if most != -fewest:
+            raise UnsupportedModelError(
+                f"processes compute with {-fewest} to {most} threads, which sum large products in other orders; set "
+                "OMP_NUM_THREADS alike on all of them"
+            )
+
+    @property
+    def exact(self) -> ExactModel | None:
+        """What generates in exact mode, and makes the trainer's forward exact."""
+        return self.model if isinstance(self.model, ExactModel) else None
+
+    @property
+    def _parallel(self) -> TensorParallel:
+        """The group as containers see it; sharded weights that no processes share may be read from copies."""
+        parallel = self.group.parallel
+        return replace(parallel, read=self.lasting.read) if self.gatherer.can_stream else parallel
+
+    def _bind_once(self, model: InferenceModel) -> None:
+        """What uses containers asks for the dtype and the device of what they have bound; collective."""
+
+        def bind() -> None:
+            with self.readable(model):
+                pass
+
+        self.partners.agree(bind)
+
+    def drop_containers(self, reason: str) -> None:
+        """Generates by the model's own `generate()` from now on, for this reason."""
+        self.model, self.native, self.logprob_difference, self.fallback_reason = None, None, None, reason
+        self.switch_difference = None
+
+    def probe_widely(self) -> bool:
+        """The wide probe, see `ContainerProbe.run_widely`; False: its verdict was known, or there is none. Collective.
+
+        Raises:
+            UnsupportedModelError: containers and module compute different functions.
+        """
+        assert self.model is not None and self.native is not None
+        if self.exact is not None or not self.group.has_whole_module:
+            return False  # equal bits were asked of it when it was built; or there is nothing to compare with
+        block_size = self.config.kv_block_size or BLOCK_SIZE
+        recorder = None if self.gatherer.is_streamed else self.native.new_recorder()
+        return self.probe.run_widely(self.model, self.device, block_size, recorder, self.group.size)
+
+    def _choose_gathering(self, is_crowded: bool) -> None:
+        """Streams layers where the whole weights do not fit on some process."""
+        self.gatherer.choose(is_crowded)
+        if self.gatherer.is_streamed and self.config.exact:
+            raise ValueError(
+                "hybrid_engine.exact: the whole weights do not fit into the free memory, and layers that are gathered "
+                "one by one run on containers; leave hybrid_engine.exact out"
+            )
+        if self.gatherer.is_streamed and self.gatherer.is_pinned:
+            say_once("the whole weights do not fit into the free memory: layers are gathered one by one on every pass")
+
+    @contextmanager
+    def readable(self, model: InferenceModel | None) -> Iterator[None]:
+        """Inside, containers, if any, and the module's forward both find their weights; no autocast changes dtypes."""
+        # With parts of the weights read, the module's forward gathers its layers one by one.
+        is_shared = self.group.slices is not None
+        gathered = self.gatherer.gathered() if is_shared else self.gatherer.gathered_for_forward()
+        with torch.autocast(self.device.type, enabled=False), gathered, ExitStack() as stack:
+            if model is not None:
+                stack.enter_context(bound(model, self.gatherer))
+            yield
+
+    def layers(self) -> Iterable[InferenceLayer]:
+        """One pass over the containers' layers, where their weights are readable."""
+        assert self.model is not None
+        return pass_over_layers(self.model, self.gatherer)
+
+    def has_other_modules(self) -> bool:
+        """Whether modules were put into the module, taken out, exchanged or hooked since `build_containers()`."""
+        # Walking the tree by `modules()` takes three times as long, before every rollout.
+        return any(computes_by(module) != found for module, found in self._found)
+
+    def use_containers(self, model: InferenceModel, difference: LogprobDifference | None) -> None:
+        """Generates on `model` from now on, found to be so far from the trainer; its weights must have been bound."""
+        self.model, self.logprob_difference, self.fallback_reason = model, difference, None
+        self.switch_difference = difference.past_switch if difference is not None else None
+        if self.switch_difference is not None and model.angles.trained_length is not None:
+            say_once(describe_switch(self.switch_difference, model.angles.trained_length))
+        parts = (self.gatherer, self.lasting, self.workspace, self.config)
+        if isinstance(model, StageModel):  # other units take other turns
+            self.native = StageRollouts(model, *parts, self.group.partners, peers=self.group.layer_partners)
+        else:
+            self.native = ContainerRollouts(model, *parts, self.partners)
+        if self.group.sums is not None:
+            self.group.sums.drop_before_leaving(self.native.steps)
+
+    def move_to(self, device: torch.device) -> None:
+        """After the module was moved there, or cast: builds containers for it as it is now."""
+        self.device = self.memory.device = device
+        self.build_containers()
+
+    def begin(self, check: Callable[[], None] | None = None) -> None:
+        """Before a rollout, on the engine's side: raises an error of `check` on all processes; collective.
+
+        Chooses whether weights are streamed. Where modules were exchanged on one process, containers are built anew.
+        """
+        error = None if check is None else attempt(check)[1]
+        is_changed = error is None and self.has_other_modules()
+        flags = [error is not None, is_changed, self.memory.is_crowded(self.model)]
+        has_failed, is_changed, is_crowded = map(bool, self.partners.highest(list(map(int, flags))))
+        if has_failed:
+            self.partners.raise_together(error)
+        self._choose_gathering(is_crowded)
+        if is_changed:
+            with holding_interrupts():
+                self.build_containers()
+
+    def release_workspace(self) -> None:
+        """Frees the KV workspace's memory; recorded steps that read it wait for it to come back to its address."""
+        self.workspace.release()
+
+    def destroy(self) -> None:
+        """Drops recorded steps, which hold collectives of process groups, and frees the workspace.
+
+        A later rollout takes and records both again.
+        """
+        if self.native is not None:
+            self.native.steps.drop()
+        self.release_workspace()
+
+    def gather(self, request: Request, release: ExitStack) -> torch.Tensor | None:
+        """Takes what the rollout needs and puts its return on `release`; an error of one process is raised on all.
+
+        Returns the KV workspace, which `run` takes; None where the model's own `generate()` runs.
+        """
+        return self.partners.agree(lambda: self._gather(request, release))
+
+    def _gather(self, request: Request, release: ExitStack) -> torch.Tensor | None:
+        if request.plan is None:
+            self.own.gather(release)
+            return None
+        assert self.native is not None
+        return self.native.gather(request.plan, release)
+
+    def run(self, request: Request, kv: torch.Tensor | None, held: HeldInterrupts) -> RolloutResult:
+        """The rollout itself, which Ctrl-C that is `held` may end; an error of one process is raised on all."""
+        try:
+            return self.partners.agree(lambda: self._run(request, kv, held))
+        except LostError:
+            raise
+        except BaseException:
+            self.group.renew_sums(self.partners)
+            raise
+
+    def _run(self, request: Request, kv: torch.Tensor | None, held: HeldInterrupts) -> RolloutResult:
+        wishes, plan = request.wishes, request.plan
+        choice = self._choice
+        if plan is not None:
+            # An error of one is raised on all before they meet in layers: a streamer may be one process's alone.
+            choice = self.partners.agree(lambda: self._choose(plan, wishes))
+        with held.allowed(), naming_kernels():
+            if request.sequences:
+                result = self.own.run_sequences(wishes.input_ids, request.sequences, wishes.options, self.device)
+                if isinstance(result.output, GenerateOutput):
+                    add_prompt_scores(result.output, request.sequences, wishes.mask)
+                return result
+            if plan is None:
+                return self.own.run(wishes.input_ids, wishes.mask, wishes.options, request.seed, wishes.kwargs)
+            assert self.native is not None and kv is not None
+            with nullcontext() if self.group.sums is None else self.group.sums.ending_others():
+                result = self.native.run(plan, kv, wishes.input_ids, choice)
+            if isinstance(choice, InStep):
+                choice.finish()
+            if isinstance(result.output, GenerateOutput):
+                add_prompt_scores(result.output, plan.sequences[plan.own], wishes.mask)
+            return result
+
+    def _choose(self, plan: Plan, wishes: Wishes) -> Choice | None:
+        """What draws the tokens of `plan`; None: the options of its sequences."""
+        return self._choice if wishes.functions is None else self._stay_in_step(plan, wishes)
+
+    def _stay_in_step(self, plan: Plan, wishes: Wishes) -> InStep | None:
+        assert self.model is not None and wishes.functions is not None
+        if not plan.sequences:
+            return None
+        num_samples, device = wishes.options.num_return_sequences, self.model.device
+        input_ids, mask = (
+            given.repeat_interleave(num_samples, 0).to(device) for given in (wishes.input_ids, wishes.mask)
+        )
+        return InStep(plan.sequences, input_ids, mask, wishes.functions, self.model.vocab_size)
+
+    @contextmanager
+    def choosing_by(self, choice: Choice | None) -> Iterator[None]:
+        """Inside, `choice` draws every token of rollouts on containers and says which rows end; None: options do."""
+        self._choice = choice
+        try:
+            yield
+        finally:
+            self._choice = None

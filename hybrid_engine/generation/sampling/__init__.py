@@ -1,1 +1,0 @@
-"""Rows that are drawn each by its own options."""

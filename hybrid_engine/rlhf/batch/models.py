@@ -1,0 +1,275 @@
+"""The model that `generate` and `serve` answer with: a folder or hub name, an adapter fused, no training."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from peft import PeftModel, load_peft_weights
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+
+import hybrid_engine
+from hybrid_engine.checkpoint.saved_logits import without_renamed_attribute_warning
+from hybrid_engine.distributed.interrupts import holding_interrupts
+from hybrid_engine.distributed.processes import get_rank, get_world_size, init_distributed, on_rank_zero
+from hybrid_engine.generation.batching.plan import check_lengths, plan_rollout
+from hybrid_engine.generation.request.core import Sequence
+from hybrid_engine.generation.rollout.generator import Generator
+from hybrid_engine.inference.build import check_policy
+from hybrid_engine.inference.empty import build_empty_model
+from hybrid_engine.rlhf.runs.precision import DtypeOptions, apply_tf32, choose_dtype
+from hybrid_engine.rlhf.runs.stages import explained, load_model, load_tokenizer
+
+MOST_TOKENS_WITHOUT_LIMIT = 32768
+"""Of a prompt and its answer, for a model whose config names no most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseModelOptions(DtypeOptions):
+    """Which model answers, adapters aside."""
+
+    model: str | None = None
+    """Hugging Face name or folder of the model"""
+    chat_template: str | None = None
+    """a .jinja file that takes the place of the tokenizer's chat template"""
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("--model is missing; say which model to answer with")
+        DtypeOptions.__post_init__(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(BaseModelOptions):
+    """Which model answers."""
+
+    adapter: str | None = None
+    """folder of a peft adapter, which is fused into the weights"""
+
+
+def load_answering(config: ModelOptions) -> tuple[Any, PreTrainedTokenizerBase]:
+    """An InferenceEngine and the tokenizer; ValueError, naming the option, for what does not load."""
+    tokenizer = load_answering_tokenizer(config)
+    model = load_model(AutoModelForCausalLM, str(config.model))
+    if config.adapter is not None:
+        model = with_adapter(model, config.adapter)
+    return build_answering(model, config), tokenizer
+
+
+def build_answering(model: nn.Module, config: DtypeOptions, **options: Any) -> Any:
+    """An InferenceEngine for prompts and answers as long as `model` takes them; `options` of `init_inference`."""
+    apply_tf32(config)
+    dtype = choose_dtype(config.dtype)
+    return hybrid_engine.init_inference(model.eval(), dtype=dtype, max_out_tokens=most_tokens(model.config), **options)
+
+
+def most_tokens(config: PretrainedConfig) -> int:
+    """The tokens of a prompt and its answer together that a model of this config takes."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or MOST_TOKENS_WITHOUT_LIMIT
+
+
+def load_answering_tokenizer(config: BaseModelOptions) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with the chat template that was asked for."""
+    tokenizer = load_tokenizer(str(config.model))
+    if config.chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(config.chat_template).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--chat-template={config.chat_template!r} cannot be read: {error}") from error
+    return tokenizer
+
+
+def with_adapter(model: nn.Module, folder: str, name: str = "default") -> PeftModel:
+    """`model`, which may be on the meta device, with a further adapter; ValueError for what does not load."""
+    if not (Path(folder) / "adapter_config.json").exists():
+        raise ValueError(f"--adapter={folder!r} has no adapter_config.json; name a folder that peft wrote")
+    is_empty = any(parameter.is_meta for parameter in model.parameters())
+    with without_renamed_attribute_warning(), explained("adapter", folder):
+        if isinstance(model, PeftModel):
+            model.load_adapter(folder, name, low_cpu_mem_usage=is_empty)
+        else:
+            model = PeftModel.from_pretrained(model, folder, name, low_cpu_mem_usage=is_empty)
+        if is_empty:
+            _fill(model, folder, name)
+    return model
+
+
+def _fill(model: PeftModel, folder: str, name: str) -> None:
+    """Gives an adapter its weights that peft left on the meta device, where the model's are."""
+    for key, tensor in load_peft_weights(folder, device="cpu").items():
+        path, _, kind = key.rpartition(".")
+        setattr(model.get_submodule(f"{path}.{name}"), kind, nn.Parameter(tensor, requires_grad=False))
+
+
+class NamedAdapter(NamedTuple):
+    """A folder that peft wrote."""
+
+    name: str
+    """What clients call it."""
+    folder: str
+
+
+def read_adapters(given: tuple[str, ...], model: str, model_name: str) -> list[NamedAdapter]:
+    """Each of `given`, `name=folder` or a folder whose name it is, as peft wrote it for `model`.
+
+    Raises:
+        ValueError: a folder holds no adapter or one of another model, or a name is used twice.
+    """
+    adapters = [_read(value) for value in given]
+    names = [model_name, *(adapter.name for adapter in adapters)]
+    for adapter in adapters:
+        if names.count(adapter.name) > 1:
+            raise ValueError(
+                f"--adapter={adapter.folder!r} is called {adapter.name!r}, as another one or the model itself is; pass "
+                "another name before it, NAME=FOLDER, or --model-name"
+            )
+        _check_config(adapter, model)
+    return adapters
+
+
+def _read(value: str) -> NamedAdapter:
+    name, sign, folder = value.partition("=")
+    adapter = NamedAdapter(name, folder) if sign else NamedAdapter(Path(value).resolve().name, value)
+    if not adapter.name or not (Path(adapter.folder) / "adapter_config.json").is_file():
+        raise ValueError(
+            f"--adapter={value!r} has no adapter_config.json; name a folder that peft wrote, or NAME=FOLDER"
+        )
+    return adapter
+
+
+def _check_config(adapter: NamedAdapter, model: str) -> None:
+    try:
+        config = json.loads((Path(adapter.folder) / "adapter_config.json").read_text())
+        kind, base = config.get("peft_type"), config.get("base_model_name_or_path") or model
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"--adapter={adapter.folder!r}: its adapter_config.json cannot be read: {error}") from error
+    if kind != "LORA":
+        raise ValueError(f"--adapter={adapter.folder!r} is of peft_type {kind}, and only LORA is fused; leave it out")
+    if Path(base).name != Path(model).resolve().name and Path(base).name != Path(model).name:
+        raise ValueError(
+            f"--adapter={adapter.folder!r} was trained on {base!r}, and --model={model!r} is another model; where they "
+            "are the same, change base_model_name_or_path in its adapter_config.json"
+        )
+
+
+def peft_names(adapters: list[NamedAdapter]) -> dict[str, str]:
+    """peft's names by those of clients: they are those of modules, which may have no dots."""
+    return {adapter.name: f"adapter_{number}" for number, adapter in enumerate(adapters)}
+
+
+def load_with_adapters(
+    config: BaseModelOptions, adapters: list[NamedAdapter]
+) -> tuple[Any, PreTrainedTokenizerBase, dict[str, str]]:
+    """An InferenceEngine with `adapters`, its tokenizer, and peft's names of the adapters by those of clients."""
+    tokenizer = load_answering_tokenizer(config)
+    model = load_model(AutoModelForCausalLM, str(config.model))
+    names = peft_names(adapters)
+    for adapter in adapters:
+        model = with_adapter(model, adapter.folder, names[adapter.name])
+    return build_answering(model, config), tokenizer, names
+
+
+def join(tp: int, pp: int, command: str) -> None:
+    """Joins the processes started for `command`; collective. ValueError where they are not `tp` times `pp`."""
+    init_distributed()
+    if get_world_size() != tp * pp:
+        raise ValueError(
+            f"--tp={tp} times --pp={pp} makes {tp * pp} processes, and {get_world_size()} were started; start them by "
+            f"torchrun --nproc-per-node {tp * pp} -m hybrid_engine.cli.cli {command} ..., or change the numbers"
+        )
+
+
+def load_shared(
+    config: BaseModelOptions, tp: int, pp: int, adapters: Mapping[str, str]
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """A model that answers, and its tokenizer, where each process reads its part of the weights; collective.
+
+    `adapters`: folders by peft's names; the first is active. Raises ValueError for a model without containers.
+    """
+    tokenizer = load_answering_tokenizer(config)
+    folder = on_rank_zero(lambda: _local_folder(str(config.model)))
+    with explained("model", folder):
+        model: nn.Module = build_empty_model(folder)
+    _, reason = check_policy(model)
+    if reason is not None:
+        raise ValueError(
+            f"--tp={tp} --pp={pp}: processes share models with containers only, and {reason}; leave both at 1"
+        )
+    for name, adapter in adapters.items():
+        model = with_adapter(model, adapter, name)
+    layout: dict[str, Any] = {"tensor_parallel": {"tp_size": tp}, "pipeline_parallel_size": pp}
+    return build_answering(model, config, checkpoint=folder, **layout), tokenizer
+
+
+def _local_folder(source: str) -> str:
+    """The folder of a model, fetched where `source` is a name."""
+    if Path(source).is_dir():
+        return source
+    try:
+        return snapshot_download(source, allow_patterns=["*.safetensors", "*.json"])
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ValueError(f"--model={source!r} must be a Hugging Face folder or name that loads: {error}") from error
+
+
+def telling(sequences: dict[int, list[Sequence]], add: Callable[[int], None]) -> Callable[[], None]:
+    """What calls `add` on rank 0 for each row of `sequences` that has ended since it was called last.
+
+    It raises RuntimeError where the logits of a row were not finite.
+    """
+    unfinished = dict(sequences)
+
+    def tell() -> None:
+        if get_rank() != 0:
+            return
+        for number in [number for number, samples in unfinished.items() if all(map(_is_finished, samples))]:
+            if not all(math.isfinite(value) for sample in unfinished.pop(number) for value in sample.logprobs):
+                raise RuntimeError(f"row {number + 1}: the model's logits are not finite; check the weights")
+            add(number)
+
+    return tell
+
+
+def _is_finished(sequence: Sequence) -> bool:
+    return sequence.finish_reason is not None and len(sequence.logprobs) == len(sequence.tokens)
+
+
+def run_sequences(
+    generator: Generator, sequences: list[Sequence], max_running: int | None, tell: Callable[[], None]
+) -> None:
+    """Runs `sequences`, the same on all processes and of the same options, until all have ended; collective.
+
+    Args:
+        max_running: that decode at once; None: as many as in a rollout.
+        tell: called again and again, on every process; those that have a `finish_reason` and as many log-probabilities
+            as tokens have ended. Its error ends the rollout on all.
+
+    Raises:
+        ValueError: the model has no containers, a sequence is too long or there is no memory for one.
+    """
+    if not sequences:
+        return
+    if generator.model is None or generator.native is None:
+        raise ValueError(f"{generator.fallback_reason}; processes share models with containers only")
+    model, native, partners, options = generator.model, generator.native, generator.partners, sequences[0].options
+    config = replace(generator.config, max_running=max_running or generator.config.max_running)
+    check_lengths([s.prompt.tokens for s in sequences], [options] * len(sequences), config, model.max_positions)
+    num_samples = sum(sequence.prompt is sequences[0].prompt for sequence in sequences)
+    if options.do_sample:
+        options = replace(options, num_return_sequences=num_samples)
+    else:  # all samples of a prompt are the same then, and none is a fork
+        for sequence in sequences:
+            sequence.prompt = sequence.prompt.with_own_blocks()
+    spare = generator.memory.spare_bytes(model)
+    (least,) = partners.highest([-spare])
+    plan = plan_rollout(model, sequences, options, config, -least, native.num_reserved_blocks)
+    with holding_interrupts(), torch.inference_mode(False), torch.no_grad(), ExitStack() as release:
+        kv = partners.agree(lambda: native.gather(plan, release))
+        partners.agree(lambda: native.run_turns(plan, kv, None, tell))
+    partners.agree(tell)

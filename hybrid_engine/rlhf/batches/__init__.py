@@ -1,0 +1,1 @@
+"""Rows as the trainer computes them: packed sequences, spans, micro-batches."""

@@ -1,0 +1,156 @@
+"""Whether a model computes the same of packed sequences as of padded ones: tried on a few tokens, once per model."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+
+from hybrid_engine.distributed.processes import gather_objects
+from hybrid_engine.generation.probing.agreement import evaluating
+from hybrid_engine.rlhf.batches.packing import Layout, set_layout
+from hybrid_engine.rlhf.batches.passes import limit_rows
+from hybrid_engine.rlhf.batches.sequences import Sequences, ValueModel, build_sequences, model_inputs, packed_rows
+from hybrid_engine.rlhf.batches.spans import ATTENTION
+from hybrid_engine.rlhf.runs.run_log import say
+
+LENGTHS = (5, 2, 7, 3, 6)
+"""Of the sequences that are tried; the last has the third's prompt."""
+PROMPT_LENGTHS = (1, 1, 4, 1, 4)
+WINDOWS = ("layer_types", "sliding_window", "attention_layers", "attention_chunk_size")
+"""Keys of configs by which some layers do not see the whole sequence, which so few tokens might not show."""
+ALLOWED = {torch.float32: 1e-4}
+"""How far hidden states may lie apart for rounding, relative to the largest."""
+ALLOWED_IN_16_BITS = 3e-2
+
+
+@torch.no_grad()
+def pack_where_exact(model: nn.Module, config: Any) -> Layout:
+    """Packs the passes of `model` from now on, under `--tokens-per-micro-batch`; a line says why where it does not.
+
+    Those without gradients have at most `--rows-per-pass` rows. Collective: rows are packed where every process finds
+    that exact.
+
+    Args:
+        model: a causal model, a classifier or a `ValueModel`, or an engine around one.
+        config: with `tokens_per_micro_batch`, 0 packs nothing, and `rows_per_pass`.
+    """
+    limit_rows(model, config.rows_per_pass)
+    if not config.tokens_per_micro_batch:
+        return Layout.PADDED
+    reason, layout = None, Layout.PADDED
+    if getattr(config, "exact", False):
+        reason = "exact mode computes rows in fixed shapes"
+    elif _takes_spans(model):
+        layout = Layout.SPANS
+    else:
+        layout = _layout_for(model)
+        reason = _reason_not_to(model, layout)
+    if reason is not None:
+        module = _innermost(model)
+        say(f"--tokens-per-micro-batch: rows of {type(module).__name__} are padded, not packed: {reason}")
+        layout = Layout.PADDED
+    set_layout(model, layout)
+    return layout
+
+
+def expected_layout(config: Any, model: PretrainedConfig) -> Layout:
+    """How passes are laid out under `--tokens-per-micro-batch` if what a model's config says is all that matters."""
+    if getattr(config, "exact", False):
+        return Layout.PADDED
+    if not supports_attention_backend(model):
+        return Layout.PADDED
+    is_windowed = any(_is_windowed(model.get_text_config(), name) for name in WINDOWS)
+    return Layout.ROWS if is_windowed else Layout.SPANS
+
+
+def supports_attention_backend(model: PretrainedConfig) -> bool:
+    """Whether transformers' functions compute attention of such a model; else it has its own, as with ALiBi."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model), None)
+    return bool(getattr(kind, "_supports_attention_backend", True))
+
+
+def _innermost(model: nn.Module) -> nn.Module:
+    """The transformer itself, below engines, adapters and value models."""
+    module = getattr(model, "module", model)
+    module = module.backbone if isinstance(module, ValueModel) else module
+    return module.get_base_model() if hasattr(module, "get_base_model") else module
+
+
+def _takes_spans(model: nn.Module) -> bool:
+    """Whether attention along spans is exact for `model`, which then has it from now on."""
+    module: Any = _innermost(model)
+    config = module.config.get_text_config()
+    if _attention_of(model) not in ("sdpa", ATTENTION) or any(_is_windowed(config, name) for name in WINDOWS):
+        return False
+    module.set_attn_implementation(ATTENTION)
+    if _attention_of(model) == ATTENTION and _reason_not_to(model, Layout.SPANS) is None:
+        return True
+    module.set_attn_implementation("sdpa")
+    return False
+
+
+def _is_windowed(config: Any, name: str) -> bool:
+    value = getattr(config, name, None)
+    return set(value) != {"full_attention"} if name == "layer_types" and value else bool(value)
+
+
+def _attention_of(model: nn.Module) -> str:
+    return str(getattr(_innermost(model).config, "_attn_implementation", ""))
+
+
+def _layout_for(model: nn.Module) -> Layout:
+    is_flash = _attention_of(model).startswith(("flash", "kernels-community/flash"))
+    return Layout.ONE_ROW if is_flash else Layout.ROWS
+
+
+def _reason_not_to(model: nn.Module, layout: Layout) -> str | None:
+    """Why packed sequences are not what padded ones are, on this or another process; None where they are."""
+    found = gather_objects(_own_reason_not_to(model, layout))
+    return next(filter(None, found), None)
+
+
+def _own_reason_not_to(model: nn.Module, layout: Layout) -> str | None:
+    module = getattr(model, "module", model)
+    base: Any = _innermost(model)
+    vocab_size, device = base.config.get_text_config().vocab_size, next(module.parameters()).device
+    tokens = [[(7919 * row + 31 * column + 3) % vocab_size for column in range(n)] for row, n in enumerate(LENGTHS)]
+    tokens[-1][: PROMPT_LENGTHS[-1]] = tokens[2][: PROMPT_LENGTHS[2]]
+    prompts = [row[:num_first] for row, num_first in zip(tokens, PROMPT_LENGTHS, strict=True)]
+    responses = [row[num_first:] for row, num_first in zip(tokens, PROMPT_LENGTHS, strict=True)]
+    batch = build_sequences(prompts, responses, 0, device)
+    packed = packed_rows(batch, layout)
+    is_token = batch.attention_mask.bool()
+    try:
+        with evaluating(module):
+            padded = _hidden_states(model, lambda: _run(model, batch, Layout.PADDED))[is_token]
+            found = _hidden_states(model, lambda: _run(model, batch, layout)).flatten(0, 1)[packed.places[is_token]]
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return f"its forward pass refuses them ({type(error).__name__}: {error})"
+    apart = ((found - padded).abs().max() / padded.abs().max().clamp(min=1e-30)).item()
+    allowed = ALLOWED.get(padded.dtype, ALLOWED_IN_16_BITS)
+    return None if apart <= allowed else f"its hidden states would be {apart:.2g} apart, relative to the largest"
+
+
+def _run(model: nn.Module, batch: Sequences, layout: Layout) -> None:
+    set_layout(model, layout)
+    if isinstance(getattr(model, "module", model), ValueModel):
+        model(batch)
+    else:
+        packed = None if layout is Layout.PADDED else packed_rows(batch, layout)
+        model(**model_inputs(batch, packed), use_cache=False)
+
+
+def _hidden_states(model: nn.Module, run: Callable[[], None]) -> torch.Tensor:
+    """`[rows, columns, E]`: what the head of `model` is given in `run`."""
+    module: Any = getattr(model, "module", model)
+    base: Any = _innermost(model)
+    head = module.head if isinstance(module, ValueModel) else base.get_output_embeddings() or base.score
+    found: list[torch.Tensor] = []
+    hook = head.register_forward_pre_hook(lambda module, given: found.append(given[0].detach()))
+    try:
+        run()
+    finally:
+        hook.remove()
+    return found[-1]

@@ -1,0 +1,336 @@
+"""Prompts with their responses as padded tensors, and what a model says about the response tokens.
+
+The prompt is padded on its left and the response on its right, so that all responses begin in one column and a forward
+pass needs logits only from there on. Padding is known from lengths, never from token ids: pad may equal EOS.
+
+B: rows, P: prompt columns, T: response columns, V: vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from hybrid_engine.config.notices import say_once
+from hybrid_engine.containers.streams import send_to_device
+from hybrid_engine.rlhf.batches.packing import Layout, Packed, layout_of, pack, prompts_of
+from hybrid_engine.rlhf.batches.passes import ROWS_PER_PASS, Items, in_passes
+from hybrid_engine.rlhf.passes.head_log_probs import Asked, TokenLogProbs, token_log_probs
+
+ROWS_PER_PASS_ON_CPU = 8
+"""Rows of a forward pass without gradients on a CPU, whose caches hold the activations of fewer."""
+NUM_POOLED = 16
+"""Batches whose examples are sorted by length together."""
+LARGEST_ORDER = 10**8
+"""Examples of all epochs together, whose order is one list."""
+
+
+class HostRows(NamedTuple):
+    """Tensors of `Sequences` in the host's memory, which are read without waiting for the device."""
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    response_mask: torch.Tensor
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return self.attention_mask.sum(dim=1).tolist()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """Token ids of prompts and responses, with the masks that say which columns are real."""
+
+    input_ids: torch.Tensor
+    """`[B, P+T]` int64."""
+    attention_mask: torch.Tensor
+    """`[B, P+T]` int64, 1 on tokens."""
+    response_mask: torch.Tensor
+    """`[B, T]` bool, True on response tokens, the end-of-sequence token included; False on gaps and padding."""
+
+    def to(self, device: torch.device) -> "Sequences":
+        """These rows of the host on `device`, without waiting for it."""
+        ids, mask, responses = (send_to_device(part, device) for part in self.on_host)
+        return _with_host_rows(Sequences(input_ids=ids, attention_mask=mask, response_mask=responses), self.on_host)
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """`[B, P+T]`: the first real token of a row has position 0, whatever was padded before it."""
+        return (self.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+
+    @property
+    def responses(self) -> torch.Tensor:
+        """`[B, T]`, the response columns of `input_ids`."""
+        return self.input_ids[:, -self.response_mask.shape[1] :]
+
+    @cached_property
+    def on_host(self) -> HostRows:
+        """The same in the host's memory; `rows` hands its part on, so that a rollout is read from the device once."""
+        return HostRows(self.input_ids.cpu(), self.attention_mask.cpu(), self.response_mask.cpu())
+
+    @property
+    def items(self) -> Items:
+        """Each row as an item by itself, as `micro_batches.deal` takes them."""
+        width = self.input_ids.shape[1] - self.response_mask.shape[1]
+        prompts = prompts_of(self.on_host.input_ids[:, :width], self.on_host.attention_mask[:, :width])
+        return Items([(length,) for length in self.on_host.lengths], [(prompt,) for prompt in prompts])
+
+    def rows(self, index: torch.Tensor) -> "Sequences":
+        """The rows `index`, without the columns on either side that are padding in all of them.
+
+        An `index` on the host spares a wait for the device.
+        """
+        index = index.cpu()
+        prompt_width = self.input_ids.shape[1] - self.response_mask.shape[1]
+        mask = self.on_host.attention_mask[index]
+        num_responses = int(mask[:, prompt_width:].sum(dim=1).max())
+        first = prompt_width - int(mask[:, :prompt_width].sum(dim=1).max())
+        columns = slice(first, prompt_width + num_responses), slice(num_responses)
+        places = send_to_device(index, self.input_ids.device)
+        chosen = Sequences(
+            input_ids=self.input_ids[places, columns[0]],
+            attention_mask=self.attention_mask[places, columns[0]],
+            response_mask=self.response_mask[places, columns[1]],
+        )
+        ids, mask, responses = self.on_host
+        on_host = HostRows(ids[index, columns[0]], mask[index, columns[0]], responses[index, columns[1]])
+        return _with_host_rows(chosen, on_host)
+
+
+def _with_host_rows(sequences: Sequences, on_host: HostRows) -> Sequences:
+    vars(sequences)["on_host"] = on_host  # where cached_property keeps it
+    return sequences
+
+
+def pad_prompts(prompts: list[list[int]], pad_token: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """`prompts` padded on the left: ids and mask, each `[B, P]` int64."""
+    if not prompts:  # a process may have none while others have some
+        return (empty := torch.zeros(0, 1, dtype=torch.int64, device=device)), empty
+    width = max(len(prompt) for prompt in prompts)
+    ids = [[pad_token] * (width - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def build_sequences(
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    pad_token: int,
+    device: torch.device,
+    learned: list[list[bool] | None] | None = None,
+) -> Sequences:
+    """Pads given prompts and responses; a response that ended on its own includes its end-of-sequence token.
+
+    `learned` says for each response which of its tokens are the model's, None for all of them; the others are gaps.
+    """
+    prompt_ids, prompt_mask = pad_prompts(prompts, pad_token, torch.device("cpu"))
+    width = max(len(response) for response in responses)
+    padded = torch.tensor([response + [pad_token] * (width - len(response)) for response in responses])
+    lengths = torch.tensor([len(response) for response in responses])
+    batch = attach_responses(prompt_mask, torch.cat([prompt_ids, padded], dim=1), lengths)
+    if learned is None or not any(learned):
+        return batch.to(device)
+    masks = [(mask or [True] * width) + [False] * width for mask in learned]
+    is_learned = torch.tensor([mask[:width] for mask in masks])  # [B, T]
+    return replace(batch, response_mask=batch.response_mask & is_learned).to(device)
+
+
+def attach_responses(prompt_mask: torch.Tensor, sequences: torch.Tensor, lengths: torch.Tensor) -> Sequences:
+    """What `engine.generate()` returned, with its masks.
+
+    Args:
+        prompt_mask: `[B, P]`, as given to `generate()`.
+        sequences: `[B, P+T]`, as returned.
+        lengths: `[B]`, response tokens of each row.
+    """
+    num_columns = sequences.shape[1] - prompt_mask.shape[1]
+    response_mask = torch.arange(num_columns, device=sequences.device) < lengths[:, None]  # [B, T]
+    return Sequences(
+        input_ids=sequences,
+        attention_mask=torch.cat([prompt_mask, response_mask.to(prompt_mask.dtype)], dim=1),
+        response_mask=response_mask,
+    )
+
+
+def response_logprobs(model: nn.Module, batch: Sequences, temperature: float = 1.0) -> torch.Tensor:
+    """`[B, T]` fp32: the log-probability of each response token, 0 on gaps and padding."""
+    return _log_probs(model, batch, Asked(batch.response_mask, temperature)).logprobs
+
+
+def response_logprobs_and_entropy(
+    model: nn.Module, batch: Sequences, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[B, T]` fp32 each: `response_logprobs`, and the entropy in nats of what each token was drawn from; 0 on gaps."""
+    logprobs, entropy = _log_probs(model, batch, Asked(batch.response_mask, temperature, with_entropy=True))
+    assert entropy is not None
+    return logprobs, entropy
+
+
+def _log_probs(model: nn.Module, batch: Sequences, asked: Asked) -> TokenLogProbs:
+    mask, packed = batch.on_host.response_mask, packed_for(model, batch)
+    if packed is None:
+        return token_log_probs(model, asked._replace(cells=_cells(mask, asked.mask.device)), model_inputs(batch))
+    # A sequence begins with its prompt, so that no token that is asked for has one of another sequence before it.
+    mask = packed.scatter(mask)[:, 1:]
+    device = asked.mask.device
+    asked_packed = asked._replace(mask=send_to_device(mask, device), cells=_cells(mask, device))
+    found = token_log_probs(model, asked_packed, packed.inputs)
+    parts = (None if part is None else packed.gather(pad(part, (1, 0)), asked.mask) for part in found)
+    return TokenLogProbs(*parts)
+
+
+def _cells(mask: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Rows and columns of the True cells of a mask of the host, on `device`."""
+    return tuple(send_to_device(mask.nonzero().T.contiguous(), device))
+
+
+def packed_for(model: nn.Module, batch: Sequences) -> Packed | None:
+    """`batch` as a forward pass of `model` takes it; None where it is padded, or nothing but first tokens."""
+    layout = layout_of(model)
+    if layout is Layout.PADDED or max(batch.on_host.lengths) < 2:
+        return None
+    return packed_rows(batch, layout)
+
+
+def packed_rows(batch: Sequences, layout: Layout) -> Packed:
+    """`batch` in a layout that is not padded."""
+    prompt_columns = batch.input_ids.shape[1] - batch.response_mask.shape[1]
+    packed = pack(batch.on_host.input_ids, batch.on_host.attention_mask, layout, prompt_columns)
+    return packed.to(batch.input_ids.device)
+
+
+def model_inputs(batch: Sequences, packed: Packed | None = None) -> dict[str, torch.Tensor]:
+    """What a model's forward takes: the rows as they are, or `packed`."""
+    if packed is not None:
+        return packed.inputs
+    return {
+        "input_ids": batch.input_ids,
+        "attention_mask": batch.attention_mask,
+        "position_ids": batch.position_ids,
+    }
+
+
+class ValueModel(nn.Module):
+    """A transformer body and a linear head: one number for every token, the value (or score) of what was read so far.
+
+    Its weights are those of a sequence-classification model of transformers with one label, which reads the same head
+    only at the last token.
+    """
+
+    def __init__(self, backbone: nn.Module, head: nn.Linear):
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+
+    def forward(self, batch: Sequences) -> torch.Tensor:
+        """`[B, P+T]` fp32; what stands at padding means nothing."""
+        packed = packed_for(self, batch)
+        hidden = self.backbone(**model_inputs(batch, packed), use_cache=False).last_hidden_state
+        values = self.head(hidden).squeeze(-1).float()
+        return values if packed is None else packed.gather(values, batch.attention_mask.bool())
+
+
+def response_values(model: Callable[[Sequences], torch.Tensor], batch: Sequences) -> torch.Tensor:
+    """`[B, T]` fp32: the value of the state before each response token, 0 on gaps and padding."""
+    values = model(batch)[:, -batch.response_mask.shape[1] - 1 : -1]
+    return torch.where(batch.response_mask, values, 0.0)
+
+
+def last_token_scores(model: Callable[[Sequences], torch.Tensor], batch: Sequences) -> torch.Tensor:
+    """`[B]` fp32: the number at the last response token, the end-of-sequence token where there is one."""
+    scores = model(batch)[:, -batch.response_mask.shape[1] :]
+    positions = torch.arange(scores.shape[1], device=scores.device)
+    last = torch.where(batch.response_mask, positions, -1).amax(dim=1, keepdim=True)  # [B, 1]
+    return scores.gather(1, last).squeeze(1)
+
+
+def in_parts(compute: Callable[[Any, Sequences], torch.Tensor], model: Any, batch: Sequences) -> torch.Tensor:
+    """`compute(model, batch)`, which is `[B, T]` and 0 on padding, of a few rows at a time: all may not fit at once.
+
+    Collective, with one row at least on every process; an error of one is raised on all. Where memory ends on one of
+    them, all begin again with half as many rows at a time (`passes.py`).
+    """
+    num_rows, num_columns = batch.response_mask.shape
+    most = ROWS_PER_PASS_ON_CPU if batch.input_ids.device.type == "cpu" else ROWS_PER_PASS
+    parts = in_passes(
+        model,
+        lambda rows: torch.arange(num_rows).split(rows),
+        lambda part: compute(model, batch.rows(part)),
+        most,
+    )
+    return torch.cat([pad(part, (0, num_columns - part.shape[1])) for part in parts])
+
+
+def note_rows(table: torch.Tensor, rows: list[int], values: torch.Tensor) -> None:
+    """Writes `values [R, T]`, without their gradient, into the first columns of `rows` of `table`."""
+    table[send_to_device(torch.tensor(rows), table.device), : values.shape[1]] = values.detach()
+
+
+def pad_numbers(rows: list[list[float]], num_columns: int, device: torch.device) -> torch.Tensor:
+    """`[B, num_columns]` fp32: the numbers of each row, and 0 behind them."""
+    return send_to_device(torch.tensor([row + [0.0] * (num_columns - len(row)) for row in rows]), device)
+
+
+def batches_of_similar_length(
+    lengths: list[int], batch_size: int, generator: torch.Generator, num_pooled: int = NUM_POOLED
+) -> list[list[int]]:
+    """One epoch over `lengths`: batches of `batch_size` indices in random order, alike in length within a batch.
+
+    They are sorted within pools of `num_pooled` batches: with 1 a batch holds whatever comes, and is sorted by itself.
+    A rest that does not fill a batch is left out of this epoch.
+    """
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    batches, size = [], num_pooled * batch_size
+    for start in range(0, len(order), size):
+        pool = sorted(order[start : start + size], key=lambda index: lengths[index])
+        batches += [pool[first : first + batch_size] for first in range(0, len(pool), batch_size)]
+    full = [batch for batch in batches if len(batch) == batch_size]
+    return [full[index] for index in torch.randperm(len(full), generator=generator).tolist()]
+
+
+def epochs_of_similar_length(
+    lengths: list[int], batch_size: int, num_epochs: int, seed: int, num_pooled: int = NUM_POOLED
+) -> list[list[int]]:
+    """The batches of a whole run, step by step; the same for the same arguments, so that a resumed run can go on.
+
+    Raises:
+        ValueError: there are fewer examples than one batch holds, or more in all epochs than a list should hold.
+    """
+    if len(lengths) * num_epochs > LARGEST_ORDER:
+        raise ValueError(
+            f"--epochs={num_epochs} over {len(lengths)} training examples makes more than {LARGEST_ORDER}; lower it"
+        )
+    if len(lengths) < batch_size:
+        raise ValueError(f"--batch-size={batch_size} must not exceed the {len(lengths)} training examples; lower it")
+    if rest := len(lengths) % batch_size:
+        say_once(
+            f"{rest} of {len(lengths)} examples are left out of each epoch, others each time: a batch always has "
+            f"--batch-size={batch_size}"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    epochs = [batches_of_similar_length(lengths, batch_size, generator, num_pooled) for _ in range(num_epochs)]
+    return [batch for epoch in epochs for batch in epoch]
+
+
+def recompute_activations(model: nn.Module, config: Any) -> nn.Module:
+    """`model`, whose layers keep only what goes into them under `config.activation_checkpointing`.
+
+    Raises:
+        ValueError: transformers has no recomputation for its layers.
+    """
+    if not config.activation_checkpointing:
+        return model
+    inner: Any = model.backbone if isinstance(model, ValueModel) else model
+    if not getattr(inner, "supports_gradient_checkpointing", False):
+        raise ValueError(
+            f"--activation-checkpointing: transformers recomputes no layers of {type(inner).__name__}; leave it out"
+        )
+    # The name since transformers 5.23 first.
+    enable = getattr(inner, "activation_checkpointing_enable", None) or inner.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    return model

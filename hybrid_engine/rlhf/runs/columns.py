@@ -1,0 +1,188 @@
+"""Columns as `--columns`, `--prompt-template` and the like name them: found in rows, also inside of other columns."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hybrid_engine.rlhf.runs.checks import flag
+
+MISSING = object()
+_FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+
+
+def find_value(value: Any, path: str) -> Any:
+    """The value of a row under `path`, as `reward_model.ground_truth` or `turns.0.text`; `MISSING` where there is none.
+
+    A column that is called so as a whole, with its dots, comes first.
+    """
+    if isinstance(value, Mapping) and path in value:
+        return value[path]
+    place = path.find(".")
+    while place > 0:
+        inner = _entry(value, path[:place])
+        found = MISSING if inner is MISSING else find_value(inner, path[place + 1 :])
+        if found is not MISSING:
+            return found
+        place = path.find(".", place + 1)
+    return _entry(value, path)
+
+
+def _entry(value: Any, name: str) -> Any:
+    if isinstance(value, Mapping):
+        return value.get(name, MISSING)
+    if isinstance(value, Sequence) and not isinstance(value, str) and name.isdecimal() and int(name) < len(value):
+        return value[int(name)]
+    return MISSING
+
+
+def read_prompt_template(given: str) -> str:
+    """The text of `--prompt-template`, or of the file that it names.
+
+    Raises:
+        ValueError: the file cannot be read, a brace is alone or empty, or no column is named.
+    """
+    template = _file_text(given)
+    for match in _FIELD.finditer(template):
+        if match[0] in ("{", "}") or (match[1] is not None and not match[1].strip()):
+            raise ValueError(
+                f"--prompt-template={given!r} has {match[0]!r}, which names no column; write a column in braces, as "
+                "{prompt}, and double a brace that is text"
+            )
+    if not template_columns(template):
+        raise ValueError(
+            f"--prompt-template={given!r} names no column, so that all prompts would be the same; write a column in "
+            "braces, as {prompt}"
+        )
+    return template
+
+
+def template_columns(template: str) -> set[str]:
+    """The columns that a template names, with the dots that lead inside of one."""
+    return {match[1] for match in _FIELD.finditer(template) if match[1] is not None}
+
+
+def _file_text(given: str) -> str:
+    try:
+        if Path(given).is_file():
+            return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        if "{" not in given:
+            raise ValueError(f"--prompt-template={given!r} cannot be read: {error}") from error
+    if "\\n" in given:
+        raise ValueError(
+            f"--prompt-template={given!r} has a backslash and an n, which a shell leaves as they are; write $'...' for "
+            "a new line, or name a file with the template"
+        )
+    return given
+
+
+def fill_template(template: str, row: Mapping[str, Any]) -> str:
+    """The template with the row's values; ValueError, without the row's place, where one is missing or no text."""
+
+    def value_of(match: re.Match[str]) -> str:
+        if match[1] is None:
+            return match[0][0]
+        value = find_value(row, match[1])
+        if value is None or value is MISSING or isinstance(value, (list, dict)):
+            shown = "no value" if value is None or value is MISSING else "a list or an object"
+            raise ValueError(f"has {shown} in {match[1]!r}, which --prompt-template names; fix the row or the template")
+        return str(value)
+
+    return _FIELD.sub(value_of, template)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSource:
+    """A data set, or several that are mixed, and how rows are read from it."""
+
+    datasets: tuple[str, ...]
+    """Files, folders, names on the Hugging Face hub, or names of `data_files.NAMED`."""
+    option: str = "dataset"
+    """The option that names them, for errors."""
+    split: str | None = None
+    """Which one is read of several; None: `train`."""
+    split_option: str = "split"
+    """The option that names it, for errors."""
+    configuration: str | None = None
+    """Which one is read of a data set that has several."""
+    columns: tuple[str, ...] = ()
+    """Names of columns, each as THEIRS=OURS; theirs may be inside of another, with dots between."""
+    prompt_template: str | None = None
+    """Text around each prompt, with columns in braces."""
+    system_prompt: str | None = None
+    """The system's turn of conversations that have none of their own."""
+    is_conversation: bool = False
+    """Whether a prompt that is text becomes the user's turn of a conversation."""
+    skips_bad_rows: bool = False
+    """Whether rows that cannot be used are left out and counted; else they are an error."""
+    row_key: tuple[str, ...] = ()
+    """Columns that make a row of its own of each that has one prompt; empty: those that the rewards read."""
+    deduplicates: bool = False
+    """Whether of rows that say the same only the first is kept."""
+    held_out_share: float = 0.1
+    """About how much of all prompts is held out; 0 holds none out."""
+    held_out_dataset: str | None = None
+    """Where held-out rows are read from, which are no share of the others then."""
+    held_out_split: str | None = None
+    """Which one of that data set; without one, of the data set itself."""
+    weights: tuple[float, ...] = ()
+    """One for each data set: how large its share of the training rows is; empty: as many as it has."""
+    is_one_of_several: bool = False
+    """Whether others are mixed with it, so that a column may be missing here."""
+
+    @classmethod
+    def of(cls, source: "DataSource | str") -> "DataSource":
+        """The source itself, or that of a data set's name with nothing else said of it."""
+        return source if isinstance(source, DataSource) else cls(datasets=(source,))
+
+    @property
+    def shown(self) -> str:
+        """The option as it is typed: `--dataset='data.jsonl'`."""
+        return f"{flag(self.option)}={' '.join(map(repr, self.datasets))}"
+
+    @property
+    def split_shown(self) -> str:
+        """The option that names the split as it is typed: `--split='test'`."""
+        return f"{flag(self.split_option)}={self.split!r}"
+
+    def each(self) -> Iterator["DataSource"]:
+        """Every data set by itself."""
+        is_mixed = self.is_one_of_several or len(self.datasets) > 1
+        return (replace(self, datasets=(dataset,), is_one_of_several=is_mixed) for dataset in self.datasets)
+
+    @property
+    def held_out_source(self) -> "DataSource | None":
+        """The source of the held-out rows; None: they are a share of the others."""
+        if self.held_out_dataset is None and self.held_out_split is None:
+            return None
+        given = replace(self, held_out_dataset=None, held_out_split=None, weights=())
+        given = replace(given, split=self.held_out_split, split_option="held_out_split")
+        if self.held_out_dataset is None:
+            return given
+        return replace(given, datasets=(self.held_out_dataset,), option="held_out_dataset", configuration=None)
+
+    @property
+    def as_found(self) -> "DataSource":
+        """The same without what is put around prompts: what a prompt is, for what is held out, its data set says."""
+        template = None if self.wraps_prompts else self.prompt_template
+        return replace(self, prompt_template=template, system_prompt=None, is_conversation=False)
+
+    @property
+    def wraps_prompts(self) -> bool:
+        """Whether the template stands around a prompt that is there, and does not write one from other columns."""
+        return self.prompt_template is not None and "prompt" in template_columns(self.prompt_template)
+
+
+def read_names(columns: Sequence[str]) -> dict[str, str]:
+    """Our names of columns by theirs, from `--columns`; ValueError where one is not THEIRS=OURS, or named twice."""
+    names: dict[str, str] = {}
+    for given in columns:
+        theirs, equals, ours = given.rpartition("=")
+        if not (theirs and equals and ours):
+            raise ValueError(f"--columns={given!r} must be THEIRS=OURS, as in question=prompt; write it so")
+        if theirs in names or ours in names.values():
+            raise ValueError(f"--columns={' '.join(columns)!r} names a column of {given!r} twice; leave one out")
+        names[theirs] = ours
+    return names

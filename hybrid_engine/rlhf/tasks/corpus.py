@@ -1,0 +1,156 @@
+"""What supervised training learns: the rows of a data set or of a small task, as tokens."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_engine.rlhf.batches.packing import Prompt
+from hybrid_engine.rlhf.batches.sequences import epochs_of_similar_length
+from hybrid_engine.rlhf.data.encoding import Encoded, encode_completion, encode_pair, read_template
+from hybrid_engine.rlhf.data.held_out import prompt_text
+from hybrid_engine.rlhf.data.lengths import keep_fitting, limit_of
+from hybrid_engine.rlhf.data.parts import check_parts, load_parts
+from hybrid_engine.rlhf.data.reading import read_learned_rows, read_preference_rows
+from hybrid_engine.rlhf.data.rows import LearnedRow, PreferenceRow, encode_each, texts_of, told_together
+from hybrid_engine.rlhf.runs.stages import load_config, load_tokenizer, num_positions
+from hybrid_engine.rlhf.tasks import arithmetic, calculator
+from hybrid_engine.rlhf.tasks.small_llama import MAX_POSITIONS, train_tokenizer
+from hybrid_engine.rlhf.tasks.stdlib_docs import build_preferences, split, stdlib_examples, stdlib_row, stdlib_rows
+
+Rows = tuple[list[LearnedRow], list[LearnedRow]]
+TASKS: dict[str, Callable[[int], Rows]] = {
+    "docs": lambda seed: stdlib_rows(),
+    "sums": lambda seed: (arithmetic.training_rows(seed), arithmetic.held_out_work()),
+    "calculator": lambda seed: (calculator.training_rows(seed), calculator.held_out_work()),
+}
+"""Training and held-out rows of the tasks that need no data set, by a seed."""
+TOKENIZERS = {"sums": arithmetic.build_tokenizer, "calculator": calculator.build_tokenizer}
+"""Of those whose tokens are characters."""
+NUM_REFERENCES = 512
+"""Good answers whose scores say where 0 is and what 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """The rows as tokens."""
+
+    train: list[Encoded]
+    held_out: list[Encoded]
+    pad_token: int
+
+
+@told_together()
+def load_corpus(config: Any) -> tuple[PreTrainedTokenizerBase, Corpus]:
+    """The tokenizer, loaded or made for the training rows, and all rows as tokens, as a `sft.Config` says.
+
+    Raises:
+        ValueError: an option names what cannot be read, a row cannot be learned or is too long.
+    """
+    train: list[LearnedRow]
+    held_out: list[LearnedRow]
+    if config.dataset is None:
+        train, held_out = TASKS[config.task](config.seed)
+    else:
+        train, held_out = load_parts(config.source, read_learned_rows)
+    train = train[: config.max_examples or None]
+    if config.model:
+        tokenizer, positions = load_tokenizer(config.model), num_positions(load_config(config.model))
+    elif config.task in TOKENIZERS and config.dataset is None:
+        tokenizer, positions = TOKENIZERS[config.task](), MAX_POSITIONS
+    else:
+        texts = (text for row in train for text in texts_of(row))
+        tokenizer, positions = train_tokenizer(texts, config.vocab_size), MAX_POSITIONS
+    if config.chat_template:
+        tokenizer.chat_template = read_template(config.chat_template)
+    model = f"--model={config.model!r}" if config.model else "what is made without --model"
+    limit, encoded = limit_of(config.max_tokens, positions, model), []
+    for part in (train, held_out):
+        rows, tokens = encode_each(config, part, partial(encode_completion, tokenizer))
+        encoded.append(keep_fitting(config, rows, tokens, limit)[1])
+    if config.dataset is not None:
+        check_parts(config.source, encoded[0], encoded[1])
+    return tokenizer, Corpus(train=encoded[0], held_out=encoded[1], pad_token=tokenizer.pad_token_id)
+
+
+class Pair(NamedTuple):
+    """Two answers, each behind its prompt."""
+
+    chosen: list[int]
+    rejected: list[int]
+    margin: float
+    """By how much the scores are to differ; 0 where the data set does not say."""
+    kind: str | None
+    """What is wrong with the rejected answer; None where that is not known."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each answer, with its prompt."""
+        return len(self.chosen), len(self.rejected)
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """Nothing that is known to be shared: a score is read of the whole."""
+        return (Prompt(None, 0),) * 2
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the longer of both answers, with its prompt."""
+        return max(self.lengths)
+
+
+def build_pair(tokenizer: PreTrainedTokenizerBase, row: PreferenceRow, kind_column: str | None = None) -> Pair:
+    """The row as tokens; the column `kind_column` tells what is wrong with the rejected answer."""
+    chosen, rejected = (answer.prompt_ids + answer.response_ids for answer in encode_pair(tokenizer, row))
+    return Pair(chosen, rejected, row.margin or 0.0, row.columns[kind_column] if kind_column else None)
+
+
+def num_characters(row: PreferenceRow) -> int:
+    """Characters of the prompt with the longer answer: what batches are sorted by."""
+    return len(prompt_text(row.prompt)) + max(len(prompt_text(row.chosen)), len(prompt_text(row.rejected)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairCorpus:
+    """The pairs of a run."""
+
+    train: list[Pair]
+    held_out: list[Pair]
+    references: list[list[int]]
+    """Good answers behind their prompts, by which scores are normalised."""
+    batches: list[list[int]]
+    """Indices of `train`, by optimizer step."""
+
+
+@told_together()
+def load_pair_corpus(config: Any, tokenizer: PreTrainedTokenizerBase, source: str) -> PairCorpus:
+    """All pairs as tokens, as a `reward.Config` says; `source` is the model whose body is trained.
+
+    Raises:
+        ValueError: `--dataset` cannot be read, a row is no pair, or is too long.
+    """
+    if config.dataset is None:
+        train_examples, held_out_examples = split(stdlib_examples())
+        train_examples = train_examples[: config.max_examples or None]
+        train, held_out = (build_preferences(part, config.seed) for part in (train_examples, held_out_examples))
+        good = [encode_completion(tokenizer, stdlib_row(example)) for example in train_examples[:NUM_REFERENCES]]
+        references = [answer.prompt_ids + answer.response_ids for answer in good]
+    else:
+        train, held_out = load_parts(config.source, read_preference_rows)
+    random.Random(config.seed).shuffle(train)
+    train = train[: config.num_pairs or None]
+    limit = limit_of(config.max_tokens, num_positions(load_config(source)), f"--model={source!r}")
+    encoded = []
+    for part in (train, held_out):
+        encode = partial(build_pair, tokenizer, kind_column=None if config.dataset else "kind")
+        encoded.append(keep_fitting(config, *encode_each(config, part, encode), limit))
+    (train, pairs), (_, held_out_pairs) = encoded
+    if config.dataset is not None:
+        check_parts(config.source, pairs, held_out_pairs)
+        references = [pair.chosen for pair in pairs[:NUM_REFERENCES]]
+    lengths = [num_characters(row) for row in train]
+    batches = epochs_of_similar_length(lengths, config.batch_size, config.epochs, config.seed)
+    return PairCorpus(train=pairs, held_out=held_out_pairs, references=references, batches=batches)
