@@ -6,7 +6,7 @@
 The reference is the policy as it began. What it says of every answer is computed once, before the first step, so one
 model is in memory; with `--lora-rank` it is the base under a disabled adapter. Each step then lowers the loss
 (`rl/preferences.py`) of a batch of pairs. Without `--dataset` the pairs are those of the reward stage, and the rules of
-PEP 257 (`tasks/pep257.py`), which are not trained on, judge answers to held-out prompts before and after.
+PEP 257 (`tasks/stdlib_docs.py`), which are not trained on, judge answers to held-out prompts before and after.
 
 Below `--out`: metrics.jsonl (one line per step), plot.png, samples.json, result.json, checkpoints/, best/ and
 actor/, Hugging Face folders.

@@ -5,7 +5,7 @@
 Missing stages are run first: `sft.py` makes the actor and the reference, `reward.py` the reward model and the critic's
 first weights. Then, for each step: prompts -> engine.eval() -> engine.generate() -> engine.train() -> rewards, values
 and reference log-probabilities -> advantages -> clipped updates of actor and critic. The learned reward alone is
-trained on; PEP 257 as a rule (`pep257.py`) only measures the held-out prompts before and after.
+trained on; PEP 257 as a rule (`tasks/stdlib_docs.py`) only measures the held-out prompts before and after.
 
 Below `--out`: metrics.jsonl (one line per step), plot.png, samples.json, result.json, best/ and actor/, Hugging Face
 folders.

@@ -1,7 +1,7 @@
 """Checkpoints of a ZeroEngine: what they hold, how they reach their place, and what is checked before one is loaded.
 
 Saving is `saving.py`, loading `loading.py`; tensors are stored with torch.distributed.checkpoint (`tensor_files.py`),
-the rest as plain values (`plain_values.py`). Nothing that a checkpoint holds is executed (`tensor_index.py`).
+the rest as plain values. Nothing that a checkpoint holds is executed (`tensor_files.py`).
 """
 
 from hybrid_engine.checkpoint.loading import load

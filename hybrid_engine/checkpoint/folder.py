@@ -4,7 +4,7 @@
     <directory>/<tag>/            a finished checkpoint
     <directory>/.<tag>.writing/   one being written; a leftover is ignored and removed by the next save
     <directory>/.<tag>.replaced/  the old one of the same tag, between two renames
-    <directory>/.hybrid_engine.lock   held by the run that saves here (`lock.py`)
+    <directory>/.hybrid_engine.lock   held by the run that saves here (`saving.py`)
     <directory>/zero_to_fp32.py   as DeepSpeed's: a user who runs it gets the fp32 weights in one file
 
 Everything here is local to one process. What was not written here is never removed: not a folder that has the name of

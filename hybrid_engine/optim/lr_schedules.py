@@ -1,6 +1,6 @@
 """DeepSpeed's learning-rate schedules WarmupLR, WarmupDecayLR and WarmupCosineLR as PyTorch schedulers.
 
-The other two, LRRangeTest and OneCycle, are in `cycle_schedules.py`.
+LRRangeTest and OneCycle come after them.
 
 The engine calls `scheduler.step()` once after each optimizer step that was not skipped. The schedules
 count iterations like DeepSpeed: construction is iteration -1, the k-th `step()` is iteration k - 1, and `step(n)`

@@ -2,7 +2,7 @@
 
 fp32 parameters are stepped where they are. For bf16 and fp16 parameters the gradients of all micro-batches are added up
 in fp32, by FSDP2 or in their masters (`masters.py`), which are stepped and rounded into the parameters. Whether the
-parameters are sharded makes a difference to their norms alone (`gradient_norms.py`); frozen parameters have neither
+parameters are sharded makes a difference to their norms alone; frozen parameters have neither
 master nor state.
 """
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hybrid_engine.containers import InferenceModel
+from hybrid_engine.generation.batching import continuous_batching
 from hybrid_engine.generation.live.opening import live_batch
 from hybrid_engine.generation.request.core import Prompt, Sequence
 from hybrid_engine.generation.request.options import GenerationOptions
@@ -24,7 +25,7 @@ LENGTHS = [3, 11, 2, 9, 4, 17]
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
     for name in ("CHUNK_TOKENS", "CHUNK_TOKENS_ON_CPU"):
-        monkeypatch.setattr(strategy, name, CHUNK)
+        monkeypatch.setattr(continuous_batching, name, CHUNK)
 
 
 def prompts(device, repeats=2):

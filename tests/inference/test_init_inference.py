@@ -328,6 +328,7 @@ def test_a_bad_option_is_named(config, kwargs, words):
     assert words in str(error.value)
 
 
+@pytest.mark.quick
 def test_every_key_of_deepspeed_is_known():
     """deepspeed/inference/config.py, by name and by alias."""
     config = read_config(

@@ -28,7 +28,6 @@ UPWARD = {
     "hybrid_engine/__init__.py": "extensions",
     "hybrid_engine/rlhf/tasks/stdlib_docs.py": "cli",
     "hybrid_engine/rlhf/experience/start.py": "recipes",
-    "hybrid_engine/rlhf/experience/start.py": "recipes",
     "hybrid_engine/rlhf/planning/reading.py": "recipes",
     "hybrid_engine/rlhf/preference/first_actor.py": "recipes",
 }

@@ -14,7 +14,7 @@ from hybrid_engine.recipes import reward
 from hybrid_engine.rlhf.rewards.learned import build_classifier, load_scoring_tokenizer, load_value_model
 from hybrid_engine.rlhf.runs.run_folder import read_metrics
 from hybrid_engine.rlhf.runs.stages import seed_everything
-from hybrid_engine.rlhf.tasks import corpus
+from hybrid_engine.rlhf.tasks import corpus as corpora
 from tests.support.chat import PLAIN_TEMPLATE, build_chat_tokenizer
 from tests.support.distributed import run_distributed
 from tests.support.interrupted_runs import stopped_after
@@ -84,10 +84,10 @@ def test_it_learns_which_answers_are_better_and_keeps_the_best(config):
 
 
 def test_the_scores_of_good_answers_have_mean_0_and_deviation_1_where_they_are_used(config, monkeypatch):
-    monkeypatch.setattr(corpus, "NUM_REFERENCES", 8)
+    monkeypatch.setattr(corpora, "NUM_REFERENCES", 8)
     folder = reward.run(replace(config, epochs=1))
     reward.seed_everything(config.seed)  # as the run was: it takes the first pairs of a random order
-    corpus = corpus.load_pair_corpus(config, AutoTokenizer.from_pretrained(folder), config.model)
+    corpus = corpora.load_pair_corpus(config, AutoTokenizer.from_pretrained(folder), config.model)
     model = load_value_model(str(folder))
     scores = torch.stack(
         [model.head(model.backbone(torch.tensor([ids])).last_hidden_state)[0, -1, 0] for ids in corpus.references]
@@ -101,7 +101,7 @@ def test_the_first_loss_is_that_of_the_scores_with_their_margins(config, center_
     reward.run(config)
     seed_everything(config.seed)
     tokenizer = load_scoring_tokenizer(config.model)
-    corpus = corpus.load_pair_corpus(config, tokenizer, config.model)
+    corpus = corpora.load_pair_corpus(config, tokenizer, config.model)
     net, losses = build_classifier(config.model, tokenizer).double(), []
     for index in corpus.batches[0]:
         pair = corpus.train[index]

@@ -24,15 +24,16 @@ from hybrid_engine.rlhf.batches.micro_batches import Items, train_in_parts
 from hybrid_engine.rlhf.batches.packing import Layout, set_layout
 from hybrid_engine.rlhf.batches.sequences import ValueModel, build_sequences
 from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
+from hybrid_engine.rlhf.experience import policy, roles
 from hybrid_engine.rlhf.experience.policy import Experience
 from hybrid_engine.rlhf.experience.roles import CriticExperience
-from hybrid_engine.rlhf.preference import pairs
+from hybrid_engine.rlhf.preference import answers, pairs
 from hybrid_engine.rlhf.preference.answers import LabelledAnswer, Reading
 from hybrid_engine.rlhf.preference.pairs import TrainingPair
 from hybrid_engine.rlhf.tasks.corpus import Pair
 from tests.support.models import PAD, build_model
 
-SENDERS = sequences, packing, spans, pairs, labelled, dpo, reward, policy_experience, critic_experience
+SENDERS = sequences, packing, spans, pairs, answers, dpo, reward, policy, roles
 READS = "item", "tolist", "cpu", "numpy", "nonzero", "equal", "masked_select", "__bool__", "__int__", "__float__"
 CPU = torch.device("cpu")
 

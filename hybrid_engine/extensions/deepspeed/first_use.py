@@ -36,12 +36,7 @@ WITHOUT_TORCH = frozenset(
         "hybrid_engine.rlhf.reports",
         "hybrid_engine.rlhf.reports.difference",
         "hybrid_engine.rlhf.reports.page",
-        "hybrid_engine.rlhf.reports.difference",
         "hybrid_engine.rlhf.runs",
-        "hybrid_engine.rlhf.runs.run_folder",
-        "hybrid_engine.rlhf.runs.run_folder",
-        "hybrid_engine.rlhf.runs.run_folder",
-        "hybrid_engine.rlhf.runs.run_folder",
         "hybrid_engine.rlhf.runs.run_folder",
         SURFACE,
     }

@@ -1,11 +1,11 @@
 """Who runs next. Plain Python over prompts, sequences and block numbers; no tensor library.
 
-Continuous batching: at most `max_running` sequences decode at once, a finished one leaves at once and the
-next waiting ones take its place. A prompt is prefilled once; its samples share its full blocks and copy
-the last partial one. When blocks run out, prompts kept for later samples go first, then the newest
-running sequence is preempted: its blocks are freed and it is prefilled again later, response included. What a sequence
-takes when it starts is `starts.py`'s, and who is first in line `waiting_line.py`'s. Where sequences are of several
-shares, the newest one of the largest share is preempted, also for a share that has fewer places than its part of them.
+Continuous batching: at most `max_running` sequences decode at once, a finished one leaves at once and the next waiting
+ones take its place. A prompt is prefilled once; its samples share its full blocks and copy the last partial one. When
+blocks run out, prompts kept for later samples go first, then the newest running sequence is preempted: its blocks are
+freed and it is prefilled again later, response included. What a sequence takes when it starts is decided by `Starts`
+(`blocks.py`), and who is first in line `waiting_line.py`'s. Where sequences are of several shares, the newest one of
+the largest share is preempted, also for a share that has fewer places than its part of them.
 
 A pass with a prefill is no recorded step, and what runs waits for it where it cannot decode in the same pass (see
 `grow_beside`), so prompts enter in bulk: see `_is_worth_a_pass`. Samples of a prompt that is prefilled already enter at

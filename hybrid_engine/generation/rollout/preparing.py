@@ -1,7 +1,7 @@
 """From a call of `generate()` on all processes to one request, or an error that all of them raise.
 
 Each process checks its own arguments (`checking.py`); those that share a model then plan one rollout of all their
-prompts, and all agree on who generates and what names the noise of their samples (`shares.py`). A generator is
+prompts, and all agree on who generates and what names the noise of their samples. A generator is
 read here, never changed: up to now an error costs nothing.
 """
 

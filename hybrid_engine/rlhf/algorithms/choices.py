@@ -1,6 +1,6 @@
 """What GRPO leaves open, as one frozen dataclass: "GRPO" means something else in each framework.
 
-The words are those of the command line. `presets.py` has what frameworks and papers chose; `advantages.py` and
+The words are those of the command line. `PRESETS` has what frameworks and papers chose; `advantages.py` and
 `objective.py` compute it.
 """
 

@@ -6,7 +6,7 @@
     regex:PATTERN               the pattern is found in the response
     length:target=200           0 at 200 tokens, -1 at none and at twice as many
     length:most=200             0 up to 200 tokens, -1 at twice as many
-    reasoning_gym               the score of the library reasoning-gym (`reasoning_gym_score.py`)
+    reasoning_gym               the score of the library reasoning-gym
 
 `exact`, `number` and `math` read the reference from the data's column `answer`, or from another:
 `number:column=solution,tolerance=0.01`. `after=TEXT` takes the response's answer, and the reference's, from what

@@ -3,7 +3,7 @@
     rewards = load_rewards(["number", "my_rewards:style"], weights=[1.0, 0.2])
 
 A spec is the name of a rule (`built_in.py`), the folder or hub name of a classifier (`learned.py`) or `module:function`
-(`functions.py`).
+(a function of the user).
 """
 
 import asyncio

@@ -29,7 +29,7 @@ class RunLog:
     """Appends one JSON line per step to `metrics.jsonl` in `folder` and shows the figures beside a progress bar.
 
     The run's options stand beside it in `config.yaml`; the trackers that they name get the figures too. They also say
-    by whose names figures are written (`metric_names.py`): whoever calls this uses ours. What is printed meanwhile
+    by whose names figures are written (`run_folder.py`): whoever calls this uses ours. What is printed meanwhile
     appears above the bar. Where the output is no terminal, each step has a line instead. Used as a context manager. On
     ranks other than 0 it does nothing.
     """

@@ -23,7 +23,7 @@ class SimpleTextGenerationStrategy:
 
     Args:
         inference_wrapped_model: what gives logits.
-        tokenizer: of transformers, or with the names of Megatron's: see `tokenizing.py`.
+        tokenizer: of transformers, or with the names of Megatron's: see `Tokenizing`.
     """
 
     def __init__(self, inference_wrapped_model: AbstractModelInferenceWrapper, tokenizer: Any):

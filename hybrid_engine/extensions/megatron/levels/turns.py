@@ -112,7 +112,7 @@ class StrategyChoice:
         self.sampler = SampleOp(sampling_options(params))
 
     def __call__(self, rows: list[Sequence], logits: torch.Tensor) -> Drawn:
-        """A decode step's choice: see `decoding/open_step.py`."""
+        """A decode step's choice: see `generation/batching/step.py`."""
         numbers = [self.first_row + row.row for row in rows]
         columns = [len(row) for row in rows]
         turn = first_decides(self.group, lambda: self.status.add(numbers, columns, self._draw(rows, logits)))

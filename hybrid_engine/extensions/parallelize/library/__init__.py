@@ -1,17 +1,7 @@
-"""The annotations of the ops that traced models are made of; whoever has another registers it (`register_op`)."""
+"""The annotations of the ops that traced models are made of; `register_op` adds more."""
 
-from hybrid_engine.extensions.parallelize.library import entries, layers, shapes
+# The modules fill LIBRARY when they are imported.
+from hybrid_engine.extensions.parallelize.library import layers, shapes  # noqa: F401
 from hybrid_engine.extensions.parallelize.library.entries import LIBRARY, Rule, is_annotated, op_name, rule_for
 
-__all__ = [
-    "LIBRARY",
-    "Rule",
-    "elementwise",
-    "is_annotated",
-    "layers",
-    "op_name",
-    "products",
-    "recurrent",
-    "rule_for",
-    "shapes",
-]
+__all__ = ["LIBRARY", "Rule", "is_annotated", "op_name", "rule_for"]
