@@ -31,6 +31,14 @@ UPWARD = {
     "hybrid_engine/rlhf/planning/reading.py": "recipes",
     "hybrid_engine/rlhf/preference/first_actor.py": "recipes",
 }
+# Pairs of folders that import each other: to be parted too.
+BOTH_WAYS = {
+    ("hybrid_engine", "hybrid_engine/extensions/deepspeed"),
+    ("hybrid_engine/rlhf/experience", "hybrid_engine/rlhf/planning"),
+    ("hybrid_engine/rlhf/experience", "recipes"),
+    ("hybrid_engine/rlhf/planning", "recipes"),
+    ("hybrid_engine/rlhf/preference", "recipes"),
+}
 # The command line stands above the recipes that it starts; it lives in hybrid_engine/ for the sake of its name.
 COMMAND_LINE = "hybrid_engine/cli/cli.py"
 # ops knows tensors and numbers only; torch.distributed would be a process group.
@@ -107,6 +115,32 @@ def test_every_import_points_down():
     assert {path.relative_to(ROOT).parts[0] for path in paths} >= {*LAYERS, "tests"}
     found = [entry for path in paths for entry in violations(path.relative_to(ROOT).as_posix(), path.read_text())]
     assert not found, "\n".join(found)
+
+
+def folder_of(name: str) -> str | None:
+    """The folder of the module or package that a dotted name is of, or is below; None for other packages."""
+    parts = name.split(".")
+    if parts[0] != "hybrid_engine":
+        return None
+    parts = parts[1:] if len(parts) > 1 and parts[1] in MAPPED else parts
+    for length in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:length])
+        if path.with_suffix(".py").exists():
+            return path.parent.relative_to(ROOT).as_posix()
+        if (path / "__init__.py").exists():
+            return path.relative_to(ROOT).as_posix()
+    return None
+
+
+def test_no_two_folders_import_each_other():
+    """A folder is one abstraction: what it needs does not need it."""
+    imports = set()
+    for path in [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]:
+        folder = path.parent.relative_to(ROOT).as_posix()
+        found = map(folder_of, imported_names(ast.parse(path.read_text())))
+        imports |= {(folder, other) for other in found if other is not None and other != folder}
+    both_ways = {tuple(sorted(pair)) for pair in imports if pair[::-1] in imports}
+    assert both_ways == BOTH_WAYS
 
 
 @pytest.mark.parametrize(
