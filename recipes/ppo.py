@@ -51,7 +51,7 @@ from hybrid_engine.rlhf.experience.roles import (
 )
 from hybrid_engine.rlhf.experience.rollout import Rollout, SamplingOptions, sample, warm_up
 from hybrid_engine.rlhf.experience.start import SUMMARIES, Start, prepare
-from hybrid_engine.rlhf.planning.following import follow_answers, write_result
+from hybrid_engine.rlhf.planning.following import follow_answers, fuses_at_once, write_result
 from hybrid_engine.rlhf.rewards.scores import reward_figures
 from hybrid_engine.rlhf.runs.adapters import check_shared_base
 from hybrid_engine.rlhf.runs.checkpoints import SavedRun, begin_run, load_checkpoints, save_checkpoints
@@ -76,7 +76,7 @@ from hybrid_engine.rlhf.runs.options import (
 from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS, METRICS, read_metrics
 from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.rlhf.runs.schedule import Schedule
-from hybrid_engine.rlhf.runs.stages import Best, keep_highest, mix_seed, save_stage, seed_everything
+from hybrid_engine.rlhf.runs.stages import Best, keep_highest, load_config, mix_seed, save_stage, seed_everything
 
 PLOT_PANELS = {
     "reward": ["score", "judge_pass_rate"],
@@ -181,7 +181,8 @@ def run(config: Config) -> Path:
     actor_rate = config.actor_lr or suitable_rate(config, small=1e-4)
     critic_rate = config.critic_lr or (1e-5 if config.model else 5e-4)
     schedule = Schedule.of(config, config.num_updates, "ppo")
-    roles = build_roles(config, start, actor_rate, critic_rate, schedule)
+    at_once = config.shared_base and fuses_at_once("ppo", config, start, load_config(start.source))
+    roles = build_roles(config, start, actor_rate, critic_rate, schedule, fuses_at_once=at_once)
     follow_answers("ppo", config, start, roles.policy, roles.critic)
     say(roles.policy.actor.report())
     say(schedule.describe())

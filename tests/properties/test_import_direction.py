@@ -34,7 +34,6 @@ UPWARD = {
 # Pairs of folders that import each other: to be parted too.
 BOTH_WAYS = {
     ("hybrid_engine", "hybrid_engine/extensions/deepspeed"),
-    ("hybrid_engine/rlhf/experience", "hybrid_engine/rlhf/planning"),
     ("hybrid_engine/rlhf/experience", "recipes"),
     ("hybrid_engine/rlhf/planning", "recipes"),
     ("hybrid_engine/rlhf/preference", "recipes"),

@@ -20,6 +20,7 @@ from hybrid_engine.rlhf.data.prompts import PromptTokens
 from hybrid_engine.rlhf.experience.policy import Policy, engine_config_of, playing
 from hybrid_engine.rlhf.experience.roles import CriticExperience, Roles
 from hybrid_engine.rlhf.experience.start import Start
+from hybrid_engine.rlhf.planning.following import fuses_at_once
 from hybrid_engine.rlhf.planning.reading import read_run
 from hybrid_engine.rlhf.planning.roles import Setting, plan_memory
 from hybrid_engine.rlhf.rewards.answers import Answers
@@ -27,6 +28,7 @@ from hybrid_engine.rlhf.rewards.learned import LearnedReward
 from hybrid_engine.rlhf.rewards.loading import load_rewards
 from hybrid_engine.rlhf.runs.run_folder import read_metrics
 from hybrid_engine.rlhf.runs.schedule import Schedule
+from hybrid_engine.rlhf.runs.stages import load_config
 from hybrid_engine.rlhf.tasks import arithmetic
 from tests.support.distributed import run_distributed
 from tests.support.interrupted_runs import stopped_after
@@ -74,7 +76,8 @@ def build_shared(config):
         config=config, source=config.model, train=[], held_out=[], rewards=load_rewards(config.reward),
         answered=PromptTokens(1, 1),
     )  # fmt: skip
-    return ppo.build_roles(config, start, *RATES, SCHEDULE)
+    at_once = fuses_at_once("ppo", config, start, load_config(config.model))
+    return ppo.build_roles(config, start, *RATES, SCHEDULE, fuses_at_once=at_once)
 
 
 def build_separate(config, shared):

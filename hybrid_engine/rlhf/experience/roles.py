@@ -33,7 +33,6 @@ from hybrid_engine.rlhf.experience.policy import Policy, build_policy, engine_co
 from hybrid_engine.rlhf.experience.rollout import Rollout, SamplingOptions
 from hybrid_engine.rlhf.experience.start import Start
 from hybrid_engine.rlhf.passes.head_log_probs import token_values
-from hybrid_engine.rlhf.planning.following import fuses_at_once
 from hybrid_engine.rlhf.rewards.adapter_folder import RewardAdapter, read_reward_adapter
 from hybrid_engine.rlhf.rewards.answers import Answers
 from hybrid_engine.rlhf.rewards.learned import ROWS_PER_PASS, LearnedReward, build_critic, names_model
@@ -42,7 +41,7 @@ from hybrid_engine.rlhf.rewards.scores import Scores, penalise_cut_off, replace_
 from hybrid_engine.rlhf.runs.adapters import lora_config
 from hybrid_engine.rlhf.runs.precision import scaling_figures
 from hybrid_engine.rlhf.runs.schedule import Schedule
-from hybrid_engine.rlhf.runs.stages import load_config, load_model, load_tokenizer, num_positions
+from hybrid_engine.rlhf.runs.stages import load_model, load_tokenizer, num_positions
 
 ACTOR, CRITIC, HEADS = "actor", "critic", "heads"
 TRAINED = (ACTOR, CRITIC)
@@ -84,7 +83,15 @@ class Roles:
         return AdapterRole(self.policy.actor, ACTOR) if is_shared else self.policy.actor, self.critic
 
 
-def build_roles(config: Any, start: Start, actor_rate: float, critic_rate: float, schedule: Schedule) -> Roles:
+def build_roles(
+    config: Any,
+    start: Start,
+    actor_rate: float,
+    critic_rate: float,
+    schedule: Schedule,
+    *,
+    fuses_at_once: bool = False,
+) -> Roles:
     """Loads the models, without dropout, and gives actor and critic an engine each. Collective.
 
     Args:
@@ -93,11 +100,11 @@ def build_roles(config: Any, start: Start, actor_rate: float, critic_rate: float
         critic_rate: of the critic's.
         schedule: of both.
         start: the sources of the models; the critic begins as the first reward model that reads the actor's tokens.
+        fuses_at_once: as of `build_roles_on_shared_base`; without a shared base it means nothing.
     """
     if config.shared_base:
-        at_once = fuses_at_once("ppo", config, start, load_config(start.source))
         policy, role, rewards = build_roles_on_shared_base(
-            config, start.source, start.rewards, (actor_rate, critic_rate), schedule, fuses_at_once=at_once
+            config, start.source, start.rewards, (actor_rate, critic_rate), schedule, fuses_at_once=fuses_at_once
         )
         return Roles(policy=policy, critic=role, rewards=rewards)
     policy = build_policy(config, start.source, actor_rate, schedule, keeps_reference=True)
