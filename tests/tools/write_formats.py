@@ -447,6 +447,35 @@ def write_plan(rank: int, folder: Path, name: str) -> None:
     torch.save(norms, folder / name / f"expected-{rank}.pt")
 
 
+def build_planned_engine(folder: Path, seed: int = 0) -> Any:
+    """A training engine over a module that two processes hold together, by the plan in the folder."""
+    torch.manual_seed(seed)
+    config = hybrid_engine.ComputeConfig(2, 2, lowering="eager")
+    sample = {"sample": {"ids": torch.zeros((2, 6), dtype=torch.long)}}
+    module = hybrid_engine.parallelize(Stack(), sample, columns_then_rows, config, gen_savedir=folder, reuse="match")
+    options = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM, "scheduler": WARMUP}
+    return hybrid_engine.initialize(model=module, config=options)[0]
+
+
+def planned_steps(engine: Any, steps: range) -> list[float]:
+    """Losses of steps on the same samples for both processes."""
+    losses = []
+    for step in steps:
+        loss = engine({"ids": ids_of(step, 0)})
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def write_planned_engine(rank: int, folder: Path) -> None:
+    """A checkpoint of an engine over a split module, and what it does next."""
+    engine = build_planned_engine(folder / "plans")
+    planned_steps(engine, range(NUM_STEPS))
+    engine.save_checkpoint(folder / "checkpoint", "last", CLIENT_STATE)
+    torch.save(planned_steps(engine, range(NUM_STEPS, NUM_STEPS + NUM_NEXT_STEPS)), folder / f"expected-{rank}.pt")
+
+
 def write_graph(folder: Path) -> None:
     """The folder of a plan on one process, whose graph is to be used again."""
     config = hybrid_engine.ComputeConfig(1, 1, use_end2end=True)
@@ -510,6 +539,7 @@ def write_on_two(rank: int, port: int, folder: Path) -> None:
             write_engine(rank, folder / "engines", name)
     for name in PLANS:
         write_plan(rank, folder / "plans", name)
+    write_planned_engine(rank, folder / "plans" / "engine")
     write_links(rank, folder / "plans")
     dist.destroy_process_group()
 
@@ -534,7 +564,7 @@ def main(target: str) -> None:
     """Writes all formats into the new folder `target`; from the root of the checkout that writes them."""
     folder = Path(target).absolute()
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    for name in ("runs", "engines", "adapted", *(f"plans/{plan}" for plan in PLANS)):
+    for name in ("runs", "engines", "adapted", "plans/engine", *(f"plans/{plan}" for plan in PLANS)):
         (folder / name).mkdir(parents=True)
     (folder / "about.json").write_text(json.dumps({"commit": commit, **versions_of()}, indent=1) + "\n")
     torch.set_num_threads(1)
