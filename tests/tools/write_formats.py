@@ -8,7 +8,7 @@ written again: a new format gets an archive of its own. To write one, copy this 
     tar -C /tmp/formats -cJf c1c4c22.tar.xz .
 
 The test trains on with the functions and the modules of this file. Names of modules that have moved since stand in
-`OLD` alone. The source of `Stack` is part of a golden's key: leave it as it is.
+`OLD` alone. The source of `Stack` and the name of this module are parts of the keys of plans: leave them as they are.
 """
 
 import importlib
@@ -49,9 +49,6 @@ NUM_STEPS, NUM_NEXT_STEPS = 3, 2
 """Steps before a checkpoint, and after it."""
 
 
-# Models and data.
-
-
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer of single characters."""
     tokens = ["<pad>", "<eos>", *string.digits, *string.ascii_lowercase, *" +-=.,:?!()"]
@@ -73,7 +70,7 @@ def save_model(folder: Path, tokenizer: Any) -> None:
 
 
 def write_start(folder: Path) -> None:
-    """What all runs begin with: models, data, and a reward function."""
+    """Writes models, data and a reward function, with which all runs begin."""
     save_model(folder / "model", build_tokenizer())
     save_model(folder / "calculator", importlib.import_module(OLD["calculator"]).build_tokenizer())
     sums = random.Random(0).sample([(a, b) for a in range(30) for b in range(30)], 60)
@@ -93,8 +90,6 @@ def write_start(folder: Path) -> None:
     )
 
 
-# Checkpoints of the training engine.
-
 ADAM = {"type": "AdamW", "params": {"lr": 0.02, "betas": [0.9, 0.95], "weight_decay": 0.1}}
 WARMUP = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "warmup_max_lr": 0.02, "total_num_steps": 9}}
 BF16: dict[str, Any] = {"bf16": {"enabled": True}, "scheduler": WARMUP, "gradient_clipping": 0.5}
@@ -113,7 +108,7 @@ ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
     "micro-batches": (1, {"gradient_accumulation_steps": 2, **BF16}),
     "format 1": (1, {"zero_optimization": {"stage": 2}, **BF16}),
 }  # fmt: skip
-"""Name: processes, and what the config has besides."""
+"""By name: the number of processes, and the rest of the config."""
 CLIENT_STATE = {"epoch": 3, "name": "é", "seen": [1, 2.5, None], "running": torch.tensor([0.5, -1.0])}
 
 
@@ -252,8 +247,6 @@ def model_of(start: Path) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(start / "model")
 
 
-# Runs of recipes, by the command.
-
 LEARNING = "--batch-size 8 --micro-batch-size 4 --learning-rate 1e-3 --save-every 2"
 PREFERENCE = f"{LEARNING} --eval-every 1 --eval-rows 4 --eval-prompts 2 --max-new-tokens 4 --dataset pairs.jsonl"
 LOOP = "--steps 4 --micro-batch-size 4 --save-every 2 --eval-every 1 --eval-prompts 2 --max-new-tokens 6"
@@ -292,7 +285,7 @@ def _run_command(words: list[str], status: int = 0) -> None:
 
 
 def _stop_at(owner: Any, method: str, is_there: Callable[..., bool]) -> Callable[[], None]:
-    """Ctrl-C behind the call of the method for which `is_there` holds; returns what takes that back."""
+    """Raises Ctrl-C after the call of the method for which `is_there` holds; returns a function that undoes this."""
     real = getattr(owner, method)
 
     def stopping(self: Any, *args: Any, **options: Any) -> None:
@@ -351,9 +344,6 @@ def write_journal(folder: Path) -> None:
     undo()
 
 
-# Plans and state dicts of `parallelize`.
-
-
 class Block(nn.Module):
     """Two linears."""
 
@@ -403,7 +393,7 @@ PLANS: dict[str, tuple[Any, dict[str, Any]]] = {
     "stages": ("pp", {"plan_ngpus": 2, "pas_config": {"pipeline_nmicros": 4}}),
     "ZeRO": ("dp", {"plan_ngpus": 1, "use_zero": True}),
 }
-"""Name: the policy, and the options of its config; each on two processes."""
+"""By name: the policy, and the options of its config; each on two processes."""
 
 
 def parallelized(folder: Path, name: str, reuse: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -498,18 +488,15 @@ def plan_alone(folder: Path, **options: Any) -> dict[str, Any]:
 
 
 def write_planned(folder: Path) -> None:
-    """What the planner reads and writes by options: constraints, measured links, a plan that is kept elsewhere."""
+    """Writes files that options of the planner name: constraints, and a plan that is kept elsewhere."""
     (folder / "constraints.yaml").write_text(CONSTRAINTS)
     files = {"partition_constraints_path": "constraints.yaml", "costs": "links.json", "save_plan_path": "plan.json"}
     plan_alone(folder / "autodist", **{option: str(folder / name) for option, name in files.items()})
 
 
 def write_links(rank: int, folder: Path) -> None:
-    """What `measure-links` measures between two processes."""
+    """Writes the figures of `measure-links` between two processes."""
     _run_command(["measure-links", "--out", str(folder / "links.json"), "--megabytes", "1", "--repeats", "2"])
-
-
-# All of it.
 
 
 def write_alone(folder: Path) -> None:
@@ -551,7 +538,7 @@ def cpu_of() -> str:
 
 
 def versions_of() -> dict[str, str]:
-    """What the arithmetic depends on besides the code."""
+    """Versions and CPU, on which the arithmetic depends in addition to the code."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
