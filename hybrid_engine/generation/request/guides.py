@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -160,7 +161,8 @@ def _read_tokenizer(tokenizer: Any, vocab: int) -> Any:
 def prepare_guides(tokenizer: Any, vocab: int) -> None:
     """Reads the tokenizer for guides that come later, where the library is installed and can."""
     if importlib.util.find_spec(LIBRARY) is not None and tokenizer.is_fast:
-        _read_tokenizer(tokenizer, vocab)
+        with suppress(ValueError):  # a decoder that it does not know is an error of a request with a guide alone
+            _read_tokenizer(tokenizer, vocab)
 
 
 @dataclass(eq=False)
