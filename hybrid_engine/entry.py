@@ -15,7 +15,7 @@ from hybrid_engine.config.checks import check_flag, check_integer
 from hybrid_engine.distributed.dataloader import TrainingDataLoader
 from hybrid_engine.distributed.environment import describe_process
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size, init_distributed, join_alone
-from hybrid_engine.engine.deepspeed_engine import DeepSpeedEngine, DeepSpeedHybridEngine
+from hybrid_engine.engine.deepspeed_engine import DeepSpeedEngine
 from hybrid_engine.engine.zero_engine import ZeroEngine
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.zero.init import suspended
@@ -75,7 +75,7 @@ def initialize(
     chosen_config = _choose_config(args, config, config_params)
     _join_processes(dist_init_required, distributed_port)
     engine_config = _load_same_config(chosen_config, args, unit_size_of(model))
-    engine_class = DeepSpeedHybridEngine if engine_config.hybrid_engine.enabled else DeepSpeedEngine
+    engine_class = _engine_class(engine_config)
     with suspended():
         engine = engine_class(
             model,
@@ -87,6 +87,15 @@ def initialize(
             collate_fn=collate_fn,
         )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _engine_class(config: EngineConfig) -> type[DeepSpeedEngine]:
+    if not config.hybrid_engine.enabled:
+        return DeepSpeedEngine
+    # Generation is two thirds of the package; an engine that only trains does not import it.
+    from hybrid_engine.engine.deepspeed_hybrid_engine import DeepSpeedHybridEngine
+
+    return DeepSpeedHybridEngine
 
 
 def _check_parallelism(mpu: Any, mesh_param: Any) -> None:

@@ -10,14 +10,13 @@ from hybrid_engine.config import EngineConfig
 from hybrid_engine.distributed.processes import check_same_architecture, default_device, get_world_size, on_rank_zero
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.generation.batching.memory import free_and_total_bytes
-from hybrid_engine.generation.rollout.checking import check_uncompiled
 from hybrid_engine.metrics.memory_plan import format_bytes
 from hybrid_engine.metrics.monitor import check_packages, prepare_outputs
 from hybrid_engine.optim.build import check_choices, check_group_options, check_quantised
 from hybrid_engine.optim.lr_schedules import check_rates
 from hybrid_engine.optim.muon import split_groups
 from hybrid_engine.optim.param_groups import NamedGroup, name_groups
-from hybrid_engine.zero.layer_groups import check_callable, find_layers
+from hybrid_engine.zero.layer_groups import check_callable, check_uncompiled, find_layers
 from hybrid_engine.zero.split_module import check_split, num_stages_of, unit_size_of
 from hybrid_engine.zero.wrapping import check_built_shards, mesh_shape, offloads_parameters
 

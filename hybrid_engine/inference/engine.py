@@ -25,7 +25,7 @@ from hybrid_engine.generation.model.model_group import ModelGroup
 from hybrid_engine.generation.model.scoring import score_packed
 from hybrid_engine.generation.probing.agreement import LogprobDifference
 from hybrid_engine.generation.request.options import merge_options
-from hybrid_engine.generation.rollout.checking import check_prompts, check_uncompiled
+from hybrid_engine.generation.rollout.checking import check_prompts
 from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.generation.rollout.module_generate import roll_out_what_fits
 from hybrid_engine.generation.rollout.output import GenerateOutput
@@ -35,6 +35,7 @@ from hybrid_engine.generation.rollout.warm_up import WarmUp, warm_up
 from hybrid_engine.inference.config import InferenceConfig
 from hybrid_engine.metrics.memory_plan import format_bytes
 from hybrid_engine.serving import import_serving
+from hybrid_engine.zero.layer_groups import check_uncompiled
 
 
 class InferenceEngine(nn.Module):

@@ -9,6 +9,7 @@ entire pass.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from hybrid_engine.distributed.processes import get_world_size
@@ -69,6 +70,15 @@ def has_forward(module: nn.Module) -> bool:
 def is_forward_method(name: str) -> bool:
     """Whether a method of this name computes something of a model, as a value model's `forward_value`."""
     return name.startswith("forward_")
+
+
+def check_uncompiled(function: str, model: nn.Module) -> None:
+    """Raises ValueError for what `torch.compile(model)` returns, a module around the model; local."""
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise ValueError(
+            f"{function}(): model is what torch.compile() returned, which has no generate() of its own; pass the model "
+            "itself, after model.compile() if its forward should be compiled"
+        )
 
 
 def check_callable(model: nn.Module) -> None:

@@ -4,7 +4,6 @@ import difflib
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import GenerationConfig
 
 from hybrid_engine.config.checks import check_integer
@@ -29,15 +28,6 @@ MIXES_ROWS = ("rwkv", "recurrent_gemma")
 # What holds for the whole rollout: how many rows there are, and what is returned of them.
 OF_ALL_ROWS = {"num_return_sequences", "pad_token_id", "return_dict_in_generate"}
 ROW_OPTIONS = set(NATIVE_DEFAULTS) - OF_ALL_ROWS
-
-
-def check_uncompiled(function: str, model: nn.Module) -> None:
-    """Raises ValueError for what `torch.compile(model)` returns, a module around the model; local."""
-    if isinstance(model, torch._dynamo.OptimizedModule):
-        raise ValueError(
-            f"{function}(): model is what torch.compile() returned, which has no generate() of its own; pass the model "
-            "itself, after model.compile() if its forward should be compiled"
-        )
 
 
 def read_wishes(
