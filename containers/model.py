@@ -12,6 +12,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from hybrid_engine.containers import (  # noqa: F401 - each registers the policies of its family
+    bert,
+    bloom,
+    falcon,
+    gemma,
+    gpt2,
+    gpt_neo,
+    gpt_neox,
+    gpt_oss,
+    gptj,
+    llama,
+    megatron,
+    mistral,
+    olmo,
+    opt,
+    phi,
+    qwen,
+    smollm,
+    stablelm,
+)
 from hybrid_engine.containers.angles import take_angles
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.linear import TransposedLinear

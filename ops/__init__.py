@@ -1,26 +1,34 @@
-"""The ops of inference, one file each with its maths and a torch reference. They know tensors and numbers."""
+"""The ops of inference, one file each with its maths and a torch reference. They know tensors and numbers.
 
-from hybrid_engine.ops.batch import (
-    QKV,
-    Batch,
-    Context,
-    DecodeBatch,
-    EncoderBatch,
-    HeadWeights,
-    KVBlocks,
-    MixedBatch,
-    PrefillBatch,
-)
-from hybrid_engine.ops.block_copy import BlockCopyOp
-from hybrid_engine.ops.deepspeed_bindings import GELUGemmOp, LinearOp, ResidualAddOp
-from hybrid_engine.ops.gated_activation import GatedActivationOp
-from hybrid_engine.ops.log_prob import token_logprobs
-from hybrid_engine.ops.mlp_gemm import MLPGemmOp
-from hybrid_engine.ops.norm import NORM_OPS, LayerNormOp, NormOp, RMSNormOp
-from hybrid_engine.ops.qkv_gemm import QKVGemmOp
-from hybrid_engine.ops.sample import SampleOp, SamplingOptions
-from hybrid_engine.ops.softmax_context import SoftmaxContextOp
-from hybrid_engine.ops.vector_matmul import VectorMatMulOp
+An op is imported when its name is first read: training needs few of them.
+"""
+
+import importlib
+from pkgutil import extend_path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybrid_engine.ops.batch import (
+        QKV,
+        Batch,
+        Context,
+        DecodeBatch,
+        EncoderBatch,
+        HeadWeights,
+        KVBlocks,
+        MixedBatch,
+        PrefillBatch,
+    )
+    from hybrid_engine.ops.block_copy import BlockCopyOp
+    from hybrid_engine.ops.deepspeed_bindings import GELUGemmOp, LinearOp, ResidualAddOp
+    from hybrid_engine.ops.gated_activation import GatedActivationOp
+    from hybrid_engine.ops.log_prob import token_logprobs
+    from hybrid_engine.ops.mlp_gemm import MLPGemmOp
+    from hybrid_engine.ops.norm import NORM_OPS, LayerNormOp, NormOp, RMSNormOp
+    from hybrid_engine.ops.qkv_gemm import QKVGemmOp
+    from hybrid_engine.ops.sample import SampleOp, SamplingOptions
+    from hybrid_engine.ops.softmax_context import SoftmaxContextOp
+    from hybrid_engine.ops.vector_matmul import VectorMatMulOp
 
 __all__ = [
     "NORM_OPS",
@@ -49,3 +57,47 @@ __all__ = [
     "VectorMatMulOp",
     "token_logprobs",
 ]
+
+_NAMES_OF = {
+    "batch": (
+        "QKV",
+        "Batch",
+        "Context",
+        "DecodeBatch",
+        "EncoderBatch",
+        "HeadWeights",
+        "KVBlocks",
+        "MixedBatch",
+        "PrefillBatch",
+    ),
+    "block_copy": ("BlockCopyOp",),
+    "deepspeed_bindings": ("GELUGemmOp", "LinearOp", "ResidualAddOp"),
+    "gated_activation": ("GatedActivationOp",),
+    "log_prob": ("token_logprobs",),
+    "mlp_gemm": ("MLPGemmOp",),
+    "norm": ("NORM_OPS", "LayerNormOp", "NormOp", "RMSNormOp"),
+    "qkv_gemm": ("QKVGemmOp",),
+    "sample": ("SampleOp", "SamplingOptions"),
+    "softmax_context": ("SoftmaxContextOp",),
+    "vector_matmul": ("VectorMatMulOp",),
+}
+_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
+
+# DeepSpeed has modules below this path too, such as `ops.adam.cpu_adam`: thin files of an extension.
+__path__ = extend_path(__path__, "hybrid_engine.below_ops")
+
+
+def __getattr__(name: str) -> Any:
+    """A name of `__all__`, or a module below this package, which is imported now."""
+    module = f"{__name__}.{_MODULE_OF.get(name, name)}"
+    try:
+        found = None if name.startswith("__") else importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        found = None
+    if found is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULE_OF:
+        return found
+    return globals().setdefault(name, getattr(found, name))
