@@ -19,9 +19,16 @@ setup(
     + [f"hybrid_engine.{name}" for name in find_packages("hybrid_engine")]
     + [name for folder in MAPPED_FOLDERS for name in mapped_packages(folder)],
     package_dir={"hybrid_engine": "hybrid_engine"} | {f"hybrid_engine.{folder}": folder for folder in MAPPED_FOLDERS},
-    # What `import deepspeed` may find is no package of ours: a folder for Python's path.
+    # Two folders are no packages of ours: one for Python's path, where `import deepspeed` finds its package, and one
+    # for `hybrid_engine.__path__`, with DeepSpeed's modules.
     package_data={
-        "hybrid_engine": ["py.typed", "extensions/deepspeed/deepspeed_path/*/*"],
+        "hybrid_engine": [
+            "*.pyi",
+            "py.typed",
+            "extensions/deepspeed/deepspeed_path/*.dist-info/METADATA",
+            "extensions/deepspeed/deepspeed_path/**/*.py",
+            "extensions/deepspeed/paths/**/*.py",
+        ],
         "hybrid_engine.ops": ["*.c", "*.h"],
         "hybrid_engine.rlhf.reports": ["*.html", "*.css", "*.js"],
     },

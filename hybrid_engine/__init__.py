@@ -2,25 +2,72 @@
 
     import hybrid_engine as deepspeed
 
-runs code written for DeepSpeed: its module paths exist below this package (`compat/`).
+runs code written for DeepSpeed: its modules are found below this package, in `extensions/deepspeed/paths/`.
 
-What the package offers (`surface.py`) is imported at the first use of any of it, because torch and transformers take
-seconds, which `hybrid-engine --help` shall not wait for.
+This file only says which module has which name. A module is imported when one of its names is first read, because
+torch and transformers take seconds, which `hybrid-engine --help` must not wait for. Type checkers read `__init__.pyi`.
 """
 
-from typing import TYPE_CHECKING, Any
+from importlib.metadata import version
 
-from hybrid_engine.extensions.deepspeed.first_use import import_surface, watch_imports
+from hybrid_engine.lazy import lazy_attributes
 
-if TYPE_CHECKING:
-    from hybrid_engine.extensions.deepspeed.surface import *  # noqa: F403
+_DEEPSPEED = "hybrid_engine.extensions.deepspeed"
+_PARALLELIZE = "hybrid_engine.extensions.parallelize"
+_NAMES_OF = {
+    "hybrid_engine.engine.attached": ("Attached", "attach"),
+    "hybrid_engine.engine.deepspeed_engine": ("DeepSpeedEngine",),
+    "hybrid_engine.engine.deepspeed_hybrid_engine": ("DeepSpeedHybridEngine",),
+    "hybrid_engine.engine.hybrid_engine": ("HybridEngine",),
+    "hybrid_engine.engine.zero_engine": ("ZeroEngine",),
+    "hybrid_engine.entry": ("initialize",),
+    "hybrid_engine.inference.build": ("init_inference",),
+    "hybrid_engine.inference.config": ("DeepSpeedInferenceConfig", "InferenceConfig"),
+    "hybrid_engine.inference.engine": ("InferenceEngine",),
+    f"{_DEEPSPEED}.accelerator": ("get_accelerator",),
+    f"{_DEEPSPEED}.arguments": ("add_config_arguments",),
+    f"{_DEEPSPEED}.compiler_names": ("is_compile_supported",),
+    f"{_DEEPSPEED}.config_names": ("DeepSpeedConfig", "DeepSpeedConfigError"),
+    f"{_DEEPSPEED}.distributed": ("init_distributed",),
+    f"{_DEEPSPEED}.optimizer_names": ("DeepSpeedOptimizer",),
+    f"{_DEEPSPEED}.presence": ("enable_compat",),
+    f"{_DEEPSPEED}.utils": ("DeepSpeedDataLoader", "OnDevice", "log_dist", "logger"),
+    f"{_DEEPSPEED}.version_names": ("__git_branch__", "__git_hash__"),
+    f"{_PARALLELIZE}.checkpoints.deduplicating": (
+        "broadcast_weights",
+        "deduped_state_dict",
+        "load_deduped_state_dict",
+    ),
+    f"{_PARALLELIZE}.checkpoints.merging": ("load_merged_state_dicts", "merge_state_dicts"),
+    f"{_PARALLELIZE}.options.compute_config": ("BroadcastGenFilesStrategy", "ComputeConfig", "ReuseType"),
+    f"{_PARALLELIZE}.graph.registering": ("register_op",),
+    f"{_PARALLELIZE}.graph.verifying": ("verify_op",),
+    f"{_PARALLELIZE}.training.optimizer": ("build_optimizer",),
+    f"{_PARALLELIZE}.module.parallel_module": ("ParallelModule",),
+    f"{_PARALLELIZE}.parallelize": ("parallelize",),
+    f"{_PARALLELIZE}.planning.explaining": ("explain",),
+    f"{_PARALLELIZE}.planning.plan": ("Plan",),
+}
+_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
+# Names of DeepSpeed with nothing behind them here, which say so when they are used.
+_ABSENT = (
+    "DeepSpeedTransformerConfig",
+    "DeepSpeedTransformerLayer",
+    "PipelineEngine",
+    "PipelineModule",
+    "add_tuning_arguments",
+    "default_inference_config",
+    "replace_transformer_layer",
+    "revert_transformer_layer",
+    "set_autotp_mode",
+    "tp_model_init",
+)
 
-watch_imports()
+__version__ = version("hybrid-engine")
+__all__ = sorted(_MODULE_OF)
+__path__.append(f"{__path__[0]}/extensions/deepspeed/paths")
+__getattr__ = lazy_attributes(__name__, {**_MODULE_OF, **dict.fromkeys(_ABSENT, f"{_DEEPSPEED}.absent")})
 
 
-def __getattr__(name: str) -> Any:
-    """A name of the surface or a module below this one, which is not imported yet."""
-    import_surface()
-    if name not in globals():
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return globals()[name]
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -193,6 +193,10 @@ class InferenceConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not supported by init_inference; leave it out")
 
 
+DeepSpeedInferenceConfig = InferenceConfig
+"""DeepSpeed's name of it."""
+
+
 def read_config(config: dict[str, Any] | str | os.PathLike[str] | None, kwargs: dict[str, Any]) -> InferenceConfig:
     """The options of `config`, a dict or the path of a JSON file, and of `kwargs` together.
 

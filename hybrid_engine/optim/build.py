@@ -15,9 +15,9 @@ from hybrid_engine.config.notices import say_once
 from hybrid_engine.config.optimizer import TORCH_OPTIMIZERS
 from hybrid_engine.containers.quantised import is_quantised
 from hybrid_engine.distributed.processes import get_world_size
-from hybrid_engine.ops.adam import FusedAdam
-from hybrid_engine.ops.lamb import FusedLamb
-from hybrid_engine.ops.lion import FusedLion
+from hybrid_engine.ops.fused_adam import FusedAdam
+from hybrid_engine.ops.fused_lamb import FusedLamb
+from hybrid_engine.ops.fused_lion import FusedLion
 from hybrid_engine.optim.loss_scaler import DynamicLossScaler, LossScaler, StaticLossScaler
 from hybrid_engine.optim.lr_schedules import build_scheduler
 from hybrid_engine.optim.masters import build_trained_parameters

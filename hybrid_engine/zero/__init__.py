@@ -1,5 +1,8 @@
 """ZeRO on FSDP2: sharding, gathering, and models that are sharded while they are built."""
 
+from pkgutil import extend_path
+
+from hybrid_engine.lazy import lazy_attributes
 from hybrid_engine.zero.gathered_parameters import (
     GatheredParameters,
     ZeroParamStatus,
@@ -24,3 +27,7 @@ __all__ = [
     "unregister_external_parameter",
     "unwrap_model_for_generation",
 ]
+
+# DeepSpeed has modules below this path too: thin files of an extension, imported when they are read.
+__path__ = extend_path(__path__, "hybrid_engine.below_zero")
+__getattr__ = lazy_attributes(__name__)

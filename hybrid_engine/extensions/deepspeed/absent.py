@@ -5,13 +5,11 @@ isinstance(model, PipelineModule)           # False
 PipelineModule(layers)                      # NotImplementedError: ... is not supported: there is no pipeline ...
 """
 
-import sys
+from collections.abc import Callable
 from functools import cache
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_loader
-from types import ModuleType
 from typing import Any
+
+from hybrid_engine.lazy import import_below
 
 _COMPRESSION = "weights are not pruned, quantised or distilled; use torchao before initialize()"
 _DATA = "there are no curricula and no data analysis; choose and order the samples in the dataset or its sampler"
@@ -105,8 +103,8 @@ MODULES = {
     "utils.torch": _HELPERS,
     "utils.types": _OPS,
 }
-"""Paths of DeepSpeed's modules, of which whatever is imported is absent, and what to use. Whole packages: what is below
-them too, but for what `aliases.py` has there."""
+"""DeepSpeed's modules that are absent here, by their path, and what to use. Those below them are absent too, except
+the files of `paths/` that import something."""
 NAMES = {
     "DeepSpeedTransformerConfig": MODULES["ops.transformer"],
     "DeepSpeedTransformerLayer": MODULES["ops.transformer"],
@@ -120,6 +118,10 @@ NAMES = {
     "tp_model_init": _TENSOR,
     "checkpointing.CheckpointFunction": "call checkpointing.checkpoint(function, *inputs)",
     "checkpointing.model_parallel_reconfigure_tp_seed": _TENSOR,
+    "runtime.activation_checkpointing.checkpointing.CheckpointFunction": (
+        "call checkpointing.checkpoint(function, *inputs)"
+    ),
+    "runtime.activation_checkpointing.checkpointing.model_parallel_reconfigure_tp_seed": _TENSOR,
     "runtime.utils.CheckOverflow": "engine.optimizer.check_overflow() and .overflow say it",
     "runtime.utils.PartitionedTensor": _PIPELINE,
     "runtime.utils.partition_balanced": _PIPELINE,
@@ -159,54 +161,46 @@ class Absence(type):
         raise AttributeError(cls.remedy)
 
 
+@cache
 def absence(path: str, why: str) -> Absence:
-    """What stands for the name at `path`, e.g. "pipe.PipelineModule"."""
+    """The class that stands for the name at `path`, e.g. "pipe.PipelineModule"; the same one at each call."""
     *parents, name = path.split(".")
     remedy = f"deepspeed.{path} is not supported: {why}"
     return Absence(name, (), {"remedy": remedy, "__module__": ".".join(["deepspeed", *parents]), "__doc__": remedy})
 
 
-class AbsentModule(ModuleType):
-    """A module in which every name is absent, and a package of such modules."""
+def attributes_of(module: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a thin file of `paths/`: modules below it, and names of DeepSpeed that are absent here.
 
-    def __init__(self, name: str, why: str) -> None:
-        super().__init__(name, f"Not supported: {why}.")
-        self.__path__: list[str] = []
-        self.__spec__ = ModuleSpec(name, loader=None, is_package=True)  # importlib.util.find_spec() looks at it
-        self._why = why
+    Args:
+        module: its whole name, below `hybrid_engine` or `deepspeed`.
+    """
+    path = module.partition(".")[2]
+    why = why_absent(path)
 
-    def __getattr__(self, name: str) -> Absence:
-        if name.startswith("__"):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        found = absence(f"{self.__name__.partition('.')[2]}.{name}", self._why)
-        setattr(self, name, found)  # one class for each name
-        return found
+    def read(name: str) -> Any:
+        whole_path = f"{path}.{name}"
+        if whole_path in NAMES:
+            return absence(whole_path, NAMES[whole_path])
+        try:
+            return import_below(module, name)
+        except AttributeError:
+            if why is None or name.startswith("__"):
+                raise
+            return absence(whole_path, why)
 
-
-@cache
-def absent_module(path: str) -> AbsentModule:
-    """The module at a path of `MODULES`, the same below every package."""
-    return AbsentModule(f"deepspeed.{path}", MODULES[path])
-
-
-class AbsentFinder(MetaPathFinder, Loader):
-    """Finds modules below an AbsentModule: `import deepspeed.moe.layer`."""
-
-    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The spec of a module whose parent is absent; None for all others."""
-        parent = sys.modules.get(fullname.rpartition(".")[0])
-        return spec_from_loader(fullname, self, is_package=True) if isinstance(parent, AbsentModule) else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The absent module; why it is, its parent knows."""
-        parent: Any = sys.modules[spec.name.rpartition(".")[0]]
-        return AbsentModule(spec.name, parent._why)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Runs nothing: the module is complete when it is made."""
+    return read
 
 
-def find_below_absent_modules() -> None:
-    """Makes modules below absent ones importable, from now on."""
-    if not any(isinstance(finder, AbsentFinder) for finder in sys.meta_path):
-        sys.meta_path.append(AbsentFinder())
+def why_absent(path: str) -> str | None:
+    """The reason of the nearest absent module at or above `path`; None where there is none."""
+    parts = path.split(".")
+    above = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((MODULES[parent] for parent in above if parent in MODULES), None)
+
+
+def __getattr__(name: str) -> Absence:
+    """The absent names at the top of the package."""
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return absence(name, NAMES[name])

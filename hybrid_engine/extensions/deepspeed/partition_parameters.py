@@ -17,9 +17,11 @@ __all__ = [
     "GatheredParameters",
     "Init",
     "ZeroParamStatus",
+    "_orig_torch_arange",
     "is_zero_param",
     "register_external_parameter",
     "unregister_external_parameter",
+    "zero_wrapper_for_fp_tensor_constructor",
 ]
 
 _orig_torch_arange = torch.arange

@@ -1,19 +1,12 @@
-"""Lets transformers and accelerate find a `deepspeed`: they ask for the metadata of an installed package.
+"""Lets this engine answer to `import deepspeed`, also for transformers and accelerate, which look for its metadata.
 
 Both decide while they are imported, which has happened by the time of `enable_compat()`; what they left out then is
 made up for here.
 """
 
 import importlib
-import importlib.metadata
 import inspect
-import os
 import sys
-from collections.abc import Iterator
-from importlib.metadata import Distribution, DistributionFinder
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from hybrid_engine.extensions.deepspeed.deepspeed_names import FOLDER
 
@@ -21,55 +14,41 @@ VERSION = "0.19.8"
 """The version of DeepSpeed whose surface this is."""
 
 
-class CompatDistribution(Distribution):
-    """What `importlib.metadata` reads of the package "deepspeed"."""
+def enable_compat() -> None:
+    """Makes `import deepspeed` and its submodules mean this engine, for code that cannot be changed.
 
-    def read_text(self, filename: str) -> str | None:
-        """The package's METADATA, its only file."""
-        return f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {VERSION}\n" if filename == "METADATA" else None
+    That is also what transformers' ZeRO-3 loading (`HfDeepSpeedConfig`), its Trainer and accelerate need. Python finds
+    the package `deepspeed` and its metadata in a folder that is put on its path.
 
-    def locate_file(self, path: str | os.PathLike[str]) -> Any:
-        """Where a file of the package would be."""
-        return Path(__file__).parent / path
-
-
-ANY_PACKAGE = DistributionFinder.Context()
-
-
-class CompatFinder(DistributionFinder):
-    """Finds that package by its name, and no module."""
-
-    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> None:
-        """Modules are registered, not found."""
-
-    def find_distributions(self, context: DistributionFinder.Context = ANY_PACKAGE) -> Iterator[Distribution]:
-        """The package, if it is asked for."""
-        if context.name == "deepspeed":
-            yield CompatDistribution()
+    Raises:
+        ValueError: the real DeepSpeed was imported before; what holds its objects would go on with them.
+    """
+    imported = sys.modules.get("deepspeed")
+    if imported is not None and getattr(imported, "__file__", None) != str(FOLDER / "deepspeed/__init__.py"):
+        raise ValueError(
+            "enable_compat(): the real deepspeed is already imported; call enable_compat() before anything imports it"
+        )
+    if not is_announced():
+        sys.path.insert(0, str(FOLDER))
+        importlib.invalidate_caches()
+        _complete_imports()
+    importlib.import_module("deepspeed")
 
 
 def is_announced() -> bool:
     """Whether this engine is the package "deepspeed" of this process."""
-    is_on_path = str(FOLDER) in sys.path  # where code has found it
-    return is_on_path or any(isinstance(finder, CompatFinder) for finder in sys.meta_path)
-
-
-def announce() -> None:
-    """Makes the package "deepspeed" present, also for code that found it absent before."""
-    if not is_announced():
-        sys.meta_path.insert(0, CompatFinder())
-        _complete_imports()
-        # Its HfDeepSpeedConfig derives from accelerate's only where there is a deepspeed. Functions imported from it
-        # look names up in the module, so they see the new ones.
-        integration = sys.modules.get("transformers.integrations.deepspeed")
-        if integration is not None:
-            importlib.reload(integration)
+    return str(FOLDER) in sys.path
 
 
 def _complete_imports() -> None:
-    """Gives modules the names that they import from accelerate where there is a deepspeed."""
+    """Gives modules that found no `deepspeed` what they leave out without one."""
     source = importlib.import_module("accelerate.utils.deepspeed")
     own = {name: value for name, value in vars(source).items() if inspect.getmodule(value) is source}
     for name in ("accelerate.utils", "accelerate.accelerator", "transformers.trainer"):
         if name in sys.modules:
             vars(sys.modules[name]).update(own)
+    # Its HfDeepSpeedConfig derives from accelerate's only where there is a deepspeed. Functions imported from it look
+    # names up in the module, so they see the new ones.
+    integration = sys.modules.get("transformers.integrations.deepspeed")
+    if integration is not None:
+        importlib.reload(integration)

@@ -43,6 +43,7 @@ from hybrid_engine.extensions.deepspeed.local_values import (
 )
 
 __all__ = [
+    "DeepSpeedDataLoader",
     "OnDevice",
     "RepeatingLoader",
     "clone_tensors_for_torch_save",

@@ -1,8 +1,21 @@
-"""What `import deepspeed` finds where the folder above is on Python's path: it hands the name to `hybrid_engine`."""
+"""`deepspeed` where the folder above is on Python's path: the names of `hybrid_engine`, and DeepSpeed's version.
 
-import sys
+Its modules are those of `paths/`, which `hybrid_engine` has too, and those of this folder where `hybrid_engine` has a
+module of its own at that path.
+"""
 
 import hybrid_engine
+from hybrid_engine.extensions.deepspeed import version_names
+from hybrid_engine.lazy import import_below
 
-del sys.modules[__name__]
-hybrid_engine.enable_compat()
+__all__ = hybrid_engine.__all__
+__path__.append(hybrid_engine.__path__[-1])
+__version__ = version_names.version
+
+
+def __getattr__(name):
+    """A name of DeepSpeed's version or of `hybrid_engine`, or a module below this package."""
+    for source in (version_names, hybrid_engine):
+        if name in dir(source):
+            return getattr(source, name)
+    return import_below(__name__, name)

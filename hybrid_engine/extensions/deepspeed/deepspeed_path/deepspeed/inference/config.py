@@ -1,0 +1,3 @@
+"""`deepspeed.inference.config`."""
+
+from hybrid_engine.inference.config import *

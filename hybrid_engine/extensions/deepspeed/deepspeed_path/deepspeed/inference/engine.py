@@ -1,0 +1,3 @@
+"""`deepspeed.inference.engine`."""
+
+from hybrid_engine.inference.engine import *

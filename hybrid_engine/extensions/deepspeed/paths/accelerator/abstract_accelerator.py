@@ -1,0 +1,3 @@
+"""`deepspeed.accelerator.abstract_accelerator`."""
+
+from hybrid_engine.extensions.deepspeed.accelerator import *

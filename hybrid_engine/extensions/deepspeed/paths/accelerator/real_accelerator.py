@@ -1,0 +1,3 @@
+"""`deepspeed.accelerator.real_accelerator`."""
+
+from hybrid_engine.extensions.deepspeed.accelerator import *

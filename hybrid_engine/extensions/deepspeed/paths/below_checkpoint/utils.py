@@ -1,0 +1,3 @@
+"""`deepspeed.checkpoint.utils`."""
+
+from hybrid_engine.extensions.deepspeed.utils import *

@@ -1,0 +1,3 @@
+"""`deepspeed.ops.adagrad`."""
+
+from hybrid_engine.extensions.deepspeed.adagrad import *

@@ -1,0 +1,3 @@
+"""`deepspeed.ops.adam.cpu_adam`."""
+
+from hybrid_engine.ops.fused_adam import *

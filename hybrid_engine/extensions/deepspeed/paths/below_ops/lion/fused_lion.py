@@ -1,0 +1,3 @@
+"""`deepspeed.ops.lion.fused_lion`."""
+
+from hybrid_engine.ops.fused_lion import *

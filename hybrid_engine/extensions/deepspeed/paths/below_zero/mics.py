@@ -1,0 +1,3 @@
+"""`deepspeed.runtime.zero.mics`."""
+
+from hybrid_engine.zero import *

@@ -1,0 +1,3 @@
+"""`deepspeed.runtime.zero.tiling`."""
+
+from hybrid_engine.zero.tiled_linear import *

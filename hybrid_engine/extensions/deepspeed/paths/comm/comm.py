@@ -1,0 +1,3 @@
+"""`deepspeed.comm.comm`."""
+
+from hybrid_engine.extensions.deepspeed.comm import *

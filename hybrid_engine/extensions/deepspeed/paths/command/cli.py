@@ -1,0 +1,10 @@
+"""`python -m hybrid_engine.command.cli` for one version; the module's path is `NEW` now."""
+
+import runpy
+import warnings
+
+NEW = "hybrid_engine.cli.cli"
+
+if __name__ == "__main__":
+    warnings.warn(f"this module goes with the next version; use {NEW}", FutureWarning, stacklevel=1)
+    runpy.run_module(NEW, run_name="__main__", alter_sys=True)

@@ -1,0 +1,3 @@
+"""`deepspeed.constants`."""
+
+from hybrid_engine.extensions.deepspeed.config_names import *

@@ -1,0 +1,3 @@
+"""`deepspeed.launcher.runner`."""
+
+from hybrid_engine.extensions.deepspeed.launcher_names import *

@@ -1,0 +1,5 @@
+"""`deepspeed.model_implementations.transformers.ds_megatron_gpt` is absent; its names say what to use."""
+
+from hybrid_engine.extensions.deepspeed.absent import attributes_of
+
+__getattr__ = attributes_of(__name__)

@@ -1,0 +1,3 @@
+"""`deepspeed.moe.utils`."""
+
+from hybrid_engine.extensions.deepspeed.moe_utils import *

@@ -1,0 +1,5 @@
+"""`deepspeed.profiling`, which only holds other modules."""
+
+from hybrid_engine.extensions.deepspeed.absent import attributes_of
+
+__getattr__ = attributes_of(__name__)

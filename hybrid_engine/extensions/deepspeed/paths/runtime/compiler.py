@@ -1,0 +1,3 @@
+"""`deepspeed.runtime.compiler`."""
+
+from hybrid_engine.extensions.deepspeed.compiler_names import *

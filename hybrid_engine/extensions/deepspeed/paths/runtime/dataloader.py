@@ -1,0 +1,3 @@
+"""`deepspeed.runtime.dataloader`."""
+
+from hybrid_engine.extensions.deepspeed.utils import *

@@ -1,0 +1,3 @@
+"""`deepspeed.runtime.engine`."""
+
+from hybrid_engine.engine.deepspeed_engine import *

@@ -1,0 +1,3 @@
+"""`deepspeed.runtime.hybrid_engine`."""
+
+from hybrid_engine.engine.deepspeed_hybrid_engine import *

@@ -1,0 +1,6 @@
+"""`deepspeed.runtime.rollout`."""
+
+from hybrid_engine.extensions.deepspeed.absent import attributes_of
+from hybrid_engine.extensions.deepspeed.rollout import *
+
+__getattr__ = attributes_of(__name__)

@@ -1,0 +1,3 @@
+"""`deepspeed.runtime.rollout.base`."""
+
+from hybrid_engine.extensions.deepspeed.rollout import *

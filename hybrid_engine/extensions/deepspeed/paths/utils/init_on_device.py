@@ -1,0 +1,3 @@
+"""`deepspeed.utils.init_on_device`."""
+
+from hybrid_engine.extensions.deepspeed.utils import *

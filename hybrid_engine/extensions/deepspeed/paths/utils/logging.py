@@ -1,0 +1,3 @@
+"""`deepspeed.utils.logging`."""
+
+from hybrid_engine.extensions.deepspeed.utils import *

@@ -1,0 +1,3 @@
+"""`deepspeed.utils.nvtx`."""
+
+from hybrid_engine.extensions.deepspeed.utils import *

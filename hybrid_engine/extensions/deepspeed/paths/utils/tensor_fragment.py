@@ -1,0 +1,3 @@
+"""`deepspeed.utils.tensor_fragment`."""
+
+from hybrid_engine.extensions.deepspeed.utils import *
