@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import operator
 import os
 import re
 import socket
@@ -119,9 +120,19 @@ def test_enable_compat_refuses_when_the_real_one_is_imported(monkeypatch):
         deepspeed.enable_compat()
 
 
-def test_a_module_is_the_same_under_each_of_its_names():
-    first = importlib.import_module("hybrid_engine.extensions.deepspeed.comm")
-    assert importlib.import_module("hybrid_engine.comm") is first is deepspeed.comm
+@pytest.mark.parametrize("path", ["comm", "comm.comm", "utils.groups", "runtime.config", "ops.adam.cpu_adam"])
+def test_a_path_of_deepspeed_has_the_very_objects_of_our_module(path):
+    module = importlib.import_module(f"hybrid_engine.{path}")
+    ours = {
+        "comm": "extensions.deepspeed.comm",
+        "utils": "extensions.deepspeed.groups",
+        "runtime": "extensions.deepspeed.config_names",
+        "ops": "ops.fused_adam",
+    }[path.split(".")[0]]
+    source = vars(importlib.import_module(f"hybrid_engine.{ours}"))
+    names = [name for name in source.get("__all__", source) if not name.startswith("_")]
+    assert len(names) > 4 and all(getattr(module, name) is source[name] for name in names)
+    assert operator.attrgetter(path)(deepspeed) is module
 
 
 def test_arguments_are_added_and_the_local_rank_comes_from_torchrun(monkeypatch):
