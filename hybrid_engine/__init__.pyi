@@ -46,3 +46,4 @@ from hybrid_engine.inference.config import InferenceConfig as InferenceConfig
 from hybrid_engine.inference.engine import InferenceEngine as InferenceEngine
 
 __version__: str
+__all__: list[str]
