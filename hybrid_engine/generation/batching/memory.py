@@ -5,12 +5,11 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from hybrid_engine.config import EngineConfig, HybridEngineConfig
-from hybrid_engine.containers import InferenceModel
 from hybrid_engine.containers.lasting import LastingBuffer
 from hybrid_engine.containers.quantised import stored_tensors
 from hybrid_engine.metrics.memory_plan import format_bytes, read_bytes
@@ -18,6 +17,9 @@ from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.zero.fsdp2_private import fsdp_params, unreduced_gradients
 from hybrid_engine.zero.gathering import WeightGatherer
 from hybrid_engine.zero.sharding import Sharding, local_tensor
+
+if TYPE_CHECKING:  # an engine that only trains reads its memory here, and needs no containers
+    from hybrid_engine.containers import InferenceModel
 
 # Share of the free memory that a rollout may take; the rest is for activations and logits.
 USABLE_MEMORY = 0.8
@@ -355,24 +357,24 @@ class MemoryBudget:
         self.device, self._config, self._gatherer = device, config, gatherer
         self._workspace, self._training = workspace, training
 
-    def is_crowded(self, model: InferenceModel | None) -> bool:
+    def is_crowded(self, model: "InferenceModel | None") -> bool:
         """Whether the whole weights do not fit, with the adapters that are fused for the containers of `model`."""
         if not self._gatherer.asks_for_memory:
             return False
         buffers = 0 if model is None else model.buffer_bytes()
         return self._gatherer.is_crowded(usable_memory_bytes(self.device) - buffers)
 
-    def bytes_to_gather(self, model: InferenceModel | None) -> int:
+    def bytes_to_gather(self, model: "InferenceModel | None") -> int:
         """Memory of weights and fused adapters that is taken before the KV workspace."""
         buffers = 0 if model is None else model.buffer_bytes(self._gatherer.is_streamed)
         return self._gatherer.resident_bytes + buffers
 
-    def spare_bytes(self, model: InferenceModel | None) -> int:
+    def spare_bytes(self, model: "InferenceModel | None") -> int:
         """Memory for a KV workspace: what is free and what one holds already, less what gathering will take."""
         held = self._workspace.resident_bytes
         return usable_memory_bytes(self.device) + held - self.bytes_to_gather(model)
 
-    def served_bytes(self, model: InferenceModel | None, limit: MemoryLimit) -> int:
+    def served_bytes(self, model: "InferenceModel | None", limit: MemoryLimit) -> int:
         """Memory for the KV workspace of a server: what `limit` says of the bytes that are free beside the weights."""
         free, _ = free_and_total_bytes(self.device)
         if self.device.type == "cpu" and limit.num_bytes is None:  # processes that torchrun starts here take alike
