@@ -15,7 +15,8 @@ __version__ = version_names.version
 
 def __getattr__(name):
     """A name of DeepSpeed's version or of `hybrid_engine`, or a module below this package."""
-    for source in (version_names, hybrid_engine):
-        if name in dir(source):
-            return getattr(source, name)
+    if name in vars(version_names):
+        return getattr(version_names, name)
+    if name in (*hybrid_engine.__all__, *hybrid_engine._ABSENT):
+        return getattr(hybrid_engine, name)
     return import_below(__name__, name)
