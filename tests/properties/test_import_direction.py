@@ -33,7 +33,6 @@ UPWARD = {
 }
 # Pairs of folders that import each other: to be parted too.
 BOTH_WAYS = {
-    ("hybrid_engine", "hybrid_engine/extensions/deepspeed"),
     ("hybrid_engine/rlhf/experience", "recipes"),
     ("hybrid_engine/rlhf/planning", "recipes"),
     ("hybrid_engine/rlhf/preference", "recipes"),
@@ -136,7 +135,8 @@ def test_no_two_folders_import_each_other():
     imports = set()
     for path in [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]:
         folder = path.parent.relative_to(ROOT).as_posix()
-        found = map(folder_of, imported_names(ast.parse(path.read_text())))
+        names = imported_names(ast.parse(path.read_text()))
+        found = [folder_of(name) for name in names if not name.startswith("hybrid_engine.lazy")]  # imports nothing
         imports |= {(folder, other) for other in found if other is not None and other != folder}
     both_ways = {tuple(sorted(pair)) for pair in imports if pair[::-1] in imports}
     assert both_ways == BOTH_WAYS

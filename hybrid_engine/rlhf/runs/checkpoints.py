@@ -25,7 +25,8 @@ from hybrid_engine.distributed.processes import get_world_size, init_distributed
 from hybrid_engine.rlhf.runs.checks import flag
 from hybrid_engine.rlhf.runs.options import LENGTHS, ConfigT, fit_minibatch
 from hybrid_engine.rlhf.runs.precision import AUTO, apply_tf32, choose_dtype
-from hybrid_engine.rlhf.runs.run_folder import LATEST, STAGES, check_can_resume, check_not_running, checkpoints_of
+from hybrid_engine.rlhf.runs.run_folder import LATEST, STAGES, check_can_resume, checkpoints_of
+from hybrid_engine.rlhf.runs.run_lock import check_not_running
 from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.rlhf.runs.schedule import DEFAULT_TYPE, EARLIER_TYPE, WITHOUT_WARMUP
 

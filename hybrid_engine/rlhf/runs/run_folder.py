@@ -12,8 +12,6 @@ from typing import Any
 
 import yaml
 
-from hybrid_engine.checkpoint.saving import LOCK_FILE, FolderLock, lock_folder
-
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 """The file among a run's checkpoints that says which of them is complete; see `checkpoints.py`."""
@@ -258,26 +256,6 @@ def to_framework(figures: Mapping[str, Any], framework: str | None) -> dict[str,
 def from_framework(figures: Mapping[str, Any], framework: str | None) -> dict[str, Any]:
     """What `to_framework` was given."""
     return rename(figures, {theirs: ours for ours, theirs in names_of(framework).items()})
-
-
-def lock_run(folder: Path) -> FolderLock:
-    """Keeps other processes' runs from writing into `folder`, which is there, for as long as the lock lives.
-
-    Raises:
-        ValueError: a run of another process writes there.
-    """
-    try:
-        return lock_folder(folder)
-    except ValueError as error:
-        raise ValueError(
-            f"--out: a run that still goes on writes into {str(folder)!r}; wait for it or end it, or give another --out"
-        ) from error
-
-
-def check_not_running(folder: Path) -> None:
-    """ValueError where a run of another process writes into `folder`, which need not be there."""
-    if (folder / LOCK_FILE).exists():
-        lock_run(folder)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,11 +17,11 @@ from hybrid_engine.rlhf.runs.run_folder import (
     METRICS,
     TRACKER_PREFIX,
     flat_options,
-    lock_run,
     read_metrics,
     to_framework,
     write_config,
 )
+from hybrid_engine.rlhf.runs.run_lock import lock_run
 from hybrid_engine.rlhf.runs.trackers import Trackers
 
 
