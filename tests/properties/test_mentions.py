@@ -1,4 +1,4 @@
-"""Files that docs and docstrings mention exist."""
+"""Files that docs and docstrings mention, and that docs link to, exist."""
 
 import re
 import subprocess
@@ -57,4 +57,15 @@ def test_every_file_that_is_mentioned_exists():
             is_there = any(known == name or known.endswith(f"/{name}") for known in ours)
             if not is_there and name not in OTHERS and not set(name) & set("<>*"):
                 missing.append(f"{path} mentions {name}")
+    assert not missing, "\n".join(missing)
+
+
+LINK = re.compile(r"\]\(([^)#:\s]+)[)#]")
+
+
+def test_every_file_that_a_page_links_to_exists():
+    pages = [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")]
+    links = [(page, link) for page in pages for link in LINK.findall(page.read_text(encoding="utf-8"))]
+    assert len(links) > 100
+    missing = [f"{page.name} links to {link}" for page, link in links if not (page.parent / link).exists()]
     assert not missing, "\n".join(missing)
