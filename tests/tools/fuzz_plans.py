@@ -1,6 +1,6 @@
 """Random plans by the hundred: each is run on simulated ranks and compared with the module, forward and backward.
 
-    python -m tests.tools.fuzz_plans                      # 100 plans of each model of test_parallel_lowering.py
+    python -m tests.tools.fuzz_plans                      # 100 plans of each model of test_lowering.py
     python -m tests.tools.fuzz_plans --plans 20 llama
 
 Prints a line a model; ends with 1 where a plan differs, whose seed and mesh are named.

@@ -125,7 +125,7 @@ def test_the_error_for_an_op_without_annotation_can_be_followed_as_printed():
 
 
 def test_an_error_of_the_module_itself_is_not_taken_for_one_of_values():
-    with pytest.raises(ValueError, match=r"test_parallel_ops.py:\d+: RuntimeError: .*\n.*runs by itself") as raised:
+    with pytest.raises(ValueError, match=r"test_ops.py:\d+: RuntimeError: .*\n.*runs by itself") as raised:
         build_graph(Net(Function(lambda x: x @ x)), {"x": torch.randn(4, 6, 8)})
     assert "values of tensors" not in str(raised.value)
 

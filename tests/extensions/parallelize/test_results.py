@@ -86,7 +86,7 @@ class Scores:
     nothing: torch.Tensor | None = None
 
 
-torch.export.register_dataclass(Scores, serialized_type_name="test_parallel_results.Scores")
+torch.export.register_dataclass(Scores, serialized_type_name="test_results.Scores")
 
 
 class Named(NamedTuple):
