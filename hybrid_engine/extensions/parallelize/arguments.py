@@ -1,4 +1,6 @@
-"""What `parallelize` is given: each argument by its rule, and the same on all processes where they act together."""
+"""Checks of the arguments of `parallelize`: each one against its rule, and all of them for agreement between
+processes.
+"""
 
 import inspect
 import os
@@ -75,9 +77,11 @@ RULES: Mapping[str, Rule] = {
 def agree_on(
     given: Mapping[str, Any], reuse: Any, broadcast_strategy: Any
 ) -> tuple[ReuseType, BroadcastGenFilesStrategy]:
-    """The last two as what they name, when all processes have found all that is `given` by name right; collective.
+    """Checks the arguments on all processes and returns `reuse` and `broadcast_strategy` as members of their enums;
+    collective.
 
-    ValueError, on all of them, for what is not what its rule says, does not go together, or differs between processes.
+    Raises ValueError on all processes if an argument in `given` breaks its rule, if arguments do not go together, or if
+    they differ between processes.
     """
     agree(lambda: check_arguments(given))
     kinds = agree(
@@ -95,7 +99,9 @@ def agree_on(
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """ValueError for the first argument that is not what its rule says, and for a factory beside an object; local."""
+    """Raises ValueError for the first argument that breaks its rule, and for a factory passed with a module object;
+    local.
+    """
     for name, value in given.items():
         check(name, value, RULES[name])
     if given["module_fn"] is not None and not isinstance(given["module_or_module_class"], type):
@@ -105,7 +111,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
 
 def member(kind: type[Option], name: str, value: Option | str) -> Option:
-    """`value` as one of an option's values; ValueError where it is none; local."""
+    """The enum member that `value` names; ValueError if there is no such member; local."""
     try:
         return kind(value)
     except ValueError as error:
@@ -113,7 +119,9 @@ def member(kind: type[Option], name: str, value: Option | str) -> Option:
 
 
 def check_processes(config: ComputeConfig, load_module: bool, strategy: BroadcastGenFilesStrategy) -> None:
-    """ValueError where the number of processes is another than the config's, or nobody is there to send to; local."""
+    """Raises ValueError if the number of processes differs from the config's, or if there is no process group to send
+    over; local.
+    """
     world_size = get_world_size()
     if strategy is not BroadcastGenFilesStrategy.NONE and not dist.is_initialized():
         raise ValueError(
@@ -129,7 +137,7 @@ def check_processes(config: ComputeConfig, load_module: bool, strategy: Broadcas
 
 
 def check_folder(path: str | os.PathLike[str]) -> None:
-    """Makes the folder where there is none; ValueError where that cannot be done; local."""
+    """Creates the folder if it is missing; ValueError if it cannot be created; local."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -139,9 +147,9 @@ def check_folder(path: str | os.PathLike[str]) -> None:
 
 
 def check_same(given: Mapping[str, Any], kinds: tuple[ReuseType, BroadcastGenFilesStrategy]) -> None:
-    """ValueError on all processes unless all were given the same; collective.
+    """Raises ValueError on all processes unless all of them pass the same arguments; collective.
 
-    Of samples shapes, dtypes and what is no tensor; weights and folders may be others.
+    Samples are compared by shapes, dtypes and their entries that are not tensors. Weights and folders may differ.
     """
     config, module = given["compute_config"], given["module_or_module_class"]
     own = {name: words_of(value) for name, value in vars(config).items() if not isinstance(value, Mapping)}
@@ -157,14 +165,16 @@ def check_same(given: Mapping[str, Any], kinds: tuple[ReuseType, BroadcastGenFil
 
 
 def check_not_nested(module: nn.Module) -> None:
-    """ValueError where a part of the module is parallel; local."""
+    """Raises ValueError if a submodule is already parallel; local."""
     inner = [name for name, part in module.named_modules() if isinstance(part, ParallelModule)]
     if inner:
         raise ValueError(f"{inner[0]!r} of the module is parallel already; parallelize the parts, or the whole")
 
 
 def built_by(build: Callable[[], nn.Module], module_class: type[nn.Module], name: str) -> nn.Module:
-    """What a factory, or the class, makes; ValueError where it needs arguments, or gives something else; local."""
+    """The module that `build`, a factory or the class, returns; ValueError if it needs arguments or returns another
+    type; local.
+    """
     try:
         inspect.signature(build).bind()
     except TypeError as error:

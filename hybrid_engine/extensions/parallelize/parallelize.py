@@ -1,4 +1,7 @@
-"""`parallelize`: from a module, a sample and a policy to a module that runs on any number of processes."""
+"""`parallelize`: makes a module that runs on any number of processes from a module, a sample and a policy.
+
+The helpers here make the plan or read it from its folder, store it, and build the parallel module or class.
+"""
 
 import copy
 import json
@@ -41,12 +44,12 @@ SENDS_WEIGHTS = (BroadcastGenFilesStrategy.NONE, BroadcastGenFilesStrategy.ALL)
 
 @dataclass(frozen=True)
 class Kept:
-    """A plan as its file holds it."""
+    """A plan as its file stores it."""
 
     content: dict[str, Any]
     made_for: Mapping[str, Any]
     is_new: bool
-    """Whether it was made now."""
+    """Whether the plan was made in this call, not read from the folder."""
 
 
 def kept_plan(
@@ -56,9 +59,11 @@ def kept_plan(
     check: Callable[[Any, str], dict[str, Any]],
     make: Callable[[], dict[str, Any]],
 ) -> Kept:
-    """The plan of the folder where `reuse` says so and it fits, checked by `check(content, file)`, else what `make`
-    gives, which is kept. What was there is removed before. ValueError where it must fit and does not, and for the file
-    of a plan that somebody made unreadable.
+    """The plan to use: the stored one or a new one.
+
+    The plan in the folder is used if `reuse` allows it and it was made for the same thing; `check(content, file)`
+    checks it. Otherwise the old plan is deleted, and the result of `make` is stored. Raises ValueError if the plan must
+    match and does not, and if its file was edited into something unreadable.
     """
     made_for = json.loads(json.dumps(made_for, default=str))
     before = _made_for(folder) if reuse in (ReuseType.MATCH, ReuseType.MOO) else None
@@ -80,7 +85,9 @@ def kept_plan(
 
 @contextmanager
 def removed_on_error(folder: Path, reuse: ReuseType) -> Iterator[None]:
-    """Around what comes before a plan is made: where it fails, no plan stays that `reuse` does not ask to match."""
+    """Context around the work before a plan is made. On an error it deletes the stored plan, unless `reuse` is
+    MATCH.
+    """
     try:
         yield
     except Exception:
@@ -95,7 +102,7 @@ def _remove_plan(folder: Path) -> None:
 
 
 def write_plan(folder: Path, kept: Kept) -> None:
-    """Writes the files of a plan; what it was made for last, so that a plan that was cut off counts for nothing."""
+    """Writes the files of a plan. `made_for.json` comes last, so that an interrupted write leaves no valid plan."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MADE_FOR_FILE).unlink(missing_ok=True)
     (folder / PLAN_FILE).write_text(json.dumps(kept.content, indent=1) + "\n")
@@ -103,7 +110,7 @@ def write_plan(folder: Path, kept: Kept) -> None:
 
 
 def _made_for(folder: Path) -> dict[str, Any] | None:
-    """What the plan in the folder was made for, None where there is none that is complete."""
+    """Description of what the stored plan was made for; None if there is no complete plan."""
     try:
         found = json.loads((folder / MADE_FOR_FILE).read_text())
     except (FileNotFoundError, ValueError):
@@ -112,7 +119,7 @@ def _made_for(folder: Path) -> dict[str, Any] | None:
 
 
 def stored_trace(folder: Path, key: str) -> bytes | None:
-    """The traced graph of the folder, None where there is none of that key."""
+    """The stored traced graph; None if there is none with this key."""
     try:
         is_same = (folder / TRACE_KEY_FILE).read_text() == key
         return (folder / TRACE_FILE).read_bytes() if is_same else None
@@ -121,7 +128,7 @@ def stored_trace(folder: Path, key: str) -> bytes | None:
 
 
 def write_trace(folder: Path, key: str, content: bytes) -> None:
-    """Writes a traced graph; its key last, so that a file that was cut off counts for nothing."""
+    """Writes a traced graph. The key comes last, so that an interrupted write leaves no valid graph."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / TRACE_KEY_FILE).unlink(missing_ok=True)
     (folder / TRACE_FILE).write_bytes(content)
@@ -145,10 +152,11 @@ def parallelize(
 ) -> Any:
     """A `ParallelModule` for an object, a subclass of it for a class, None with `load_module=False`; collective.
 
-    Rank 0 makes the plan, or reads it from the folder, and all take it. `load_module=False` needs no process group.
-    `broadcast_strategy` says what else they get: the graph, which they do not trace then, weights, files of a node.
-    Parameters are rank 0's, with `init_module_params=False` those of each unit's first process. ValueError, on every
-    rank, where the arguments do not fit, the module cannot be traced, or what lies in the folder is for something else.
+    Rank 0 makes the plan or reads it from the folder, and sends it to all processes. `load_module=False` needs no
+    process group. `broadcast_strategy` says what else rank 0 sends: the graph (which the other processes then do not
+    trace), weights, or files for each node. Parameters are rank 0's; with `init_module_params=False` they are those of
+    the first process of each unit. Raises ValueError on every rank if the arguments do not fit, if the module cannot be
+    traced, or if the folder holds files for something else.
     """
     if isinstance(module_or_module_class, ParallelModule) or (
         isinstance(module_or_module_class, type) and issubclass(module_or_module_class, ParallelModule)
@@ -197,7 +205,7 @@ def parallelize(
             strategy, folder, kept, trace_key(traced, dummy_forward_args, compute_config.user_config), content
         )
     )
-    plan = agree(lambda: Plan.from_json(kept.content, graph))  # of another model on one process it is refused on all
+    plan = agree(lambda: Plan.from_json(kept.content, graph))  # all ranks refuse a plan of another model
     is_eager = compute_config.lowering == "eager"
     carried = agree(lambda: Carried(traced, dummy_forward_args, plan)) if is_eager else None
     if not load_module:
@@ -221,7 +229,7 @@ def _class_for(plan: Plan) -> type[ParallelModule]:
 
 
 def _traced(build: Callable[[], nn.Module], is_class: bool, dtype: torch.dtype | None) -> nn.Module:
-    """The module whose forward pass is traced: the object itself, one of a class on meta."""
+    """The module whose forward pass is traced: the object itself, or an instance of the class on meta."""
     with torch.device("meta") if is_class else nullcontext():
         module = build()
     check_not_nested(module)
@@ -233,7 +241,7 @@ def _full_name(module: nn.Module) -> str:
 
 
 def _planned(graph: Graph, policy: str | Policy, config: ComputeConfig, folder: Path, reuse: ReuseType) -> Kept:
-    """The plan as its file holds it: that of the folder where `reuse` says so and it fits, else a new one."""
+    """The plan as its file stores it: the one in the folder if `reuse` allows it and it fits, otherwise a new one."""
     name = policy if isinstance(policy, str) else name_of(policy)
     return kept_plan(
         folder,
@@ -245,7 +253,7 @@ def _planned(graph: Graph, policy: str | Policy, config: ComputeConfig, folder: 
 
 
 def _edited(content: Any, graph: Graph, config: ComputeConfig, file: str) -> Plan:
-    """The plan that lies in the folder, where somebody may have changed it."""
+    """The plan that is stored in the folder, which the user may have edited."""
     plan = Plan.from_json(content, graph, file)
     try:
         check_runs(plan, config)
@@ -262,7 +270,7 @@ def _trace_of(
     reuse: ReuseType,
     runs_code: bool,
 ) -> bytes:
-    """The traced forward pass: that of the folder where `reuse` says so and it is of the same, else a new one."""
+    """The traced forward pass: the stored one if `reuse` allows it and its key matches, otherwise a new one."""
     key = trace_key(module, arguments, config.user_config)
     content = stored_trace(folder, key) if reuse is ReuseType.GRAPH else None
     if content is None:
@@ -274,7 +282,9 @@ def _trace_of(
 def _send_to_nodes(
     strategy: BroadcastGenFilesStrategy, folder: Path, kept: Kept, key: str, content: bytes | None
 ) -> None:
-    """Writes what was made now into the folder of every other node, by its first process."""
+    """Writes what was made in this call into the folder of every other node; the first process of the node
+    writes it.
+    """
     if strategy is BroadcastGenFilesStrategy.NONE or not kept.is_new or get_rank() == 0:
         return
     if int(os.environ.get("LOCAL_RANK", get_rank())) == 0:
@@ -284,7 +294,7 @@ def _send_to_nodes(
 
 
 def _check_initialised(module: nn.Module, init_module_params: bool) -> None:
-    """ValueError for parameters without values, where these are wanted."""
+    """Raises ValueError for parameters without values if values are required."""
     missing = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     if missing and init_module_params:
         raise ValueError(
@@ -294,9 +304,10 @@ def _check_initialised(module: nn.Module, init_module_params: bool) -> None:
 
 
 def _initialised(module: nn.Module, init_module_params: bool) -> nn.Module:
-    """The module with rank 0's values where all want such; else each unit's first process gives its own.
+    """The module with rank 0's values if all processes ask for them; otherwise each unit's first process provides its
+    own.
 
-    Parameters on meta become empty ones, of a copy.
+    Parameters on meta are replaced by empty ones, in a copy of the module.
     """
     if all(gather_objects(init_module_params)):
         broadcast_module(module)
@@ -317,7 +328,7 @@ def _subclass(
     carried: Carried | None,
     sample: Mapping[str, Any],
 ) -> type[ParallelModule]:
-    """A class whose objects are the parallelised module, each built anew by `build`."""
+    """A class whose instances are the parallelized module, each built by its own call of `build`."""
     kind = _class_for(plan)
 
     def __init__(self: ParallelModule) -> None:

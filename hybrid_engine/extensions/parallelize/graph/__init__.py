@@ -1,1 +1,1 @@
-"""The ops of a module and how each can be split."""
+"""The graph of ops of a module's forward pass, traced from the module and divided into stages."""

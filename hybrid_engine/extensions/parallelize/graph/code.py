@@ -1,6 +1,7 @@
-"""Which module's code an op stands in: between two ops of it there is no module's border.
+"""Which module's code each op belongs to. There is no module border between two ops of the same code.
 
-A *leaf* is a module whose forward calls ops and no module that does.
+A *leaf* is a module whose forward calls ops and does not call a module that calls ops. Plans for eager lowering use
+this.
 """
 
 from dataclasses import dataclass
@@ -10,30 +11,33 @@ from hybrid_engine.extensions.parallelize.graph.graph import Graph, Op
 RESHAPES = ("view", "reshape", "_unsafe_view")
 
 FREE, FIXED, RESHAPED, SHARED, END = WAYS = ("free", "fixed", "reshaped", "shared", "end")
-"""It is read in any layout; as it is made; so too, but of a whole one each process may have a term of the gradient; in
-one layout by all that read it this way, and its gradient lies alike; whole, as a result of the module."""
+"""How an op can read a tensor: in any layout (free); in the layout in which it was made (fixed); the same, but each
+process may hold a partial sum of the gradient of a whole tensor (reshaped); in one layout for all ops that read it this
+way, with the gradient in the same layout (shared); whole, as a result of the module (end).
+"""
 
 
 @dataclass(frozen=True)
 class Code:
-    """The ops of a graph by the modules that call them."""
+    """The ops of a graph, grouped by the modules that call them."""
 
     graph: Graph
     leaves: frozenset[str]
     makers: dict[str, Op]
-    """By the key of a result, the op that makes it."""
+    """Maps the key of a result to the op that makes it."""
 
     @classmethod
     def of(cls, graph: Graph) -> "Code":
-        """That of a graph."""
+        """Groups the ops of a graph."""
         paths = {op.path for op in graph.ops.values()}
         leaves = frozenset(path for path in paths if not any(_is_inside(other, path) for other in paths))
         return cls(graph, leaves, {key: op for op in graph.ops.values() for key in op.outputs})
 
     def origin(self, key: str, path: str | None) -> str:
-        """The tensor that code outside of a leaf reads where the trace saw it leave a cast in it that changes nothing.
+        """The tensor that code outside a leaf reads instead of `key` if `key` is a cast that changed nothing when it
+        was traced.
 
-        Such a cast gives the very tensor that it was given, which the hooks of that leaf do not change.
+        Such a cast returns the same tensor object that it received, which the hooks of that leaf do not change.
         """
         maker = self.makers.get(key)
         if maker is None or maker.name not in ("to", "contiguous") or maker.path == path:
@@ -43,12 +47,12 @@ class Code:
         return self.origin(source.key, path) if is_same else key
 
     def is_own(self, op: Op, key: str) -> bool:
-        """Whether `op` reads what the code of its own module made, or holds as a buffer or constant."""
+        """Whether `op` reads a result of its own module's code, or a buffer or constant."""
         kind = self.graph.values[key].kind
         return self.makers[key].path == op.path if kind == "result" else kind in ("buffer", "constant")
 
     def way(self, op: Op, key: str) -> str:
-        """How a tensor gets to `op` where layouts change at borders of modules alone; see `WAYS`."""
+        """How a tensor reaches `op` if layouts change only at module borders; one of `WAYS`."""
         maker = self.makers.get(key)
         if self.graph.values[key].kind == "parameter":
             return FREE
@@ -59,7 +63,7 @@ class Code:
         return SHARED if maker is not None and maker.path in self.leaves else FIXED
 
     def is_reshaped_inside(self, maker: Op, key: str) -> bool:
-        """Whether a leaf only reshapes to `key` what it is given, for itself."""
+        """Whether `key` is a reshape of a leaf's input that only the leaf itself reads."""
         readers = [op.path for op in self.graph.ops.values() if key in op.inputs]
         return maker.name in RESHAPES and maker.path in self.leaves and set(readers) == {maker.path}
 

@@ -1,7 +1,8 @@
-"""Gradients that a module's own code makes, which those of the traced ops are not.
+"""Gradients that a module's own code computes and that tracing would lose.
 
-A custom `torch.autograd.Function` stays whole in the graph: one op runs it, with the backward pass that it has.
-Gradient hooks of modules, of parameters, and of tensors inside of a forward pass are refused: a graph runs none.
+A custom `torch.autograd.Function` becomes one op of the graph, which keeps its backward pass. Gradient hooks of
+modules, of parameters, and of tensors inside a forward pass are refused, because a graph does not run them.
+`parallelize` and `trace` call this.
 """
 
 import re
@@ -19,9 +20,9 @@ from hybrid_engine.extensions.parallelize.options.values import shown
 
 NAMESPACE = "hybrid_engine_functions"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
-_SingleLevel: Any = torch.autograd.function._SingleLevelFunction  # where `apply` of all Functions ends in Python
+_SingleLevel: Any = torch.autograd.function._SingleLevelFunction  # `apply` of all Functions ends here
 _ops: dict[tuple[type, str], Any] = {}
-"""The op that runs a Function, by the Function and the types of its arguments and results."""
+"""The op that runs a Function, keyed by the Function and the types of its arguments and results."""
 
 REMEDY = (
     "which a traced graph does not run; write it as a torch.autograd.Function, which is kept, or take "
@@ -32,11 +33,13 @@ MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 TENSOR_HOOKS = {Tensor: ("register_hook", "register_post_accumulate_grad_hook")}
 GRAPH_HOOKS = {torch.autograd.graph: ("register_multi_grad_hook",)}
 TYPES = {bool: "bool", int: "int", float: "float", str: "str", torch.dtype: "ScalarType", torch.device: "Device"}
-"""Types of a Function's arguments that an op takes besides tensors, as schemas name them."""
+"""Types of a Function's arguments that an op accepts in addition to tensors, with their names in schemas."""
 
 
 def check_hooks(module: nn.Module, runs_code: bool) -> None:
-    """ValueError for gradient hooks that would not run; `runs_code`: the module's own code does, on whole tensors."""
+    """Raises ValueError for gradient hooks that would not run. `runs_code`: the module's own code runs, on whole
+    tensors.
+    """
     for name, parameter in module.named_parameters():
         if any(_of_users(getattr(parameter, hooks)) for hooks in PARAMETER_HOOKS):
             raise ValueError(
@@ -53,15 +56,15 @@ def check_hooks(module: nn.Module, runs_code: bool) -> None:
 
 
 def _of_users(hooks: Any) -> bool:
-    """Whether any hook is not one of this package's optimizers."""
+    """Whether any hook does not come from this package's optimizers."""
     return any(not str(getattr(hook, "__module__", "")).startswith("hybrid_engine.") for hook in (hooks or {}).values())
 
 
 @contextmanager
 def own_gradients(runs_code: bool) -> Iterator[None]:
-    """While a module is traced: custom Functions become ops, and hooks on tensors are a ValueError.
+    """Context for tracing a module: custom Functions become ops, and hooks on tensors raise ValueError.
 
-    `runs_code` as in `check_hooks`: hooks are let be then.
+    `runs_code` as in `check_hooks`: if True, hooks are allowed.
     """
     with ExitStack() as stack:
         stack.enter_context(_replaced(_SingleLevel, "apply", classmethod(_apply)))
@@ -92,11 +95,11 @@ def _refusing(name: str) -> Callable[..., None]:
 
 
 class LostGradient(ValueError):
-    """A forward pass makes a gradient in a way that a graph would lose."""
+    """A forward pass computes a gradient in a way that a graph would lose."""
 
 
 def _apply(function: Any, *arguments: Any) -> Any:
-    """In the place of `Function.apply` while a module is traced."""
+    """Replaces `Function.apply` while a module is traced."""
     is_traced = get_proxy_mode() is not None and torch.is_grad_enabled()
     if not is_traced or function.__module__.startswith("torch."):
         return _run(function, arguments)
@@ -108,7 +111,7 @@ def _run(function: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def _op_of(function: type, arguments: tuple[Any, ...]) -> Any:
-    """The op that runs `function` on arguments and with results of these types; ValueError where there is none."""
+    """The op that runs `function` for arguments and results of these types; LostGradient if there cannot be one."""
     name = f"{function.__module__}.{function.__qualname__}"
     takes = [_type_of(name, argument) for argument in arguments]
     versions = [argument._version for argument in arguments if isinstance(argument, Tensor)]
@@ -140,7 +143,7 @@ def _type_of(name: str, argument: Any) -> str:
 
 
 def _defined(name: str, schema: str, function: type) -> Any:
-    """A new op, whose name is the same in every process that defines the same ones in the same order."""
+    """A new op. Its name is the same in every process that defines the same ops in the same order."""
     same = sum(op.startswith(f"{NAMESPACE}::{name}_of_") for op in LIBRARY)
     name = f"{name}_of_{same}"
 
@@ -151,7 +154,7 @@ def _defined(name: str, schema: str, function: type) -> Any:
     def run_with_gradients(*arguments: Any) -> Any:
         if get_proxy_mode() is None:
             return run(*arguments)
-        with torch._C._AutoDispatchBelowAutograd():  # writing into tensors is rewritten in a second trace
+        with torch._C._AutoDispatchBelowAutograd():  # a second trace rewrites writes into tensors
             return op(*arguments)
 
     _LIBRARY.define(name + schema)

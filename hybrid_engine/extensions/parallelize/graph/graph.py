@@ -1,7 +1,8 @@
-"""The ops of a module's forward pass, by keys that stay the same from one trace to the next.
+"""The ops of a module's forward pass, with keys that are the same in every trace.
 
-A key names the module, the op and which of the module's ops of that kind it is: `layers.0.mlp.up:linear:0`. A plan says
-by these keys how each op is split; it holds for other shapes of the arguments, whose graphs have the same keys.
+A key names the module, the op and its number among the module's ops of that name: `layers.0.mlp.up:linear:0`. A plan
+uses these keys to say how each op is split. It is also valid for other shapes of the arguments, whose graphs have the
+same keys.
 """
 
 import copy
@@ -35,7 +36,7 @@ KINDS = {
 MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKind.USER_INPUT_MUTATION)
 aten = torch.ops.aten
 DROPPED = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar")
-"""Checks of what tracing has fixed already."""
+"""Checks of conditions that tracing has already fixed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class Value:
     """A tensor of the graph: a parameter, a buffer, a constant, an argument, or the result of an op."""
 
     key: str
-    """`layers.0.mlp.up.weight` for what the module holds, `op key/0` for the first result of an op."""
+    """`layers.0.mlp.up.weight` for a tensor that the module holds, `op key/0` for the first result of an op."""
     kind: str
     """`parameter`, `buffer`, `constant`, `input` or `result`."""
     shape: tuple[int, ...]
@@ -51,7 +52,7 @@ class Value:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the whole tensor."""
+        """Number of bytes of the whole tensor."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
@@ -61,60 +62,63 @@ class Op:
 
     key: str
     path: str
-    """Of the module whose forward calls it, empty for the outermost."""
+    """Path of the module whose forward calls the op; empty for the outermost module."""
     name: str
-    """`linear`, or `namespace::name` of an op that is not PyTorch's."""
+    """`linear`, or `namespace::name` for an op that is not PyTorch's."""
     rule: OpRule
     inputs: tuple[str, ...]
-    """Keys of the operands, in the order of the annotation's."""
+    """Keys of the operands, in the order of the annotation."""
     outputs: tuple[str, ...]
     """Keys of the results."""
     node: fx.Node
-    """The node of the graph that calls it."""
+    """The node of the graph that calls the op."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """All ops of one forward pass in the order in which they run."""
+    """All ops of one forward pass in execution order."""
 
     ops: Mapping[str, Op]
     values: Mapping[str, Value]
     outputs: tuple[str | None, ...]
-    """Keys of the results of the module, flattened; None for one that is no tensor."""
+    """Keys of the results of the module, flattened; None for a result that is not a tensor."""
     plain_results: tuple[Any, ...]
-    """In the places of those None the results, as numbers and texts; None in the others."""
+    """The results that are not tensors, such as numbers and strings, at their places; None elsewhere."""
     mutations: Mapping[str, str]
-    """The key of the new value of each buffer, by its name, and argument, by its key, that the forward pass writes
-    into."""
+    """Maps each buffer (by name) and argument (by key) that the forward pass writes into to the key of its new
+    value.
+    """
     requires_grad: frozenset[str]
-    """Names of the parameters that are trained."""
+    """Names of the trained parameters."""
     aliases: Mapping[str, str]
-    """By each further name of a tied parameter or buffer, the name it has in `values`."""
+    """Maps each additional name of a tied parameter or buffer to its name in `values`."""
     nodes: Mapping[fx.Node, str]
-    """The key of the value of each node of `module` whose value is a tensor."""
+    """Maps each node of `module` whose value is a tensor to the key of that value."""
     module: fx.GraphModule
     original: nn.Module
-    """The module that was traced, on meta: how it computes, without its weights."""
+    """The module that was traced, on meta: its code without its weights."""
     trace_state: Hashable
-    """What of modes, plain attributes and autocast it was traced for."""
+    """The modes, plain attributes and autocast dtype that the graph was traced for; see `trace_state`."""
     constants: Mapping[str, Tensor]
     out_spec: TreeSpec
     signature: str
-    """SHA-256 of the model: ops, their order, what they read, the parameters' shapes. Not of the arguments' shapes."""
+    """SHA-256 of the model: ops, their order, their operands, the parameters' shapes. Independent of the arguments'
+    shapes.
+    """
     hash: str
-    """SHA-256 of all of that, of all shapes and of all arguments that are not tensors."""
+    """SHA-256 of the same, of all shapes and of all arguments that are not tensors."""
 
     def of_kind(self, kind: str) -> dict[str, Value]:
         """The values of one kind, by key."""
         return {key: value for key, value in self.values.items() if value.kind == kind}
 
     def inputs_of(self, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tensors among the arguments of a forward pass by the names of their values."""
+        """The tensors among the arguments of a forward pass, keyed by the names of their values."""
         tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
         return dict(zip(self.of_kind("input"), tensors, strict=True))
 
     def result_of(self, outputs: Sequence[Tensor | None]) -> Any:
-        """The module's result, whose tensors are `outputs`."""
+        """The module's result, with `outputs` as its tensors."""
         leaves = [plain if out is None else out for out, plain in zip(outputs, self.plain_results, strict=True)]
         return pytree.tree_unflatten(leaves, self.out_spec)
 
@@ -128,7 +132,7 @@ class Graph:
 
 
 def build_graph(module: nn.Module, arguments: Mapping[str, Any], runs_code: bool = False) -> Graph:
-    """The graph of `module.forward(**arguments)`; ValueError where it cannot be traced, or an op has no annotation.
+    """The graph of `module.forward(**arguments)`; ValueError if it cannot be traced or an op has no annotation.
 
     `runs_code` as in `trace`.
     """
@@ -136,13 +140,15 @@ def build_graph(module: nn.Module, arguments: Mapping[str, Any], runs_code: bool
 
 
 def graph_of_trace(exported: ExportedProgram, module: nn.Module) -> Graph:
-    """The graph of a traced forward pass of `module`, which is changed; ValueError for an op without annotation."""
+    """The graph of a traced forward pass of `module`. Changes `exported`. Raises ValueError for an op without
+    annotation.
+    """
     normalise(exported.graph_module)
     return graph_of(exported, module)
 
 
 def graph_of(exported: ExportedProgram, module: nn.Module) -> Graph:
-    """The graph of a program that `module` was exported to."""
+    """The graph of the program that `module` was exported to."""
     aliases = _aliases(module)
     signature = exported.graph_signature
     values: dict[str, Value] = {}
@@ -260,7 +266,7 @@ def _rule_for(call: Call, key: str) -> OpRule:
 
 
 def without_weights(module: nn.Module) -> nn.Module:
-    """A copy of `module` on meta; the module itself where all of it is there."""
+    """A copy of `module` on meta; the module itself if all its tensors are on meta already."""
     tensors = [*module.parameters(), *module.buffers()]
     if all(tensor.is_meta for tensor in tensors):
         return module
@@ -276,7 +282,7 @@ def module_path(node: fx.Node) -> str:
 
 
 def _digest(ops: Mapping[str, Op], values: Mapping[str, Value], with_shapes: bool) -> str:
-    """SHA-256 over the graph in words, which do not depend on the process."""
+    """SHA-256 of a description of the graph that does not depend on the process."""
     digest = hashlib.sha256()
     for value in values.values():
         is_known = with_shapes or value.kind in ("parameter", "buffer")
@@ -288,7 +294,7 @@ def _digest(ops: Mapping[str, Op], values: Mapping[str, Value], with_shapes: boo
 
 
 def _aliases(module: nn.Module) -> dict[str, str]:
-    """The further names of tensors that a module has under several."""
+    """Maps each additional name of a tensor to the first name that the module has for it."""
     first: dict[int, str] = {}
     found = {}
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
@@ -299,7 +305,7 @@ def _aliases(module: nn.Module) -> dict[str, str]:
 
 
 def normalise(graph_module: fx.GraphModule) -> None:
-    """Rewrites the graph in place; what it computes stays the same up to rounding."""
+    """Rewrites the graph in place; its results stay the same up to rounding."""
     for node in list(graph_module.graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
@@ -316,7 +322,7 @@ def normalise(graph_module: fx.GraphModule) -> None:
 
 
 def _sum_cross_entropy(graph: fx.Graph, node: fx.Node) -> None:
-    """A mean over targets is the sum over all, divided by the number of those that are not ignored."""
+    """Replaces a mean over targets by the sum over all, divided by the number of targets that are not ignored."""
     arguments = arguments_of(node.target, node.args, dict(node.kwargs))  # type: ignore[arg-type]
     target = arguments["target"]
     is_mean = arguments["reduction"] == 1 and arguments["weight"] is None
@@ -356,7 +362,7 @@ def _sum_squares(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _call(graph: fx.Graph, like: fx.Node, op: torch._ops.OpOverload, *args: Any) -> fx.Node:
-    """A node for `op` that stands where `like` stands in the model, its value computed on fake tensors."""
+    """A node for `op` with the module path of `like`. Its value is computed on fake tensors."""
     node = graph.call_function(op, args)
     node.meta = {name: like.meta[name] for name in ("nn_module_stack", "stack_trace") if name in like.meta}
     values = fx.node.map_arg(args, lambda entry: entry.meta["val"])

@@ -1,4 +1,7 @@
-"""What a forward pass leaves behind for the next one: buffers that it replaces are written, other state is named."""
+"""State that a forward pass leaves for the next one: replaced buffers are written in place, other state gets a warning.
+
+`trace` uses this. `trace_state` records the modes and attributes that a graph was traced for.
+"""
 
 import warnings
 from collections.abc import Hashable, Iterator
@@ -15,10 +18,10 @@ PLAIN = (bool, int, float, str)
 
 @contextmanager
 def kept_state(module: nn.Module) -> Iterator[None]:
-    """While `module` is traced: a buffer that a part of it is given anew (`self.queue = ...`) is written in place.
+    """Context for tracing `module`: a buffer that a submodule replaces (`self.queue = ...`) is written in place.
 
-    torch.export sees that of the outermost module alone, and loses it of others. ValueError where the new value is not
-    of the same shape and type. Numbers and tensors in plain attributes cannot be kept: a warning names them.
+    torch.export handles this for the outermost module only, and loses it for others. Raises ValueError if the new value
+    has another shape or dtype. Numbers and tensors in plain attributes cannot be kept: a warning names them.
     """
     buffers: dict[str, tuple[nn.Module, dict[str, Tensor | None]]] = {}
     attributes: dict[str, Any] = {}
@@ -50,7 +53,7 @@ def _write_back(part: nn.Module, path: str, buffer: Tensor | None) -> None:
             f"forward makes of the buffer {path!r}, {_shown(buffer)}, {_shown(new)}; it must stay as it is registered"
         )
     if path == name:
-        return  # the outermost module's, which torch.export sees
+        return  # torch.export handles buffers of the outermost module
     with torch.no_grad():
         buffer.copy_(new)
     part._buffers[name] = buffer
@@ -61,7 +64,7 @@ def _shown(buffer: Tensor | None) -> str:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Plain attributes by their paths."""
+    """Plain attributes, keyed by their paths."""
     return {
         f"{path}.{name}".removeprefix("."): value
         for path, part in module.named_modules()
@@ -70,7 +73,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _is_lost(old: Any, new: Any) -> bool:
-    """Whether a forward pass has put a tensor or another number there."""
+    """Whether a forward pass has set the attribute to a tensor or another number."""
     return old is not new and (isinstance(new, Tensor) or (_is_number(old) and _is_number(new) and old != new))
 
 
@@ -88,23 +91,23 @@ def _warn_of(names: list[str]) -> None:
 
 
 def trace_state(module: nn.Module) -> Hashable:
-    """Autocast's dtype, if any, and the modes, numbers and texts that the parts of `module` hold, in their order."""
+    """Autocast's dtype or None, and the modes, numbers and strings that the parts of `module` hold, in their order."""
     return autocast_dtype(), tuple(tuple(plain_attributes(part).items()) for part in module.modules())
 
 
 def autocast_dtype() -> torch.dtype | None:
-    """That of torch.autocast on this process's device; None where it is off."""
+    """The dtype of torch.autocast on this process's device; None if it is off."""
     kind = default_device().type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def copy_trace_state(module: nn.Module, to: nn.Module) -> None:
-    """Gives the parts of `to`, which has the tree of `module`, the modes and plain attributes of that one's."""
+    """Copies the modes and plain attributes of `module` to `to`, which has the same module tree."""
     for path, part in module.named_modules():
         other = vars(to.get_submodule(path))
         other.update((name, value) for name, value in plain_attributes(part).items() if name in other)
 
 
 def plain_attributes(part: nn.Module) -> dict[str, Any]:
-    """The numbers and texts that a module holds under public names."""
+    """The numbers and strings that a module holds under public names."""
     return {name: value for name, value in vars(part).items() if type(value) in PLAIN and name[0] != "_"}

@@ -1,4 +1,4 @@
-"""`register_op`: a function of the user's as one op of the graph, which is split as its annotation says.
+"""`register_op`: makes a user's function one op of the graph, which is split as its annotation says.
 
 @hybrid_engine.register_op("m k+, n k+ -> m n")
 def product(x: Tensor, weight: Tensor) -> Tensor: ...
@@ -22,12 +22,12 @@ _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 def register_op(annotation: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A decorator that makes a function one op of traced graphs, split along the names of `annotation`.
 
-    The function takes and returns tensors and numbers, with type hints; what it computes is differentiated as written.
-    An op that is registered with PyTorch already (`torch.ops.mine.product`, a `torch.library.custom_op`) is annotated
-    as it is. The tokens are explained in `hybrid_engine.extensions.parallelize.library.annotations`.
+    The function takes and returns tensors and numbers, with type hints. Gradients are those of its code. An op that is
+    already registered with PyTorch (`torch.ops.mine.product`, a `torch.library.custom_op`) is annotated as it is.
+    `hybrid_engine.extensions.parallelize.library.annotations` explains the tokens.
 
-    ValueError for an annotation that says nothing sensible, for a function without type hints, and for one whose name
-    is registered for another function.
+    Raises ValueError for an invalid annotation, for a function without type hints, and for a function whose name is
+    already registered.
     """
     check("annotation", annotation, TEXT)
     _check_text(annotation)
@@ -49,7 +49,7 @@ def register_op(annotation: str) -> Callable[[Callable[..., Any]], Callable[...,
 
 
 def overload_of(op: Any) -> torch._ops.OpOverload | None:
-    """The registered op that `op` is, None for a plain function."""
+    """The registered op that `op` stands for; None for a plain function."""
     op = getattr(op, "_opoverload", op)
     if isinstance(op, torch._ops.OpOverloadPacket):
         op = op.default
@@ -57,7 +57,7 @@ def overload_of(op: Any) -> torch._ops.OpOverload | None:
 
 
 def _check_text(annotation: str) -> None:
-    """ValueError for an annotation that is wrong whatever the operands are."""
+    """Raises ValueError for an annotation that is invalid for any operands."""
     operands = annotation.split("->")[0].split(",")
     parse(annotation, [None if part.strip() == "?" else _num_dims(part) for part in operands])
 
@@ -87,7 +87,7 @@ def _define(name: str, function: Callable[..., Any]) -> None:
 
 
 def annotated_by_text(text: str) -> Rule:
-    """The rule of an op whose annotation is `text`, one operand per argument (`register_op`)."""
+    """The rule of an op with the annotation `text`, one operand per argument (`register_op`)."""
     return lambda call: _registered(call, text)
 
 

@@ -1,7 +1,8 @@
-"""Which ops of a graph run in which stage, and which tensors go from stage to stage.
+"""Divides a graph into pipeline stages: the ops of each stage, the tensors sent between stages, and the schedule.
 
-An op runs where the module is that calls it, or, where no stage names that, as early as what it reads is there. What
-depends on no parameter (masks, positions) is computed in each stage that reads it: every stage has the sample.
+An op runs in the stage that names its module. If no stage names it, the op runs in the earliest stage that has its
+operands. Values that do not depend on parameters (masks, positions) are computed in each stage that reads them, because
+every stage has the sample.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,34 +15,34 @@ from hybrid_engine.extensions.parallelize.graph.graph import Graph, Op
 
 Stages = Sequence[Sequence[str]]
 SINGLE: Mapping[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "infer_pipe": ScheduleGPipe}
-"""One stage a process."""
+"""Schedules with one stage per process."""
 SCHEDULES = (*SINGLE, "1f1b_interleaved")
 REFUSED = {"1f1b_plus": "1f1b", "chimera_direct": "1f1b_interleaved"}
-"""What PyTorch does not have, and what to take instead."""
+"""Schedules of nnScaler that PyTorch does not have, with the schedule to use instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageOps:
-    """One stage of a graph."""
+    """The ops and tensors of one stage of a graph."""
 
     ops: tuple[str, ...]
-    """Keys, in the order in which they run."""
+    """Keys of the ops, in execution order."""
     held: frozenset[str]
-    """Names of the parameters and buffers that it reads or changes."""
+    """Names of the parameters and buffers that the stage reads or changes."""
     received: tuple[str, ...]
-    """Tensors from the stage before, also those that it only passes on."""
+    """Keys of the tensors from the previous stage, including those that this stage only passes on."""
     sent: tuple[str, ...]
-    """Tensors for the stage after it."""
+    """Keys of the tensors for the next stage."""
     mutations: frozenset[str]
-    """Names of the buffers that it changes."""
+    """Names of the buffers that the stage changes."""
     is_last: bool
 
 
 def divide(graph: Graph, stages: Stages) -> tuple[StageOps, ...]:
-    """The graph in stages.
+    """Divides the graph into stages.
 
-    ValueError where a stage reads what a later one makes, where nothing goes between two, and for what a forward pass
-    writes into that several stages have.
+    Raises ValueError if a stage reads the result of a later one, if no tensor passes between two stages, if a stage has
+    no op, and if the forward pass writes into a tensor of which several stages hold copies.
     """
     made = _stage_of_values(graph, stages)
     _check_arguments_unwritten(graph)
@@ -73,7 +74,7 @@ def divide(graph: Graph, stages: Stages) -> tuple[StageOps, ...]:
 
 
 def _stage_of_values(graph: Graph, stages: Stages) -> dict[str, int | None]:
-    """The stage of each op and each result by key, None of what depends on no parameter."""
+    """The stage of each op and each result, by key; None for those that depend on no parameter."""
     made: dict[str, int | None] = {}
     for op in graph.ops.values():
         reads = [made.get(key) for key in op.inputs]
@@ -96,7 +97,7 @@ def _stage_of(op: Op, stages: Stages, reads: Sequence[int]) -> int:
 
 
 def stage_of_path(path: str, stages: Stages) -> int | None:
-    """The stage that names the module at `path`, or the innermost one around it; None where none does."""
+    """The stage that names the module at `path`, or the innermost module around it; None if no stage does."""
     found = [
         (len(module), number) for number, modules in enumerate(stages) for module in modules if _is_in(path, module)
     ]
@@ -108,7 +109,7 @@ def _is_in(path: str, module: str) -> bool:
 
 
 def _mutations(graph: Graph, made: Mapping[str, int | None], number: int) -> set[str]:
-    """The buffers that a stage changes: all change those whose new value depends on no parameter."""
+    """Names of the buffers that a stage changes. Every stage changes those whose new value depends on no parameter."""
     return {name for name, key in graph.mutations.items() if made.get(key) in (number, None)}
 
 
@@ -122,7 +123,7 @@ def _check_arguments_unwritten(graph: Graph) -> None:
 
 
 def _check_one_changes(graph: Graph, made: Mapping[str, int | None], held: Sequence[frozenset[str] | set[str]]) -> None:
-    """ValueError for a buffer that one stage changes and others read, whose copies would stay as they were."""
+    """Raises ValueError for a buffer that one stage changes and others read: their copies would not change."""
     for name, key in graph.mutations.items():
         number = made.get(key)
         others = [stage for stage, names in enumerate(held) if name in names and stage != number]
@@ -134,7 +135,7 @@ def _check_one_changes(graph: Graph, made: Mapping[str, int | None], held: Seque
 
 
 def _with_free(graph: Graph, made: Mapping[str, int | None], own: Sequence[Op], ends: Sequence[str]) -> list[str]:
-    """The keys of a stage's ops with those that depend on no parameter and are read here."""
+    """Keys of a stage's ops, including those that depend on no parameter and are read in this stage."""
     found = {op.key for op in own}
     wanted = [key for op in own for key in op.inputs] + list(ends)
     while wanted:
@@ -151,7 +152,7 @@ def _inputs(graph: Graph, ops: Iterable[str]) -> set[str]:
 
 
 def _crossing(graph: Graph, made: Mapping[str, int | None], read: Sequence[set[str]]) -> list[tuple[str, ...]]:
-    """For each boundary the tensors that are made before it and read after it."""
+    """For each boundary, keys of the tensors that are made before it and read after it."""
     last = {key: number for number, keys in enumerate(read) for key in keys}
     boundaries = []
     for boundary in range(len(read) - 1):
@@ -167,7 +168,7 @@ def _held(graph: Graph, ops: Iterable[str]) -> set[str]:
 
 
 def check_name(name: Any) -> None:
-    """ValueError for a schedule that there is not."""
+    """Raises ValueError for an unknown schedule."""
     if isinstance(name, str) and name in REFUSED:
         raise ValueError(f"pipeline_scheduler={name!r} is not one of PyTorch's; take {REFUSED[name]!r}")
     if name not in SCHEDULES:
@@ -175,7 +176,7 @@ def check_name(name: Any) -> None:
 
 
 def check_schedule(name: str, num_stages: int, num_micro_batches: int) -> None:
-    """ValueError for a schedule that there is not, and for numbers that it does not take."""
+    """Raises ValueError for an unknown schedule, and for numbers that the schedule does not support."""
     check_name(name)
     if name == "1f1b" and num_micro_batches < num_stages:
         raise ValueError(
@@ -195,14 +196,14 @@ def check_schedule(name: str, num_stages: int, num_micro_batches: int) -> None:
 
 
 def stages_each(name: str) -> int:
-    """The stages of one process."""
+    """Number of stages per process."""
     return 2 if name == "1f1b_interleaved" else 1
 
 
 def build_schedule(
     name: str, stages: Sequence[PipelineStage], num_micro_batches: int, loss_fn: Callable[..., Any] | None
 ) -> Any:
-    """A schedule that sums gradients over micro-batches; without `loss_fn` it has no backward pass."""
+    """A schedule that sums gradients over micro-batches. Without `loss_fn` it has no backward pass."""
     if name == "1f1b_interleaved":
         return ScheduleInterleaved1F1B(list(stages), num_micro_batches, loss_fn=loss_fn, scale_grads=False)
     kind = ScheduleGPipe if loss_fn is None else SINGLE[name]

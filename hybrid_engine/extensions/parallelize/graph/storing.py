@@ -1,4 +1,6 @@
-"""A traced forward pass as bytes, for a file or another process: without weights, and without tracing once more."""
+"""Stores a traced forward pass as bytes without weights, so that a file or another process can use it without
+tracing.
+"""
 
 import hashlib
 import inspect
@@ -19,12 +21,14 @@ from hybrid_engine.extensions.parallelize.graph.kept_state import autocast_dtype
 
 
 def dump_trace(exported: ExportedProgram) -> bytes:
-    """What `load_trace` reads; ValueError where arguments or results have types that torch.export cannot write."""
+    """The bytes that `load_trace` reads; ValueError if arguments or results have types that torch.export cannot
+    write.
+    """
     kept = exported._state_dict, exported._example_inputs, exported._constants
     file = io.BytesIO()
     exported._state_dict = {name: _without_data(tensor) for name, tensor in exported.state_dict.items()}
     exported._example_inputs = None  # type: ignore[assignment]
-    # Buffers that no state dict has: of several without data the file would have the first's storage alone.
+    # Buffers that are in no state dict. The file would store only the first one's storage for several without data.
     exported._constants = {name: _without_data(v) if _is_empty(v) else v for name, v in exported.constants.items()}
     try:
         with warnings.catch_warnings():
@@ -42,7 +46,9 @@ def dump_trace(exported: ExportedProgram) -> bytes:
 
 
 def _check_written(exported: ExportedProgram) -> None:
-    """TypeError for results that torch.export writes and cannot read, as texts are, and for ops of this process."""
+    """Raises TypeError for results that torch.export writes but cannot read, such as strings, and for ops that only
+    this process has.
+    """
     (results,) = next(iter(reversed(exported.graph.nodes))).args
     functions = [node.target for node in exported.graph.nodes if FUNCTIONS in str(node.target)]
     if functions:
@@ -57,13 +63,13 @@ def _is_empty(value: Any) -> bool:
 
 
 def _without_data(tensor: Tensor) -> Tensor:
-    """One element in the place of all."""
+    """A tensor of the same shape whose storage is one element."""
     empty = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def load_trace(content: bytes) -> ExportedProgram:
-    """The traced forward pass; which tensors lie in the memory of others is found anew, as files do not say."""
+    """The traced forward pass. Which tensors share memory is computed again, because files do not store it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         exported = torch.export.load(io.BytesIO(content))
@@ -76,10 +82,11 @@ def load_trace(content: bytes) -> ExportedProgram:
 
 
 def trace_key(module: nn.Module, arguments: Mapping[str, Any], user_config: Mapping[str, Any]) -> str:
-    """SHA-256 of all that a trace depends on as far as it is known without tracing.
+    """SHA-256 of everything that a trace depends on and that is known without tracing.
 
-    Shapes, dtypes and other arguments, parameters and buffers, numbers and words that modules hold, the source of their
-    classes, autocast, the release of torch, `user_config`. Functions that the classes call are not looked into.
+    This covers: shapes and dtypes of tensor arguments, other arguments, parameters and buffers, numbers and strings
+    that modules hold, the source of their classes, autocast, the version of torch, and `user_config`. It does not cover
+    functions that the classes call.
     """
     leaves, spec = pytree.tree_flatten(dict(arguments))
     words = [torch.__version__, str(spec), str(dict(user_config)), str(autocast_dtype())]

@@ -1,7 +1,7 @@
-"""From a module and sample arguments to a graph of ops on tensors without data, by torch.export.
+"""Traces a module with sample arguments to a graph of ops on tensors without data, by torch.export.
 
-No weights are needed in memory: parameters and arguments are traced as fake tensors. Ops like `linear` and
-`scaled_dot_product_attention` stay whole. Writing into tensors becomes ops with results, buffers that a forward pass
+Weights need not be in memory: parameters and arguments are traced as fake tensors. Ops such as `linear` and
+`scaled_dot_product_attention` stay whole. Writes into tensors become ops with results, buffers that a forward pass
 changes become results of the graph, and regions without gradients end in `detach`.
 """
 
@@ -27,9 +27,9 @@ from hybrid_engine.extensions.parallelize.graph.kept_state import kept_state
 from hybrid_engine.extensions.parallelize.library import is_annotated
 
 OF_VALUES = ("DataDependent", "DynamicOutputShape", "Unbacked")
-"""In the names of errors of PyTorch's that a forward pass makes whose ops depend on values."""
+"""Parts of the names of PyTorch's errors for a forward pass whose ops depend on values."""
 UNKNOWN_CONTAINER = re.compile(r"(?:Found|Unsupported input type) <class '([^']+)'>")
-"""In errors of torch.export's about an argument, or a result, that may have tensors in it."""
+"""Matches torch.export's errors about an argument or result of a container type that it does not know."""
 NO_GRADIENT_REGION = "wrap_with_set_grad_enabled"
 LOGGERS = (
     "torch._export.non_strict_utils",
@@ -38,20 +38,20 @@ LOGGERS = (
     "torch.fx.experimental.symbolic_shapes",
 )
 PARTIAL_GRAPH = "def forward(self, arg"
-"""How code begins that torch.export prints of what it has traced until an error."""
+"""The beginning of the code that torch.export prints for what it has traced before an error."""
 
 
 def trace(module: nn.Module, arguments: Mapping[str, Any], runs_code: bool = False) -> ExportedProgram:
-    """The forward pass of `module` on arguments like these, by their names; neither is changed.
+    """Traces the forward pass of `module` with arguments like these, passed by name. Changes neither.
 
-    `runs_code`: the module's own code will run, or none will be trained, so that gradient hooks in it are not refused.
-    ValueError where the arguments do not fit `forward`, and where the ops depend on the values of tensors: it names the
-    line of the module.
+    `runs_code`: the module's own code will run, or no code will be trained, so that gradient hooks in it are allowed.
+    Raises ValueError if the arguments do not fit `forward`, and if the ops depend on the values of tensors; the error
+    names the line of the module.
     """
     check_arguments(module, arguments)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     device = _device_of(module, arguments)
-    # Regions without gradients are seen from one that has them alone.
+    # torch.export records regions without gradients only if gradients are enabled around them.
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -76,17 +76,17 @@ def _copied(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 WRITTEN = {torch.ops.aten.copy.default: _copied}
-"""What writing into a part of a tensor becomes: PyTorch's own op for it has no derivative."""
+"""Replacement for writes into a part of a tensor: PyTorch's own op for it has no derivative."""
 
 
 def _writes(graph_module: fx.GraphModule) -> bool:
-    """Whether any op writes into a tensor; where none does, there is nothing to rewrite, which takes longest."""
+    """Whether any op writes into a tensor. If none does, the rewrite, which is the slowest step, is skipped."""
     ops = [node.target for node in graph_module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
     return any(op._schema.is_mutable or "batch_norm" in op._schema.name for op in ops)
 
 
 def check_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """ValueError unless `arguments` can be given to the module's forward by name."""
+    """Raises ValueError unless `arguments` can be passed to the module's forward by name."""
     signature = inspect.signature(module.forward)
     positional = [p.name for p in signature.parameters.values() if p.kind is inspect.Parameter.POSITIONAL_ONLY]
     if positional:
@@ -102,10 +102,10 @@ def check_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
 
 
 def check_takes_sample(module_class: type[nn.Module]) -> None:
-    """ValueError unless the class's forward can be called with a sample alone."""
+    """Raises ValueError unless the class's forward can be called with a sample as its only argument."""
     signature = inspect.signature(module_class.forward)
     try:
-        signature.bind(None, None)  # itself and the sample
+        signature.bind(None, None)  # self and the sample
     except TypeError as error:
         raise ValueError(
             f"{module_class.__name__}.forward{signature} must take a sample as its first argument, and have defaults "
@@ -114,7 +114,9 @@ def check_takes_sample(module_class: type[nn.Module]) -> None:
 
 
 def arguments_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of the module's forward by name, those of **kwargs beside the others; ValueError."""
+    """The arguments of a call of the module's forward by name, with the entries of **kwargs among them; ValueError if
+    they do not fit.
+    """
     signature = inspect.signature(module.forward)
     flat: dict[str, Any] = {}
     try:
@@ -130,27 +132,30 @@ def arguments_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[
 
 
 def _device_of(module: nn.Module, arguments: Mapping[str, Any]) -> torch.device:
-    """Where tensors are taken to be that are on meta, so that the module can make others beside them: the CPU, or
-    the device of those that are somewhere."""
+    """The device that tensors on meta are traced on, so that the module can create others on it: the device of the
+    first tensor that is not on meta, otherwise the CPU.
+    """
     tensors = [*pytree.tree_leaves(dict(arguments)), *module.parameters(), *module.buffers()]
     devices = [tensor.device for tensor in tensors if isinstance(tensor, Tensor) and not tensor.is_meta]
     return next(iter(devices), torch.device("cpu"))
 
 
 def _fake(value: Any, mode: FakeTensorMode, device: torch.device) -> Any:
-    """The nested arguments with a fake tensor for each tensor, the same one where a tensor stands twice."""
+    """The nested arguments with a fake tensor for each tensor; a tensor that appears twice gets the same fake
+    tensor.
+    """
     with mode:
         return pytree.tree_map_only(Tensor, lambda tensor: _fake_tensor(tensor.detach(), device), value)
 
 
 def _fake_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    """An empty tensor like it, on `device` where it is on meta."""
+    """An empty tensor like `tensor`, on `device` if `tensor` is on meta."""
     return torch.empty_like(tensor, device=device if tensor.is_meta else tensor.device)
 
 
 @contextmanager
 def _fake_tensors(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
-    """Puts fake tensors in the place of parameters and buffers, and these back in the end."""
+    """Replaces parameters and buffers by fake tensors, and restores them at the end."""
     kept = [(owner, dict(owner._parameters), dict(owner._buffers)) for owner in module.modules()]
     fakes: dict[int, Tensor] = {}
     with mode:
@@ -171,7 +176,7 @@ def _fake_tensors(module: nn.Module, mode: FakeTensorMode, device: torch.device)
 
 
 def _untraceable(module: nn.Module, error: Exception) -> str:
-    """What to say of a module that cannot be traced, with the last line of its own code."""
+    """The error text for a module that cannot be traced, with the last line of its own code."""
     frames, cause = [], error.__traceback__
     while cause is not None:
         frames.append((cause.tb_frame.f_code.co_filename, cause.tb_lineno))
@@ -207,7 +212,9 @@ def _untraceable(module: nn.Module, error: Exception) -> str:
 
 
 def _taken_names(module: nn.Module) -> list[str]:
-    """The names of parts, parameters and buffers that are keywords, or, outermost, a graph's own."""
+    """Names of submodules, parameters and buffers that are keywords, or, in the outermost module, attributes of a
+    graph.
+    """
     names = {name for part in module.modules() for name in _names_in(part) if keyword.iskeyword(name)}
     own = {*dir(fx.GraphModule), "meta"} - set(dir(nn.Module))
     return sorted(names | (own & set(_names_in(module))))
@@ -218,7 +225,7 @@ def _names_in(module: nn.Module) -> list[str]:
 
 
 class _AutocastInside(ValueError):
-    """A region of the forward pass has another autocast than the call."""
+    """A region of the forward pass uses another autocast state than the call."""
 
 
 def _check_autocast(graph_module: fx.GraphModule) -> None:
@@ -231,7 +238,7 @@ def _check_autocast(graph_module: fx.GraphModule) -> None:
 
 
 def _open_regions(graph_module: fx.GraphModule) -> None:
-    """Puts the ops of regions under `no_grad` in their place; their results are detached."""
+    """Inlines the ops of `no_grad` regions; their results are detached."""
     for node in list(graph_module.graph.nodes):
         if node.op == "call_function" and NO_GRADIENT_REGION in str(node.target):
             _open_region(graph_module, node)
@@ -270,18 +277,18 @@ def _detached(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node:
 
 
 def open_composites(exported: ExportedProgram) -> ExportedProgram:
-    """The program without composite ops that have no annotation; the very same where there are none."""
+    """The program with composite ops that have no annotation decomposed; the same object if there are none."""
     before: set[torch._ops.OpOverload] = set()
     while (composites := _composites(exported)) and composites != before:
         table = default_decompositions()
-        # Views are not in the table: they are opened in any case.
+        # Views are not in the table; they are decomposed in any case.
         exported = exported.run_decompositions({op: table[op] for op in composites if op in table})
         before = composites
     return exported
 
 
 def _composites(exported: ExportedProgram) -> set[torch._ops.OpOverload]:
-    """The composite ops of the program that nobody annotated."""
+    """The composite ops of the program that have no annotation."""
     ops = {node.target for node in exported.graph.nodes if node.op == "call_function"}
     known = {op for op in ops if isinstance(op, torch._ops.OpOverload)}
     return {op for op in known if not is_annotated(op) and _is_composite(op)}
@@ -293,9 +300,9 @@ def _is_composite(op: torch._ops.OpOverload) -> bool:
 
 @contextmanager
 def only_our_words() -> Iterator[None]:
-    """While a module is traced: no warning but of state that a forward pass keeps, none of PyTorch's own reports.
+    """Context for tracing: hides PyTorch's reports and all warnings except those about state that a forward pass keeps.
 
-    What was asked for by TORCH_LOGS below the level of warnings, and what the module itself prints, is there as ever.
+    Messages below the level of warnings that TORCH_LOGS enabled, and the module's own output, still appear.
     """
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -314,13 +321,13 @@ def _is_no_warning(record: logging.LogRecord) -> bool:
 
 
 class _WithoutGraphs:
-    """A stream that graphs are left out of, with the end of line that `print` writes after each."""
+    """A stream that drops printed graphs and the line end that `print` writes after each of them."""
 
     def __init__(self, stream: Any):
         self._stream, self._is_left_out = stream, False
 
     def write(self, text: str) -> int:
-        """Writes all but a graph."""
+        """Writes the text unless it is a graph."""
         was_left_out, self._is_left_out = self._is_left_out, text.lstrip().startswith(PARTIAL_GRAPH)
         is_end = was_left_out and text == "\n"
         if not self._is_left_out and not is_end:

@@ -1,4 +1,4 @@
-"""`verify_op`: runs every split that an op's annotation claims, in one process, against the op that is not split."""
+"""`verify_op`: compares every split that an op's annotation allows, in one process, with the op that is not split."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -36,12 +36,12 @@ def verify_op(
     tolerance: float = 1e-4,
     **kwargs: Any,
 ) -> list[str]:
-    """The names along which `op` was split into `num_parts`, each with the results and gradients of the whole op.
+    """Names along which `op` was split into `num_parts`, each with the same results and gradients as the whole op.
 
-    `shapes` gives the operands: a shape (random values in double precision), a tensor, or None for one that is left
-    out. `args` and `kwargs` are the op's further arguments. Splits whose parts exchange something while they run, which
-    takes processes, are left out. ValueError names the first split that computes something else, and for an op that
-    nobody annotated.
+    `shapes` gives the operands: a shape (random values in double precision), a tensor, or None for an operand that is
+    left out. `args` and `kwargs` are the op's further arguments. Splits whose parts communicate while they run need
+    several processes and are skipped. Raises ValueError for the first split whose results differ, and for an op without
+    annotation.
     """
     overload = overload_of(op)
     if overload is None:
@@ -67,7 +67,7 @@ def verify_op(
 
 
 def rule_of_arguments(op: torch._ops.OpOverload, arguments: dict[str, Any]) -> OpRule:
-    """How a call of `op` with these arguments can be split; computes shapes alone."""
+    """The rule of a call of `op` with these arguments; computes shapes only."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         fakes = pytree.tree_map_only(Tensor, mode.from_tensor, arguments)
         results = op(**fakes)
@@ -92,7 +92,7 @@ def _run_split(
     num_parts: int,
     shapes: Sequence[Sequence[int]],
 ) -> list[Tensor]:
-    """The results of `op` put together from `num_parts` calls that are split along `name`."""
+    """The results of `op`, joined from `num_parts` calls that are split along `name`."""
     wanted = [placements[0] for placements in rule.input_placements([name])]
     parts = []
     for rank in range(num_parts):
@@ -107,7 +107,7 @@ def _run_split(
 
 
 def _part(tensor: Tensor, placement: Placement, rank: int, num_parts: int) -> Tensor:
-    """Rank's part of a tensor; of a partial sum rank 0 has all and the others nothing."""
+    """The part of a tensor that `rank` holds. For a partial sum rank 0 holds the value and the others hold zeros."""
     dim = getattr(placement, "dim", None)
     if dim is not None:
         return tensor.chunk(num_parts, dim)[rank]
@@ -130,7 +130,7 @@ def _compare(
     joined: Sequence[Tensor],
     tolerance: float,
 ) -> None:
-    """ValueError unless results and gradients are equal up to `tolerance`."""
+    """Raises ValueError unless results and gradients are equal up to `tolerance`."""
     leaves = [t for t in tensors_in(list(arguments.values())) if t.requires_grad]
     for position, (expected, found) in enumerate(zip(whole, joined, strict=True)):
         _check_equal(op, rule, name, f"result {position}", expected, found, tolerance)

@@ -1,17 +1,19 @@
-"""How an op can be split, written as `"m k+, n k+ -> m n"`: a name per dimension, operands -> results.
+"""Annotations such as `"m k+, n k+ -> m n"`, which say how an op can be split: operands -> results, a name per
+dimension.
 
 | token | meaning |
 |---|---|
 | `m` | may be split: each rank computes its part of every result that has it |
 | `k+` | is summed over: each rank's result is a partial sum |
 | `k^` | must not be split |
-| `*` | all leading dimensions that the other tokens leave over, named `*0`, `*1`, ... |
-| `(h d)` | one dimension made of several; all sizes but one are keywords of those names. Its first name may be split |
-| `?` | no tensor, or one that every rank has whole |
+| `*` | all leading dimensions that the other tokens do not cover, named `*0`, `*1`, ... |
+| `(h d)` | one dimension made of several; all sizes but one are keywords of those names. The first name may be split |
+| `?` | not a tensor, or a tensor that every rank holds whole |
 | `1` | a dimension of size 1 |
-| a lone `+` | the tensor is a term of a sum: where the op gives partial sums, it comes as one |
+| a lone `+` | the tensor is a term of a sum: if the op gives partial sums, it is a partial sum too |
 
-The interface is nnScaler's (`register_op`); a lone `+` is ours: it lets a bias be added once where a product is summed.
+The interface is nnScaler's (`register_op`). The lone `+` is an addition: it lets a bias be added once to a summed
+product.
 """
 
 import math
@@ -24,7 +26,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 TOKEN = re.compile(r"\(([^()]*)\)([+^]?)|(\*)([+^]?)|([A-Za-z]\w*)([+^]?)|(1)|(\+)|(\?)|(\S+)")
 SUMMED = "+"
-"""The name of the split that takes partial sums and gives partial sums."""
+"""The name of the split that takes partial sums and returns partial sums."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,13 @@ class Dim:
 
 @dataclass(frozen=True)
 class TensorPattern:
-    """One operand or result: its dimensions, or None for `?`; whether it is a term of a sum."""
+    """One operand or result: its dimensions (None for `?`), and whether it is a term of a sum."""
 
     dims: tuple[Dim, ...] | None
     is_term: bool = False
 
     def placement(self, name: str, is_summed: bool) -> Placement:
-        """Where the tensor's elements lie when the op is split along `name`, an op of partial sums or not."""
+        """The tensor's placement if the op is split along `name`; `is_summed`: the split gives partial sums."""
         for position, dim in enumerate(self.dims or ()):
             if name in dim.names:
                 return Shard(position)
@@ -51,9 +53,9 @@ class TensorPattern:
 
 @dataclass(frozen=True)
 class Annotation:
-    """What an annotation says, for operands with a known number of dimensions.
+    """A parsed annotation, for operands with a known number of dimensions.
 
-    `summed` names what is summed over, `fixed` what must not be split.
+    `summed` holds the names that are summed over, `fixed` those that must not be split.
     """
 
     inputs: tuple[TensorPattern, ...]
@@ -77,7 +79,7 @@ class Annotation:
 
     @cached_property
     def candidates(self) -> tuple[str, ...]:
-        """The names along which the op can be split, in the order of their first appearance; without sizes."""
+        """Names along which the op can be split, in the order of their first appearance; sizes are not considered."""
         names = dict.fromkeys(name for pattern in (*self.inputs, *self.outputs) for name in _leading(pattern))
         found = tuple(name for name in names if name not in self.fixed and self._is_leading(name))
         return (*found, SUMMED) if any(pattern.is_term for pattern in self.outputs) else found
@@ -91,13 +93,13 @@ class Annotation:
         return name == SUMMED or name in self.summed
 
     def input_placements(self, name: str | None) -> tuple[Placement, ...]:
-        """What a split along `name` (None: none) wants of each operand."""
+        """The placement of each operand for a split along `name` (None: no split)."""
         if name is None:
             return (Replicate(),) * len(self.inputs)
         return tuple(pattern.placement(name, self.is_partial(name)) for pattern in self.inputs)
 
     def output_placements(self, name: str | None) -> tuple[Placement, ...]:
-        """How the results of a split along `name` (None: none) lie."""
+        """The placement of each result of a split along `name` (None: no split)."""
         if name is None:
             return (Replicate(),) * len(self.outputs)
         if self.is_partial(name):
@@ -105,10 +107,10 @@ class Annotation:
         return tuple(pattern.placement(name, False) for pattern in self.outputs)
 
     def gradient_placements(self, name: str | None) -> tuple[Placement, ...]:
-        """How the gradients of the operands lie after the backward pass of an op that is split along `name`.
+        """The placements of the operands' gradients after the backward pass of an op that is split along `name`.
 
-        An operand that every rank has whole gets from each rank what that rank's part of the results made of it. A term
-        of a sum has the gradient of the sum, which every rank has.
+        The gradient of an operand that every rank holds whole is a partial sum: each rank computes it from its part of
+        the results. A term of a sum has the gradient of the sum, which every rank holds.
         """
         wanted = self.input_placements(name)
         if name is None:
@@ -116,7 +118,9 @@ class Annotation:
         return tuple(Replicate() if p.is_partial() else Partial() if p.is_replicate() else p for p in wanted)
 
     def sizes(self, shapes: Sequence[Sequence[int] | None], keywords: Mapping[str, int]) -> dict[str, int]:
-        """The size of each name, from the shapes of the operands (None: no tensor) and the keywords; ValueError."""
+        """The size of each name, from the shapes of the operands (None: no tensor) and the keywords; ValueError if they
+        disagree.
+        """
         known = {name: size for name, size in keywords.items() if name in self._names}
         for pattern, shape in zip(self.inputs, shapes, strict=True):
             if pattern.dims is None or shape is None:
@@ -133,7 +137,7 @@ class Annotation:
         return frozenset(name for pattern in patterns for dim in pattern.dims or () for name in dim.names)
 
     def _fill_in(self, known: dict[str, int], dim: Dim, size: int) -> None:
-        """Adds to `known` the one name of `dim` whose size is not given; ValueError where sizes disagree."""
+        """Adds the one name of `dim` with an unknown size to `known`; ValueError if sizes disagree."""
         unknown = [name for name in dim.names if name not in known]
         product = math.prod(known[name] for name in dim.names if name in known)
         if len(unknown) > 1:
@@ -149,9 +153,9 @@ def _leading(pattern: TensorPattern) -> Iterator[str]:
 
 
 def parse(text: str, num_dims: Sequence[int | None]) -> Annotation:
-    """The annotation `text` for operands of `num_dims` dimensions each (None: no tensor, taken as `?`).
+    """Parses the annotation `text` for operands of `num_dims` dimensions each (None: no tensor, taken as `?`).
 
-    ValueError names what is wrong: a token, the number of operands, a name that a result lacks, or one that has two
+    The ValueError names the problem: a token, the number of operands, a name that a result lacks, or a name with two
     marks.
     """
     sides = text.split("->")
@@ -176,7 +180,7 @@ def parse(text: str, num_dims: Sequence[int | None]) -> Annotation:
 
 
 def check_results(annotation: Annotation, text: str) -> None:
-    """ValueError unless every name that may be split is in all results, or is summed over and in none."""
+    """Raises ValueError unless every name that may be split is in all results, or is summed over and in none."""
     for name in sorted(annotation._names - annotation.fixed):
         present = [any(name in dim.names for dim in pattern.dims or ()) for pattern in annotation.outputs]
         if name in annotation.summed and any(present):
@@ -188,7 +192,9 @@ def check_results(annotation: Annotation, text: str) -> None:
 def _pattern(
     part: str, num_dims: int | None, marks: dict[str, set[str]], num_leading: list[int], text: str
 ) -> TensorPattern:
-    """The pattern of one operand (of `num_dims` dimensions) or result; notes marks and how many dimensions `*` has."""
+    """The pattern of one operand (of `num_dims` dimensions) or result. Records the marks and the number of dimensions
+    of `*`.
+    """
     tokens = list(TOKEN.finditer(part))
     if any(match[9] for match in tokens) and len(tokens) == 1:
         return TensorPattern(None)
@@ -212,7 +218,9 @@ def _pattern(
 
 
 def _leading_dims(num_dims: int | None, others: int, num_leading: list[int], text: str) -> int:
-    """How many dimensions `*` stands for: what the operand has beyond its `others`, or what it was elsewhere."""
+    """Number of dimensions that `*` stands for: those of the operand beyond its `others`, or as many as in earlier
+    operands.
+    """
     if num_dims is None:
         if not num_leading:
             raise ValueError(f"annotation {text!r} has a * in its results alone")

@@ -1,8 +1,8 @@
-"""The entries of the library of annotations, and what rules are written with.
+"""`LIBRARY`, the rules of ops by name, with the helpers that rules are written with and the elementwise rules.
 
-Each rule is a function from a call to its annotation: sizes and arguments decide what can be split. Names of the usual
-ops are those of their equations (`linear`: `* k+, n k+, n + -> * n`); of ops that work on every dimension alike they
-are `a`, `b`, ... by the dimensions of the result.
+Each rule is a function from a call to its annotation, because sizes and arguments decide what can be split. Dimensions
+of common ops have the names of their equations (`linear`: `* k+, n k+, n + -> * n`). Dimensions of ops that treat every
+dimension alike are `a`, `b`, ... by the dimensions of the result.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from hybrid_engine.extensions.parallelize.library.rules import Call, OnPart, OpR
 
 Rule = Callable[[Call], OpRule]
 LIBRARY: dict[str, Rule] = {}
-"""By the name of an op without its namespace and overload: `linear` for aten.linear.default."""
+"""Rules keyed by the name of an op without its namespace and overload: `linear` for aten.linear.default."""
 NOT_SPLIT = """
     arange scalar_tensor rand randn randint randperm linspace tril_indices triu_indices eye lift_fresh_copy
     nonzero unique_dim bernoulli isin type_as multinomial empty sym_size diff
@@ -37,14 +37,14 @@ NOT_SPLIT = """
     max_pool2d_with_indices max_pool3d_with_indices max_unpool2d max_unpool3d reflection_pad1d reflection_pad2d
     reflection_pad3d replication_pad1d replication_pad2d replication_pad3d
 """
-"""Ops of which each rank computes all: they make tensors, or look at all elements at once.
+"""Ops that each rank computes whole: they create tensors, or use all elements at once.
 
-So do those that have dimensions which could be split, of which nobody wrote yet how.
+The list also has ops with dimensions that could be split, for which there is no rule yet.
 """
 LINEAR_IN_ALL = ("add", "sub", "rsub", "neg", "positive", "clone", "alias", "contiguous", "detach", "to_dense", "lift")
-"""Sums of these are these of sums, where all operands are tensors."""
+"""Ops that are linear in all operands together if all are tensors: the result for sums is the sum of the results."""
 LINEAR_IN_FIRST = ("mul", "div")
-"""Likewise in their first operand, when it is not smaller than the second."""
+"""Ops that are linear in their first operand, if it is not smaller than the second."""
 ELEMENTWISE = """
     abs exp exp2 expm1 log log1p log2 sqrt rsqrt square pow reciprocal sin cos tanh sigmoid relu relu6 gelu silu
     elu selu leaky_relu hardtanh hardswish mish hardsigmoid softplus logsigmoid log_sigmoid erf floor ceil round
@@ -61,7 +61,7 @@ ELEMENTWISE = """
 
 
 def rule_for(call: Call) -> OpRule:
-    """How `call` can be split; ValueError for an op that nobody annotated."""
+    """The rule of `call`; ValueError for an op without annotation."""
     rule = _entry(call.op)
     if rule is None:
         operands = ", ".join(" ".join(letters(len(shape), "^")) for shape in call.shapes)
@@ -69,12 +69,12 @@ def rule_for(call: Call) -> OpRule:
             f"op {op_name(call.op)} has no annotation, so that nobody knows how to split it; write "
             f'register_op("{operands} -> ...")(torch.ops.{call.op}) with the names of its dimensions'
         )
-    # Collectives do not carry complex numbers everywhere: each rank computes all of them.
+    # Not all collectives support complex numbers: each rank computes these ops whole.
     return whole(call) if any(t.is_complex() for t in (*call.tensors, *call.outputs)) else rule(call)
 
 
 def is_annotated(op: torch._ops.OpOverload) -> bool:
-    """Whether somebody said how `op` can be split."""
+    """Whether `op` has an annotation."""
     return _entry(op) is not None
 
 
@@ -84,7 +84,7 @@ def _entry(op: torch._ops.OpOverload) -> Rule | None:
 
 
 def op_name(op: torch._ops.OpOverload) -> str:
-    """`linear` for aten.linear.default, `namespace::name` for ops of others."""
+    """`linear` for aten.linear.default, `namespace::name` for ops of other namespaces."""
     name = op._schema.name
     return name.removeprefix("aten::")
 
@@ -96,14 +96,14 @@ def of_text(
     shape_argument: str | None = None,
     on_part: Mapping[str, OnPart] | None = None,
 ) -> OpRule:
-    """The rule that `text` gives for the operands of `call`; `sizes` of names that no operand has."""
+    """The rule that `text` gives for the operands of `call`; `sizes` holds the sizes of names that no operand has."""
     annotation = parse(text, [len(shape) for shape in call.shapes])
     known = annotation.sizes(call.shapes, sizes or {})
     return OpRule(annotation=annotation, sizes=known, shape_argument=shape_argument, on_part=on_part or {})
 
 
 def annotate(*names: str) -> Callable[[Rule], Rule]:
-    """Enters a rule for the ops of these names."""
+    """Registers a rule for the ops of these names."""
 
     def enter(rule: Rule) -> Rule:
         LIBRARY.update(dict.fromkeys(names, rule))
@@ -113,18 +113,18 @@ def annotate(*names: str) -> Callable[[Rule], Rule]:
 
 
 def letters(num_dims: int, mark: str = "") -> list[str]:
-    """The names of an op's dimensions where no equation gives others: a, b, ..., each with `mark`."""
+    """Names for the dimensions of an op without an equation: a, b, ..., each with `mark`."""
     return [letter + mark for letter in ascii_lowercase[:num_dims]]
 
 
 def whole(call: Call) -> OpRule:
-    """An op that is not split: each rank computes all of it."""
+    """The rule of an op that is not split: each rank computes all of it."""
     inputs = ["?"] * len(call.tensors)
     return of_text(call, f"{', '.join(inputs)} -> {', '.join('?' for _ in call.outputs)}")
 
 
 def aligned(operand: Sequence[int], shape: Sequence[int], names: Sequence[str]) -> str:
-    """The names of an operand that is broadcast to `shape`; a dimension that is repeated is `1`."""
+    """The names of an operand that is broadcast to `shape`; a broadcast dimension is `1`."""
     start = len(shape) - len(operand)
     return " ".join(
         names[start + i] if size == shape[start + i] and size != 1 else "1" for i, size in enumerate(operand)

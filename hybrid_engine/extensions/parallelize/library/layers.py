@@ -1,4 +1,8 @@
-"""Norms, softmax, dropout, embeddings, losses, convolutions and pooling."""
+"""Rules for norms, softmax, dropout, embeddings, losses, convolutions, pooling, recurrent layers, products and
+attention.
+
+Some ops run other code if they are split along a dimension of which each process has a part; that code is here too.
+"""
 
 from dataclasses import replace
 from string import ascii_lowercase
@@ -35,7 +39,9 @@ def batch_norm(call: Call) -> OpRule:
 
 @annotate("_native_batch_norm_legit_functional", "_native_batch_norm_legit")
 def batch_norm_in_training(call: Call) -> OpRule:
-    """Statistics are of all samples, so that channels alone can be split: result, mean, deviation, running two."""
+    """Only channels can be split, because statistics cover all samples: result, mean, deviation, two running
+    statistics.
+    """
     rest = " ".join(f"{letter}^" for letter in ascii_lowercase[3 : 1 + len(call.shapes[0])])
     results = ", c" * (len(call.outputs) - 1)
     return of_text(call, f"n^ c {rest}{', c' * (len(call.tensors) - 1)} -> n^ c {rest}{results}")
@@ -43,7 +49,7 @@ def batch_norm_in_training(call: Call) -> OpRule:
 
 @annotate("_native_batch_norm_legit_no_training")
 def batch_norm_in_evaluation(call: Call) -> OpRule:
-    """Each element by itself; the second and third result are empty."""
+    """Each element is computed independently; the second and third results are empty."""
     rest = " ".join(ascii_lowercase[3 : 1 + len(call.shapes[0])])
     rule = of_text(call, f"n c {rest}{', c' * (len(call.tensors) - 1)} -> n c {rest}")
     outputs = (*rule.annotation.outputs, *[TensorPattern(None)] * (len(call.outputs) - 1))
@@ -52,7 +58,7 @@ def batch_norm_in_evaluation(call: Call) -> OpRule:
 
 @annotate("log_softmax")
 def log_softmax(call: Call) -> OpRule:
-    """Also along its dimension, of which parts exchange the maximum and the sum."""
+    """Can also be split along its dimension; the parts then exchange the maximum and the sum."""
     if not call.shapes[0]:
         return whole(call)
     side = " ".join(names := letters(len(call.shapes[0])))
@@ -62,7 +68,7 @@ def log_softmax(call: Call) -> OpRule:
 @annotate("softmax", "_softmax", "_log_softmax", "cumsum", "flip", "sort", "argsort", "topk", "cumprod")
 @annotate("glu", "logcumsumexp", "cummax", "cummin", "roll", "tril", "triu")
 def along_one_dim(call: Call) -> OpRule:
-    """Works along one dimension (of `tril`: the last two; of `flip` and `roll`: several), the others being batch."""
+    """Works along one dimension (`tril`: the last two; `flip` and `roll`: several); the others are batch dimensions."""
     num_dims = len(call.shapes[0])
     dims = call.arguments.get("dim", call.arguments.get("dims", [-1, -2]))
     if dims == []:
@@ -74,7 +80,7 @@ def along_one_dim(call: Call) -> OpRule:
 
 @annotate("native_dropout", "dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 def dropout(call: Call) -> OpRule:
-    """Not split where it draws, so that all ranks draw the same noise whatever the plan."""
+    """Not split in training, so that all ranks draw the same noise under any plan."""
     if call["train"] and call["p"]:
         return whole(call)
     side = " ".join(letters(len(call.shapes[0])))
@@ -97,9 +103,10 @@ def embedding(call: Call) -> OpRule:
 
 @annotate("cross_entropy_loss", "nll_loss_nd", "nll_loss")
 def cross_entropy(call: Call) -> OpRule:
-    """Samples may be split where the loss is their sum or not reduced; a mean is a sum by the time it comes here.
+    """Samples can be split if the loss is their sum or not reduced; `normalise` has already rewritten most means as
+    sums.
 
-    So may classes, where all count alike.
+    Classes can be split too if all of them have the same weight.
     """
     reduction = call["reduction"]
     logits, target = call.arguments[next(iter(call.arguments))], call["target"]
@@ -126,7 +133,7 @@ def pointwise_loss(call: Call) -> OpRule:
 
 @annotate("conv1d", "conv2d", "conv3d", "convolution")
 def convolution(call: Call) -> OpRule:
-    """Samples, channels out and (as a sum) channels in; images are not cut."""
+    """Can be split along samples, output channels and (as a sum) input channels; not along image dimensions."""
     num_dims = len(call["weight"].shape)
     if call.arguments.get("transposed") or len(call.shapes[0]) != num_dims:
         return whole(call)
@@ -139,7 +146,7 @@ def convolution(call: Call) -> OpRule:
 
 @annotate("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def transposed_convolution(call: Call) -> OpRule:
-    """Samples, channels out and (as a sum) channels in; with groups samples alone."""
+    """Can be split along samples, output channels and (as a sum) input channels; with groups along samples only."""
     num_dims = len(call["weight"].shape)
     if len(call.shapes[0]) != num_dims:
         return whole(call)
@@ -161,7 +168,8 @@ def pooled(call: Call) -> OpRule:
 
 
 def embedding_on_part(weight: Tensor, indices: Tensor, *, part: Part, padding_idx: int = -1, **_: Any) -> Tensor:
-    """The rows `indices` of the whole weight, where this part has them, else zeros; IndexError where no part has one.
+    """The rows `indices` of the whole weight that are in this part, zeros for the others; IndexError for an index
+    outside all parts.
 
     The row `padding_idx` gets no gradient.
     """
@@ -175,7 +183,10 @@ def embedding_on_part(weight: Tensor, indices: Tensor, *, part: Part, padding_id
 def nll_on_part(
     log_probs: Tensor, target: Tensor, *, part: Part, reduction: int, ignore_index: int, **_: Any
 ) -> Tensor:
-    """Of log_probs [m, c], a part of the classes, the losses of the targets in it, 0 of others; their sum with 2."""
+    """The losses of the targets in this part of the classes, 0 for other targets; their sum if `reduction` is 2.
+
+    `log_probs` is [m, c], a part of the classes.
+    """
     is_counted = target != ignore_index
     place, is_here = _place(torch.where(is_counted, target, 0), log_probs.shape[1], part)
     losses = -log_probs.gather(1, place[:, None]).squeeze(1)
@@ -184,7 +195,7 @@ def nll_on_part(
 
 
 def log_softmax_on_part(self: Tensor, dim: int, *, part: Part, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    """The logarithm of the softmax along `dim`, of which each process has a part. Collective."""
+    """The log-softmax along `dim`, of which each process holds a part. Collective."""
     logits = self if dtype is None else self.to(dtype)
     is_short = logits.dtype in (torch.float16, torch.bfloat16)
     found: Tensor = _LogSoftmax.apply(logits.float() if is_short else logits, dim, part)
@@ -192,7 +203,7 @@ def log_softmax_on_part(self: Tensor, dim: int, *, part: Part, dtype: torch.dtyp
 
 
 def cross_entropy_on_part(self: Tensor, target: Tensor, *, part: Part, **arguments: Any) -> Tensor:
-    """This part's summand of the losses of logits [m, c], a part of the classes. Collective."""
+    """This part's term of the losses; the logits [m, c] are a part of the classes. Collective."""
     return nll_on_part(log_softmax_on_part(self, 1, part=part), target, part=part, **arguments)
 
 
@@ -206,9 +217,10 @@ CROSS_ENTROPY = OnPart(cross_entropy_on_part, num_reductions=3)
 
 
 def _place(indices: Tensor, size: int, part: Part) -> tuple[Tensor, Tensor]:
-    """Where each index is in this part of `size`, 0 where it is in another; and whether it is here.
+    """The position of each index in this part of `size` (0 if it is in another part), and whether it is in this part.
 
-    One that is in no part stays as it is, too large for any: looking it up is an error, as it is on one process.
+    An index outside all parts is unchanged and too large for any part, so that looking it up raises an error, as on one
+    process.
     """
     place = indices - part.index * size
     is_here = (place >= 0) & (place < size)
@@ -217,7 +229,7 @@ def _place(indices: Tensor, size: int, part: Part) -> tuple[Tensor, Tensor]:
 
 
 class _LogSoftmax(torch.autograd.Function):
-    """log_softmax along a dimension that is shared out; keeps its result alone, as PyTorch's does."""
+    """log_softmax along a dimension that is split over processes; saves only its result, as PyTorch's does."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, dim: int, part: Part) -> Tensor:
@@ -238,7 +250,7 @@ class _LogSoftmax(torch.autograd.Function):
 
 @annotate("lstm", "gru", "rnn_tanh", "rnn_relu")
 def recurrent(call: Call) -> OpRule:
-    """Packed sequences, a single one and those between whose layers dropout is drawn are not split."""
+    """Not split: packed sequences, a single sequence, and layers with dropout between them in training."""
     is_packed = "batch_first" not in call.arguments
     if is_packed or len(call.shapes[0]) != 3 or (call["train"] and call["dropout"]):
         return whole(call)
@@ -280,7 +292,9 @@ def baddbmm(call: Call) -> OpRule:
 
 @annotate("_grouped_mm", "grouped_mm_fallback")
 def grouped_mm(call: Call) -> OpRule:
-    """Rows that are sorted by experts, each by its expert's matrix, as transformers computes mixtures."""
+    """Rows that are sorted by expert, each multiplied by its expert's matrix, as transformers computes mixtures of
+    experts.
+    """
     if [len(shape) for shape in call.shapes] != [2, 3, 1]:
         return whole(call)
     return of_text(call, "m^ k+, e^ k+ n, ? -> m^ n")
@@ -315,7 +329,9 @@ def einsum(call: Call) -> OpRule:
 
 @annotate("scaled_dot_product_attention")
 def attention(call: Call) -> OpRule:
-    """Queries `* l d`, keys `* s d`, values `* s e`: samples and heads may be split, queries where it is not causal."""
+    """Queries `* l d`, keys `* s d`, values `* s e`: can be split along samples and heads, and along queries if not
+    causal.
+    """
     if call["dropout_p"]:
         return whole(call)
     query, key = call["query"], call["key"]
@@ -336,5 +352,5 @@ def attention(call: Call) -> OpRule:
 
 
 def _lead_names(text: str) -> list[str]:
-    """The dimensions of a side of an annotation: `["b", "(h g)"]` of `"b (h g)"`."""
+    """The dimensions of one side of an annotation: `["b", "(h g)"]` for `"b (h g)"`."""
     return [part.replace("\0", " ") for part in text.replace("(h g)", "(h\0g)").split(" ")]

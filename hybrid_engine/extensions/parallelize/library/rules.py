@@ -1,6 +1,6 @@
-"""What the graph knows of one call of an op: its annotation, and which of its arguments say sizes.
+"""How one call of an op can be split: its annotation, and which of its arguments are sizes.
 
-A split op runs on parts of its operands, so that arguments that are sizes (of a view, of `h` heads) shrink too.
+A split op runs on parts of its operands, so that arguments that are sizes (the shape of a view, `h` heads) shrink too.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,22 +16,22 @@ from hybrid_engine.extensions.parallelize.library.annotations import SUMMED, Ann
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The place of a process among those that share out one dimension in equal parts."""
+    """The position of a process among those that hold equal parts of one dimension."""
 
     index: int
     count: int
     all_reduce: Callable[[Tensor, str], Tensor] | None = None
-    """The sum or the maximum ("sum", "max") over all parts, of each element; None where nobody is there to ask."""
+    """The elementwise sum or maximum ("sum", "max") over all parts; None without a process group."""
 
 
 @dataclass(frozen=True)
 class OnPart:
-    """What runs in the place of an op that is split along a dimension in which a part must know where it lies."""
+    """A function that replaces an op that is split along a dimension, if a part must know its position."""
 
     function: Callable[..., Any]
     """Takes the op's arguments by name, and `part`."""
     num_reductions: int = 0
-    """All-reduces of it, forward and backward, each of one number for all that stands in that dimension."""
+    """Number of its all-reduces, forward and backward, each of a tensor whose split dimension has size 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +39,18 @@ class OpRule:
     """How one call of an op can be split."""
 
     annotation: Annotation
-    """Of its tensors, in the order in which they stand among the arguments."""
+    """Annotation of the tensors of the call, in the order of the arguments."""
     shape_argument: str | None = None
     """The argument that is the shape of the result."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """The size of each name of the annotation."""
     keywords: frozenset[str] = frozenset()
-    """Arguments that are the size of the annotation's name of the same name."""
+    """Arguments whose value is the size of the annotation's name of the same name."""
     on_part: Mapping[str, OnPart] = field(default_factory=dict)
-    """By the name along which it is split, what runs in the op's place; elsewhere the op does."""
+    """Functions that replace the op, by the name along which it is split; for other names the op itself runs."""
 
     def splits(self, num_parts: int) -> tuple[str, ...]:
-        """The names along which this call can be cut into `num_parts` equal parts."""
+        """Names along which this call can be cut into `num_parts` equal parts."""
         return tuple(name for name in self.annotation.candidates if self._divides(name, num_parts))
 
     def _divides(self, name: str, num_parts: int) -> bool:
@@ -65,7 +65,9 @@ class OpRule:
         return all(name in self.splits(count) for name, count in parts.items())
 
     def on_part_of(self, names: Sequence[str | None]) -> tuple[OnPart, list[int]] | None:
-        """What runs in the op's place where it is split along `names`, and over which axes; None: the op itself."""
+        """The function that replaces the op if it is split along `names`, and the mesh axes it spans; None for the op
+        itself.
+        """
         split = [name for name in names if name in self.on_part]
         return (self.on_part[split[0]], [i for i, name in enumerate(names) if name == split[0]]) if split else None  # type: ignore[index]
 
@@ -76,7 +78,7 @@ class OpRule:
         names: Sequence[str | None],
         mesh: Sequence[int],
     ) -> dict[str, Any]:
-        """The arguments that are other than `arguments` for one rank, where the whole result has `output_shape`."""
+        """The arguments whose values differ on one rank; `output_shape` is the shape of the whole result."""
         changed: dict[str, Any] = {}
         if self.shape_argument is not None:
             changed[self.shape_argument] = local_shape(output_shape, self.output_placements(names)[0], mesh)
@@ -103,7 +105,7 @@ def _by_tensor(by_axis: Sequence[tuple[Placement, ...]]) -> tuple[tuple[Placemen
 
 
 def local_shape(shape: Sequence[int], placements: Sequence[Placement], mesh: Sequence[int]) -> list[int]:
-    """The shape of one rank's part of a tensor of `shape`, all parts being equal."""
+    """The shape of one rank's part of a tensor of `shape`; all parts are equal."""
     local = list(shape)
     for placement, size in zip(placements, mesh, strict=True):
         dim = getattr(placement, "dim", None)
@@ -114,7 +116,7 @@ def local_shape(shape: Sequence[int], placements: Sequence[Placement], mesh: Seq
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call, defaults included; tensors are fake ones, which have shapes and dtypes alone."""
+    """The arguments of one call, including defaults. Tensors are fake: they have only shapes and dtypes."""
 
     op: torch._ops.OpOverload
     arguments: dict[str, Any]
@@ -122,7 +124,7 @@ class Call:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The operands, in the order of the arguments; those of lists one by one."""
+        """The operands, in the order of the arguments; the entries of lists one by one."""
         return list(tensors_in(list(self.arguments.values())))
 
     @property
@@ -161,7 +163,7 @@ def arguments_of(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
 
 
 def call_of(node: fx.Node) -> Call:
-    """The call that a node of the graph is."""
+    """The call that a node of the graph makes."""
     assert isinstance(node.target, torch._ops.OpOverload), f"{node.target=}"
     arguments = arguments_of(node.target, node.args, dict(node.kwargs))
     values = fx.node.map_arg(arguments, lambda entry: entry.meta["val"])

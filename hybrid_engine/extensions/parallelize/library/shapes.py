@@ -1,4 +1,4 @@
-"""Reductions, and ops that rearrange, cut, join and fill."""
+"""Rules for reductions, and for ops that rearrange, cut, join and fill tensors."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
@@ -23,7 +23,7 @@ Factors = list[list[int]]
 
 
 def _reduced(call: Call, mark: str) -> OpRule:
-    """A reduction over `dim` (none: over all), along whose dimensions the op is split with `mark` alone."""
+    """The rule of a reduction over `dim` (none: over all); reduced dimensions get `mark`."""
     num_dims = len(call.shapes[0])
     dims = call.arguments.get("dim")
     given = range(num_dims) if dims is None or dims == [] else dims if isinstance(dims, list | tuple) else [dims]
@@ -50,7 +50,9 @@ def reduced(call: Call) -> OpRule:
 
 @annotate("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
 def viewed(call: Call) -> OpRule:
-    """The dimensions that input and result have in common, by themselves or as the outer factor of another."""
+    """Can be split along dimensions that input and result have in common, also as the outer factor of another
+    dimension.
+    """
     before, after, sizes = view_texts(call.shapes[0], list(call.outputs[0].shape))
     name = op_name(call.op)
     if name == "squeeze" and not _drops_all_it_names(call):
@@ -63,7 +65,7 @@ def viewed(call: Call) -> OpRule:
 
 
 def _drops_all_it_names(call: Call) -> bool:
-    """Whether a squeeze names dimensions of size 1 alone; another may have size 1 on each rank once it is split."""
+    """Whether a squeeze names only dimensions of size 1; any other could get size 1 on each rank when it is split."""
     dims = call.arguments.get("dim")
     if dims is None or not call.shapes[0]:
         return False
@@ -106,7 +108,9 @@ def broadcast(call: Call) -> OpRule:
 
 @annotate("zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "new_empty")
 def filled(call: Call) -> OpRule:
-    """A tensor of one value, of which each rank can make its part; what it takes dtype and device of is not split."""
+    """A tensor of one value, of which each rank can make its part. The operand that gives dtype and device is not
+    split.
+    """
     shape = list(call.outputs[0].shape)
     names = letters(len(shape))
     operands = ", ".join("?" for _ in call.tensors)
@@ -114,9 +118,9 @@ def filled(call: Call) -> OpRule:
 
 
 def _cut_along(call: Call, dims: Iterable[int], drops: bool = False) -> OpRule:
-    """Ops that take or join pieces along `dims`, which are not split; `drops`: results do not have them.
+    """The rule of ops that take or join pieces along `dims`, which are not split; `drops`: results do not have them.
 
-    Operands that are joined have a name each for the dimension along which they are, where their sizes may differ.
+    Joined operands each have their own name for the joined dimension, because its sizes may differ.
     """
     dim_names, cut = letters(len(call.shapes[0])), set(dims)
     sides = [
@@ -165,7 +169,7 @@ def written(call: Call) -> OpRule:
 
 @annotate("gather", "scatter", "scatter_add", "take_along_dim")
 def gathered(call: Call) -> OpRule:
-    """Along `dim` by an index that may be shorter there, and must not be elsewhere for a split."""
+    """Indexes along `dim`. Can be split only if all shapes are equal in the other dimensions."""
     cut = call.dim()
     shapes = call.shapes
     same = all(shape[:cut] + shape[cut + 1 :] == shapes[0][:cut] + shapes[0][cut + 1 :] for shape in shapes)
@@ -205,7 +209,7 @@ def view_texts(before: Sequence[int], after: Sequence[int]) -> tuple[str, str, d
     """Both sides of the annotation of a view from shape `before` to `after`, and the sizes of its names.
 
     Both shapes are cut into common factors, outermost first: [2, 12] viewed as [2, 3, 4] is `a (b c) -> a b c`. A
-    dimension that has a part of a factor alone is not split: in [4, 6] viewed as [6, 4], none is.
+    dimension that has only a part of a factor is not split: [4, 6] viewed as [6, 4] has no dimension that can be split.
     """
     if 0 in before:
         return " ".join(f"in{i}^" for i in range(len(before))), " ".join(f"out{i}^" for i in range(len(after))), {}
@@ -232,7 +236,7 @@ def _factors(shape: Sequence[int], cuts: list[int]) -> Factors:
 
 
 def _spread(sides: list[Factors], fixed: set[int]) -> set[int]:
-    """All factors that share a dimension, of either shape, with one that is fixed."""
+    """All factors that share a dimension, of either shape, with a fixed factor."""
     while True:
         more = {number for side in sides for dim in side if fixed & set(dim) for number in dim}
         if more <= fixed:

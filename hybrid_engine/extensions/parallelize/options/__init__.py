@@ -1,1 +1,1 @@
-"""What `parallelize` and its company are given, each value by its rule."""
+"""The config of `parallelize` and the rules that its option values are checked against."""

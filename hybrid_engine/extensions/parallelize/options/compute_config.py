@@ -1,4 +1,6 @@
-"""What `parallelize` is asked for: how many processes, and what of earlier runs is used again."""
+"""`ComputeConfig`, the config of `parallelize`: the number of processes, how a plan runs, and what is reused from
+earlier runs.
+"""
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
@@ -13,80 +15,93 @@ LOWERINGS = ("graph", "eager")
 OPTIONS_BY_NAME = Rule(has_names, "a dict whose keys are texts")
 MB = 2**20
 ASYNC_BUCKET_MB = 25.0
-"""Of gradients that are reduced while the backward pass goes on, where nobody says how many."""
+"""Default size of a bucket of gradients that are reduced during the backward pass, in MB."""
 BUCKET_SIZE = Rule(lambda value: value is None or (is_number(value) and value >= 0), "a number of at least 0, or None")
 
 
 class ReuseType(Enum):
-    """What is done with a plan that lies in the folder."""
+    """How `parallelize` uses a plan that is already in the folder."""
 
     MATCH = "match"
-    """Used when graph and config are the same, an error when not, made when there is none."""
+    """Use the plan if graph and config are the same, raise an error if they differ, make a plan if there is none."""
     OVERRIDE = "override"
-    """Made anew."""
+    """Make a new plan."""
     MOO = "moo"
-    """Match or override: used when graph and config are the same, else made anew."""
+    """Match or override: use the plan if graph and config are the same, otherwise make a new one."""
     GRAPH = "graph"
-    """The traced graph alone is used again, where module, sample and `user_config` are the same; the plan is made anew.
+    """Reuse only the traced graph, if module, sample and `user_config` are the same; always make a new plan.
 
-    It is kept for the next time where there is none. Functions that the module's classes call are not compared.
+    If there is no graph, the new one is stored for the next run. Functions that the module's classes call are not
+    compared.
     """
 
 
 class BroadcastGenFilesStrategy(Enum):
-    """What rank 0 sends besides the plan; what it made anew is written into the folder of every other node too."""
+    """What rank 0 sends in addition to the plan. New files are also written into the folder of every other node."""
 
     NONE = "none"
-    """Its weights; no other process reads or writes the folder."""
+    """Weights. No other process reads or writes the folder."""
     ALL = "all"
-    """Files, its weights and the graph, which nobody else traces then."""
+    """Files, weights and the graph, which the other processes then do not trace."""
     NO_WEIGHTS = "no_weights"
-    """Files and the graph; weights are those of each unit's first process until `broadcast_weights`."""
+    """Files and the graph. Until `broadcast_weights`, weights are those of each unit's first process."""
     CODE = "code"
-    """Files but for the graph, which each process traces; weights as with NO_WEIGHTS."""
+    """Files except the graph, which each process traces. Weights as with NO_WEIGHTS."""
 
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """How a module is run. A *unit* is `plan_ngpus` processes that hold the module together and take the same input."""
+    """Options for running a module. A *unit* is a group of `plan_ngpus` processes that together hold the module and
+    take the same input.
+    """
 
     plan_ngpus: int
-    """Processes of a unit."""
+    """Number of processes of a unit."""
     runtime_ngpus: int = field(default_factory=get_world_size)
-    """Processes of all units, which take different inputs; a multiple of `plan_ngpus`. Default: all that there are."""
+    """Number of processes of all units, which take different inputs; a multiple of `plan_ngpus`. Default: the world
+    size.
+    """
     _: KW_ONLY
     constant_folding: bool = False
-    """Whether ops that read nothing but constants, as those of a mask, are computed once for all passes of a shape."""
+    """Whether ops that read only constants, such as those of a mask, are computed once for all passes with one
+    shape.
+    """
     trace_strategy: str = "cuda_run_cpu_offload"
-    """For scripts that give one: tracing never runs the module, so that all strategies are the same."""
+    """Accepted for compatibility with existing scripts. Tracing never runs the module, so all strategies are
+    the same.
+    """
     use_zero: bool = False
-    """Whether units share the optimizer's state, gradients and parameters out among them."""
+    """Whether the optimizer's state, gradients and parameters are sharded over units."""
     zero_ngroups: int = 1
-    """Groups of units, each of which holds all and shares it out among its units alone; needs `use_zero`."""
+    """Number of groups of units. Each group holds a full copy and shards it over its own units; needs `use_zero`."""
     zero_use_reduce_scatter: bool = False
-    """Whether gradients are reduced to the process that steps them alone, which ZeRO does here in any case."""
+    """Whether each gradient is reduced only to the process that steps it. ZeRO always does this here."""
     inference_only: bool = False
     """Whether the module is never trained."""
     use_end2end: bool = False
-    """Whether `forward` takes a sample and returns the loss: `train_step` and `infer_step` run it."""
+    """Whether `forward` takes a sample and returns the loss, so that `train_step` and `infer_step` can run it."""
     use_async_reducer: bool = False
-    """Whether `train_step` begins to reduce gradients over units within the last backward pass, as ZeRO does in any
-    case; needs `use_end2end`."""
+    """Whether `train_step` starts to reduce gradients over units during the last backward pass. ZeRO always does this.
+    Needs `use_end2end`.
+    """
     reducer_bucket_cap_mb: float | None = None
-    """MB (2^20 bytes) of gradients that are reduced at once, of one parameter at least; needs `use_end2end`.
+    """MB (2^20 bytes) of gradients in one reduction, which holds at least one parameter; needs `use_end2end`.
 
-    None and 0: 25 with `use_async_reducer`, else all of a dtype. Not with `use_zero`: FSDP2 has buckets of its own.
+    None and 0 mean 25 with `use_async_reducer`, otherwise all gradients of a dtype. Not allowed with `use_zero`: FSDP2
+    has its own buckets.
     """
     lowering: str = "graph"
-    """What a plan becomes: `graph`, the traced ops on parts, or `eager`, hooks on the original module, which stays one
-    of its class and generates; plans that change layouts inside a module's code are for `graph` alone."""
+    """How a plan is carried out. `graph` runs the traced ops on parts of their tensors. `eager` puts hooks on the
+    original module, which keeps its class and can generate. Plans that change layouts inside a module's code need
+    `graph`.
+    """
     pas_config: Mapping[str, Any] = field(default_factory=dict)
-    """The policy's options; free ones begin with `_`."""
+    """The policy's options. Names that begin with `_` are free for custom policies."""
     user_config: Mapping[str, Any] = field(default_factory=dict)
-    """What of the user's makes the graph what it is."""
+    """User settings that the graph depends on."""
 
     def __post_init__(self) -> None:
-        """ValueError names the option, its value and the rule."""
+        """Raises ValueError that names the option, its value and the rule."""
         self._check_kinds()
         if self.runtime_ngpus % self.plan_ngpus:
             raise ValueError(
@@ -120,7 +135,7 @@ class ComputeConfig:
                 raise ValueError(f"{name}={getattr(self, name)} needs use_zero=True; set it, or leave {name} out")
 
     def _check_kinds(self) -> None:
-        """ValueError for values of another kind than their options'."""
+        """Raises ValueError for values of the wrong type."""
         for name in ("plan_ngpus", "runtime_ngpus", "zero_ngroups"):
             check(name, getattr(self, name), COUNT)
         for one in fields(self):
@@ -132,17 +147,17 @@ class ComputeConfig:
 
     @property
     def num_units(self) -> int:
-        """Groups of processes that take different inputs."""
+        """Number of units, which take different inputs."""
         return self.runtime_ngpus // self.plan_ngpus
 
     @property
     def bucket_bytes(self) -> float:
-        """The most bytes of gradients that are reduced at once."""
+        """Maximum number of bytes of gradients in one reduction."""
         default = ASYNC_BUCKET_MB if self.use_async_reducer else float("inf")
         return (self.reducer_bucket_cap_mb or default) * MB
 
     def to_json(self) -> dict[str, Any]:
-        """What a plan was made for, in the words of its file."""
+        """The config as it is stored beside a plan."""
         return {name: _plain(value) for name, value in vars(self).items()}
 
 

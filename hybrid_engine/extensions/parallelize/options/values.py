@@ -1,4 +1,7 @@
-"""Rules for values that users give: what each must be, in words, and the error for one that is not."""
+"""Rules for values that users pass, and the errors for values that break them.
+
+`arguments.py`, `compute_config.py` and the checks of policy options use these.
+"""
 
 import functools
 import inspect
@@ -11,22 +14,22 @@ from torch import Tensor
 from hybrid_engine.distributed.processes import gather_objects
 
 MOST_WORDS = 100
-"""Characters of a value in an error: models and tensors are long."""
+"""Maximum number of characters of a value in an error: models and tensors are long."""
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 MOST_ALIKE = 30
-"""Characters before the first difference of two long texts that an error shows."""
+"""Characters that an error shows before the first difference of two long texts."""
 
 
 class Rule(NamedTuple):
-    """What a value must be."""
+    """A check of a value and its description for the error."""
 
     accepts: Callable[[Any], bool]
     words: str
-    """They follow "must be"."""
+    """The text after "must be"."""
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value is a whole number of at least 1."""
+    """Whether a value is an integer of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
@@ -47,17 +50,17 @@ def is_switch(value: Any) -> bool:
 
 
 def has_names(value: Any) -> bool:
-    """Whether a value is a mapping whose keys are texts."""
+    """Whether a value is a mapping whose keys are strings."""
     return isinstance(value, Mapping) and all(is_text(key) for key in value)
 
 
 def is_list_of(value: Any, accepts: Callable[[Any], bool]) -> bool:
-    """Whether a value is a list or tuple, each entry of which is accepted."""
+    """Whether a value is a list or tuple whose entries are all accepted."""
     return isinstance(value, list | tuple) and all(accepts(entry) for entry in value)
 
 
 def takes(function: Any, num_arguments: int) -> bool:
-    """Whether `function` can be called with so many arguments, as far as it says."""
+    """Whether `function` can be called with this number of arguments; True if its signature is unknown."""
     if not callable(function):
         return False
     try:
@@ -65,7 +68,7 @@ def takes(function: Any, num_arguments: int) -> bool:
     except TypeError:
         return False
     except ValueError:
-        return True  # of C, whose signature nobody knows
+        return True  # a C function without a signature
     return True
 
 
@@ -82,19 +85,19 @@ CALLABLE = Rule(callable, "a callable")
 
 
 def check(name: str, value: Any, rule: Rule) -> None:
-    """ValueError with the option, its value and the rule, unless the rule accepts the value."""
+    """Raises ValueError with the option, its value and the rule, unless the rule accepts the value."""
     if not rule.accepts(value):
         raise ValueError(f"{name}={shown(value)} must be {rule.words}")
 
 
 def shown(value: Any) -> str:
-    """A value in the words of an error, not longer than a line."""
+    """A value as an error shows it, cut to one line."""
     text = " ".join(repr(value).split())
     return text if len(text) <= MOST_WORDS else f"{text[:MOST_WORDS]}..."
 
 
 def name_of(function: Any) -> str:
-    """A callable in words that are the same on every process and in every run; local."""
+    """A name for a callable that is the same on every process and in every run; local."""
     if isinstance(function, functools.partial):
         arguments = [words_of(value) for value in function.args]
         arguments += [f"{name}={words_of(value)}" for name, value in sorted(function.keywords.items())]
@@ -104,7 +107,7 @@ def name_of(function: Any) -> str:
 
 
 def words_of(value: Any) -> str:
-    """A value in words that are the same on every process; of tensors shape and dtype; local."""
+    """A description of a value that is the same on every process; shape and dtype for a tensor; local."""
     if isinstance(value, Tensor):
         return f"{list(value.shape)} {value.dtype}"
     if isinstance(value, Mapping):
@@ -116,15 +119,15 @@ def words_of(value: Any) -> str:
 
 
 def words_by_name(option: str, entries: Mapping[str, Any]) -> dict[str, str]:
-    """An option that is a dict in words: its names, and each of its entries; local."""
+    """Descriptions of an option that is a dict: one of its names, and one of each entry; local."""
     each = {f"{option}[{name!r}]": words_of(entry) for name, entry in entries.items()}
     return {option: f"a dict of {sorted(entries)}", **each}
 
 
 def check_alike(own: Mapping[str, str]) -> None:
-    """ValueError on all processes unless all that have words of a thing have the same of it; collective.
+    """Raises ValueError on all processes unless all those that describe a name describe it alike; collective.
 
-    What some have no words of is not compared for them.
+    A process that does not describe a name is not compared for it.
     """
     first: dict[str, tuple[int, str]] = {}
     for rank, found in enumerate(gather_objects(dict(own))):
@@ -138,7 +141,7 @@ def check_alike(own: Mapping[str, str]) -> None:
 
 
 def _differing(one: str, other: str) -> tuple[str, str]:
-    """Two texts, not longer than a line, with the first difference in them."""
+    """Excerpts of two texts, each at most one line, that contain the first difference."""
     if max(len(one), len(other)) <= MOST_WORDS:
         return one, other
     same = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
