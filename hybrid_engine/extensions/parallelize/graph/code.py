@@ -1,7 +1,7 @@
-"""Which module's code each op belongs to. There is no module border between two ops of the same code.
+"""Which module's code each op belongs to, for planning and lowering with `eager`.
 
-A *leaf* is a module whose forward calls ops and does not call a module that calls ops. Plans for eager lowering use
-this.
+There is no module border between two ops of the same code. A *leaf* is a module whose forward calls ops and does not
+call a module that calls ops.
 """
 
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ class Code:
         return cls(graph, leaves, {key: op for op in graph.ops.values() for key in op.outputs})
 
     def origin(self, key: str, path: str | None) -> str:
-        """The tensor that code outside a leaf reads instead of `key` if `key` is a cast that changed nothing when it
-        was traced.
+        """The tensor that code at `path` reads as `key`: the operand of a cast if a leaf made `key` by one that changed
+        nothing.
 
         Such a cast returns the same tensor object that it received, which the hooks of that leaf do not change.
         """

@@ -1,1 +1,1 @@
-"""Which op is split how: plans, and what makes them."""
+"""Plans, which say how each op is split, and the policies that make them."""

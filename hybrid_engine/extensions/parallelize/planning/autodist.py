@@ -1,4 +1,4 @@
-"""`autodist`: the fastest plan that fits into memory, for the costs of a machine."""
+"""`autodist`: the policy that makes the fastest plan that fits into memory, for the costs of a machine."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,19 +35,19 @@ from hybrid_engine.extensions.parallelize.planning.space import Space
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What the user asked of the plan."""
+    """The user's requirements on the plan."""
 
     constraints: Sequence[Constraint] = ()
     recompute: tuple[str, ...] = ()
-    """Globs of modules that are recomputed in any case."""
+    """Globs of modules that are always recomputed."""
     num_stages: tuple[int, ...] = (1,)
     pivots: tuple[str, ...] = ()
-    """Blocks before which alone a stage may begin; empty: before any."""
+    """The only blocks that may begin a stage; if empty, any block may."""
     schedule: str = "1f1b"
 
 
 def autodist(graph: Graph, config: ComputeConfig) -> Plan:
-    """The plan of the policy `autodist`, made or loaded; ValueError for wrong options, or where nothing fits."""
+    """The plan of the policy `autodist`, made or loaded; ValueError for wrong options, or if no plan fits."""
     options = Options.of(config.pas_config)
     options.check_folder()
     machine = options.machine()
@@ -88,9 +88,9 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def best_plan(graph: Graph, setting: Setting, wanted: Wanted | None = None) -> Plan:
-    """The fastest plan; where none fits, the fastest that recomputes as few layers as it must.
+    """The fastest plan that fits. If none fits, the plan that recomputes as few layers as necessary.
 
-    ValueError with the least memory that a plan needs, where none fits even so.
+    Raises ValueError with the minimum memory that a plan needs if no plan fits even with recomputation.
     """
     planner = _Planner(graph, setting, wanted or Wanted())
     plan = planner.fastest(planner.wanted.recompute)
@@ -113,7 +113,7 @@ def best_plan(graph: Graph, setting: Setting, wanted: Wanted | None = None) -> P
 
 
 def _fewest(planner: "_Planner", layers: Sequence[str], plan: Plan) -> Plan:
-    """The plan of one stage that recomputes the fewest layers, by bisection; `plan` recomputes all."""
+    """The plan of one stage that recomputes the fewest layers, by bisection; `plan` recomputes all of them."""
     low, high = 0, len(layers)
     while high - low > 1:
         middle = (low + high) // 2
@@ -128,13 +128,13 @@ class _Planner:
     setting: Setting
     wanted: Wanted
     least: list[float] = field(default_factory=list)
-    """Bytes that were not there for the plans that did not fit."""
+    """Bytes that each plan that did not fit would have needed."""
 
     def __post_init__(self) -> None:
         self.segments = _joined(segments_of(self.graph), self.wanted.pivots)
 
     def fastest(self, recompute: tuple[str, ...]) -> Plan | None:
-        """The fastest plan that fits and recomputes these modules, None where none fits."""
+        """The fastest plan that fits and recomputes these modules; None if no plan fits."""
         found: list[PlanCosts] = []
         for num_stages in self.wanted.num_stages:
             for mesh in meshes(self.setting.plan_ngpus // num_stages, self.setting):
@@ -148,7 +148,7 @@ class _Planner:
         return Space(self.graph, mesh, setting, choices, recomputed=recomputed_ops(self.graph, recompute))
 
     def _whole(self, mesh: tuple[int, ...], recompute: tuple[str, ...]) -> Plan | None:
-        """The best plan of one stage."""
+        """The best plan of one stage; None if no plan fits."""
         constants = generation_bytes(self.graph, self.setting, list(self.graph.ops.values()), prod(mesh))
         space = self._space(mesh, self.setting, recompute)
         try:
@@ -160,7 +160,9 @@ class _Planner:
         return plan
 
     def _staged(self, mesh: tuple[int, ...], num_stages: int, recompute: tuple[str, ...]) -> Plan | None:
-        """The best division into stages for the fastest splits; where it does not fit, for the most frugal ones."""
+        """The best division into stages for the fastest splits, or for those with the least memory if that does not
+        fit.
+        """
         unlimited = replace(self.setting, memory_bytes=float("inf"))
         space = self._space(mesh, unlimited, recompute)
         for find in (solve, frugal):
@@ -178,7 +180,7 @@ class _Planner:
         return None
 
     def _division(self, space: Space, assignment: list[int], num_stages: int) -> tuple[int, ...] | None:
-        """The segment after the last of each stage, None where no division fits."""
+        """For each stage, the index after its last segment; None if no division fits."""
         if len(self.segments) < num_stages:
             return None
         by_op = space.by_op(assignment)
@@ -211,7 +213,7 @@ def _sum(by_op: Mapping[str, Cost], ops: Sequence[Op]) -> Cost:
 def _joined(
     segments: Sequence[tuple[tuple[str, ...], list[Op]]], pivots: Sequence[str]
 ) -> list[tuple[tuple[str, ...], list[Op]]]:
-    """The segments, joined where no stage may begin; ValueError for a pivot before which none can."""
+    """The segments, merged where no stage may begin; ValueError for a pivot before which no stage can begin."""
     if not pivots:
         return list(segments)
     firsts = [names[0] for names, _ in segments]
@@ -227,7 +229,9 @@ def _joined(
 
 
 def meshes(size: int, setting: Setting) -> list[tuple[int, ...]]:
-    """One axis for any split, and all pairs of axes of which the first splits the batch, which hooks do not."""
+    """The meshes to try: one axis for any split, and all pairs of axes whose first axis splits the batch. Eager: one
+    axis only.
+    """
     limit = setting.max_partition_degree
     if setting.is_eager:
         return [(size,)]
@@ -237,7 +241,7 @@ def meshes(size: int, setting: Setting) -> list[tuple[int, ...]]:
 
 
 def choices_on(graph: Graph, mesh: Sequence[int], setting: Setting) -> Callable[[Op], list[Names]]:
-    """What `autodist` tries on a mesh."""
+    """The splits that `autodist` tries for each op on a mesh."""
     if setting.is_eager:
         return eager_choices(graph, mesh[0])
     if len(mesh) == 1 or mesh[0] > setting.max_partition_degree:

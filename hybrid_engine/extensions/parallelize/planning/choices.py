@@ -1,4 +1,4 @@
-"""Which splits of an op a planner considers."""
+"""The splits of an op that a planner considers, and the user's constraints on them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ KEYS = {"modules", "ops", "splits"}
 
 
 def all_choices(mesh: Sequence[int], setting: Setting) -> Callable[[Op], list[Names]]:
-    """Every split of an op over a mesh that divides and cuts it into no more parts than allowed."""
+    """All splits of an op over a mesh that divide its sizes and make no more parts than allowed."""
 
     def choices(op: Op) -> list[Names]:
         names = product(*(((None, *op.rule.annotation.candidates) if size > 1 else (None,)) for size in mesh))
@@ -36,7 +36,7 @@ def all_choices(mesh: Sequence[int], setting: Setting) -> Callable[[Op], list[Na
 
 
 def batch_choices(graph: Graph, mesh: Sequence[int], setting: Setting) -> Callable[[Op], list[Names]]:
-    """The batch is split over the first axis of the mesh wherever it can be, over the others every split is tried."""
+    """Splits that put the batch on the first axis of the mesh where possible, with all splits over the other axes."""
     splits_of_batch, anything = batch_plan(graph, mesh), all_choices(mesh, setting)
 
     def choices(op: Op) -> list[Names]:
@@ -47,9 +47,11 @@ def batch_choices(graph: Graph, mesh: Sequence[int], setting: Setting) -> Callab
 
 
 def eager_choices(graph: Graph, size: int) -> Callable[[Op], list[Names]]:
-    """What hooks on modules carry, over one axis: columns of products with parameters, what follows from them, rows.
+    """Splits over one axis that module hooks can carry out: columns of products with parameters, splits that follow
+    from them, and rows.
 
-    Code of modules goes on with parts of features and heads; parts of samples and positions it would take for all.
+    A module's own code works on parts of features and heads. It would take parts of samples or positions for all of
+    them.
     """
     plan = Plan(graph=graph, mesh=(size,))
     products = [op for op in graph.ops.values() if _is_product(op, graph)]
@@ -64,12 +66,12 @@ def eager_choices(graph: Graph, size: int) -> Callable[[Op], list[Names]]:
             rows |= dict.fromkeys(op.outputs, op.path)
     for op in graph.ops.values():
         if op.name in RESHAPES and rows.get(op.inputs[0]) == op.path and op.rule.can_split([SUMMED], (size,)):
-            found.setdefault(op.key, []).append((SUMMED,))  # added up where it leaves the module
+            found.setdefault(op.key, []).append((SUMMED,))  # summed where it leaves the module
     return lambda op: [(None,), *found.get(op.key, [])]
 
 
 def _is_product(op: Op, graph: Graph) -> bool:
-    """Whether an op multiplies with a parameter whose columns give features."""
+    """Whether an op multiplies with a parameter whose columns are features."""
     return op.name in ("linear", "addmm") and any(graph.values[key].kind == "parameter" for key in op.inputs)
 
 
@@ -80,30 +82,32 @@ def _made(plan: Plan, op: Op) -> dict[str, Placement]:
 
 
 def choices_of(plan: Plan) -> Callable[[Op], list[Names]]:
-    """The one split of each op that a plan has."""
+    """Only the split that the plan has for each op."""
     return lambda op: [plan.split_of(op)]
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """Ops of modules that match `modules` are split along one of `splits`; those that have none of them are free."""
+    """Requires that ops of modules that match `modules` are split along one of `splits`, if they have any of these
+    names.
+    """
 
     modules: str
     ops: str
     splits: tuple[str, ...]
 
     def matches(self, op: Op) -> bool:
-        """Whether the constraint says anything of `op`."""
+        """Whether the constraint applies to `op`."""
         is_named = fnmatchcase(op.path, self.modules) and fnmatchcase(op.name, self.ops)
         return is_named and (WHOLE in self.splits or bool(set(self.splits) & set(op.rule.annotation.candidates)))
 
     def allows(self, names: Names) -> bool:
-        """Whether an op may be split so."""
+        """Whether the constraint allows a split along `names`."""
         return all((name or WHOLE) in self.splits for name in names)
 
 
 def read_constraints(path: str | Path, graph: Graph) -> list[Constraint]:
-    """The constraints of a YAML file; ValueError for what is none, and for one that no op of the graph matches."""
+    """The constraints of a YAML file; ValueError for an invalid one, and for one that matches no op of the graph."""
     try:
         content = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -134,7 +138,7 @@ def _constraint(entry: Any, place: str, graph: Graph) -> Constraint:
 def constrained(
     choices: Callable[[Op], list[Names]], constraints: Sequence[Constraint], mesh: Sequence[int]
 ) -> Callable[[Op], list[Names]]:
-    """The `choices` that constraints allow; ValueError where nothing is left of an op's."""
+    """The `choices` that the constraints allow; ValueError if none is left for an op."""
 
     def allowed(op: Op) -> list[Names]:
         matching = [constraint for constraint in constraints if constraint.matches(op)]

@@ -1,4 +1,4 @@
-"""Ops that are split alike, and tensors that are made and read alike: one class each, of which the planner decides.
+"""Classes of ops that are split alike and of tensors that are made and read alike; the planner decides per class.
 
 Ops of repeated modules (`layers.0`, `layers.1`, ...) that do the same form one class.
 """
@@ -16,20 +16,20 @@ from hybrid_engine.extensions.parallelize.planning.moving import Layout, gradien
 from hybrid_engine.extensions.parallelize.planning.setting import Cost
 
 State = tuple[Layout, Layout]
-"""The layout in which an op wants an operand, and that of the gradient which it gives back."""
+"""The layout in which an op needs an operand, and the layout of the gradient that it returns for it."""
 
 
 class Reader(NamedTuple):
-    """One operand of a class of ops; `op_class` None: the tensor leaves the graph, whole on every rank."""
+    """One operand of a class of ops; `op_class` None: the tensor is a result of the graph, whole on every rank."""
 
     op_class: int | None
     position: int
     keeps: bool
-    """Whether it is kept, from there on, for the backward pass."""
+    """Whether the tensor is kept for the backward pass in this layout."""
     again: bool
-    """Whether that is in a module that is recomputed."""
+    """Whether the reader is in a recomputed module."""
     way: str = FREE
-    """How the tensor gets there (`hybrid_engine.extensions.parallelize.graph.code`)."""
+    """How the tensor reaches the reader; one of `WAYS` in `hybrid_engine.extensions.parallelize.graph.code`."""
 
 
 @dataclass(kw_only=True)
@@ -39,17 +39,17 @@ class OpClass:
     ops: list[Op]
     choices: list[Names] = field(default_factory=list)
     costs: list[Cost] = field(default_factory=list)
-    """Of all its ops, for each choice."""
+    """Cost of all ops of the class, for each choice."""
     largest: list[float] = field(default_factory=list)
-    """Bytes of the largest tensor that one of them reads or makes, for each choice."""
+    """Bytes of the largest tensor that one of the ops reads or makes, for each choice."""
     states: list[tuple[State, ...]] = field(default_factory=list)
-    """Of the operands, for each choice."""
+    """States of the operands, for each choice."""
     outputs: list[tuple[Layout, ...]] = field(default_factory=list)
-    """Of the results, for each choice."""
+    """Layouts of the results, for each choice."""
 
     @property
     def keys(self) -> list[str]:
-        """The keys of its ops."""
+        """The keys of the ops."""
         return [op.key for op in self.ops]
 
 
@@ -59,20 +59,20 @@ class TensorClass:
 
     value: Value
     maker: tuple[int, int] | None
-    """The class of ops that makes it and which of its results it is; None for what the graph is given."""
+    """The class of ops that makes the tensor, and the index of the result; None for an input of the graph."""
     readers: tuple[Reader, ...]
     has_gradient: bool
     is_view: bool
-    """Whether it lies in the memory of another tensor."""
+    """Whether the tensor shares the memory of another tensor."""
     kept_by_maker: bool
     made_again: bool
-    """Whether a recomputed module makes it."""
+    """Whether a recomputed module makes the tensor."""
     enters: bool
-    """Whether a recomputed module reads it and another makes it."""
+    """Whether a recomputed module reads the tensor and another module makes it."""
     count: int
 
     def may_go(self, reader: Reader, source: Layout, state: State) -> bool:
-        """Whether it may be read so where it is made in `source`."""
+        """Whether `reader` may read the tensor in `state` if it is made in layout `source`."""
         wanted, gradient = state
         if reader.way in (FIXED, RESHAPED, END) and wanted != source:
             return False
@@ -82,18 +82,18 @@ class TensorClass:
 
 
 def pattern(path: str) -> str:
-    """A module's path with `*` for numbers: `layers.*.mlp` of `layers.3.mlp`."""
+    """A module's path with `*` for numbers: `layers.*.mlp` for `layers.3.mlp`."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
 
 
 def kind_of(op: Op, graph: Graph, reused: set[str]) -> object:
-    """What ops of one class have in common."""
+    """A key that is equal for ops of one class."""
     ordinal = "" if reused & set(op.inputs) else op.key.rsplit(":", 1)[1]
     shapes = tuple((graph.values[key].shape, graph.values[key].dtype) for key in (*op.inputs, *op.outputs))
     return pattern(op.path), op.name, ordinal, str(op.rule.annotation), tuple(op.rule.sizes.items()), shapes
 
 
 def reused_parameters(graph: Graph, ops: Sequence[Op]) -> set[str]:
-    """Parameters that many ops read, which are split alike where they do the same with them."""
+    """Parameters that more than two operands read; the ops that do the same with one of them are split alike."""
     counts = Counter(key for op in ops for key in op.inputs if graph.values[key].kind == "parameter")
     return {key for key, count in counts.items() if count > 2}

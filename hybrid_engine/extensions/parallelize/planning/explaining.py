@@ -1,4 +1,4 @@
-"""`explain(plan)`: what is split in each block and why, where time and memory go, and the runner-up."""
+"""`explain(plan)`: how each block is split and why, its time and memory, and the runner-up."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,9 +18,9 @@ from hybrid_engine.extensions.parallelize.planning.space import Space
 
 
 def explain(plan: Plan, config: ComputeConfig | None = None) -> str:
-    """The costs of a plan in words, computed anew from the options of `config` (`costs`, `mem_constraint`, ...).
+    """A text with the costs of a plan, computed from the options of `config` (`costs`, `mem_constraint`, ...).
 
-    Any plan can be explained, whoever made it. ValueError for wrong options.
+    Works for plans of any policy and for edited plans. Raises ValueError for wrong options.
     """
     config = config or ComputeConfig(plan_ngpus=plan.plan_ngpus, runtime_ngpus=plan.plan_ngpus)
     options = Options.of({name: value for name, value in config.pas_config.items() if name in OPTION_NAMES})
@@ -65,7 +65,7 @@ def _gb(num_bytes: float) -> str:
 
 
 def _blocks(costs: PlanCosts, setting: Setting) -> str:
-    """A paragraph for each kind of block: those of one pattern whose main ops are split alike."""
+    """A paragraph for each kind of block: blocks of one pattern whose main ops are split alike."""
     plan = costs.plan
     by_op: dict[str, Cost] = {}
     for stage in costs.stages:
@@ -104,13 +104,13 @@ def _splits(plan: Plan, ops: Sequence[Op], block: str) -> str:
 
 
 def _is_main(graph: Graph, op: Op) -> bool:
-    """Whether an op is attention, or reads a weight that is no vector."""
+    """Whether an op is attention, or reads a parameter with more than one dimension."""
     values = [graph.values[key] for key in op.inputs]
     return op.name == ATTENTION or any(value.kind == "parameter" and len(value.shape) > 1 for value in values)
 
 
 def _why(costs: PlanCosts, setting: Setting, ops: Sequence[Op]) -> str:
-    """What changes where these ops are computed whole by every rank."""
+    """The change in time and memory if every rank computes these ops whole."""
     plan = costs.plan
     kept = {key: names for key, names in plan.splits.items() if key not in {op.key for op in ops}}
     whole = plan_costs(replace(plan, splits=kept), setting)
@@ -120,7 +120,7 @@ def _why(costs: PlanCosts, setting: Setting, ops: Sequence[Op]) -> str:
 
 
 def _runner_up(costs: PlanCosts, setting: Setting) -> str:
-    """The fastest plan that splits a main op otherwise, or has another number of stages."""
+    """The fastest plan that splits a main op differently or, with stages, has another number of stages."""
     plan = costs.plan
     if plan.plan_ngpus == 1:
         return ""

@@ -1,4 +1,4 @@
-"""Splits that follow from others: an op is split as the tensors that it reads already lie."""
+"""Splits that follow from others: an op is split to fit the layout of the tensors that it reads."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
@@ -10,11 +10,11 @@ from hybrid_engine.extensions.parallelize.graph.graph import Graph, Op
 from hybrid_engine.extensions.parallelize.library.annotations import SUMMED
 
 Names = tuple[str | None, ...]
-"""For each axis of the mesh the name of the annotation along which an op is split, None where it is not."""
+"""For each axis of the mesh, the annotation's name along which an op is split; None if it is not split."""
 
 
 class Splits(Protocol):
-    """What of a plan is read here."""
+    """The part of a plan that this module reads."""
 
     graph: Graph
     mesh: tuple[int, ...]
@@ -26,9 +26,10 @@ class Splits(Protocol):
 def following(
     op: Op, placements: Mapping[str, Placement], mesh: Sequence[int], axis: int = 0, whole: Collection[str] = ()
 ) -> str | None:
-    """The name along which `op`, over one axis, reads its operands as they lie, None where it cannot.
+    """The name along which `op` can read its operands over one axis in their current layout; None if there is none.
 
-    `placements` are those of tensors that are known; those of `whole` must be read whole, all others may be cut.
+    `placements` holds the known placements of tensors. Tensors in `whole` must be read whole, unless their placement is
+    known; all others may be cut.
     """
     known = {position: placements[key] for position, key in enumerate(op.inputs) if key in placements}
     known = {position: placement for position, placement in known.items() if not placement.is_replicate()}
@@ -44,9 +45,9 @@ def following(
 
 
 def follow(plan: Splits, ops: Collection[Op]) -> dict[str, Names]:
-    """For each of `ops` that the plan does not split over some axis, and that can follow there, its names.
+    """New names for each of `ops` that the plan does not split over some axis and that can follow its operands there.
 
-    Partial sums are added up before they are read, but for reshapes in the module that made them.
+    Partial sums are added up before they are read, except by reshapes in the module that made them.
     """
     found: dict[str, list[str | None]] = {}
     keys = {op.key for op in ops}

@@ -1,4 +1,4 @@
-"""Which layout each tensor of a planned graph has, and which one each op that reads it wants."""
+"""The layouts of tensors under a plan, and the grouping of a graph's ops into blocks and stages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,9 @@ from hybrid_engine.extensions.parallelize.planning.plan import Plan
 
 @dataclass(frozen=True)
 class Edge:
-    """One operand of one op: the tensor, the layout that the op wants, and that of the gradient it gives back."""
+    """One operand of one op: the tensor, the layout that the op needs, and the layout of the gradient that it
+    returns.
+    """
 
     key: str
     wanted: Layout
@@ -22,19 +24,19 @@ class Edge:
 
 
 def whole(plan: Plan) -> Layout:
-    """The layout of a tensor that every rank has."""
+    """The layout of a tensor that every rank holds whole."""
     return (Replicate(),) * len(plan.mesh)
 
 
 def edges_of(plan: Plan, op: Op) -> tuple[Edge, ...]:
-    """What `op` wants of its operands."""
+    """The operands of `op`, with their layouts under the plan."""
     names = plan.split_of(op)
     wanted, gradients = op.rule.input_placements(names), op.rule.gradient_placements(names)
     return tuple(Edge(*entry) for entry in zip(op.inputs, wanted, gradients, strict=True))
 
 
 def parameter_layouts(graph: Graph, plan: Plan) -> dict[str, Layout]:
-    """How each parameter is kept, from how the ops want it that read it."""
+    """The layout in which each parameter is kept, from the layouts that its ops need."""
     wanted: dict[str, list[Layout]] = {key: [] for key in graph.of_kind("parameter")}
     for op in graph.ops.values():
         for edge in edges_of(plan, op):
@@ -44,9 +46,9 @@ def parameter_layouts(graph: Graph, plan: Plan) -> dict[str, Layout]:
 
 
 def split_order(graph: Graph, plan: Plan) -> tuple[int, ...]:
-    """The plan's axes, that one first over which most of the parameters is split.
+    """The plan's axes, sorted by the number of parameter elements that are split over them, largest first.
 
-    Of a dimension that several axes cut, the first of them counts.
+    If several axes cut the same dimension, only the first of them counts.
     """
     values, elements = graph.of_kind("parameter"), [0] * len(plan.mesh)
     for name, layout in parameter_layouts(graph, plan).items():
@@ -57,7 +59,7 @@ def split_order(graph: Graph, plan: Plan) -> tuple[int, ...]:
 
 
 def value_layouts(graph: Graph, plan: Plan) -> dict[str, Layout]:
-    """The layout of every tensor of the graph as its maker gives it."""
+    """The layout in which each tensor of the graph is made."""
     layouts = {key: whole(plan) for key in graph.values} | parameter_layouts(graph, plan)
     for op in graph.ops.values():
         given = op.rule.output_placements(plan.split_of(op))
@@ -66,10 +68,10 @@ def value_layouts(graph: Graph, plan: Plan) -> dict[str, Layout]:
 
 
 def blocks_of(graph: Graph) -> dict[str, str]:
-    """By the key of an op, the path of its block.
+    """Maps the key of an op to the path of its block.
 
-    A block is a layer of a list (`layers.3`), or the outermost module that has none. Ops of a module around layers
-    belong to the block that ran before them, the first ones to the block that runs next.
+    A block is a layer of a list (`layers.3`), or the outermost module that contains no layer. Ops of a module around
+    layers belong to the block that runs before them; the first ones belong to the block that runs next.
     """
     found = {key: _layer(op.path) for key, op in graph.ops.items()}
     around = {ancestor for path in found.values() if path for ancestor in _ancestors(path)}
@@ -82,7 +84,7 @@ def blocks_of(graph: Graph) -> dict[str, str]:
 
 
 def _layer(path: str) -> str | None:
-    """The outermost part of a path that is a layer of a list."""
+    """The path of the outermost list layer that contains `path`; None if there is none."""
     parts = path.split(".")
     for number, part in enumerate(parts):
         if part.isdigit():
@@ -102,12 +104,14 @@ def _block(path: str, layer: str | None, around: set[str]) -> str:
 
 
 def layers_of(graph: Graph) -> list[str]:
-    """The blocks that are layers of lists, in the order in which they run."""
+    """The blocks that are layers of lists, in execution order."""
     return [block for block in dict.fromkeys(blocks_of(graph).values()) if block == _layer(block)]
 
 
 def segments_of(graph: Graph) -> list[tuple[tuple[str, ...], list[Op]]]:
-    """The graph cut wherever a stage may begin: blocks, and their ops. No block has ops on both sides of a cut."""
+    """The graph cut wherever a stage may begin: names of blocks, and their ops. No block has ops on both sides of a
+    cut.
+    """
     blocks = blocks_of(graph)
     ops = list(graph.ops.values())
     last = {blocks[op.key]: position for position, op in enumerate(ops)}
@@ -125,7 +129,7 @@ def segments_of(graph: Graph) -> list[tuple[tuple[str, ...], list[Op]]]:
 
 
 def stage_ops(plan: Plan) -> list[list[Op]]:
-    """The ops of each stage; those of no stage's module run where the op before them runs."""
+    """The ops of each stage. An op that no stage's module contains runs where the op before it runs."""
     if not plan.stages:
         return [list(plan.graph.ops.values())]
     number_of = {path: number for number, stage in enumerate(plan.stages) for path in stage}
@@ -138,7 +142,9 @@ def stage_ops(plan: Plan) -> list[list[Op]]:
 
 
 def recomputed_ops(graph: Graph, patterns: Sequence[str]) -> dict[str, str]:
-    """By the key of an op, the outermost module around it that matches one of the globs; ValueError for one in vain."""
+    """Maps the key of an op to the outermost module around it that matches a glob; ValueError for a glob without a
+    match.
+    """
     found: dict[str, str] = {}
     unused = set(patterns)
     for key, op in graph.ops.items():

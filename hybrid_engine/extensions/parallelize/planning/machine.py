@@ -1,7 +1,9 @@
-"""What a cluster can do: its devices, the links between them, and how long a collective takes.
+"""The figures of a cluster: its devices, the links between them, and the time that a collective takes.
 
 Machine.named("h100")           # published figures
-Machine.load("measured.json")   # what `hybrid-engine measure-links` wrote
+Machine.load("measured.json")   # a file of `hybrid-engine measure-links`
+
+The planner reads them for its costs; `hybrid-engine measure-links` calls `measure_machine`.
 """
 
 import json
@@ -29,19 +31,19 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One device. `flops_per_s` is of matrix products, by dtype (`bfloat16`); `bytes_per_s` of everything else."""
+    """One device. `flops_per_s` is for matrix products, by dtype (`bfloat16`); `bytes_per_s` is for all other ops."""
 
     kind: str
-    """`cuda` or `cpu`, which says what optimizers allocate while they step."""
+    """`cuda` or `cpu`; it decides which temporary tensors an optimizer allocates in its step."""
     memory_bytes: int
     flops_per_s: Mapping[str, float]
     bytes_per_s: float
-    """Read and written."""
+    """Bytes read plus bytes written."""
     op_s: float
-    """What each op takes however small it is."""
+    """Seconds that each op takes in addition, independent of its size."""
 
     def seconds(self, flops: float, num_bytes: float, dtype: torch.dtype) -> float:
-        """The time of one op: it waits for whichever takes longer, products or memory."""
+        """The time of one op: the longer of its products and its memory traffic."""
         name = str(dtype).removeprefix("torch.")
         rate = self.flops_per_s.get(name) or self.flops_per_s["float32"]
         return self.op_s + max(flops / rate, num_bytes / self.bytes_per_s)
@@ -49,7 +51,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """How fast one collective is: `latency_s` of one of its rounds, `bytes_per_s` that each process sends."""
+    """The speed of one collective: `latency_s` for one of its rounds, `bytes_per_s` that each process sends."""
 
     latency_s: float
     bytes_per_s: float
@@ -57,7 +59,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Devices and links; `near` ones are those inside a node of `processes_per_node`, `far` ones between nodes."""
+    """Devices and links; `near` links are inside a node of `processes_per_node`, `far` links are between nodes."""
 
     name: str
     source: str
@@ -69,8 +71,8 @@ class Machine:
     def collective_seconds(self, kind: str, num_bytes: float, size: int, stride: int) -> float:
         """The time of a collective among `size` processes, each `stride` ranks from the next.
 
-        `num_bytes` are those of the whole tensor, of an all-to-all those that each process has. A ring sends (n - 1)/n
-        of them, an all-reduce twice.
+        `num_bytes` is the size of the whole tensor; for an all-to-all it is the size on each process. A ring sends (n -
+        1)/n of it, an all-reduce twice as much.
         """
         if size == 1:
             return 0.0
@@ -79,7 +81,7 @@ class Machine:
 
     @classmethod
     def named(cls, name: str) -> "Machine":
-        """The table of published figures of that name; ValueError where there is none."""
+        """The table of published figures with this name; ValueError if there is none."""
         if name not in TABLES:
             raise ValueError(
                 f"costs={name!r} must be one of {sorted(TABLES)}, or a file of hybrid-engine measure-links"
@@ -88,7 +90,7 @@ class Machine:
 
     @classmethod
     def load(cls, path: str | Path) -> "Machine":
-        """What was measured; ValueError for a file that is something else."""
+        """Loads measured figures; ValueError for any other file."""
         try:
             content = json.loads(Path(path).read_text())
             if content["version"] != VERSION:
@@ -111,30 +113,32 @@ class Machine:
         return found
 
     def check(self) -> None:
-        """ValueError for figures that are no rates."""
+        """Raises ValueError for figures that are not positive."""
         rates = [link.bytes_per_s for side in (self.near, self.far) for link in side.values()]
         rates += [*self.device.flops_per_s.values(), self.device.bytes_per_s, self.device.memory_bytes]
         if "float32" not in self.device.flops_per_s or not all(rate > 0 for rate in rates):
             raise ValueError("rates and memory must be above 0, flops_per_s of float32 among them")
 
     def save(self, path: str | Path) -> None:
-        """Writes the figures to a file of JSON that `load` reads."""
+        """Writes the figures to a JSON file that `load` reads."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n")
 
 
 def rounds(kind: str, size: int) -> float:
-    """How often a collective waits for a message."""
+    """Number of messages that a collective waits for, one after the other."""
     return math.ceil(math.log2(size)) * (2 if kind == "all_reduce" else 1)
 
 
 def sent_bytes(kind: str, num_bytes: float, size: int) -> float:
-    """The bytes that each of `size` processes sends in a collective over `num_bytes`."""
+    """Bytes that each of `size` processes sends in a collective over `num_bytes`."""
     return num_bytes * (size - 1) / size * (2 if kind == "all_reduce" else 1)
 
 
 def _table(name: str, source: str, memory_gb: float, rates: Mapping[str, float], memory: float, links: Any) -> Machine:
-    """Published peaks; latencies, which nobody publishes, are assumed: 10 us a round, between nodes 20, 5 an op."""
+    """A machine with published peak figures. Latencies are assumed: 10 us per round, 20 us between nodes, 5 us
+    per op.
+    """
     near, far = links
     return Machine(
         name=name,
@@ -192,7 +196,9 @@ TABLES: Mapping[str, Machine] = {
 
 
 def measure_machine(num_bytes: int, repeats: int) -> Machine:
-    """All of it, the same on every process; collective. ValueError for a single process, which has no links."""
+    """Measures device and links; the result is the same on every process; collective. ValueError for a single
+    process.
+    """
     size = get_world_size()
     if size < 2:
         raise ValueError(
@@ -231,7 +237,9 @@ def measure_links(group: dist.ProcessGroup | None, num_bytes: int, repeats: int)
 
 
 def _collective(kind: str, num_bytes: int, size: int, group: dist.ProcessGroup | None) -> Callable[[], object]:
-    """One call of it on a tensor of about `num_bytes`; of an all-gather and a reduce-scatter the whole tensor has."""
+    """A function that runs one collective. `num_bytes` is the size of the whole tensor, also for all-gather and
+    reduce-scatter.
+    """
     device = default_device()
     part = torch.ones(max(num_bytes // 4 // size, 1), device=device)
     whole = torch.ones(part.numel() * size, device=device)
@@ -246,7 +254,7 @@ def _collective(kind: str, num_bytes: int, size: int, group: dist.ProcessGroup |
 
 
 def _seconds(call: Callable[[], object], repeats: int) -> float:
-    """The median of `repeats` calls, after one that is not counted."""
+    """Median of `repeats` calls, after one warm-up call."""
     taken = []
     for _ in range(repeats + 1):
         _wait()
@@ -269,7 +277,7 @@ def _slowest(seconds: float, group: dist.ProcessGroup | None) -> float:
 
 
 def measure_device(repeats: int = 5) -> Device:
-    """What this process's device does: products by dtype, memory, small ops."""
+    """Measures this process's device: matrix products by dtype, memory bandwidth, small ops."""
     device = default_device()
     is_cuda = device.type == "cuda"
     width, count = (8192, 1 << 28) if is_cuda else (384, 1 << 23)
@@ -295,6 +303,6 @@ def _product_seconds(width: int, dtype: torch.dtype, device: torch.device, repea
 
 
 def _memory_of_machine() -> int:
-    import psutil  # here, not at the top: on a GPU nobody asks for this
+    import psutil  # imported here because it is needed only without a GPU
 
     return psutil.virtual_memory().total

@@ -1,4 +1,4 @@
-"""Layouts of tensors, and which collectives bring one from one to another, as DTensor's redistribution makes them."""
+"""Layouts of tensors, and the collectives that change one layout to another, as in DTensor's redistribution."""
 
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -17,43 +17,45 @@ from hybrid_engine.zero.slicing import bounds_of, inside_of, part_shape, places_
 Layout = tuple[Placement, ...]
 """A placement for each axis of the mesh."""
 Reads = dict[str, list[Cut | None]]
-"""By the name of a parameter, what ranks read of it; None: all of it."""
+"""For each parameter name, the parts that ranks read; None stands for the whole parameter."""
 
 
 class Move(NamedTuple):
-    """One collective, or the work of one rank by itself: `copy`."""
+    """One collective over an axis, or `copy`, which a rank does locally."""
 
     kind: str
     axis: int
     num_elements: float
-    """Before an all-reduce or reduce-scatter, after an all-gather, else of the part that a rank has."""
+    """Number of elements before an all-reduce or reduce-scatter, after an all-gather, otherwise of the rank's part."""
 
 
 def gradient_layout(layout: Layout) -> Layout:
-    """The layout of the gradient of a tensor with `layout`: of a partial sum every rank has the sum's gradient."""
+    """The layout of the gradient of a tensor with `layout`. For a partial sum every rank has the sum's gradient."""
     return tuple(Replicate() if placement.is_partial() else placement for placement in layout)
 
 
 def kept_layout(wanted: Iterable[Layout], whole: Layout) -> Layout:
-    """How a parameter is kept that ops read in these layouts: in that, the first one, which cuts it over most axes."""
+    """The layout in which a parameter is kept: of the layouts that its ops need, the first one that cuts it over most
+    axes.
+    """
     layouts = [gradient_layout(layout) for layout in wanted]
     return max(layouts, key=lambda layout: sum(p.is_shard() for p in layout), default=whole)
 
 
 def local_elements(shape: Sequence[int], layout: Layout, mesh: Sequence[int]) -> float:
-    """The elements of one rank's part."""
+    """Number of elements of one rank's part."""
     parts = prod(size for placement, size in zip(layout, mesh, strict=True) if placement.is_shard())
     return prod(shape) / parts
 
 
 @cache
 def moves(num_elements: int, source: Layout, target: Layout, mesh: tuple[int, ...]) -> tuple[Move, ...]:
-    """What happens to a tensor of `num_elements` that lies in `source` and is wanted in `target`."""
+    """The moves that bring a tensor of `num_elements` from `source` to `target`."""
     found: list[Move] = []
     current = list(source)
     for axis in reversed(range(len(mesh))):
         placement = current[axis]
-        # A dimension that several axes cut is put together from the innermost axis on before its cutting changes.
+        # If the axes that cut a dimension change, it is gathered from the innermost axis on before it is cut again.
         if placement.is_shard() and _cutting(source, placement) != _cutting(target, placement):
             _change(found, num_elements, current, axis, Replicate(), mesh)
     for axis in range(len(mesh)):
@@ -68,7 +70,7 @@ def moves(num_elements: int, source: Layout, target: Layout, mesh: tuple[int, ..
 
 
 def _cutting(layout: Layout, placement: Placement) -> list[int]:
-    """The axes that cut the dimension that `placement` cuts, where they are several or others than before."""
+    """The axes that cut the dimension of `placement`; empty for a mesh of one axis, where the order does not matter."""
     return [axis for axis, other in enumerate(layout) if other == placement] if len(layout) > 1 else []
 
 
@@ -101,9 +103,9 @@ def _change(
 
 
 class Copies:
-    """The copies that processes need which generate together from the parts that they train.
+    """The copies that processes need if they generate together from the parts that they train.
 
-    They are a mesh of these sizes; `order` are its axes, that one first which is the outermost for tensor parallelism.
+    The processes form a mesh of these sizes. `order` lists its axes; the first is the outermost for tensor parallelism.
     """
 
     def __init__(self, graph: Graph, sizes: Sequence[int], order: Sequence[int]):
@@ -113,11 +115,13 @@ class Copies:
         self._coordinates = [coordinates[place] for place in places]
 
     def num_elements(self, name: str, shape: Sequence[int], layout: Layout) -> int:
-        """The elements of a parameter, kept in `layout`, of which a process makes a copy."""
+        """Number of elements that a process copies of a parameter that is kept in `layout`."""
         return sum(self._copied(shape, layout, cut) for cut in self._reads.get(name, ()))
 
     def _copied(self, shape: Sequence[int], layout: Layout, cut: Cut | None) -> int:
-        """Nothing where each rank reads one range of what its process holds, which is a view."""
+        """Number of elements copied for one part; 0 if each rank reads one range of what its process holds, which is a
+        view.
+        """
         held = [bounds_of(shape, layout, self._sizes, coordinate) for coordinate in self._coordinates]
         inside = [inside_of(bounds, cut, rank, shape) for rank, bounds in enumerate(held)]
         if all(part is not None and all(len(ranges) == 1 for ranges in part.ranges) for part in inside):
@@ -126,9 +130,10 @@ class Copies:
 
 
 def reads_of(module: nn.Module, num_parts: int) -> Reads:
-    """What `num_parts` processes read of the parameters of `module` to generate; of a model without containers nothing.
+    """The parts of the parameters of `module` that `num_parts` processes read to generate; empty for a model without
+    containers.
 
-    Adapters, which are fused into weights, are not among them.
+    Adapters are not included, because they are fused into weights.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     found: Reads = {}

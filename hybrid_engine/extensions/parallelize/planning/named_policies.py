@@ -1,4 +1,4 @@
-"""The policies by their names, with the options that each takes."""
+"""The policies by name, the options that each accepts, and the checks of the plans that they make."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ Policy = Callable[[Graph, ComputeConfig], Plan | None]
 
 
 def check_one_process(config: ComputeConfig) -> None:
-    """ValueError unless a unit is one process."""
+    """Raises ValueError unless a unit is one process."""
     if config.plan_ngpus != 1:
         raise ValueError(
             f"policy 'dp' needs plan_ngpus=1, not {config.plan_ngpus}; use 'data' or 'tp' for larger units"
@@ -37,7 +37,7 @@ def check_one_process(config: ComputeConfig) -> None:
 
 
 def check_seed(config: ComputeConfig) -> None:
-    """ValueError for a seed that is no number."""
+    """Raises ValueError for a seed that is not an integer."""
     check("seed", config.pas_config.get("seed", 1), SEED)
 
 
@@ -47,12 +47,12 @@ def data_parallel(graph: Graph, config: ComputeConfig) -> Plan:
 
 
 def random_splits(graph: Graph, config: ComputeConfig) -> Plan:
-    """`tp`: every op split along a name drawn with the option `seed`."""
+    """`tp`: every op is split along a name drawn with the option `seed`."""
     return random_plan(graph, (config.plan_ngpus,), config.pas_config.get("seed", 1))
 
 
 def split_batch(graph: Graph, config: ComputeConfig) -> Plan:
-    """`data`: dimension 0 of the arguments split inside the unit."""
+    """`data`: dimension 0 of the arguments is split inside the unit."""
     return batch_plan(graph, (config.plan_ngpus,))
 
 
@@ -72,7 +72,7 @@ CHECKS: Mapping[str, Callable[[ComputeConfig], Any]] = {
     "hybrid": check_pipeline_and_batch,
     "autodist": lambda config: Options.of(config.pas_config),
 }
-"""Of the values of each policy's options, before a module is traced."""
+"""Checks of each policy's option values that run before a module is traced."""
 OPTIONS: Mapping[str, frozenset[str]] = {
     "dp": frozenset(),
     "tp": frozenset({"seed"}),
@@ -84,9 +84,9 @@ OPTIONS: Mapping[str, frozenset[str]] = {
 
 
 def plan_by(policy: str | Policy, graph: Graph, config: ComputeConfig) -> Plan:
-    """The plan that a policy makes, checked; ValueError for an unknown policy or option, or for a plan that is wrong.
+    """The plan that a policy makes, checked; ValueError for an unknown policy or option, or for an invalid plan.
 
-    A callable gets the graph and the config and returns a plan.
+    A callable receives the graph and the config and returns a plan.
     """
     if not isinstance(policy, str):
         plan = policy(graph, config)
@@ -106,7 +106,7 @@ def plan_by(policy: str | Policy, graph: Graph, config: ComputeConfig) -> Plan:
 
 
 def check_runs(plan: Plan, config: ComputeConfig) -> None:
-    """ValueError for a plan that cannot be run under this config."""
+    """Raises ValueError for a plan that cannot run under this config."""
     if plan.plan_ngpus != config.plan_ngpus:
         raise ValueError(f"the plan is for {plan.plan_ngpus} processes, plan_ngpus={config.plan_ngpus}; change either")
     plan.check_runs()
@@ -125,14 +125,14 @@ def check_runs(plan: Plan, config: ComputeConfig) -> None:
 
 
 def _check_gradients(plan: Plan, config: ComputeConfig) -> None:
-    """ValueError for sparse gradients that would have to be summed, or lie in parts."""
+    """Raises ValueError for sparse gradients that would have to be summed or split."""
     if config.inference_only:
         return
     is_alone = config.num_units == 1 and (plan.plan_ngpus == len(plan.stages) or plan.plan_ngpus == 1)
     num_readers = Counter(key for op in plan.graph.ops.values() for key in set(op.inputs))
     for op in plan.graph.ops.values():
         trained = [key for key in op.inputs if key in plan.graph.requires_grad]
-        # Other stages may have a copy of what other ops read too.
+        # Other stages may also have a copy of a parameter that other ops read.
         is_summed = not is_alone or (plan.stages and any(num_readers[key] > 1 for key in trained))
         if trained and is_summed and call_of(op.node).arguments.get("sparse"):
             raise ValueError(
@@ -142,7 +142,7 @@ def _check_gradients(plan: Plan, config: ComputeConfig) -> None:
 
 
 def check_policy(policy: str | Policy, config: ComputeConfig) -> None:
-    """ValueError for a policy that does not exist, and for wrong options of one that does; reads no file."""
+    """Raises ValueError for an unknown policy, and for wrong options of a known one; reads no file."""
     if isinstance(policy, str):
         _check_names(policy, config.pas_config)
         CHECKS[policy](config)

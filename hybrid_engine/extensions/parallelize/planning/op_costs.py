@@ -1,4 +1,7 @@
-"""What one op costs one rank: its time forward and backward, and what it keeps for the backward pass."""
+"""The cost of one op for one rank: its time forward and backward, and the tensors it saves for the backward pass.
+
+`Space` and `plan_costs` use these. `generation_bytes` gives the memory that generation needs in addition.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +25,7 @@ KEEPS_NOTHING = frozenset(
         *("embedding", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "split", "split_with_sizes", "unbind"),
     }
 )
-"""Ops whose backward pass needs no floating operand and no result."""
+"""Ops whose backward pass needs neither floating-point operands nor results."""
 KEEPS_RESULTS = frozenset(
     {
         *("relu", "tanh", "sigmoid", "exp", "exp2", "expm1", "sqrt", "rsqrt", "reciprocal", "softmax", "_softmax"),
@@ -33,29 +36,29 @@ KEEPS_OTHERS = frozenset(
     {"linear", "mm", "bmm", "matmul", "einsum", "mul", "div", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d"}
     | {"convolution"}
 )
-"""Ops whose gradient for one operand needs the others alone."""
+"""Ops whose gradient for one operand needs only the other operands."""
 KEEPS_MASK = {"where": 0, "masked_fill": 1}
-"""Ops that keep one operand, which says what of the others counts."""
+"""Ops that save only the operand that selects elements of the others, by its position."""
 ATTENTION = "scaled_dot_product_attention"
 COPIES = frozenset({"expand", "reshape", "view", "clone", "contiguous", "repeat_interleave", "transpose", "unsqueeze"})
-"""Ops by which keys come to be there once for each query head."""
+"""Ops that can repeat keys once for each query head."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What an op keeps for its backward pass."""
+    """The tensors that an op saves for its backward pass."""
 
     operands: frozenset[int] = frozenset()
     results: bool = False
     extra_bytes_per_element: float = 0.0
-    """Bytes besides, for each element of its first operand."""
+    """Additional bytes for each element of the first operand."""
 
 
 NOTHING = Kept()
 
 
 def differentiable(graph: Graph, trains: bool) -> frozenset[str]:
-    """The tensors that have a gradient."""
+    """Keys of the tensors that have a gradient."""
     found = set(graph.requires_grad) if trains else set()
     for op in graph.ops.values():
         if op.name not in WITHOUT_GRADIENT and any(key in found for key in op.inputs):
@@ -64,13 +67,15 @@ def differentiable(graph: Graph, trains: bool) -> frozenset[str]:
 
 
 def kept_by(op: Op, graph: Graph, with_gradient: frozenset[str]) -> Kept:
-    """What `op` keeps; ops that are not known are taken to keep operands and results."""
+    """The tensors that `op` saves. Unknown ops are assumed to save their floating-point operands and, outside aten,
+    results.
+    """
     if not any(key in with_gradient for key in op.outputs) or is_alias(op):
         return NOTHING
     if op.name == ATTENTION:
         return Kept(frozenset({0, 1, 2}), results=True)
     if op.name in ("cross_entropy_loss", "nll_loss_nd"):
-        return Kept(extra_bytes_per_element=4.0)  # the logarithms of probabilities
+        return Kept(extra_bytes_per_element=4.0)  # the log-probabilities
     if op.name in ("native_dropout", "dropout"):
         return Kept(extra_bytes_per_element=1.0)
     if op.name in KEEPS_MASK:
@@ -87,13 +92,13 @@ def kept_by(op: Op, graph: Graph, with_gradient: frozenset[str]) -> Kept:
 
 
 def _factors(op: Op) -> range:
-    """The operands that are multiplied: not a bias."""
+    """The positions of the operands that are multiplied; a bias is not one of them."""
     start, end = {"einsum": (0, len(op.inputs)), "addmm": (1, 3), "baddbmm": (1, 3)}.get(op.name, (0, 2))
     return range(start, min(end, len(op.inputs)))
 
 
 def is_alias(op: Op) -> bool:
-    """Whether the op's result is a view of its first operand, which takes no time and no memory."""
+    """Whether the op's result is a view of an operand, which takes no time and no memory."""
     result = op.node.meta["val"]
     sources = [node.meta.get("val") for node in op.node.all_input_nodes]
     results = [r for r in (result if isinstance(result, list | tuple) else [result]) if isinstance(r, Tensor)]
@@ -115,7 +120,7 @@ class Work:
 
 
 def work(op: Op, graph: Graph, names: Names, mesh: Sequence[int], setting: Setting, gradients: frozenset[str]) -> Work:
-    """What a rank does for `op`, split along `names`; `gradients` are the tensors that have one."""
+    """The work of one rank for `op`, split along `names`; `gradients` are the tensors that have a gradient."""
     weights, device = setting.weights, setting.machine.device
     reads, writes = op.rule.input_placements(names), op.rule.output_placements(names)
     sides = []
@@ -137,14 +142,15 @@ def work(op: Op, graph: Graph, names: Names, mesh: Sequence[int], setting: Setti
     wanted = [size for size, key in zip(read, op.inputs, strict=True) if key in gradients]
     if not wanted or not any(key in gradients for key in op.outputs):
         return Work(forward, 0.0, largest)
-    # A product is as much work again for each operand that has a gradient; others read what they wrote and write it.
+    # The backward of a product costs the forward once per operand with a gradient. Other ops read and write their
+    # tensors.
     share = len(wanted) if flops else 1
     backward = device.seconds(share * flops, sum(written) + 2 * sum(wanted), dtype)
     return Work(forward, backward, largest)
 
 
 def exchange_seconds(op: Op, graph: Graph, names: Names, mesh: Sequence[int], setting: Setting) -> float:
-    """The time of what parts of an op exchange while it runs, forward and backward."""
+    """The time of the communication between parts of an op while it runs, forward and backward."""
     on_part = op.rule.on_part_of(names)
     if on_part is None or not on_part[0].num_reductions:
         return 0.0
@@ -160,12 +166,12 @@ def exchange_seconds(op: Op, graph: Graph, names: Names, mesh: Sequence[int], se
 
 
 def split_degree(rule: OpRule, names: Names, mesh: Sequence[int]) -> int:
-    """Into how many parts an op's work is cut; terms of a sum are as large as the sum."""
+    """Number of parts into which an op's work is cut; each term of a sum is as large as the sum."""
     return prod(size for name, size in zip(names, mesh, strict=True) if name in rule.sizes)
 
 
 def _flops(op: Op, graph: Graph) -> float:
-    """Two for each multiplication that is added up, 0 for ops that wait for memory alone."""
+    """Two for each multiply-add; 0 for ops that are limited by memory."""
     rule = op.rule
     if op.name == ATTENTION:
         query, key, value = (graph.values[name].shape for name in op.inputs[:3])
@@ -185,10 +191,10 @@ def _has(pattern: object, name: str) -> bool:
 
 
 def generation_bytes(graph: Graph, setting: Setting, ops: Sequence[Op], num_parts: int) -> float:
-    """The bytes that one process needs to generate with the layers of `ops`, beside what it has of their parameters.
+    """Bytes that one process needs to generate with the layers of `ops`, in addition to its part of their parameters.
 
-    `num_parts` processes share these: where they generate together, each does from what it holds and from copies
-    (`Cost.copied_bytes`); else weights are gathered. 0 where nobody generates.
+    `num_parts` processes share the parameters. If all of them generate together, each uses its own part and copies
+    (`Cost.copied_bytes`). Otherwise weights are gathered. The result is 0 if the model does not generate.
     """
     generation = setting.generation
     if generation is None:
@@ -202,7 +208,7 @@ def generation_bytes(graph: Graph, setting: Setting, ops: Sequence[Op], num_part
 
 
 def token_bytes(graph: Graph, setting: Setting, ops: Sequence[Op]) -> float:
-    """The bytes of the keys and values of one token in the layers of `ops`."""
+    """Bytes of the keys and values of one token in the layers of `ops`."""
     makers = {key: op for op in graph.ops.values() for key in op.outputs}
     total = 0.0
     for op in ops:

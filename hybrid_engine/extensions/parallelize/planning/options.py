@@ -1,4 +1,4 @@
-"""The options of `autodist`, checked."""
+"""`Options`: the options of `autodist`, with their checks and the machine and setting that they describe."""
 
 import os
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from hybrid_engine.extensions.parallelize.planning.machine import TABLES, Machin
 from hybrid_engine.extensions.parallelize.planning.setting import Generation, Setting, Weights
 
 SCHEDULERS = ("1f1b", "gpipe")
-"""Those whose time and memory are known to the planner: the fill and drain of a pipeline."""
+"""Schedules whose time and memory the planner can compute: those that fill and drain a pipeline."""
 ABOVE_ZERO = Rule(lambda value: is_number(value) and value > 0, "a number above 0")
 KINDS: Mapping[Any, Rule] = {
     int: COUNT,
@@ -23,66 +23,70 @@ KINDS: Mapping[Any, Rule] = {
     str: TEXT,
     str | None: TEXT,
 }
-"""By the type of an option what its value must be; None is allowed where it is the default."""
+"""Rules for values, by the type of an option. None is allowed if it is the default."""
 MAKES_A_PLAN = ("explore_pipeline", "partition_constraints_path", "recompute_modules", "max_partition_degree")
-"""What a plan that is loaded does not read."""
+"""Options that have no effect on a loaded plan."""
 SIXTEEN_BITS = ("use_fp16", "use_bf16", "use_memory_efficient_fp16", "use_memory_efficient_bf16")
 DEFAULT_TABLE = "h100"
 
 
 def measured_path() -> Path:
-    """Where `hybrid-engine measure-links` leaves what it measured."""
+    """The path of the file in which `hybrid-engine measure-links` stores its measurements."""
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "hybrid-engine" / "costs.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """`pas_config` of `autodist`. Names and meanings are nnScaler's; `costs` and `generation` are ours."""
+    """`pas_config` of `autodist`. Names and meanings are nnScaler's, except for `costs` and `generation`."""
 
     update_freq: int = 1
-    """Samples of each `train_step`: with stages the micro-batches of the pipeline."""
+    """Samples of each `train_step`; with stages, the micro-batches of the pipeline."""
     mem_constraint: float | None = None
-    """GB (10^9 bytes) of one device for all that is planned; default: what the device has."""
+    """GB (10^9 bytes) of one device for everything that is planned; default: the memory of the device."""
     task_name: str = ""
-    """A name that is kept in the plan's notes."""
+    """A name that is stored in the plan's notes."""
     use_fp16: bool = False
     use_memory_efficient_fp16: bool = False
     use_bf16: bool = False
-    """16-bit weights with fp32 copies and states in the optimizer."""
+    """16-bit weights, with fp32 copies and states in the optimizer."""
     use_memory_efficient_bf16: bool = False
     """16-bit weights and states, no copies."""
     re_profile: bool = False
-    """Whether this process's device is measured now, in place of what the costs say of devices."""
+    """Whether this process's device is measured now; the result replaces the device figures of the costs."""
     verbose: bool = False
     """Whether the plan is explained on stdout."""
     load_plan_path: str | None = None
-    """A plan's file, which is taken in place of planning."""
+    """A plan file, which is loaded instead of making a plan."""
     save_plan_path: str | None = None
-    """Where the plan's file is written, besides the folder of `parallelize`."""
+    """The path to which the plan is written, in addition to the folder of `parallelize`."""
     partition_constraints_path: str | None = None
-    """A YAML file of splits that are allowed, by globs of module paths."""
+    """A YAML file of allowed splits, by globs of module paths."""
     recompute_modules: str = ""
-    """Globs of module paths, with commas between them, which are recomputed."""
+    """Comma-separated globs of the paths of modules that are recomputed."""
     pipeline_pivots: str = ""
-    """Module paths, with commas between them, before which alone a stage may begin."""
+    """Comma-separated module paths; a stage may begin only at one of them."""
     use_apex_fused_adam_v2: bool = False
-    """Whether the optimizer keeps of fp32 copies the lower 16 bits alone."""
+    """Whether the optimizer keeps only the lower 16 bits of fp32 copies."""
     explore_pipeline: bool = False
     """Whether plans of several stages are considered."""
     pipeline_scheduler: str = "1f1b"
     parallel_profile: bool = False
-    """For scripts that give one: a profile takes one process seconds."""
+    """Accepted for compatibility with existing scripts; a profile takes one process only seconds."""
     max_partition_degree: int | None = None
-    """The most processes over which an op is split."""
+    """Maximum number of processes over which an op is split."""
     transient_mem_coef: float = 2.0
-    """How many tensors of the largest's size are there at once beside those that are kept."""
+    """Memory for temporary tensors, as a multiple of the largest tensor's size."""
     costs: str | None = None
-    """A table of published figures, or a measured file; default: that of measure-links, else the table h100."""
+    """A table of published figures, or a measured file. Default: the file of measure-links, otherwise the table
+    h100.
+    """
     generation: Mapping[str, int] | None = None
-    """`num_tokens`: keys and values that a unit holds at once while it generates; `tensor_parallel`: over how many."""
+    """`num_tokens`: tokens whose keys and values a unit holds at once during generation; `tensor_parallel`: number of
+    processes that generate together.
+    """
 
     def __post_init__(self) -> None:
-        """ValueError names the option, its value, the rule and the remedy."""
+        """Raises ValueError that names the option, its value, the rule and the remedy."""
         for one in fields(self):
             value = getattr(self, one.name)
             if one.type in KINDS and not (value is None and one.default is None):
@@ -118,12 +122,12 @@ class Options:
 
     @classmethod
     def of(cls, pas_config: Mapping[str, Any]) -> "Options":
-        """The options of a policy's config, whose free keys begin with `_`."""
+        """The options in a policy's config; keys that begin with `_` are ignored."""
         return cls(**{name: value for name, value in pas_config.items() if not name.startswith("_")})
 
     @property
     def weights(self) -> Weights:
-        """The dtypes in which parameters, masters and moments are kept."""
+        """The dtypes of parameters, fp32 copies and optimizer states."""
         return Weights(
             is_16_bit=any(getattr(self, name) for name in SIXTEEN_BITS),
             has_masters=self.use_fp16 or self.use_bf16,
@@ -131,7 +135,7 @@ class Options:
         )
 
     def check_folder(self) -> None:
-        """ValueError where the plan could not be written in the end."""
+        """Raises ValueError if the plan's file could not be written at the end."""
         path = None if self.save_plan_path is None else Path(self.save_plan_path)
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise ValueError(f"save_plan_path={self.save_plan_path!r} must be a file in a folder that there is")
@@ -144,7 +148,7 @@ class Options:
         return Machine.named(self.costs) if self.costs in TABLES or "." not in self.costs else Machine.load(self.costs)
 
     def setting(self, config: ComputeConfig, machine: Machine) -> Setting:
-        """What plans are made for; ValueError for options that do not go with the config."""
+        """The setting that plans are made for; ValueError for options that do not go with the config."""
         for name in ("explore_pipeline", "recompute_modules") if config.lowering == "eager" else ():
             if value := getattr(self, name):
                 raise ValueError(

@@ -1,10 +1,10 @@
-"""A plan: how each op of a model is split over the processes of a unit, in which stage it runs, what is recomputed.
+"""A plan: how each op of a model is split over the processes of a unit, the stages, and the recomputed modules.
 
     plan = Plan.load("plan.json")
     plan.place("layers.*.mlp.up", out="n")
     print(plan.diff(other))
 
-The file is JSON keyed by module paths. It holds decisions alone: costs are computed anew by whoever reads it.
+The file is JSON keyed by module paths. It holds only decisions: costs are computed when the plan is used.
 """
 
 import json
@@ -50,25 +50,25 @@ FIELDS: Mapping[str, type] = {
 
 @dataclass(kw_only=True)
 class Plan:
-    """The decisions, for the graph they were made for."""
+    """The decisions of a plan, with the graph that they were made for."""
 
     graph: Graph
     mesh: tuple[int, ...]
     """The sizes of the axes over which ops are split; their product times the number of stages is `plan_ngpus`."""
     splits: dict[str, Names] = field(default_factory=dict)
-    """By the key of an op; one that is not here is computed by every rank."""
+    """Maps the key of an op to its names by axis. Every rank computes ops that are not listed."""
     stages: tuple[tuple[str, ...], ...] = ()
-    """For each stage of a pipeline the paths of its modules, in the order in which they run; empty: one stage."""
+    """For each stage of a pipeline, the paths of its modules in execution order; empty for a plan with one stage."""
     recompute: tuple[str, ...] = ()
-    """Paths, with globs, of modules whose activations are computed again in the backward pass."""
+    """Paths, with globs, of modules whose activations are recomputed in the backward pass."""
     num_micro_batches: int = 1
     schedule: str = "1f1b"
     notes: dict[str, Any] = field(default_factory=dict)
-    """What its maker says of it; kept in the file and read by nobody else."""
+    """Remarks by the policy that made the plan, such as its name. Stored in the file, otherwise unused."""
 
     @property
     def plan_ngpus(self) -> int:
-        """The number of processes of a unit."""
+        """Number of processes of a unit."""
         return prod(self.mesh) * max(len(self.stages) // stages_each(self.schedule), 1)
 
     def split_of(self, op: Op) -> Names:
@@ -76,10 +76,12 @@ class Plan:
         return self.splits.get(op.key, (None,) * len(self.mesh))
 
     def place(self, path: str, *, out: str | None, op: str = "*", axis: int = 0) -> list[str]:
-        """Splits the ops of the modules that match the glob `path` along `out`; None: not at all. Their keys.
+        """Splits the ops of the modules that match the glob `path` along `out` (None: not at all) and returns their
+        keys.
 
-        `out` is a name of the op's annotation, `+` a sum that stays partial. `op` is a glob of op names. Ops that lack
-        the name stay as they are; ValueError where no op has it, or where it does not divide by the size of the axis.
+        `out` is a name of the op's annotation, or `+` for a sum that stays partial. `op` is a glob of op names. Ops
+        without the name are unchanged. Raises ValueError if no op has it, or if it does not divide by the size of the
+        axis.
         """
         if not 0 <= axis < len(self.mesh):
             raise ValueError(f"axis={axis} is none of the mesh {self.mesh}; give 0 to {len(self.mesh) - 1}")
@@ -101,10 +103,10 @@ class Plan:
         return [one.key for one in changed]
 
     def follow(self, path: str = "*") -> list[str]:
-        """Splits each op that nobody placed, of the modules that match the glob, as the results that it reads are.
+        """Splits each op without a split, of the modules that match the glob, in the way of the results that it reads.
 
-        An op that would need another layout of one of them, or has partial sums to read, stays as it is. The keys of
-        what changed.
+        An op that would need another layout of one of them, or that reads partial sums, is unchanged. Returns the keys
+        of the changed ops.
         """
         found = follow(self, [op for op in self.graph.ops.values() if fnmatchcase(op.path, path)])
         for key, names in found.items():
@@ -118,7 +120,7 @@ class Plan:
             self.splits.pop(key, None)
 
     def check(self) -> None:
-        """ValueError where the plan does not fit its graph: it names the op and what is wrong."""
+        """Raises ValueError if the plan does not fit its graph; the error names the op and the problem."""
         check_decisions({name: getattr(self, name) for name in DECISIONS}, "the plan")
         for key, names in self.splits.items():
             if key not in self.graph.ops:
@@ -126,7 +128,9 @@ class Plan:
             check_split(self.graph.ops[key], names, self.mesh)
 
     def check_runs(self) -> None:
-        """ValueError for stages, schedules and micro-batches that cannot be run, and for what would have no effect."""
+        """Raises ValueError for stages, schedules and micro-batches that cannot run, and for settings without
+        effect.
+        """
         if self.stages:
             check_schedule(self.schedule, len(self.stages), self.num_micro_batches)
             self._check_stages()
@@ -138,7 +142,7 @@ class Plan:
                 raise ValueError(f"recompute={path!r} is no module of the graph; {nearest_paths(self.graph, path)}")
 
     def _check_stages(self) -> None:
-        """ValueError for a path of a stage that is no module, or that two stages have."""
+        """Raises ValueError for a path of a stage that is not a module, or that two stages have."""
         known = {path for path, _ in self.graph.original.named_modules()}
         known |= {around for op in self.graph.ops.values() for around in _around(op.path)}
         stage_of: dict[str, int] = {}
@@ -152,7 +156,7 @@ class Plan:
                     raise ValueError(f"stages {stage_of[path]} and {number} have {path!r}; leave it in one of them")
 
     def diff(self, other: "Plan") -> str:
-        """What differs between this plan and another, one line each; empty if nothing does."""
+        """The differences between this plan and another, one per line; empty if there are none."""
         lines = []
         for name in ("mesh", "stages", "recompute", "num_micro_batches", "schedule"):
             one, two = getattr(self, name), getattr(other, name)
@@ -169,8 +173,8 @@ class Plan:
     def for_graph(self, graph: Graph) -> "Plan":
         """The plan's decisions for arguments of other shapes, or the other mode; ValueError for another model.
 
-        An op whose dimension does not divide there is computed whole by every rank. Ops that this graph alone has, as
-        those of dropout in training, are split as what they read.
+        An op whose dimension does not divide there is computed whole by every rank. Ops that only the new graph has,
+        such as dropout in training, are split to fit what they read.
         """
         if self.graph.signature != graph.signature and _uses_of_weights(self.graph) != _uses_of_weights(graph):
             raise ValueError(f"the plan is for another model: {difference(self.graph, graph)}")
@@ -182,7 +186,7 @@ class Plan:
         return plan
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as its file holds it."""
+        """The plan as its file stores it."""
         ops: dict[str, dict[str, Any]] = {}
         for key in (key for key in self.graph.ops if key in self.splits):
             path, op = key.split(":", 1)
@@ -206,12 +210,12 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path, graph: Graph) -> "Plan":
-        """The plan of a file, for `graph`; ValueError for another model's, another version's or a wrong one."""
+        """Loads a plan for `graph`; ValueError for a plan of another model, another version, or an invalid one."""
         return cls.from_json(read_content(Path(path)), graph, str(path))
 
     @classmethod
     def from_json(cls, content: Any, graph: Graph, source: str = "the plan") -> "Plan":
-        """The plan that `to_json` gave."""
+        """The plan that `to_json` stored."""
         check_content(content, graph, source)
         check_decisions({name: content[name] for name in DECISIONS if name != "splits"}, source)
         splits = {f"{p}:{op}": tuple(names) for p, ops in content["splits"].items() for op, names in ops.items()}
@@ -230,7 +234,7 @@ class Plan:
 
 
 def _uses_of_weights(graph: Graph) -> dict[str, set[tuple[str, Sequence[int]]]]:
-    """By module, the names and shapes of the parameters that its ops read: in evaluation these may be other ops."""
+    """For each module, names and shapes of the parameters that its ops read. In evaluation the ops may differ."""
     parameters = graph.of_kind("parameter")
     found: dict[str, set[tuple[str, Sequence[int]]]] = {}
     for op in graph.ops.values():
@@ -240,7 +244,7 @@ def _uses_of_weights(graph: Graph) -> dict[str, set[tuple[str, Sequence[int]]]]:
 
 
 def _around(path: str) -> list[str]:
-    """The paths of a module and of all those around it."""
+    """The paths of a module and of all modules around it."""
     parts = path.split(".")
     return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
 
@@ -251,7 +255,7 @@ def _fits(op: Op, names: Names, mesh: Sequence[int]) -> bool:
 
 
 def check_split(op: Op, names: Sequence[str | None], mesh: Sequence[int]) -> None:
-    """ValueError unless `op` can be split along `names` over the axes of `mesh`."""
+    """Raises ValueError unless `op` can be split along `names` over the axes of `mesh`."""
     if len(names) != len(mesh):
         raise ValueError(f"{op.key}: {list(names)} must have one entry for each axis of the mesh {list(mesh)}")
     unknown = [name for name in names if name is not None and name not in op.rule.annotation.candidates]
@@ -270,7 +274,7 @@ def _words(names: Names | None) -> str:
 
 
 def nearest_paths(graph: Graph, path: str) -> str:
-    """What to say of a glob that matches no module."""
+    """The hint in an error about a glob that matches no module."""
     near = get_close_matches(path, sorted({op.path for op in graph.ops.values()}), 3, 0.3)
     return f"the nearest are {near}" if near else "see graph.ops for the paths"
 
@@ -304,17 +308,17 @@ RULES: Mapping[str, Rule] = {
     "schedule": TEXT,
     "notes": Rule(_is_json, "a dict that JSON can hold"),
 }
-"""Of a plan's decisions."""
+"""Rules for the decisions of a plan."""
 
 
 def check_decisions(decisions: Mapping[str, Any], source: str) -> None:
-    """ValueError for a decision of another kind than its rule says; whether it fits a graph is not looked at."""
+    """Raises ValueError for a decision that breaks its rule; does not check whether it fits a graph."""
     for name, value in decisions.items():
         check(f"{source}: {name}", value, RULES[name])
 
 
 def read_content(path: Path) -> Any:
-    """What the file of a plan holds; ValueError for what is no JSON, or has a key twice, of which one would be lost."""
+    """The content of a plan file; ValueError if it is not JSON, or has a key twice, one of which would be lost."""
     try:
         return json.loads(path.read_text(), object_pairs_hook=_without_repeats)
     except (OSError, UnicodeDecodeError, RecursionError, json.JSONDecodeError) as error:
@@ -334,7 +338,9 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_content(content: Any, graph: Graph, source: str) -> None:
-    """ValueError unless `content`, of the file `source`, is a plan for `graph`, and its splits lists of names."""
+    """Raises ValueError unless `content`, from the file `source`, is a plan for `graph` and its splits are lists of
+    names.
+    """
     if not isinstance(content, dict):
         raise ValueError(f"{source} must be an object with the keys {sorted(FIELDS)}")
     if not is_count(content.get("version")) or content["version"] != VERSION:
@@ -369,7 +375,7 @@ def _difference(content: Mapping[str, Any], graph: Graph) -> str:
 
 
 def difference(one: Graph, other: Graph) -> str:
-    """The first thing in which the models of two graphs differ."""
+    """A description of the first difference between the models of two graphs."""
     found = _of_shapes(shapes_of(one), shapes_of(other), "one", "the other")
     if found is not None:
         return found

@@ -1,4 +1,7 @@
-"""What a plan costs as it stands, whoever made it: seconds of a step, and bytes at each moment, by stage."""
+"""The costs of a given plan from any source: seconds of a step, and bytes at each moment, by stage.
+
+`best_stages` finds the division into stages with the lowest cost.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,33 +17,35 @@ from hybrid_engine.extensions.parallelize.planning.setting import Cost, Setting,
 from hybrid_engine.extensions.parallelize.planning.space import Space
 
 Seconds = Callable[[int, int, int], float | None]
-"""The seconds of a micro-batch in segments `start` to `end` as a stage of that number; None: does not fit."""
+"""Seconds of a micro-batch in a stage: (start segment, end segment, number of the stage) -> seconds; None: does not
+fit.
+"""
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What one stage costs one of its ranks."""
+    """The cost of one stage for one of its ranks."""
 
     cost: Cost
     seconds: float
-    """Of a micro-batch, with its part of what happens once a step."""
+    """Seconds of a micro-batch, with its share of the work that is done once per step."""
     peaks: Mapping[str, float]
-    """Bytes, by the moments of a step."""
+    """Peak bytes, by the moments of a step."""
     by_op: Mapping[str, Cost]
 
 
 @dataclass(frozen=True)
 class PlanCosts:
-    """What a step under a plan costs in time and memory, by its parts."""
+    """The time and memory of a step under a plan, by stage."""
 
     plan: Plan
     stages: tuple[StageCosts, ...]
     seconds: float
-    """Of a step of the optimizer."""
+    """Seconds of an optimizer step."""
 
     @property
     def peak_bytes(self) -> float:
-        """Peak bytes of the rank that needs most."""
+        """Peak bytes of the rank that needs most memory."""
         return max(max(stage.peaks.values()) for stage in self.stages)
 
 
@@ -74,14 +79,14 @@ def plan_costs(plan: Plan, setting: Setting) -> PlanCosts:
 
 
 def in_flight(schedule: str, num_stages: int, stage: int, num_micro_batches: int) -> int:
-    """Micro-batches whose activations a stage keeps at once."""
+    """Number of micro-batches whose activations a stage keeps at once."""
     if num_stages == 1:
         return 1
     return num_micro_batches if schedule == "gpipe" else min(num_stages - stage, num_micro_batches)
 
 
 def transfer_seconds(graph: Graph, setting: Setting, ops: Sequence[Op], gradients: frozenset[str]) -> float:
-    """The seconds for what comes from other stages to arrive in the one that begins with `ops`, and to go back."""
+    """Seconds to receive the operands of `ops`, a stage, from other stages and to send their gradients back."""
     made = {key for op in ops for key in op.outputs}
     values = {key: graph.values[key] for op in ops for key in op.inputs if key not in made}
     link = setting.machine.near["all_gather"]
@@ -95,7 +100,7 @@ def transfer_seconds(graph: Graph, setting: Setting, ops: Sequence[Op], gradient
 
 
 class _Partial(NamedTuple):
-    """Stages up to some segment."""
+    """A division of the first segments into stages."""
 
     total: float
     longest: float
@@ -103,10 +108,10 @@ class _Partial(NamedTuple):
 
 
 def best_stages(num_segments: int, num_stages: int, num_micro_batches: int, seconds: Seconds) -> tuple[int, ...] | None:
-    """The segment after the last of each stage, None where no division fits.
+    """For each stage, the index after its last segment; None if no division fits.
 
-    A dynamic programme over stages and segments; it keeps of each prefix those divisions of which no other is better
-    both in the sum and in the longest stage, so that it finds the optimum.
+    Uses dynamic programming over stages and segments. For each prefix it keeps the divisions that no other beats in
+    both the sum and the longest stage, so that it finds the optimum.
     """
     fronts: dict[int, list[_Partial]] = {0: [_Partial(0.0, 0.0, ())]}
     for stage in range(num_stages):
@@ -125,13 +130,13 @@ def best_stages(num_segments: int, num_stages: int, num_micro_batches: int, seco
 
 
 def pipeline_seconds(total_and_longest: Sequence[float], num_micro_batches: int) -> float:
-    """The seconds of a step: every stage once, the longest once more for each further micro-batch."""
+    """Seconds of a step: every stage once, and the longest stage once more for each further micro-batch."""
     total, longest = total_and_longest
     return total + (num_micro_batches - 1) * longest
 
 
 def _front(found: list[_Partial]) -> list[_Partial]:
-    """The partial cuts that no other beats both in the total and in the longest stage."""
+    """The divisions that no other beats in both the total and the longest stage."""
     kept: list[_Partial] = []
     for one in sorted(found):
         if not kept or one.longest < kept[-1].longest:

@@ -1,7 +1,8 @@
-"""The best plan of a space, by an integer programme: one binary variable for each split of each class of ops.
+"""Finds the best plan of a space by an integer program: one binary variable for each split of each class of ops.
 
-A tensor's way from the layout it is made in to one that is wanted is a continuous variable, which the variables of its
-maker and its reader fix; what readers share is a variable that is at least each of theirs. HiGHS finds the optimum.
+A tensor's way from the layout it is made in to a layout that is read is a continuous variable, which the variables of
+its maker and its reader fix. If several readers share a way, a variable that is at least each of theirs stands for it.
+HiGHS finds the optimum.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,40 +18,40 @@ from hybrid_engine.extensions.parallelize.planning.setting import Cost, peaks
 from hybrid_engine.extensions.parallelize.planning.space import Space
 
 GAP = 1e-6
-"""How far, relatively, a solution may be from the optimum."""
+"""Maximum relative distance of a solution from the optimum."""
 Variables = tuple[int, ...]
-"""Variables whose sum is 1 where something is so, else 0."""
+"""Variables whose sum is 1 if a condition holds, otherwise 0."""
 Row = tuple[dict[int, float], float, float]
-"""Coefficients of variables, and between what their sum must be."""
+"""Coefficients of variables, and the lower and upper bounds of their sum."""
 Limits = list[tuple[dict[int, float], float]]
-"""For each moment at which memory may be scarce, the GB that each variable takes, and those there in any case."""
+"""For each moment at which memory may be scarce, the GB that each variable takes, and the GB that are always used."""
 GB = 1e9
 Pairs = dict[tuple[Layout, State], Variables]
-"""By where a tensor comes from and how it is wanted, the variables that say so."""
+"""Maps a source layout and a reader's state to the variables that say that the tensor goes this way."""
 
 
 @dataclass
 class Programme:
-    """Variables of at least 0, what each costs where it is 1, and what must hold of their sums."""
+    """Variables of at least 0, the cost of each if it is 1, and linear constraints."""
 
     costs: list[Cost] = field(default_factory=list)
-    """Of each variable."""
+    """Cost of each variable."""
     is_integer: list[bool] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
 
     def variable(self, cost: Cost | None = None, is_integer: bool = False) -> int:
-        """A new one by its number; `is_integer`: it is 0 or 1."""
+        """The number of a new variable; `is_integer`: it is 0 or 1."""
         self.costs.append(cost or Cost())
         self.is_integer.append(is_integer)
         return len(self.costs) - 1
 
     def charge(self, variables: Iterable[int], cost: Cost) -> None:
-        """Adds `cost` where one of `variables` is 1."""
+        """Adds `cost` if one of `variables` is 1."""
         for variable in variables:
             self.costs[variable] += cost
 
     def row(self, terms: Iterable[tuple[Variables, float]], low: float, high: float) -> None:
-        """Demands that a sum of variables, each times the factor beside it, is from `low` to `high`."""
+        """Requires that the sum of the variables, each times its factor, is between `low` and `high`."""
         coefficients: dict[int, float] = {}
         for variables, factor in terms:
             for variable in variables:
@@ -58,7 +59,7 @@ class Programme:
         self.rows.append((coefficients, low, high))
 
     def any_of(self, indicators: Sequence[Variables], cost: Cost) -> None:
-        """Adds `cost` once where at least one of `indicators` is 1."""
+        """Adds `cost` once if at least one of `indicators` is 1."""
         if cost == Cost():
             return
         if len(indicators) == 1:
@@ -69,8 +70,8 @@ class Programme:
             self.row([((shared,), 1.0), (indicator, -1.0)], 0.0, np.inf)
 
     def solution(self, objective: np.ndarray, more: Sequence[Row]) -> np.ndarray | None:
-        """The values for which `objective` is least, also under `more` rows; None where nothing fulfils all."""
-        # Half a second to import, which nobody else needs.
+        """The values that minimize `objective`, also under the rows `more`; None if no values satisfy all rows."""
+        # The import takes half a second and is needed only here.
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_matrix
 
@@ -90,7 +91,7 @@ class Programme:
 
 
 class Infeasible(ValueError):
-    """No plan keeps to the memory that there is; `least_bytes` is what the most frugal one needs."""
+    """No plan fits into the available memory; `least_bytes` is the minimum that a plan needs."""
 
     def __init__(self, least_bytes: float):
         super().__init__(f"{least_bytes=}")
@@ -98,10 +99,10 @@ class Infeasible(ValueError):
 
 
 def solve(space: Space, constants: float = 0.0, excluded: Sequence[Mapping[int, int]] = ()) -> list[int]:
-    """A choice for each class, of all plans within `memory_bytes` the fastest; Infeasible where there is none.
+    """A choice for each class: the fastest plan within `memory_bytes`; Infeasible if there is none.
 
-    `constants` are the bytes that generation needs besides what is resident and copied. Plans that make all choices
-    of one of `excluded` (by class) are left out.
+    `constants` is the bytes that generation needs in addition to resident and copied ones. Plans that make all choices
+    of one entry of `excluded` (by class) are left out.
     """
     programme, chosen, memory = _build(space, constants)
     for choices in excluded:
@@ -119,7 +120,7 @@ def solve(space: Space, constants: float = 0.0, excluded: Sequence[Mapping[int, 
 
 
 def frugal(space: Space) -> list[int]:
-    """A choice for each class, of all plans that which needs least memory."""
+    """A choice for each class: the plan that needs the least memory."""
     programme, chosen, memory = _build(space, 0.0)
     return _choices(_least(programme, memory)[0], chosen)
 
@@ -163,7 +164,7 @@ def _enter_largest(programme: Programme, space: Space, chosen: list[list[int]]) 
 
 
 def _enter_tensor(programme: Programme, space: Space, tensor: TensorClass, chosen: list[list[int]]) -> None:
-    """What moving and keeping the tensors of a class costs."""
+    """Adds the costs of moving and keeping the tensors of a class."""
     if tensor.value.kind == "parameter":
         ways = _parameter_ways(programme, space, tensor, chosen)
     else:
@@ -199,7 +200,9 @@ def _charge_maker(
 
 
 def _made(space: Space, tensor: TensorClass, chosen: list[list[int]]) -> dict[Layout, Variables]:
-    """By layout, the variables of the choices that make the tensor in it; none where it is given whole."""
+    """Maps a layout to the variables of the choices that make the tensor in it; empty if the tensor is a whole
+    input.
+    """
     if tensor.maker is None:
         return {space.whole: ()}
     number, position = tensor.maker
@@ -210,7 +213,7 @@ def _made(space: Space, tensor: TensorClass, chosen: list[list[int]]) -> dict[La
 
 
 def _wanted(space: Space, reader: Reader, chosen: list[list[int]]) -> dict[State, Variables]:
-    """By state, the variables of the choices that want it; none where all leave it whole."""
+    """Maps a state to the variables of the choices that need it; empty for a result of the graph, which is whole."""
     if reader.op_class is None:
         return {(space.whole, space.whole): ()}
     found: dict[State, Variables] = {}
@@ -227,7 +230,7 @@ def _ways(
     made: Mapping[Layout, Variables],
     chosen: list[list[int]],
 ) -> Pairs:
-    """Variables for each way of a tensor from its maker to a reader; ways that there are not are forbidden."""
+    """Variables for each way of a tensor from its maker to a reader; impossible ways are forbidden."""
     wanted = _wanted(space, reader, chosen)
     ways = [(source, state) for source in made for state in wanted]
     possible = [way for way in ways if tensor.may_go(reader, *way)]
@@ -246,7 +249,9 @@ def _ways(
 
 
 def _enter_shared(programme: Programme, space: Space, tensor: TensorClass, chosen: list[list[int]]) -> None:
-    """Readers that must have a tensor in one layout have it as the first of them does; whole where it is a result."""
+    """Makes readers that need a tensor in one common layout agree with the first; whole if it is a result of
+    the graph.
+    """
     by_layout: list[dict[Layout, Variables]] = []
     for reader in (one for one in tensor.readers if one.way == SHARED):
         found: dict[Layout, Variables] = {}
@@ -264,7 +269,7 @@ def _enter_shared(programme: Programme, space: Space, tensor: TensorClass, chose
 
 
 def _parameter_ways(programme: Programme, space: Space, tensor: TensorClass, chosen: list[list[int]]) -> list[Pairs]:
-    """A parameter lies as its readers want it: a variable for each combination of what they want."""
+    """A variable for each combination of the readers' states, which decides the layout of the parameter."""
     wanted = [_wanted(space, reader, chosen) for reader in tensor.readers]
     ways: list[Pairs] = [{} for _ in wanted]
     marginals: list[dict[State, list[int]]] = [{} for _ in wanted]
@@ -283,11 +288,11 @@ def _parameter_ways(programme: Programme, space: Space, tensor: TensorClass, cho
 
 
 def _least(programme: Programme, memory: Limits) -> tuple[np.ndarray, float]:
-    """The most frugal plan, and the bytes that it needs."""
+    """The plan that needs the least memory, and its bytes."""
     peak = programme.variable()
     objective = np.zeros(len(programme.costs))
     objective[peak] = 1.0
     found = programme.solution(objective, [({**row, peak: -1.0}, -np.inf, -constant) for row, constant in memory])
-    if found is None:  # under lowering="eager" alone, where readers must agree
+    if found is None:  # only with lowering="eager", where readers must agree
         raise Infeasible(float("inf"))
     return found, float(found[peak]) * GB

@@ -1,4 +1,4 @@
-"""What a plan is made for: the machine, the processes, how weights are kept, how much memory there is."""
+"""The conditions that a plan is made for: machine, processes, weights and memory. Also `Cost` and peak memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -10,30 +10,30 @@ from hybrid_engine.extensions.parallelize.planning.machine import Machine
 from hybrid_engine.extensions.parallelize.planning.moving import Layout, moves
 
 ADAM_STATES = 2
-"""Tensors of a parameter's size that the optimizer keeps."""
+"""Number of tensors of a parameter's size that the optimizer keeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """How parameters are kept and stepped."""
+    """How parameters are stored and stepped."""
 
     is_16_bit: bool = False
     """Whether the module, which was traced in fp32, is trained in 16 bits."""
     has_masters: bool = False
     """Whether the optimizer keeps fp32 copies of 16-bit parameters, and fp32 states."""
     keeps_remainders: bool = False
-    """Whether of these copies it keeps the lower 16 bits alone."""
+    """Whether the optimizer keeps only the lower 16 bits of these copies."""
 
     def itemsize(self, dtype: torch.dtype) -> int:
-        """Bytes of an element of `dtype` as it is computed with."""
+        """Bytes of an element that was traced in `dtype`, as it is computed."""
         return min(dtype.itemsize, 2) if self.is_16_bit and dtype.is_floating_point else dtype.itemsize
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What is computed in, where the module was traced in `dtype`."""
+        """The dtype of the computation if the module was traced in `dtype`."""
         return torch.bfloat16 if self.is_16_bit and dtype is torch.float32 else dtype
 
     def state_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the optimizer's states, and of its copies, for an element of a parameter."""
+        """Bytes of the optimizer's states and copies for one element of a parameter."""
         size = self.itemsize(dtype)
         if not (self.has_masters and size == 2):
             return ADAM_STATES * size
@@ -42,16 +42,16 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What the same weights need to generate: `num_tokens` with keys and values at once in a unit."""
+    """Generation with the same weights: a unit holds keys and values of `num_tokens` tokens at once."""
 
     num_tokens: int
     tensor_parallel: int
-    """Processes that share out weights, keys and values while generating."""
+    """Number of processes over which weights, keys and values are split during generation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """All that a plan's cost depends on beside the graph and the plan."""
+    """Everything that a plan's cost depends on, apart from the graph and the plan."""
 
     machine: Machine
     plan_ngpus: int = 1
@@ -60,23 +60,23 @@ class Setting:
     trains: bool = True
     weights: Weights = Weights()
     num_micro_batches: int = 1
-    """Forward and backward passes before each step of the optimizer."""
+    """Forward and backward passes before each optimizer step."""
     in_flight: int = 1
     """Micro-batches whose activations are kept at once."""
     memory_bytes: float = float("inf")
-    """Of one device, for all that is planned."""
+    """Bytes of one device for everything that is planned."""
     transient_coefficient: float = 2.0
-    """How many tensors of the size of the largest are there at once beside those that are kept."""
+    """Memory for temporary tensors, as a multiple of the largest tensor's size."""
     max_partition_degree: int = 1 << 30
-    """The most processes over which an op is split."""
+    """Maximum number of processes over which an op is split."""
     generation: Generation | None = None
     is_eager: bool = False
-    """Whether layouts may change at borders of modules alone (lowering="eager")."""
+    """Whether layouts can change only at module borders (lowering="eager")."""
 
     def move_seconds(
         self, num_elements: int, itemsize: int, source: Layout, target: Layout, mesh: Sequence[int]
     ) -> float:
-        """The time that it takes to bring a tensor from one layout to another."""
+        """Seconds to bring a tensor from one layout to another."""
         total = 0.0
         for move in moves(num_elements, source, target, tuple(mesh)):
             num_bytes = move.num_elements * itemsize
@@ -88,12 +88,12 @@ class Setting:
         return total
 
     def reduction_seconds(self, num_bytes: float) -> float:
-        """The time that it takes to sum `num_bytes` of gradients over units."""
+        """Seconds to sum `num_bytes` of gradients over units."""
         kinds = ("reduce_scatter", "all_gather") if self.use_zero else ("all_reduce",)
         return sum(self._over_units(kind, num_bytes) for kind in kinds)
 
     def _over_units(self, kind: str, num_bytes: float) -> float:
-        """Gradients are reduced in one go: no parameter pays for latency by itself."""
+        """Seconds of a collective over units without its latency: all gradients are reduced at once."""
         size, machine = self.num_units, self.machine
         if size == 1:
             return 0.0
@@ -103,18 +103,18 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What something costs one rank: seconds of one micro-batch, `reduction_s` once a step, and bytes."""
+    """A cost for one rank: seconds of one micro-batch, `reduction_s` once per step, and bytes."""
 
     compute_s: float = 0.0
     communication_s: float = 0.0
     reduction_s: float = 0.0
     resident_bytes: float = 0.0
-    """Parameters and what the optimizer keeps of them."""
+    """Parameters and their optimizer states."""
     gradient_bytes: float = 0.0
     stepping_bytes: float = 0.0
-    """What is there besides while gradients are summed over units and the optimizer steps."""
+    """Additional bytes while gradients are summed over units and the optimizer steps."""
     copied_bytes: float = 0.0
-    """Of parts of parameters that generation reads otherwise than they are kept, while it lasts."""
+    """Copies of parts of parameters that generation reads in another layout, for its duration."""
     kept_bytes: float = 0.0
     """Kept from the forward pass of a micro-batch to its backward pass."""
     again_bytes: float = 0.0
@@ -124,11 +124,11 @@ class Cost:
         return Cost(**{f: getattr(self, f) + getattr(other, f) for f in FIELDS})
 
     def times(self, factor: float) -> "Cost":
-        """The cost of `factor` such parts."""
+        """The cost multiplied by `factor`."""
         return Cost(**{f: getattr(self, f) * factor for f in FIELDS})
 
     def seconds(self, num_micro_batches: int) -> float:
-        """The time of a step of the optimizer."""
+        """Seconds of an optimizer step."""
         return num_micro_batches * (self.compute_s + self.communication_s) + self.reduction_s
 
 
@@ -139,7 +139,7 @@ ZERO = Cost()
 
 
 def peaks(cost: Cost, largest: float, setting: Setting, constants: float = 0.0) -> dict[str, float]:
-    """The bytes of one rank at the moments of a step at which they may be most; `constants`: of generation alone."""
+    """Peak bytes of one rank by moment of a step. `constants`: additional bytes of generation."""
     if not setting.trains:
         return {"forward": cost.resident_bytes + setting.transient_coefficient * largest}
     gradients_too = cost.gradient_bytes if setting.num_micro_batches > 1 else 0.0

@@ -1,6 +1,6 @@
-"""All plans that a planner chooses from, as tables: which ops are split alike, in which ways, what each way costs.
+"""All plans that a planner chooses from, as tables: classes of ops, their possible splits, and the cost of each split.
 
-A class of ops is split in one way; a tensor that several ops want in the same layout is moved once.
+A class of ops is split in one way. A tensor that several ops need in the same layout is moved once.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,9 +43,9 @@ from hybrid_engine.extensions.parallelize.planning.setting import ZERO, Cost, Se
 class Space:
     """The plans of one mesh; `choices(op)` gives the splits of an op that are considered.
 
-    `ops` are those of one stage, all of them by default; what comes from other stages and goes there is whole.
-    `recomputed` says to which recomputed module an op belongs, if to any. `order`: the axes of the mesh, that one first
-    over which most is split; the last one by default, as the first splits samples.
+    `ops` are the ops of one stage, by default all; tensors from and to other stages are whole. `recomputed` maps the
+    key of an op to its recomputed module. `order` lists the axes of the mesh, the one over which most is split first;
+    by default the last axis comes first, because the first one splits samples.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Space:
         self.tensors = self._make_tensors()
 
     def _copies(self, order: Sequence[int] | None) -> Copies | None:
-        """What generation copies of parameters; None where it is not from the parts that are trained."""
+        """The parameter copies of generation; None if generation does not run on the trained parts."""
         num_parts, generation = prod(self.mesh), self.setting.generation
         if generation is None or num_parts == 1 or generation.tensor_parallel != num_parts:
             return None
@@ -95,7 +95,7 @@ class Space:
             self._fill(one)
 
     def _fill(self, one: OpClass) -> None:
-        """Enters what the choices of a class cost."""
+        """Computes the cost of each choice of a class."""
         op = one.ops[0]
         variants = list(self._variants(one.ops))
         for names in one.choices:
@@ -107,7 +107,9 @@ class Space:
             one.outputs.append(op.rule.output_placements(names))
 
     def _variants(self, ops: Sequence[Op]) -> Iterable[tuple[Op, int, int]]:
-        """Ops that differ in what has a gradient (those of the first layer do), how many, how many recomputed."""
+        """Ops of a class that differ in which tensors have a gradient (as in the first layer): op, number, number
+        recomputed.
+        """
         groups: dict[object, list[Op]] = {}
         for op in ops:
             groups.setdefault(tuple(key in self.gradients for key in (*op.inputs, *op.outputs)), []).append(op)
@@ -115,7 +117,9 @@ class Space:
             yield group[0], len(group), sum(op.key in self.recomputed for op in group)
 
     def _op_cost(self, op: Op, names: Names, count: int, repeated: int) -> tuple[Cost, float]:
-        """What `count` ops like `op` cost, `repeated` of which are recomputed, and the bytes of the largest tensor."""
+        """The cost of `count` ops like `op`, `repeated` of which are recomputed, and the bytes of the largest
+        tensor.
+        """
         done = work(op, self.graph, names, self.mesh, self.setting, self.gradients)
         kept = kept_by(op, self.graph, self.gradients).extra_bytes_per_element
         if kept:
@@ -162,7 +166,7 @@ class Space:
         return [replace(one, count=len(keys)) for one, keys in counted.items()]
 
     def _held(self, kept: Mapping[str, Kept], views: set[str]) -> set[str]:
-        """Tensors whose memory lives until the backward pass, for themselves or for a view of them."""
+        """Tensors whose memory is kept until the backward pass, for themselves or for a view of them."""
         held: set[str] = set()
         for op in reversed(self.ops):
             operands = kept[op.key].operands
@@ -172,7 +176,7 @@ class Space:
         return held
 
     def _readers(self, kept: Mapping[str, Kept], views: set[str], held: set[str]) -> dict[str, tuple[Reader, ...]]:
-        """For each tensor, who reads it."""
+        """The readers of each tensor."""
         found: dict[str, dict[Reader, None]] = {}
         self._reading: dict[str, list[str]] = {}
         inside = {op.key for op in self.ops}
@@ -198,7 +202,7 @@ class Space:
         return {key: tuple(readers) for key, readers in found.items()}
 
     def _end(self, code: Code, key: str) -> str:
-        """How a result of the graph gets out: a leaf's is made whole at its border."""
+        """How a result of the graph leaves it: the border of a leaf makes its results whole."""
         return SHARED if code.makers[key].path in code.leaves else END
 
     def reader_states(self, reader: Reader) -> list[State]:
@@ -208,7 +212,7 @@ class Space:
         return [states[reader.position] for states in self.classes[reader.op_class].states]
 
     def evaluate(self, assignment: Sequence[int]) -> tuple[Cost, float]:
-        """What a plan costs, given by a choice for each class, and the bytes of its largest tensor."""
+        """The cost of a plan, given by a choice for each class, and the bytes of its largest tensor."""
         total, largest = ZERO, 0.0
         for one, choice in zip(self.classes, assignment, strict=True):
             total += one.costs[choice]
@@ -218,7 +222,7 @@ class Space:
         return total, largest
 
     def tensor_cost(self, tensor: TensorClass, assignment: Sequence[int]) -> Cost:
-        """What tensors of one class cost under a plan: moved, kept, and as parameters."""
+        """The cost of the tensors of one class under a plan: moving, keeping, and as parameters."""
         states = [self.reader_states(r)[0 if r.op_class is None else assignment[r.op_class]] for r in tensor.readers]
         total = ZERO
         if tensor.value.kind == "parameter":
@@ -240,7 +244,9 @@ class Space:
         return total
 
     def by_op(self, assignment: Sequence[int]) -> dict[str, Cost]:
-        """What a plan costs, by the op that computes or makes it; parameters by the first op that reads them."""
+        """The cost of a plan by the op that computes or makes a tensor; parameters count for the first op that reads
+        them.
+        """
         found = {op.key: ZERO for op in self.ops}
         for one, choice in zip(self.classes, assignment, strict=True):
             for op in one.ops:
@@ -268,7 +274,7 @@ class Space:
 
 
 def evaluate_plan(plan: Plan, setting: Setting, recomputed: Mapping[str, str] | None = None) -> tuple[Cost, float]:
-    """What a plan of one stage costs, op by op, and the bytes of its largest tensor."""
+    """The cost of a plan of one stage, op by op, and the bytes of its largest tensor."""
     space = Space(plan.graph, plan.mesh, setting, choices_of(plan), shares=False, recomputed=recomputed)
     return space.evaluate([0] * len(space.classes))
 
@@ -276,14 +282,14 @@ def evaluate_plan(plan: Plan, setting: Setting, recomputed: Mapping[str, str] | 
 class TensorCosts:
     """The costs of the tensors of a class, on a mesh of these sizes; `num_recomputed` modules are recomputed.
 
-    `copies` are those of generation; None: there are none.
+    `copies` are those of generation; None if there are none.
     """
 
     def __init__(self, mesh: Sequence[int], setting: Setting, num_recomputed: int, copies: Copies | None = None):
         self.mesh, self.setting, self.num_recomputed, self.copies = tuple(mesh), setting, num_recomputed, copies
 
     def move(self, tensor: TensorClass, source: Layout, state: State) -> Cost:
-        """The time of bringing a tensor that lies in `source` to one that wants it so, and its gradient back."""
+        """The time to bring a tensor from layout `source` to a reader's `state`, and its gradient back."""
         value, (wanted, gradient) = tensor.value, state
         size = self.setting.weights.itemsize(value.dtype)
         num_elements = prod(value.shape)
@@ -298,7 +304,7 @@ class TensorCosts:
         return Cost(communication_s=tensor.count * seconds)
 
     def keep(self, tensor: TensorClass, layout: Layout, again: bool) -> Cost:
-        """The bytes that keeping a tensor in `layout` for the backward pass takes; `again`: in a recomputed module."""
+        """The bytes of a tensor that is kept in `layout` for the backward pass; `again`: in a recomputed module."""
         value = tensor.value
         num_bytes = local_elements(value.shape, layout, self.mesh) * self.setting.weights.itemsize(value.dtype)
         if again:
@@ -306,13 +312,14 @@ class TensorCosts:
         return Cost(kept_bytes=tensor.count * num_bytes)
 
     def is_kept_free(self, tensor: TensorClass, source: Layout, layout: Layout, again: bool) -> bool:
-        """Whether what is kept in `layout` is there in any case: a parameter, a view, what its maker keeps, or what
-        enters a recomputed module (`again`)."""
+        """Whether a tensor in `layout` exists anyway: a parameter, a view, one that its maker keeps, or one that enters
+        a recomputed module (`again`).
+        """
         is_given = tensor.maker is None or tensor.is_view or tensor.kept_by_maker
         return layout == source and (is_given or (again and tensor.enters))
 
     def parameter(self, tensor: TensorClass, layout: Layout) -> Cost:
-        """The bytes of a parameter that is kept in `layout`, its gradient, its optimizer's state, and copies of it."""
+        """The bytes of a parameter that is kept in `layout`, its gradient, its optimizer state, and copies of it."""
         setting, dtype = self.setting, tensor.value.dtype
         size = setting.weights.itemsize(dtype)
         local = local_elements(tensor.value.shape, layout, self.mesh) * tensor.count
@@ -324,9 +331,9 @@ class TensorCosts:
             return Cost(resident_bytes=local * size, copied_bytes=copied)
         state = shard * setting.weights.state_bytes(dtype)
         gradients = local * size * (1 if setting.num_units == 1 else 2) if not is_sharded else (local + shard) * size
-        is_at_once = setting.machine.device.kind == "cuda"  # where torch.optim steps all parameters together
+        is_at_once = setting.machine.device.kind == "cuda"  # torch.optim then steps all parameters together
         stepping = shard * max(size, 4 if setting.weights.has_masters else size) if is_at_once else 0.0
-        if is_sharded and not setting.is_eager:  # FSDP2 copies the gradients of a graph, one unit, to sum them at once
+        if is_sharded and not setting.is_eager:  # FSDP2 copies a graph's gradients, one FSDP unit, to sum them
             stepping = max(stepping, local * size)
         return Cost(
             copied_bytes=copied,

@@ -1,4 +1,7 @@
-"""Policies with stages: `pp`, one process each, and `hybrid`, which splits the batch inside of them besides."""
+"""The policies `pp` (stages of one process) and `hybrid` (stages that split the batch), and plans without a search.
+
+`replicated_plan`, `random_plan` and `batch_plan` are the plans of `dp`, `tp` and `data`.
+"""
 
 import random
 from collections.abc import Sequence
@@ -16,21 +19,21 @@ STAGE_OPTIONS = frozenset({"pipeline_nmicros", "pipeline_scheduler", "pipeline_n
 
 
 def stages_of_equal_size(graph: Graph, config: ComputeConfig) -> Plan:
-    """`pp`: as many stages as processes (two each with 1f1b_interleaved) of about as many parameters."""
+    """`pp`: one stage per process (two with 1f1b_interleaved), with about equally many parameters."""
     schedule = check_pipeline(config)
     plan = replicated_plan(graph, (1,))
     return _with_stages(plan, config, schedule, config.plan_ngpus * stages_each(schedule))
 
 
 def stages_and_batch(graph: Graph, config: ComputeConfig) -> Plan:
-    """`hybrid`: `pipeline_nstages` stages, in which dimension 0 is split over the processes of each."""
+    """`hybrid`: `pipeline_nstages` stages; dimension 0 is split over the processes of each stage."""
     schedule, num_stages = check_pipeline_and_batch(config)
     num_groups = num_stages // stages_each(schedule)
     return _with_stages(batch_plan(graph, (config.plan_ngpus // num_groups,)), config, schedule, num_stages)
 
 
 def check_pipeline(config: ComputeConfig) -> str:
-    """The schedule; ValueError for one that there is not, and for a number of micro-batches that is none."""
+    """The schedule; ValueError for an unknown one, and for an invalid number of micro-batches."""
     schedule: str = config.pas_config.get("pipeline_scheduler", "infer_pipe" if config.inference_only else "1f1b")
     check_name(schedule)
     if "pipeline_nmicros" in config.pas_config:
@@ -39,7 +42,7 @@ def check_pipeline(config: ComputeConfig) -> str:
 
 
 def check_pipeline_and_batch(config: ComputeConfig) -> tuple[str, int]:
-    """The schedule and the number of stages; ValueError where processes cannot be shared out to them evenly."""
+    """The schedule and the number of stages; ValueError if the processes cannot be divided evenly among the stages."""
     schedule = check_pipeline(config)
     num_stages = config.pas_config.get("pipeline_nstages", config.plan_ngpus * stages_each(schedule))
     check("pipeline_nstages", num_stages, COUNT)
@@ -62,10 +65,10 @@ def _with_stages(plan: Plan, config: ComputeConfig, schedule: str, num_stages: i
 
 
 def equal_stages(graph: Graph, num_stages: int) -> tuple[tuple[str, ...], ...]:
-    """The modules in the order in which they run, in stages of about as many parameters; the largest is the smallest.
+    """The modules in execution order, divided into stages so that the largest stage is as small as possible.
 
-    A module is a layer of a list (`layers.3`) or one that is in none; those that run in turns stay together. ValueError
-    where there are fewer than stages.
+    A module is a layer of a list (`layers.3`) or one outside lists. Modules that run in turns stay together. Raises
+    ValueError if there are fewer modules than stages.
     """
     sizes = _sizes(graph)
     groups = _apart(graph, list(sizes))
@@ -82,9 +85,11 @@ def equal_stages(graph: Graph, num_stages: int) -> tuple[tuple[str, ...], ...]:
 
 
 def _apart(graph: Graph, paths: Sequence[str]) -> list[list[str]]:
-    """The modules, those in one group that cannot be in different stages: one reads what a later one made."""
+    """The modules in groups. Modules that must be in the same stage, because one reads a later one's result, form a
+    group.
+    """
     single = tuple((path,) for path in paths)
-    latest: dict[str, int] = {}  # by tensor, the last module that was needed to make it
+    latest: dict[str, int] = {}  # for each tensor, the last module that was needed to make it
     with_next = set[int]()
     for op in graph.ops.values():
         read = max((latest.get(key, -1) for key in op.inputs), default=-1)
@@ -102,7 +107,7 @@ def _apart(graph: Graph, paths: Sequence[str]) -> list[list[str]]:
 
 
 def _sizes(graph: Graph) -> dict[str, int]:
-    """Elements of the parameters that each module reads first, and one for each op, by path."""
+    """For each module path, bytes of the parameters that the module reads first, plus one per op."""
     sizes: dict[str, int] = {}
     seen: set[str] = set()
     is_made_of_parameters: set[str] = set()
@@ -116,19 +121,19 @@ def _sizes(graph: Graph) -> dict[str, int]:
             new = {key for key in op.inputs if graph.values[key].kind == "parameter"} - seen
             seen |= new
             sizes[path] = sizes.get(path, 0) + 1 + sum(graph.values[key].num_bytes for key in new)
-    # Ops of a module around others run where what they read is there.
+    # An op of a module around others runs where its operands are.
     return {path: size for path, size in sizes.items() if not any(other.startswith(f"{path}.") for other in sizes)}
 
 
 def _layer(op: Op) -> str:
-    """The path up to the first number in it."""
+    """The path up to its first number."""
     parts = op.path.split(".")
     numbers = [position for position, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1]) if numbers else op.path
 
 
 def _smallest_largest(sizes: Sequence[int], num_stages: int) -> list[int]:
-    """Where the stages end whose largest sum is smallest, each with at least one."""
+    """The ends of stages, each with at least one entry, whose largest sum is minimal."""
     best: list[list[tuple[float, list[int]]]] = [[(float("inf"), [])] * (len(sizes) + 1) for _ in range(num_stages + 1)]
     best[0][0] = (0.0, [])
     for stage in range(1, num_stages + 1):
@@ -143,14 +148,15 @@ def _smallest_largest(sizes: Sequence[int], num_stages: int) -> list[int]:
 
 
 def replicated_plan(graph: Graph, mesh: Sequence[int]) -> Plan:
-    """Every rank computes everything."""
+    """A plan by which every rank computes everything."""
     return Plan(graph=graph, mesh=tuple(mesh))
 
 
 def random_plan(graph: Graph, mesh: Sequence[int], seed: int = 1) -> Plan:
-    """Every op is split along a name drawn with `seed`, over each axis of the mesh; replicated where none divides.
+    """A plan that splits every op along a name drawn with `seed`, over each axis; ops that do not divide are
+    replicated.
 
-    A stress test of the lowering, and no plan to train by: nearly every edge changes a layout.
+    It is a stress test of the lowering and not useful for training: nearly every edge changes a layout.
     """
     draw = random.Random(seed)
     plan = replicated_plan(graph, mesh)
@@ -169,7 +175,7 @@ def _fits(op: Op, names: Sequence[str | None], axis: int, name: str, mesh: Seque
 
 
 def batch_plan(graph: Graph, mesh: Sequence[int]) -> Plan:
-    """Dimension 0 of the arguments is split, and whatever follows from it; the first axis of the mesh is used.
+    """A plan that splits dimension 0 of the arguments, and every op that can follow, over the first axis of the mesh.
 
     An op that needs the whole batch (a batch norm) is computed whole by every rank.
     """
