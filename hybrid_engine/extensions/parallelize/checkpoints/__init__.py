@@ -1,1 +1,1 @@
-"""Checkpoints of parallel modules, which go between any two plans and to and from the module itself."""
+"""Checkpoints of parallel modules, which can be loaded under any plan and into the original module."""

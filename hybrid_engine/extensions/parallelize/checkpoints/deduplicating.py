@@ -1,4 +1,7 @@
-"""Checkpoints that hold everything once: each process saves what none before it has, and sends it to the others."""
+"""Checkpoints that hold each tensor once: a process saves what no process before it holds, and sends it to the others.
+
+`broadcast_weights` uses the same groups of copies to send weights from the first unit.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -38,7 +41,7 @@ from hybrid_engine.optim.optimizer import ZeroOptimizer
 
 
 class Copies(NamedTuple):
-    """The processes that hold copies of the same tensor, or part of one, along one axis."""
+    """The group of processes along one axis that hold copies of the same tensor or part."""
 
     group: dist.ProcessGroup | None
     is_first: bool
@@ -48,11 +51,11 @@ class Copies(NamedTuple):
 def deduped_state_dict(
     module: Any, optimizer: torch.optim.Optimizer | None = None
 ) -> tuple[StateDict, StateDict | None]:
-    """What this process has of the module's and the optimizer's state that no process before it has; local.
+    """The module's and the optimizer's state on this process that no process before it has; local.
 
-    Those of all processes together are whole: `merge_state_dicts` takes them, `load_deduped_state_dict` each one's.
-    Of the optimizer's state, None stands where another process has the tensor. ValueError for what is no module, and
-    for an optimizer of somebody else.
+    The results of all processes together are complete: `merge_state_dicts` takes all of them, `load_deduped_state_dict`
+    takes each process's own. In the optimizer's state, None stands for a tensor that another process has. Raises
+    ValueError if `module` is not a module, and for an optimizer from another source.
     """
     check("module", module, MODULE)
     if optimizer is not None:
@@ -82,10 +85,11 @@ def load_deduped_state_dict(
     *,
     device: torch.device | str | None = None,
 ) -> None:
-    """Loads what `deduped_state_dict` gave on this process under the same plan; the others send the rest. Collective.
+    """Loads this process's result of `deduped_state_dict` under the same plan; other processes send the rest.
+    Collective.
 
-    `device` is where the module is moved before. ValueError, on all processes and before anything is loaded, where one
-    is given what another process, or another plan, saved.
+    The module is first moved to `device`. Raises ValueError on all processes, before anything is loaded, if one passes
+    what another process, or another plan, saved.
     """
     agree(lambda: check_given(module, module_state_dict, optimizer, optimizer_state_dict, device))
     if device is not None:
@@ -109,7 +113,9 @@ def load_deduped_state_dict(
 
 
 def _check_own(module: Any, live: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
-    """ValueError unless `given` is what `deduped_state_dict` gives of the module on this process; local."""
+    """Raises ValueError unless `given` has the names and parts that `deduped_state_dict` returns for the module here;
+    local.
+    """
     instead = (
         "give each process what deduped_state_dict gave on it under this plan; merge_state_dicts goes between plans"
     )
@@ -122,7 +128,7 @@ def _check_own(module: Any, live: Mapping[str, Tensor], given: Mapping[str, Any]
 
 
 def _check_part(what: str, given: Any, tensor: Tensor, instead: str) -> None:
-    """ValueError unless `given` is the part of a tensor of this shape that this process has of `tensor`."""
+    """Raises ValueError unless `given` is the same part of a tensor of the same shape as `tensor` on this process."""
     found, wanted = (place_of(value) if isinstance(value, Tensor) else shown(value) for value in (given, tensor))
     if found != wanted:
         raise ValueError(f"{what} is {found}, and this process has {wanted}; {instead}")
@@ -130,7 +136,9 @@ def _check_part(what: str, given: Any, tensor: Tensor, instead: str) -> None:
 
 
 def _check_groups(module: Any, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
-    """ValueError unless `given` has the optimizer's groups, and states of parts that this process has; local."""
+    """Raises ValueError unless `given` has the optimizer's groups, and states of parts that this process holds;
+    local.
+    """
     check_group_names(given["param_groups"], "optimizer_state_dict", "what deduped_state_dict gave")
     check_keys(given, NAMES)
     own_groups = named_state_dict(optimizer)["param_groups"]
@@ -157,7 +165,7 @@ def _check_groups(module: Any, optimizer: torch.optim.Optimizer, given: Mapping[
 
 
 def _check_all_states(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
-    """ValueError where a parameter lacks what others of its group have; local."""
+    """Raises ValueError if a parameter lacks entries that others of its group have; local."""
     names = [(number, name) for number, group in enumerate(given["param_groups"]) for name in group[NAMES]]
     found = zip(names, _parameters(optimizer, given), strict=True)
     check_states(
@@ -167,7 +175,7 @@ def _check_all_states(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]
 
 
 def _dtypes(given: Mapping[str, Any]) -> dict[tuple[str, str], torch.dtype]:
-    """By parameter and entry the dtype of what a process has of it; ValueError where they have others; collective."""
+    """The dtype of each entry, keyed by parameter name and entry; ValueError if processes disagree; collective."""
     names = {
         name: key for group in given["param_groups"] for name, key in zip(group[NAMES], group["params"], strict=True)
     }
@@ -201,7 +209,7 @@ def _load_optimizer(
     given: Mapping[str, Any],
     dtypes: Mapping[tuple[str, str], torch.dtype],
 ) -> None:
-    """Takes over a state dict; what another process has of it is of the dtype that `dtypes` says; collective."""
+    """Loads a state dict. Tensors that another process has are received in the dtype of `dtypes`; collective."""
     names = [name for group in given["param_groups"] for name in group[NAMES]]
     entries = {}
     for name, (key, parameter) in zip(names, _parameters(optimizer, given), strict=True):
@@ -219,10 +227,11 @@ def _load_optimizer(
 
 @torch.no_grad()
 def broadcast_weights(module: nn.Module, stride: int) -> None:
-    """Gives all units the weights and buffers of the first; `stride` is `plan_ngpus`. Collective.
+    """Copies the weights and buffers of the first unit to all units; `stride` is `plan_ngpus`. Collective.
 
-    For modules built with `init_module_params=rank < plan_ngpus`, before `build_optimizer`, which may shard them over
-    units. ValueError for another stride, a module without parallel parts, and afterwards.
+    It is for modules that were built with `init_module_params=rank < plan_ngpus`. Call it before `build_optimizer`,
+    which may shard weights over units. Raises ValueError for another stride, for a module without parallel parts, and
+    after `build_optimizer` has sharded the module.
     """
     check("module", module, Rule(lambda value: isinstance(value, nn.Module), "a torch.nn.Module"))
     check("stride", stride, COUNT)
@@ -237,7 +246,7 @@ def broadcast_weights(module: nn.Module, stride: int) -> None:
         return
     for tensor in [*module.parameters(), *module.buffers()]:
         if tensor.is_meta:
-            continue  # a buffer that nobody filled, which forward refuses
+            continue  # an uninitialized buffer, which forward refuses
         holder = _part_of(module, tensor)
         if holder is None or holder.meshes.data is not None:
             group = None if holder is None or holder.meshes.data is None else holder.meshes.data.get_group()
@@ -249,7 +258,7 @@ def _parallel_parts(module: nn.Module) -> list[ParallelModule]:
 
 
 def _part_of(module: nn.Module, tensor: Tensor) -> ParallelModule | None:
-    """The parallel module that holds the tensor, None for what every process has."""
+    """The parallel module that holds the tensor; None for a tensor that every process has."""
     for part in _parallel_parts(module):
         if any(tensor is held for held in [*part.parameters(), *part.buffers()]):
             return part
@@ -257,7 +266,7 @@ def _part_of(module: nn.Module, tensor: Tensor) -> ParallelModule | None:
 
 
 def _copies(module: Any, tensor: Tensor) -> Iterator[Copies]:
-    """Along which axes processes hold copies of this process's part of a tensor."""
+    """The groups of processes, one per axis, that hold copies of this process's part of a tensor."""
     inner: nn.Module = module.module if hasattr(module, "sharding") else module
     part = _part_of(inner, tensor)
     if isinstance(tensor, DTensor):
@@ -270,14 +279,14 @@ def _copies(module: Any, tensor: Tensor) -> Iterator[Copies]:
     elif part.meshes.unit is not None:
         unit = part.meshes.unit
         yield from (Copies(unit.get_group(axis), unit.get_local_rank(axis) == 0) for axis in range(unit.ndim))
-    # ZeRO leaves parameters without a dimension to the unit.
+    # ZeRO does not shard parameters without a dimension.
     is_over_units = isinstance(part, FSDPModule) and isinstance(tensor, DTensor) and tensor.dim() > 0
     if part is not None and part.meshes.data is not None and not is_over_units:
         yield Copies(part.meshes.data.get_group(), part.meshes.data.get_local_rank() == 0)
 
 
 def _send(module: Any, parameter: Tensor, value: Tensor) -> None:
-    """Sends `value`, which lies as `parameter` does, to all processes that hold copies of it."""
+    """Sends `value`, which has the layout of `parameter`, to all processes that hold copies of it."""
     for copies in _copies(module, parameter):
         if copies.group is not None or get_world_size() > 1:
             dist.broadcast(local_part(value.detach()), group_src=0, group=copies.group)
@@ -288,7 +297,7 @@ def _is_like(value: Any, parameter: Tensor) -> bool:
 
 
 def _parameters(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[int, nn.Parameter]]:
-    """The keys of parameters in a state dict and the parameters."""
+    """Pairs of a parameter's key in a state dict and the parameter."""
     live = optimizer.inner if isinstance(optimizer, ZeroOptimizer) else optimizer
     for group, own in zip(state["param_groups"], live.param_groups, strict=True):
         yield from zip(group["params"], own["params"], strict=True)

@@ -1,4 +1,4 @@
-"""Full checkpoints: one state dict from those of all processes, and from one what each process needs of it."""
+"""Full checkpoints: merges the state dicts of all processes into one, and loads its parts into any plan or engine."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,11 +26,11 @@ StateDict = dict[str, Any]
 def merge_state_dicts(
     module_state_dicts: Sequence[Mapping[str, Any]], optimizer_state_dicts: Sequence[Mapping[str, Any]] | None = None
 ) -> tuple[StateDict, StateDict | None]:
-    """The whole state dicts of the original module and of its optimizer, from all processes'; local.
+    """The whole state dicts of the original module and of its optimizer, from those of all processes; local.
 
-    What `state_dict()` or `deduped_state_dict` gave on each process, also in files, in any order. Tensors are on the
-    CPU. The optimizer's loads into one of the original module's trained parameters with the same groups. ValueError
-    where parts are missing.
+    Each entry is what `state_dict()` or `deduped_state_dict` returned on one process, possibly loaded from a file, in
+    any order. The merged tensors are on the CPU. The optimizer's state loads into an optimizer of the original module's
+    trained parameters with the same groups. Raises ValueError if parts are missing.
     """
     check("module_state_dicts", module_state_dicts, STATE_DICTS)
     if optimizer_state_dicts is not None:
@@ -66,11 +66,11 @@ def load_merged_state_dicts(
     *,
     device: torch.device | str | None = None,
 ) -> None:
-    """Loads whole state dicts into a module under any plan, or an engine; each process takes its part.
+    """Loads whole state dicts into a module under any plan, or into an engine; each process takes its part.
 
-    `module` holds parallel modules, or is what `initialize` gave; `device` is where the module is moved before.
-    Collective. ValueError, on all processes, where a name is missing or too many, a shape or a kind of numbers is
-    another, or the state of a parameter is missing; nothing is loaded then.
+    `module` contains parallel modules, or is the result of `initialize`. It is first moved to `device`. Collective.
+    Raises ValueError on all processes if a name is missing or unknown, if a shape or kind of numbers differs, or if the
+    state of a parameter is missing; nothing is loaded then.
     """
     agree(lambda: check_given(module, module_state_dict, optimizer, optimizer_state_dict, device))
     if device is not None:
@@ -94,7 +94,7 @@ def check_given(
     optimizer_state_dict: Any,
     device: torch.device | str | None,
 ) -> None:
-    """ValueError for what is no module, state dict, optimizer or device, and for one of a pair without the other."""
+    """Raises ValueError for an argument of the wrong type, and for an optimizer or its state dict without the other."""
     check("module", module, MODULE)
     check("module_state_dict", module_state_dict, STATE_DICT)
     if (optimizer is None) != (optimizer_state_dict is None):
@@ -139,13 +139,13 @@ DEVICE = Rule(_is_device, "a device of torch, as 'cpu' or 'cuda:0'")
 
 @contextmanager
 def shards_of(module: Any) -> Iterator[None]:
-    """An engine's parameters are shards inside, as its optimizer has them; a module's are in any case."""
+    """Context in which an engine's parameters are shards, as its optimizer has them; other modules are unchanged."""
     with module.sharding.as_shards() if hasattr(module, "sharding") else nullcontext():
         yield
 
 
 def tensors_of(module: Any, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """The tensors of a state dict by name, with the optimizer's masters in the place of parameters."""
+    """The tensors of a state dict by name; the optimizer's master weights replace parameters."""
     inner: nn.Module = module.module if hasattr(module, "sharding") else module
     others = extra_states(module)
     state = inner.state_dict(keep_vars=True)
@@ -157,14 +157,14 @@ def tensors_of(module: Any, optimizer: torch.optim.Optimizer | None) -> dict[str
 
 
 def extra_states(module: Any) -> dict[str, nn.Module]:
-    """Modules with state besides tensors (`get_extra_state`), by their names in a state dict."""
+    """Modules with state in addition to tensors (`get_extra_state`), by their names in a state dict."""
     inner: nn.Module = module.module if hasattr(module, "sharding") else module
     found = {f"{path}._extra_state".removeprefix("."): part for path, part in inner.named_modules()}
     return {name: part for name, part in found.items() if has_extra_state(part)}
 
 
 def load_extra_states(module: Any, given: Mapping[str, Any]) -> None:
-    """Sets that state where `given` has it, which checkpoints of earlier releases have not."""
+    """Sets the extra states that `given` has; checkpoints of earlier releases do not have them."""
     for name, part in extra_states(module).items():
         if name in given:
             part.set_extra_state(given[name])
@@ -177,7 +177,9 @@ def _check_merged(
     optimizer: torch.optim.Optimizer | None,
     optimizer_state: Mapping[str, Any] | None,
 ) -> None:
-    """ValueError unless all is there, and whole; a process with a stage needs some of the checkpoint alone; local."""
+    """Raises ValueError unless the checkpoint is complete and of whole tensors. A stage needs only a part of
+    it. Local.
+    """
     inner: nn.Module = module.module if hasattr(module, "sharding") else module
     has_all = not any(isinstance(part, ParallelModule) and part.plan.stages for part in inner.modules())
     missing = [name for name in live if name not in given]
@@ -209,4 +211,4 @@ def _load(module: nn.Module, name: str, tensor: Tensor, whole: Tensor) -> None:
         tensor.copy_(part_like(whole, tensor))
         return
     path, _, last = name.rpartition(".")
-    module.get_submodule(path)._buffers[last] = whole.clone()  # never initialised; parameters always are
+    module.get_submodule(path)._buffers[last] = whole.clone()  # a buffer on meta; parameters are always initialized

@@ -1,4 +1,7 @@
-"""An optimizer's state by the names of parameters, from its state dict and back into any optimizer."""
+"""Conversion of an optimizer's state to one keyed by parameter names, and loading of it into another optimizer.
+
+`merging.py` and `deduplicating.py` use this.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,22 +23,24 @@ from hybrid_engine.optim import plain_steps
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 
 NAMES, NUMBERS, GROUP = "param_names", "param_numbers", "group_number"
-"""What `build_optimizer` adds to groups: names of parameters, their places in the module, the user's number of it."""
+"""Entries that `build_optimizer` adds to groups: names of parameters, their positions in the module, the user's group
+number.
+"""
 COUNTERS = ("step", "eta", "mu", "mu_product")
-"""What optimizers of torch keep as one number of each parameter, however large that is."""
+"""Entries that torch's optimizers keep as one number per parameter, whatever its size."""
 
 
 @dataclass
 class Group:
-    """A parameter group as the user gave it."""
+    """A parameter group as the user passed it."""
 
     options: dict[str, Any]
     numbers: dict[str, int] = field(default_factory=dict)
-    """By the name of each of its parameters the place in the module."""
+    """Maps the name of each parameter of the group to its position in the module."""
 
     @property
     def names(self) -> list[str]:
-        """The group's parameters by name, in the module's order."""
+        """The group's parameter names, in the module's order."""
         return sorted(self.numbers, key=self.numbers.__getitem__)
 
 
@@ -56,7 +61,8 @@ def named_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def merge_optimizer_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One state dict, for `optimizer_fn` of the original module's parameters, from those of all processes.
 
-    Its groups have `param_names`; their parameters are in the module's order. ValueError for groups without names.
+    Its groups have `param_names`, and their parameters are in the module's order. Raises ValueError for groups without
+    names.
     """
     for state in states:
         check_group_names(state["param_groups"], "optimizer_state_dicts", "what optimizers of build_optimizer gave")
@@ -81,7 +87,7 @@ def merge_optimizer_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any
     merged_state = {
         key: {entry: _merged(name, entry, values) for entry, values in found.get(name, {}).items()}
         for name, key in numbered.items()
-        if found  # then what was never stepped has an empty state, as what is lost has none
+        if found  # an unstepped optimizer then has an empty state, a lost one none
     }
     return {"state": merged_state, "param_groups": merged_groups}
 
@@ -103,7 +109,9 @@ def _merged(name: str, entry: str, values: Sequence[Any]) -> Any:
 
 
 def check_group_names(groups: Sequence[Mapping[str, Any]], option: str, instead: str) -> None:
-    """ValueError unless each group names its parameters, once each, and says their places where it says any."""
+    """Raises ValueError unless each group names each of its parameters, and has as many positions as names if it has
+    any.
+    """
     for number, group in enumerate(groups):
         names = group.get(NAMES)
         if not isinstance(names, list | tuple):
@@ -120,10 +128,10 @@ def check_group_names(groups: Sequence[Mapping[str, Any]], option: str, instead:
 
 
 def check_merged_state(optimizer: torch.optim.Optimizer, merged: Mapping[str, Any], elsewhere: Collection[str]) -> None:
-    """ValueError for a state dict without names, one that is not whole, or one of another optimizer or model.
+    """Raises ValueError for a state dict without names, one that is not whole, or one of another optimizer or model.
 
-    Also where a parameter is in none of its groups, or where parameters of one group here are in several there.
-    `elsewhere` are names of parameters that other processes may train.
+    Also raises it if a parameter is in none of its groups, or if parameters of one group here are in several groups
+    there. `elsewhere` holds names of parameters that other processes may train.
     """
     check_group_names(merged["param_groups"], "optimizer_state_dict", "what merge_state_dicts made")
     check_keys(merged, NAMES)
@@ -160,7 +168,7 @@ def _live(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, merged: Mapping[str, Any]) -> None:
-    """Takes over a merged state dict, which `check_merged_state` let pass: options of groups, this process's parts."""
+    """Loads a merged state dict that `check_merged_state` accepted: options of groups, and this process's parts."""
     state, live, keys = named_state_dict(optimizer), _live(optimizer), _keys_by_name(merged)
     found = {name: group for group in merged["param_groups"] for name in group[NAMES]}
     lies_as_parameters = _entries_like_parameters(merged["state"])
@@ -179,9 +187,9 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, merged: Mapping[str, 
 def _source_of(
     group: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
 ) -> Mapping[str, Any]:
-    """The group there, by the name of a parameter or among all, that has the parameters of one here.
+    """The group of the state dict that has the parameters of `group`; `found` maps their names to groups.
 
-    Of one that is empty on this process it is that of the same number, where there is such.
+    For a group that is empty on this process it is the one with the same number, if there is one.
     """
     if not group[NAMES]:
         return next(iter(groups[group[GROUP] : group[GROUP] + 1]), {}) if GROUP in group else {}
@@ -210,9 +218,9 @@ def _check_state(name: str, entry: str, value: Any, parameter: nn.Parameter, has
 
 
 def _entries_like_parameters(state: Mapping[Any, Mapping[str, Any]]) -> Callable[[str], bool]:
-    """Says of an entry whether there is one number of it for each of a parameter's, or one for all of them.
+    """A function that says whether an entry has one number for each element of a parameter, or one for the parameter.
 
-    Of a parameter without a dimension both are one number; those of other parameters tell.
+    For a parameter without a dimension the two look alike; the entries of other parameters decide.
     """
     sized = {e for entries in state.values() for e, v in entries.items() if isinstance(v, Tensor) and v.dim()}
     return lambda entry: entry in sized if sized else entry not in COUNTERS

@@ -1,1 +1,1 @@
-"""From a plan to modules that compute on parts."""
+"""Turns plans into code that computes on parts of tensors."""

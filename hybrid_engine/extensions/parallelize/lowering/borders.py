@@ -1,7 +1,8 @@
-"""Where a plan changes layouts, as borders of modules: what the eager lowering does before and after their forwards.
+"""The changes of layout at module borders by which the eager lowering carries out a plan.
 
-Arguments, results and parameters of a leaf, a module whose forward calls ops and no module that does, may change their
-layouts. Between ops of a module's code nothing can: a plan that does so is refused here, by name.
+Arguments, results and parameters of a leaf can change their layouts; a leaf is a module whose forward calls ops and
+does not call a module that does. Between ops of one module's code layouts cannot change: a plan that requires it is
+refused with the names of the ops.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,20 +26,20 @@ REMEDY = "split both alike (plan.follow), or pass lowering='graph'"
 
 @dataclass(frozen=True)
 class Relay:
-    """A tensor that lies in one layout and is read in another, and the layout of the gradient that its reader gives."""
+    """A tensor's layout, the layout in which it is read, and the layout of the gradient that its reader returns."""
 
     layout: Layout
     wanted: Layout
     gradient: Layout
 
     def is_kept(self, needs_gradient: bool) -> bool:
-        """Whether nothing has to be done."""
+        """Whether no change is necessary."""
         return self.wanted == self.layout and (self.gradient == gradient_layout(self.layout) or not needs_gradient)
 
     def entered(self, tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-        """The local tensor as one over `mesh`, in the layout that is wanted as far as there is a way to it.
+        """The local tensor as a DTensor over `mesh`, redistributed to `reached`.
 
-        ValueError where a dimension that is to be split does not divide.
+        Raises ValueError if a dimension to split does not divide.
         """
         for dim, size in self._split_dims(mesh):
             if tensor.shape[dim] % size:
@@ -50,13 +51,13 @@ class Relay:
         return distributed.redistribute(mesh, self.reached)
 
     def left(self, distributed: DTensor) -> Tensor:
-        """The local part of what `entered` gave, as the reader wants it."""
+        """The local part of the result of `entered`, as the reader needs it."""
         local = distributed.to_local(grad_placements=self.gradient)
         return term_of_sum(local, distributed.device_mesh, self.wanted, self.reached)
 
     @property
     def reached(self) -> Layout:
-        """The layout that is wanted, but no sum of what is none."""
+        """The layout `wanted`, without partial sums that would have to be made of tensors that are not."""
         return tuple(reachable(*pair) for pair in zip(self.wanted, self.layout, strict=True))
 
     def _split_dims(self, mesh: DeviceMesh) -> list[tuple[int, int]]:
@@ -65,19 +66,21 @@ class Relay:
 
 
 def reachable(wanted: Placement, placement: Placement) -> Placement:
-    """What a tensor is redistributed to where an op wants `wanted`: DTensor makes no sums of what is none."""
+    """The placement to redistribute to if an op needs `wanted`: DTensor does not make partial sums of other
+    placements.
+    """
     return Replicate() if wanted.is_partial() and not placement.is_partial() else wanted
 
 
 def term_of_sum(local: Tensor, mesh: DeviceMesh, wanted: Sequence[Placement], reached: Sequence[Placement]) -> Tensor:
-    """`local` as a term of the sum that is wanted, where it is the whole."""
+    """`local` divided into terms of a partial sum along the axes where `wanted` is partial and `reached` is not."""
     pairs = enumerate(zip(wanted, reached, strict=True))
     num_terms = prod(mesh.size(axis) for axis, (one, other) in pairs if one != other)
     return local if num_terms == 1 else _Term.apply(local, num_terms)
 
 
 class _Term(torch.autograd.Function):
-    """A tensor that every rank has, as a sum over ranks. Every rank has the sum's gradient, which is the tensor's."""
+    """A tensor that every rank holds, as a sum over ranks. Every rank has the sum's gradient, which is the tensor's."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, num_terms: int) -> Tensor:
@@ -90,18 +93,18 @@ class _Term(torch.autograd.Function):
 
 @dataclass(frozen=True, kw_only=True)
 class Border:
-    """What is done around the forward of one module."""
+    """The changes of layout before and after the forward of one module."""
 
     parameters: Mapping[str, Relay] = field(default_factory=dict)
-    """By the name in the module, how its own code reads each of its parameters."""
+    """How the module's own code reads each of its parameters, keyed by name in the module."""
     entering: Relay | None = None
-    """Of the tensors among its arguments; None: they stay as they are."""
+    """The change for the tensors among the arguments; None: no change."""
     leaving: Relay | None = None
-    """Of its results."""
+    """The change for the results; None: no change."""
 
 
 def borders_of(graph: Graph, plan: Plan) -> dict[str, Border]:
-    """The borders by the path of their modules; ValueError where hooks on modules cannot carry the plan."""
+    """The borders, keyed by module path; ValueError if module hooks cannot carry out the plan."""
     if plan.stages:
         raise ValueError(f"lowering='eager' has no stages, and the plan has {len(plan.stages)}; pass lowering='graph'")
     if plan.recompute:
@@ -117,7 +120,7 @@ def borders_of(graph: Graph, plan: Plan) -> dict[str, Border]:
 
 
 class _Reading:
-    """A plan, read as what happens between modules."""
+    """Reads a plan as changes of layout between modules."""
 
     def __init__(self, graph: Graph, plan: Plan):
         self.graph, self.plan, self.whole = graph, plan, whole(plan)
@@ -138,7 +141,7 @@ class _Reading:
         self.summed_before = {key: gradient for key in graph.values if (gradient := self._summed_before(key))}
 
     def _lies(self, key: str) -> Layout:
-        """The layout of a tensor for the code outside of the leaf that makes it."""
+        """The layout of a tensor for code outside the leaf that makes it."""
         maker = self.maker.get(key)
         if maker is None or maker.path not in self.leaves:
             return self.given[key]
@@ -152,9 +155,10 @@ class _Reading:
         return next(iter(code.values()), self.given[key])
 
     def _summed_before(self, key: str) -> Layout | None:
-        """The gradient of a whole tensor that a leaf only reshapes before its op gives partial sums; else None.
+        """The gradient layout for a whole tensor that a leaf only reshapes before an op that returns partial gradients;
+        otherwise None.
 
-        A reshape passes them on, so that they are added up where the tensor enters the leaf.
+        A reshape passes partial sums on, so that they are added up where the tensor enters the leaf.
         """
         maker = self.maker.get(key)
         if maker is None or self.given[key] != self.whole or not self.code.is_reshaped_inside(maker, key):
@@ -163,7 +167,9 @@ class _Reading:
         return gradients.pop() if len(gradients) == 1 and gradients != {self.whole} else None
 
     def edges(self, op: Op) -> Iterator[tuple[str, Relay]]:
-        """What `op` reads, by key: for the code of its module, or across that module's border."""
+        """The operands of `op` by key, with their change of layout: inside the code of its module, or across its
+        border.
+        """
         early = [self.summed_before[key] for key in op.outputs if key in self.summed_before]
         for key, edge in self.reads[op.key]:
             is_inside = op.path in self.leaves and self.graph.values[key].kind == "result"
@@ -172,7 +178,7 @@ class _Reading:
             yield key, Relay(layout, edge.wanted, early[0] if early else gradient)
 
     def check_code(self) -> None:
-        """ValueError for a change of layout between ops, where there is no module's border."""
+        """Raises ValueError for a change of layout between ops without a module border."""
         for op in self.graph.ops.values():
             if op.rule.on_part_of(self.plan.split_of(op)) is not None:
                 names = list(self.plan.split_of(op))
@@ -204,7 +210,7 @@ class _Reading:
         )
 
     def border(self, path: str) -> Border:
-        """What happens around the forward of one module."""
+        """The border of one module."""
         ops = [op for op in self.graph.ops.values() if op.path == path]
         if path not in self.leaves:
             return Border(parameters=self._parameters(path, ops))
@@ -264,7 +270,9 @@ def _stack(op: Op) -> Iterator[tuple[str, object]]:
 
 
 def values_with_gradient(graph: Graph) -> set[str]:
-    """The tensors that a gradient may come to: of trained parameters, of arguments, and what is made of them."""
+    """Tensors that can have a gradient: trained parameters, floating-point arguments, and results computed from
+    them.
+    """
     found = {
         key for key, value in graph.of_kind("input").items() if value.dtype.is_floating_point
     } | graph.requires_grad

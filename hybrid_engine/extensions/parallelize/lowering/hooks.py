@@ -1,7 +1,8 @@
-"""The eager lowering: hooks that put each module of the original tree on this process's parts.
+"""The eager lowering: hooks that make each module of the original tree compute on this process's parts.
 
-Before a module's forward its parameters become local tensors, arguments are re-laid as its ops want them, and sizes are
-those of parts; after it results are re-laid as the code around it wants them, and the module is as it was.
+Before a module's forward its parameters become local tensors, arguments change to the layout that its ops need, and
+size attributes get the values for parts. After it, results change to the layout that the surrounding code needs, and
+the module is restored.
 """
 
 import copy
@@ -27,11 +28,11 @@ SIZE_NAMES = (
     "num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_head", "n_heads", "n_kv_heads",
     "embed_dim", "hidden_size", "all_head_size", "inner_dim", "split_size", "nf",
 )  # fmt: skip
-"""Attributes of modules by which code shapes heads and columns."""
+"""Attributes of modules that code uses as numbers of heads or columns."""
 
 
 class Hooks:
-    """The hooks of one module tree. `mesh` is that over which its plan splits, and may be exchanged for one alike."""
+    """The hooks of one module tree. `mesh` is the mesh of the plan's splits; it can be replaced by an equal one."""
 
     def __init__(
         self,
@@ -50,11 +51,13 @@ class Hooks:
         self._last = None
 
     def relaid(self, value: Any, relay: Relay) -> Any:
-        """The nested value with each of its tensors in the layout that is wanted."""
+        """The nested value with each of its tensors changed to the layout that is read."""
         return pytree.tree_map(lambda leaf: self._relaid(leaf, relay) if isinstance(leaf, Tensor) else leaf, value)
 
     def _relaid(self, tensor: Tensor, relay: Relay) -> Tensor:
-        """Modules that read one tensor one after the other, as projections do, share its gradient's one sum."""
+        """Consecutive modules that read the same tensor, such as projections, share its DTensor, so that its gradient
+        is summed once.
+        """
         version = None if tensor.is_inference() else tensor._version
         key = (tensor, version, relay.layout, relay.reached, torch.is_grad_enabled())
         if self._last is None or self._last[0][0] is not tensor or self._last[0][1:] != key[1:]:
@@ -64,7 +67,7 @@ class Hooks:
 
 @dataclass
 class _Around:
-    """What is done around the forward of one module, and what of it is there meanwhile."""
+    """The hooks around the forward of one module, with the values to restore after it."""
 
     hooks: Hooks
     border: Border
@@ -100,7 +103,7 @@ class _Around:
 def _local(parameter: Any, relay: Relay) -> Any:
     """This process's part of a parameter as the code of its module reads it."""
     if not isinstance(parameter, DTensor):
-        return parameter  # gathered by somebody else, as while a checkpoint is exported
+        return parameter  # gathered already, for example while a checkpoint is exported
     mesh = parameter.device_mesh
     local = parameter.redistribute(mesh, relay.reached).to_local(grad_placements=relay.gradient)
     return term_of_sum(local, mesh, relay.wanted, relay.reached)
@@ -121,9 +124,9 @@ annotate("hybrid_engine::resized")(whole_op)
 def sizes_on_parts(
     module: nn.Module, arguments: Mapping[str, Any], plan: Plan, borders: Mapping[str, Border]
 ) -> dict[str, dict[str, int]]:
-    """By module path, the attributes that hold on parts, with their values there.
+    """Attributes that have other values on parts, with those values, keyed by module path.
 
-    ValueError where the module's code computes something else on parts than on the whole: it names the op.
+    Raises ValueError that names the op if the module's code computes something else on parts than on the whole.
     """
     graph = plan.graph
     error = _difference(module, arguments, plan, borders, {})
@@ -145,7 +148,9 @@ def sizes_on_parts(
 
 
 def _resized_dims(op: Op, plan: Plan) -> dict[int, int]:
-    """Of an op that is told the shape of its result, the sizes of dimensions that are others on parts, with those."""
+    """For an op whose arguments give the shape of its result: maps each size that differs on parts to the size
+    there.
+    """
     if op.rule.shape_argument is None or not any(plan.split_of(op)):
         return {}
     shape = plan.graph.values[op.outputs[0]].shape
@@ -160,7 +165,7 @@ def _difference(
     borders: Mapping[str, Border],
     sizes: Mapping[str, Mapping[str, int]],
 ) -> str | None:
-    """What is other on parts, in words; None where nothing is."""
+    """A description of the first difference between the module on parts and the plan; None if there is none."""
     twin = _on_parts(module, plan, borders, sizes)
     try:
         found = build_graph(twin, arguments)

@@ -1,7 +1,7 @@
-"""The processes of a run as meshes: those of a unit, their counterparts in other units, those of a pipeline.
+"""The device meshes of a run: processes of a unit, their counterparts in other units, and those of a pipeline.
 
-Each process group has connections and threads of its own. Those of a module that is gone serve the next one over the
-same processes: which are free all processes agree on, as they forget a module at different times.
+Each process group has its own connections and threads. The groups of a deleted module are reused by the next module
+over the same processes. All processes agree on which are free, because they delete a module at different times.
 """
 
 import weakref
@@ -20,51 +20,51 @@ from hybrid_engine.extensions.parallelize.planning.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Meshes:
-    """The meshes in which this process stands; None where it stands alone."""
+    """The meshes that contain this process; None for a mesh of one process."""
 
     unit: DeviceMesh | None = None
     """The processes that hold one stage of a unit, by the axes of the plan."""
     data: DeviceMesh | None = None
     """The processes that hold the same part in all units."""
     zero: DeviceMesh | None = None
-    """The processes of `data` as ZeRO sees them: with groups, the axes are the groups and the units of one."""
+    """The processes of `data` for ZeRO. With `zero_ngroups`, the axes are the groups and the units of one group."""
     stages: DeviceMesh | None = None
-    """The processes that hold the same part of all stages of this unit."""
+    """The processes that hold the same part in all stages of this unit."""
     groups: dict[Hashable, dist.ProcessGroup] = field(default_factory=dict)
-    """Other groups of these processes, by what they are for."""
+    """Other groups of these processes, keyed by their purpose."""
     lease: "Lease | None" = None
-    """While it is there, the groups of these meshes serve no other module."""
+    """As long as it exists, no other module uses the groups of these meshes."""
 
 
 class Lease:
-    """Meshes that are in use by whoever holds this; they are free again when it is gone."""
+    """Meshes that the owner of this object uses; they become free when the object is deleted."""
 
     def __init__(self, key: Hashable, number: int, meshes: Meshes):
         self._end = weakref.finalize(self, _free.setdefault(key, {}).__setitem__, number, meshes)
         self._end.atexit = False
 
     def drop(self) -> None:
-        """Takes note that the groups are closed, and serve nothing any more."""
+        """Records that the groups are closed and cannot be reused."""
         self._end.detach()
 
 
 _free: dict[Hashable, dict[int, Meshes]] = {}
-"""Meshes that no module uses: by their layout, then by their numbers, which all processes give alike."""
+"""Meshes that no module uses, keyed by layout and by number; all processes number them alike."""
 _numbers: dict[Hashable, int] = {}
-"""How many were made."""
+"""Number of meshes made, by layout."""
 _world: list[dist.ProcessGroup] = []
-"""The group of all processes that these belong to."""
+"""The world group to which `_free` and `_numbers` belong."""
 
 
 def build_meshes(plan: Plan, config: ComputeConfig) -> Meshes:
-    """The meshes of this process: those of a module that is gone, or new ones; collective."""
+    """The meshes of this process: those of a deleted module, or new ones; collective."""
     if config.runtime_ngpus == 1:
         return Meshes()
     if _world != [dist.group.WORLD]:
         _world[:] = [dist.group.WORLD]
         _free.clear()
         _numbers.clear()
-    # DTensor takes equal meshes for one: of those that were made before one was closed none is used again.
+    # DTensor treats equal meshes as one, so that none made before a mesh was closed is used again.
     layout = (*plan.mesh, config.plan_ngpus, config.zero_ngroups)
     key = (default_device().type, axis_name(""), layout)
     free = set.intersection(*map(set, gather_objects(list(_free.get(key, {})))))

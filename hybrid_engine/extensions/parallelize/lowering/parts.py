@@ -1,4 +1,4 @@
-"""A tensor and its parts: which part of the whole a process holds, and the whole from all parts."""
+"""The parts of tensors that processes hold, whole tensors from parts, and checks of saved tensors and states."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,16 +14,17 @@ WHAT = "optimizer_state_dict"
 HOW_WITHOUT = "give what was saved; of one that was never stepped the state is {}"
 
 
-# So that `torch.load` reads each rank's own `state_dict()` under torch 2.11 too; 2.12 and later know it by themselves.
+# Lets `torch.load` read each rank's own `state_dict()` under torch 2.11; 2.12 and later do not need it.
 torch.serialization.add_safe_globals([_StridedShard])
 
 
 def extent(
     shape: Sequence[int], sizes: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> tuple[slice, ...]:
-    """Where the part of the process at `coordinate` of a mesh of `sizes` lies in a tensor of `shape`.
+    """The position of the part of the process at `coordinate` of a mesh of `sizes`, in a tensor of `shape`.
 
-    The axes of the plan divide it first, from left to right; FSDP2 divides those parts, which DTensor calls strided.
+    The axes of the plan divide the tensor first, from left to right. FSDP2 then divides those parts, which DTensor
+    calls strided.
     """
     ranges = [(0, size) for size in shape]
     sharded = [axis for axis, placement in enumerate(placements) if hasattr(placement, "dim")]
@@ -36,7 +37,7 @@ def extent(
 
 
 def extent_of(tensor: DTensor) -> tuple[slice, ...]:
-    """Where this process's part of a sharded tensor lies in the whole; also of one that was loaded from a file."""
+    """The position of this process's part of a sharded tensor in the whole, also for a tensor loaded from a file."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, f"{mesh=} without this process"
@@ -44,7 +45,7 @@ def extent_of(tensor: DTensor) -> tuple[slice, ...]:
 
 
 def place_of(tensor: Tensor) -> str:
-    """The shape of a tensor and which part of it this process has, in words."""
+    """A description of a tensor's shape and of the part that this process holds."""
     if not isinstance(tensor, DTensor):
         return f"all of {list(tensor.shape)}"
     ranges = ", ".join(f"{part.start}:{part.stop}" for part in extent_of(tensor))
@@ -52,14 +53,16 @@ def place_of(tensor: Tensor) -> str:
 
 
 def kind_of(dtype: torch.dtype) -> str:
-    """Which numbers a tensor of the dtype has."""
+    """The kind of numbers of a dtype."""
     if dtype == torch.bool:
         return "logical"
     return "complex" if dtype.is_complex else "floating-point" if dtype.is_floating_point else "whole"
 
 
 def check_values(what: str, given: Tensor, live: Tensor) -> None:
-    """ValueError unless `given` has values, of the kind that `live` has: others would be lost or rounded."""
+    """Raises ValueError unless `given` is dense with values of the kind that `live` has; others would be lost or
+    rounded.
+    """
     if given.is_meta or given.layout is not torch.strided:
         raise ValueError(f"{what} must be a dense tensor with values, not one on {given.device} of {given.layout}")
     if kind_of(given.dtype) != kind_of(live.dtype):
@@ -70,9 +73,9 @@ def check_values(what: str, given: Tensor, live: Tensor) -> None:
 
 
 def whole_of(parts: Iterable[Any]) -> Tensor:
-    """The whole tensor, on the CPU, from what each process has of it; tensors that are no DTensors are whole.
+    """The whole tensor, on the CPU, from the parts of all processes; a tensor that is not a DTensor is already whole.
 
-    ValueError where a part is missing, or where they are of tensors of different shapes or dtypes.
+    Raises ValueError if a part is missing, or if the parts have different shapes or dtypes.
     """
     listed = list(parts)
     for part in listed:
@@ -96,7 +99,7 @@ def whole_of(parts: Iterable[Any]) -> Tensor:
 
 
 def part_like(whole: Tensor, like: Tensor) -> Tensor:
-    """The part of `whole` that this process has of `like`, of a tensor of the same shape: sharded as that one is."""
+    """The part of `whole` that this process holds of `like`, sharded in the same way; both have the same shape."""
     if not isinstance(like, DTensor):
         return whole.to(like.device, copy=True)
     local = whole[extent_of(like)].to(like.device, copy=True).contiguous()
@@ -111,20 +114,20 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 class Given(NamedTuple):
-    """What a state dict has of one parameter."""
+    """The entry of one parameter in a state dict."""
 
     name: str
     key: Any
-    """By which `state` has it."""
+    """Key of the parameter in `state`."""
     parameter: Tensor
     entries: Mapping[str, Any] | None
-    """None: nothing, not even an empty dict."""
+    """None: there is no entry, not even an empty dict."""
     group: Hashable
-    """Parameters of one group and as many dimensions have the same entries."""
+    """Parameters of one group with the same number of dimensions must have the same entries."""
 
 
 def check_keys(state: Mapping[str, Any], names: str) -> None:
-    """ValueError where `state` is of parameters that no group has, or groups have the same one twice."""
+    """Raises ValueError if `state` has parameters that no group has, or if groups list a parameter twice."""
     keys = [key for group in state["param_groups"] for key in group["params"]]
     listed = [name for group in state["param_groups"] for name in group[names]]
     for found in (keys, listed):
@@ -137,9 +140,9 @@ def check_keys(state: Mapping[str, Any], names: str) -> None:
 
 
 def check_states(found: Iterable[Given], *, parts_elsewhere: bool) -> None:
-    """ValueError where one parameter lacks what the others have, or has it of another kind.
+    """Raises ValueError if a parameter lacks an entry that the others have, or has one of another kind.
 
-    With `parts_elsewhere` None stands for a tensor that another process has.
+    With `parts_elsewhere`, None stands for a tensor that another process has.
     """
     listed = list(found)
     has_any = any(given.entries for given in listed)
@@ -168,7 +171,7 @@ def check_states(found: Iterable[Given], *, parts_elsewhere: bool) -> None:
 
 
 def _form(given: Given, entry: str, value: Any) -> str:
-    """What kind of a thing an optimizer keeps of a parameter, in words."""
+    """A description of the kind of value that an optimizer keeps for a parameter."""
     if isinstance(value, Tensor):
         kind = kind_of(value.dtype)
         if kind == "complex" and kind_of(given.parameter.dtype) != kind:
@@ -180,9 +183,9 @@ def _form(given: Given, entry: str, value: Any) -> str:
 
 
 def check_same_optimizer(ours: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> None:
-    """ValueError where each of an optimizer's and a saved one's options, or states, has some that the other lacks.
+    """Raises ValueError if an optimizer and a saved one each have options or states that the other lacks.
 
-    Releases of one optimizer add some, and users their own.
+    If only one of them has more, it is accepted: versions of an optimizer add some, and users add their own.
     """
     of_schedulers = {"initial_lr"}
     here = sorted(ours.keys() - theirs.keys() - of_schedulers)

@@ -1,7 +1,7 @@
-"""One step of a pipeline: every process has all samples, runs its stages, and gets the results of the last one.
+"""One step of a pipeline: every process has all samples, runs its stages, and receives the results of the last one.
 
-An error in a stage's forward or backward pass, or in making the loss, does not stop its process, which others wait for:
-it sends zeros on, and once the step is over all processes raise it.
+An error in a stage's forward or backward pass, or in the loss function, does not stop its process, because others wait
+for it: it sends zeros, and all processes raise the error at the end of the step.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,11 +27,11 @@ from hybrid_engine.extensions.parallelize.planning.plan import Plan
 Inputs = Mapping[str, Tensor]
 """The tensors of one sample, by the names of their values."""
 Outputs = list[Tensor | None]
-"""The results of the forward pass of one sample, flattened."""
+"""The flattened results of the forward pass of one sample."""
 
 
 class StageRunner(nn.Module):
-    """One stage as torch.distributed.pipelining calls it: once for each micro-batch, in their order."""
+    """One stage, as torch.distributed.pipelining calls it: once for each micro-batch, in order."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class StageRunner(nn.Module):
         together: Callable[[], AbstractContextManager[None]],
         folds: bool,
     ):
-        """`together` goes around each pass, of which the processes that share this stage have each a part.
+        """`together` is the context around each pass of the processes that share this stage.
 
         `folds` as in `Steps`.
         """
@@ -57,24 +57,25 @@ class StageRunner(nn.Module):
         self.error: Exception | None = None
         self.count = 0
         self.buffers: dict[str, Tensor] = {}
-        """Buffers that this stage changes, as its last micro-batch left them. Several stages of a process change one
-        each for itself where it depends on no parameter, and come to the same."""
+        """Buffers that this stage changes, as its last micro-batch left them. If several stages of a process change a
+        buffer that depends on no parameter, each computes the same value.
+        """
 
     def begin(self, samples: Sequence[Inputs], keeps_outputs: bool = True) -> None:
-        """Takes the samples of the next step; `keeps_outputs`: the results of all are wanted when it is over."""
+        """Sets the samples of the next step; `keeps_outputs`: keep the results of all samples until its end."""
         self.samples, self.keeps_outputs, self.outputs, self.error, self.count = samples, keeps_outputs, [], None, 0
         held = self.held()
         self.buffers = {name: held[name].clone() for name in self.stage.mutations}
 
     @torch.no_grad()
     def end(self) -> None:
-        """Gives the module the buffers that the step has changed."""
+        """Writes the buffers that the step changed into the module."""
         held = self.held()
         for name, value in self.buffers.items():
             held[name].copy_(value)
 
     def forward(self, *received: Tensor) -> tuple[Tensor, ...]:
-        """The tensors for the next stage, or the results of the last one that are tensors."""
+        """The tensors for the next stage, or the tensor results of the last stage."""
         sample = self.samples[self.count]
         self.count += 1
         held: dict[str, Tensor] = {}
@@ -89,11 +90,11 @@ class StageRunner(nn.Module):
     def _run(self, sample: Inputs, received: Sequence[Tensor], held: dict[str, Tensor]) -> tuple[Tensor, ...]:
         given = {**sample, **dict(zip(self.stage.received, received, strict=True))}
         values = self.steps.values(held | self.buffers, given)
-        # New tensors: the backward pass of an earlier micro-batch may yet read what they were before.
+        # New tensors, because the backward pass of an earlier micro-batch may still read the old values.
         self.buffers = self.steps.mutations(values, self.stage.mutations)
         if not self.stage.is_last:
             tensors = {key: values.tensors[key] for key in self.stage.sent}
-            # What is only passed on must be another tensor than what the gradient of the received one is added to.
+            # A tensor that is only passed on must differ from the received one, to which the gradient is added.
             return tuple(_sendable(tensor, key in self.stage.received) for key, tensor in tensors.items())
         outputs = self.steps.outputs(values)
         if self.keeps_outputs:
@@ -101,7 +102,9 @@ class StageRunner(nn.Module):
         return tuple(output for output in outputs if output is not None)
 
     def _zeros(self, read: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Zeros in the shapes of results, after an error, with gradients for what this stage reads."""
+        """Zeros in the shapes of the results, used after an error; they give gradients to the tensors that this stage
+        reads.
+        """
         device, nothing = default_device(), _nothing_of(read)
         if not self.stage.is_last:
             zeros = [torch.zeros_like(tensor, device=device) for tensor in self.like(self.stage.sent)]
@@ -112,7 +115,7 @@ class StageRunner(nn.Module):
         return tuple(zero + nothing if zero.is_floating_point() else zero for zero in zeros)
 
     def like(self, keys: Sequence[str]) -> tuple[Tensor, ...]:
-        """Empty tensors with the shapes of this process's parts of what crosses a boundary."""
+        """Empty tensors with the shapes of this process's parts of the tensors that cross a boundary."""
         found = []
         for key in keys:
             value = self.graph.values[key]
@@ -123,14 +126,14 @@ class StageRunner(nn.Module):
 
 
 def _sendable(tensor: Tensor, must_be_another: bool) -> Tensor:
-    """The tensor as processes are sent it, which read memory from its start to its end: not a view of other strides."""
+    """The tensor in contiguous memory, which sending requires; a copy if `must_be_another`."""
     return tensor.clone(memory_format=torch.contiguous_format) if must_be_another else tensor.contiguous()
 
 
 def _nothing_of(tensors: Iterable[Tensor]) -> Tensor:
-    """A zero whose gradients reach all of `tensors`, as zeros.
+    """A zero whose backward pass gives zero gradients to all of `tensors`.
 
-    FSDP2 then reduces them where other units wait for it, and the stage before is sent those of what it sent.
+    FSDP2 then still reduces the gradients that other units wait for, and the previous stage receives gradients.
     """
     trained = [local_part(tensor) for tensor in tensors if tensor.requires_grad]
     return torch.zeros((), device=default_device(), requires_grad=True) + sum(t.sum() * 0 for t in trained)
@@ -145,19 +148,19 @@ def _local_shape(shape: Sequence[int], sizes: Sequence[int], layout: Layout) -> 
 
 
 class _Stage(PipelineStage):
-    """A stage whose backward pass goes on with zeros after an error, which `runner` keeps."""
+    """A stage whose backward pass continues with zeros after an error, which `runner` keeps."""
 
     runner: StageRunner
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
-        """The gradients of what the stage received."""
+        """The gradients of the tensors that the stage received."""
         try:
             with self.runner.together():
                 return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         except Exception as error:
-            # PyTorch's own words around it are of shapes.
+            # PyTorch wraps the error in one that describes shapes.
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
             self.runner.error = self.runner.error or cause
         nothing = _nothing_of((*self.submod.parameters(), *bwd_kwargs["input_values"]))
@@ -166,10 +169,10 @@ class _Stage(PipelineStage):
 
 
 class Pipeline:
-    """The stages of this process for samples of one kind of shapes."""
+    """The stages of this process for samples of one set of shapes."""
 
     def __init__(self, graph: Graph, plan: Plan, meshes: Meshes, runners: Mapping[int, StageRunner], owner: nn.Module):
-        """`runners` are by the numbers of stages; `owner` runs the only one where FSDP2 has sharded it."""
+        """`runners` are keyed by stage number. `owner`, the module, runs the only stage if FSDP2 has sharded it."""
         self.graph, self.plan, self.runners, self.owner = graph, plan, runners, owner
         assert meshes.stages is not None
         self.group = meshes.stages.get_group()
@@ -182,10 +185,10 @@ class Pipeline:
         loss: Callable[[Outputs, int], Tensor] | None,
         returns_outputs: bool = True,
     ) -> list[Outputs]:
-        """The results of each sample, on all processes; with `loss`, its gradients are added up. Collective.
+        """The results of each sample, on all processes; with `loss`, gradients are accumulated. Collective.
 
-        `loss` makes of the results of a sample and its place what the backward pass starts from. Without
-        `returns_outputs` nothing is kept and sent, and nothing returned. An error of one process is raised on all.
+        `loss` maps the results of a sample and its index to the value that the backward pass starts from. Without
+        `returns_outputs` no results are kept, sent or returned. An error of one process is raised on all.
         """
         schedule = self._schedule(loss is not None)
         self._loss = loss or self._loss

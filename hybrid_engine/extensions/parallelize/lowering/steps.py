@@ -1,7 +1,7 @@
-"""The ops of a planned graph as a list of steps on local tensors; layouts change between them, on edges, alone.
+"""Runs the ops of a planned graph as steps on local tensors; layouts change only between steps, on edges.
 
-Autograd runs through it: an edge goes back by the inverse change of layout (`DTensor.redistribute`), and a gradient
-that is a partial sum is added up where the layout of its tensor says so (`to_local(grad_placements=...)`).
+Autograd differentiates through it: an edge's backward is the inverse change of layout (`DTensor.redistribute`). A
+gradient that is a partial sum is added up where the layout of its tensor requires it (`to_local(grad_placements=...)`).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -29,18 +29,18 @@ from hybrid_engine.extensions.parallelize.planning.plan import Plan
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive ops that are run together."""
+    """Consecutive ops that run together."""
 
     ops: tuple[str, ...]
     read: tuple[str, ...]
-    """Tensors from before the block."""
+    """Keys of the tensors from before the block."""
     given: tuple[str, ...]
-    """Tensors of the block that are read after it."""
+    """Keys of the block's tensors that are read after it."""
     is_recomputed: bool
 
 
 def blocks_of(graph: Graph, ops: Sequence[str], globs: Sequence[str], kept: Iterable[str]) -> list[Block]:
-    """The ops in blocks: those of modules that match one of `globs`, and those between; `kept` is read later."""
+    """The ops in blocks: those of modules that match one of `globs`, and those between; `kept` is read at the end."""
     last_read = dict.fromkeys(kept, len(ops))
     for position, op in enumerate(ops):
         last_read |= {key: max(position, last_read.get(key, 0)) for key in graph.ops[op].inputs}
@@ -56,7 +56,7 @@ def blocks_of(graph: Graph, ops: Sequence[str], globs: Sequence[str], kept: Iter
 
 
 def _module(path: str, globs: Sequence[str]) -> str | None:
-    """The outermost module around `path` that matches, None where none does."""
+    """The outermost module around `path` that matches; None if none does."""
     parts = path.split(".")
     around = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
     return next((module for module in around if any(fnmatchcase(module, glob) for glob in globs)), None)
@@ -74,18 +74,18 @@ def _rrelu(
 
 
 IN_THE_PLACE_OF: dict[Any, Any] = {
-    # They want certain strides, and a part that came from another layout may have others.
+    # These ops require certain strides, and a part that came from another layout may have others.
     torch.ops.aten.view.default: _reshape,
     torch.ops.aten._unsafe_view.default: _reshape,
-    # Its derivative reads the noise that it was given, not the one that it drew.
+    # The derivative of this op reads the noise that was passed in, not the noise that was drawn.
     torch.ops.aten.rrelu_with_noise_functional.default: _rrelu,
 }
-"""Replacements of ops that are not right by themselves."""
+"""Replacements of ops that would be wrong on parts or in the backward pass."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a tensor among the arguments of a step."""
+    """The position of a tensor among the operands of a step."""
 
     position: int
 
@@ -97,16 +97,16 @@ class Step:
     function: Any
     edges: tuple[Edge, ...]
     arguments: dict[str, Any]
-    """With a `Slot` for each operand."""
+    """Arguments by name, with a `Slot` for each operand."""
     outputs: tuple[tuple[int, str], ...]
-    """Which of its results has which key."""
+    """Pairs of a result's index and its key."""
     is_single: bool
     last_used: tuple[str, ...]
-    """Tensors that no later step reads."""
+    """Keys of the tensors that no later step reads."""
 
 
 class Steps:
-    """A planned graph that runs: from parameters, buffers and arguments to results, on this rank's parts.
+    """Runs a planned graph: from parameters, buffers and arguments to results, on this rank's parts.
 
     Without a mesh it runs on one process.
     """
@@ -120,9 +120,9 @@ class Steps:
         kept: Sequence[str] = (),
         folds: bool = False,
     ):
-        """`ops` are the keys of those that are run, all by default; `kept` are results that are asked for besides.
+        """`ops` are the keys of the ops to run, by default all; `kept` are keys of additional results.
 
-        `folds` says whether ops that read nothing but constants run once, and their results are kept from run to run.
+        `folds`: ops that read only constants run once, and their results are kept for later runs.
         """
         self.graph, self.plan, self.mesh = graph, plan, mesh
         self.layouts = value_layouts(graph, plan)
@@ -139,16 +139,17 @@ class Steps:
         self._folded: dict[str, Tensor] | None = None
 
     def run(self, held: Mapping[str, Tensor], arguments: Mapping[str, Tensor]) -> tuple[list[Tensor | None], Any]:
-        """The results of the forward pass, whole on every rank, and the new values of what it writes into by key.
+        """The results of the forward pass, whole on every rank, and the new values of the tensors it writes into, by
+        key.
 
-        `held` are parameters (DTensors where there is a mesh) and buffers by name, `arguments` the tensors among the
-        arguments by the name of their value. Local tensors are read, not changed.
+        `held` has the parameters (DTensors if there is a mesh) and buffers by name, `arguments` has the tensors among
+        the arguments by the names of their values. Local tensors are read, not changed.
         """
         values = self.values(held, arguments)
         return self.outputs(values), self.mutations(values, self.graph.mutations)
 
     def values(self, held: Mapping[str, Tensor], arguments: Mapping[str, Tensor]) -> "Values":
-        """All that was made and is asked for."""
+        """Runs the ops; the returned values include everything that is read later."""
         values = Values(self.mesh, self.layouts, {**held, **arguments})
         values.enter({f"constant:{name}": tensor for name, tensor in self.graph.constants.items()})
         if self.constant_ops:
@@ -161,7 +162,7 @@ class Steps:
         return values
 
     def _results_of_constants(self, values: "Values") -> dict[str, Tensor]:
-        """The results of ops that read constants alone, in the layouts of the plan; computed in the first run."""
+        """Results of ops that read only constants, in the plan's layouts; computed in the first run."""
         if self._folded is None:
             inside = Values(self.mesh, self.layouts, dict(values.tensors))
             with torch.inference_mode(False), torch.no_grad():
@@ -171,13 +172,15 @@ class Steps:
         return self._folded
 
     def outputs(self, values: "Values") -> list[Tensor | None]:
-        """The results of the forward pass, whole on every rank, and none in memory that is kept from run to run."""
+        """The results of the forward pass, whole on every rank; none shares memory with values that are kept between
+        runs.
+        """
         kept = {_memory(tensor) for tensor in (self._folded or {}).values()} - {None}
         found = [self._whole(values, key) if key is not None else None for key in self.graph.outputs]
         return [out.clone() if out is not None and kept and _memory(out) in kept else out for out in found]
 
     def mutations(self, values: "Values", names: Iterable[str]) -> dict[str, Tensor]:
-        """The new values of buffers and arguments by key; those of buffers have no gradients."""
+        """The new values of buffers and arguments by key; those of buffers are detached."""
         found = {name: self._whole(values, self.graph.mutations[name]) for name in names}
         return {name: new if self.graph.values[name].kind == "input" else new.detach() for name, new in found.items()}
 
@@ -196,7 +199,7 @@ class Steps:
         values.enter({key: (results if step.is_single else results[index]) for index, key in step.outputs})
 
     def _run_checkpointed(self, block: Block, values: "Values") -> None:
-        """Keeps of the block what it reads and gives alone; the rest is computed again in the backward pass."""
+        """Keeps only the block's operands and results; the rest is recomputed in the backward pass."""
 
         def compute(*tensors: Tensor) -> tuple[Tensor, ...]:
             inside = Values(self.mesh, self.layouts, dict(zip(block.read, tensors, strict=True)))
@@ -212,7 +215,7 @@ class Steps:
 
 
 class Values:
-    """The tensors of one run, each in the layouts that were asked for so far."""
+    """The tensors of one run, each in the layouts that were requested so far."""
 
     def __init__(self, mesh: DeviceMesh | None, layouts: Mapping[str, Layout], held: dict[str, Tensor]):
         self.mesh, self.layouts = mesh, layouts
@@ -220,16 +223,16 @@ class Values:
         self.distributed: dict[str, dict[Layout, DTensor]] = {}
 
     def enter(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes in local tensors, in the layouts that the plan says they have."""
+        """Adds local tensors, in the layouts that the plan gives them."""
         self.tensors |= tensors
 
     def drop(self, key: str) -> None:
-        """Forgets a tensor."""
+        """Removes a tensor."""
         self.tensors.pop(key, None)
         self.distributed.pop(key, None)
 
     def local(self, edge: Edge) -> Tensor:
-        """This rank's part of a tensor in the layout that an op wants."""
+        """This rank's part of a tensor in the layout that an op needs."""
         tensor, layout = self.tensors[edge.key], self.layouts[edge.key]
         if self.mesh is None:
             return tensor
@@ -241,7 +244,7 @@ class Values:
         return term_of_sum(local, self.mesh, edge.wanted, reached)
 
     def _distributed(self, key: str, wanted: Layout, tensor: Tensor) -> DTensor:
-        """The tensor in the layout that is wanted, changed once for all that want it."""
+        """The tensor in the layout `wanted`; it is redistributed once for all its readers."""
         found = self.distributed.setdefault(key, {})
         layout = self.layouts[key]
         if wanted not in found:
@@ -250,13 +253,13 @@ class Values:
                 base = DTensor.from_local(tensor, self.mesh, layout, run_check=False)
                 found[layout] = base
             if wanted != layout or isinstance(tensor, DTensor):
-                # Also where nothing changes: it brings a parameter's gradient into the parameter's layout.
+                # Also without a change: it brings a parameter's gradient into the parameter's layout.
                 found[wanted] = base.redistribute(self.mesh, wanted)
         return found[wanted]
 
 
 def _memory(tensor: Tensor) -> int | None:
-    """Where the memory begins that it lies in; None of what stands for several tensors."""
+    """Address of the tensor's storage; None for tensor subclasses."""
     return tensor.untyped_storage().data_ptr() if type(tensor) is Tensor else None
 
 
@@ -280,13 +283,13 @@ def _step(graph: Graph, plan: Plan, mesh: DeviceMesh | None, op: Op, last_used: 
 
 
 def _is_factory(overload: torch._ops.OpOverload) -> bool:
-    """Whether the op makes a new tensor of the shape of another: from Python code it has no gradient, whatever has."""
+    """Whether the op makes a new tensor of the shape of another: called from Python, its result has no gradient."""
     name = overload._schema.name.removeprefix("aten::")
     return overload.namespace == "aten" and (name.endswith("_like") or name.startswith("new_"))
 
 
 def _part_of(mesh: DeviceMesh, axes: Sequence[int]) -> Part:
-    """This process's place in a dimension that is cut over some axes, by the first of them first."""
+    """This process's position in a dimension that is cut over some axes, the first one outermost."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, f"{mesh=}"
     index = 0
@@ -318,9 +321,9 @@ def _fill(value: Any, operands: Sequence[Tensor]) -> Any:
 
 
 def constant_ops(graph: Graph, ops: Iterable[str], results: Collection[str]) -> list[str]:
-    """The keys of those of `ops` that read constants alone, draw nothing, and make none of `results`.
+    """Keys of those of `ops` that read only constants, are deterministic, and make none of `results`.
 
-    Ops that are not PyTorch's may do more than compute, and run each time.
+    Ops that are not PyTorch's may have side effects and run each time.
     """
     constants = {key for key, value in graph.values.items() if value.kind == "constant"}
     found = []
@@ -335,7 +338,7 @@ def constant_ops(graph: Graph, ops: Iterable[str], results: Collection[str]) -> 
 
 
 def _last_uses(graph: Graph, ops: Sequence[str], kept: Collection[str]) -> dict[str, list[str]]:
-    """The results that each op is the last to read, by its key."""
+    """The results that each op is the last to read, by the op's key."""
     last: dict[str, str] = {}
     for key in ops:
         last |= dict.fromkeys((*graph.ops[key].outputs, *graph.ops[key].inputs), key)

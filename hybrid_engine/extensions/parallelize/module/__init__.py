@@ -1,1 +1,1 @@
-"""The modules that run by a plan."""
+"""The modules that run by a plan, from graphs, from hooks, or in stages."""

@@ -1,4 +1,4 @@
-"""Which parallel modules an engine trains: those that several processes compute together, or that run eagerly."""
+"""Checks of whether a training engine can train a parallel module; `check_engine` of the modules calls them."""
 
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.extensions.parallelize.graph.stage_ops import divide
@@ -8,11 +8,11 @@ from hybrid_engine.extensions.parallelize.planning.plan import Plan
 MOST_ZERO_WITH_STAGES = 1
 """A process keeps the gradients of all micro-batches of its stage, and reads its weights for each."""
 MOST_AXES = 2
-"""Those over which FSDP2 takes parameters that are split before."""
+"""Maximum number of split axes of parameters that FSDP2 can shard further."""
 
 
 def check_graph(config: ComputeConfig, unit_size: int) -> None:
-    """ValueError for a module whose traced graph runs on one process; local."""
+    """Raises ValueError for a module whose traced graph runs on one process; local."""
     if unit_size == 1:
         raise ValueError(
             f"model: lowering={config.lowering!r} runs a traced graph, which a unit of one process has no use for; "
@@ -22,13 +22,13 @@ def check_graph(config: ComputeConfig, unit_size: int) -> None:
 
 
 def check_end2end(config: ComputeConfig) -> None:
-    """ValueError for an end-to-end module; local."""
+    """Raises ValueError for an end-to-end module; local."""
     if config.use_end2end:
         raise ValueError("model: use_end2end=True, whose forward is train_step's alone; leave it out")
 
 
 def check_options(config: ComputeConfig, plan: Plan, stage: int) -> None:
-    """ValueError for options of `parallelize` that contradict ZeRO's stage, or an engine; local."""
+    """Raises ValueError for options of `parallelize` that contradict ZeRO's stage, or an engine; local."""
     for name in ("use_async_reducer", "reducer_bucket_cap_mb"):
         if value := getattr(config, name):
             raise ValueError(
@@ -44,7 +44,7 @@ def check_options(config: ComputeConfig, plan: Plan, stage: int) -> None:
 
 
 def check_axes(plan: Plan) -> None:
-    """ValueError where a plan splits over more axes than an engine trains; local."""
+    """Raises ValueError if a plan splits over more axes than an engine supports; local."""
     if len(plan.mesh) > MOST_AXES:
         raise ValueError(
             f"model: the plan splits over {list(plan.mesh)}, and an engine has at most {MOST_AXES} axes beside stages "
@@ -53,7 +53,7 @@ def check_axes(plan: Plan) -> None:
 
 
 def check_stages(plan: Plan, compute_config: ComputeConfig, config: EngineConfig) -> None:
-    """ValueError for stages that the engine cannot train; local."""
+    """Raises ValueError for stages that the engine cannot train; local."""
     zero = config.zero_optimization
     if plan.schedule == "1f1b_interleaved":
         raise ValueError(
@@ -87,7 +87,7 @@ def check_stages(plan: Plan, compute_config: ComputeConfig, config: EngineConfig
 
 
 def check_dtype(plan: Plan, config: EngineConfig) -> None:
-    """ValueError where the engine would compute in another dtype than the traced graph does."""
+    """Raises ValueError if the engine would compute in another dtype than the traced graph."""
     values = plan.graph.of_kind("parameter").values()
     found = {value.dtype for value in values if value.dtype.is_floating_point}
     if found - {config.dtype}:

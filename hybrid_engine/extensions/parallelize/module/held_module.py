@@ -1,4 +1,4 @@
-"""A module as one process holds it: its parts of the parameters, under the names of the module it was made from."""
+"""A module as one process holds it: its parts of the parameters, under the names of the original module."""
 
 import copy
 from collections.abc import Callable, Collection, Mapping
@@ -19,7 +19,9 @@ from hybrid_engine.extensions.parallelize.planning.plan import Plan
 
 
 class HeldModule(nn.Module):
-    """This process's parameters and buffers of a module, as `plan` divides them; the base of all that run by a plan."""
+    """This process's parameters and buffers of a module, as `plan` divides them; base class of all modules with
+    a plan.
+    """
 
     plan: Plan
     meshes: Meshes
@@ -38,7 +40,7 @@ class HeldModule(nn.Module):
         held = copy.deepcopy(module, dict(parts))  # type: ignore[arg-type]
         if names is not None:
             leave_out(held, names, self.canonical)
-        # Not a module of this one: it says how the module computes, and holds no weights.
+        # Not submodules: the original says how the module computes, and holds no weights.
         self.__dict__["_original"], self.__dict__["_with_parts"] = without_weights(module), None
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = held.__dict__[name]
@@ -47,30 +49,30 @@ class HeldModule(nn.Module):
             self.__class__ = type(type(self).__name__, (_WithExtraState, type(self)), {})
 
     def _names_here(self) -> frozenset[str] | None:
-        """The names in the graph of the parameters and buffers that this process has; None: all."""
+        """Names in the graph of the parameters and buffers that this process holds; None: all."""
         return None
 
     @property
     def unit_size(self) -> int:
-        """Processes that compute this module together."""
+        """Number of processes that compute this module together."""
         return 1 if self.meshes.unit is None else self.meshes.unit.size()
 
     @property
     def split_sizes(self) -> tuple[int, ...]:
-        """Sizes of the axes over which parameters are split, the outermost first."""
+        """Sizes of the axes over which parameters are split, outermost first."""
         return () if self.meshes.unit is None else self.plan.mesh
 
     @property
     def split_order(self) -> tuple[int, ...]:
-        """The axes of `split_sizes`, that one first over which most is split."""
+        """The axes of `split_sizes`, the one over which most is split first."""
         return split_order(self.plan.graph, self.plan)[: len(self.split_sizes)]
 
     def canonical(self, name: str) -> str:
-        """The name that a parameter or buffer has in the plan's graph, the first one of those that are tied."""
+        """The name of a parameter or buffer in the plan's graph, which is the first one for tied ones."""
         return self.plan.graph.aliases.get(name, name)
 
     def places(self) -> dict[str, int]:
-        """The places of all parameters in the original module by name, those of other stages too."""
+        """The positions of all parameters in the original module by name, including those of other stages."""
         return {name: place for place, (name, _) in enumerate(self._original.named_parameters())}
 
     def held(self) -> dict[str, Tensor]:
@@ -79,9 +81,9 @@ class HeldModule(nn.Module):
         return {self.canonical(name): tensor for name, tensor in named}
 
     def adopt(self, mesh: DeviceMesh) -> None:
-        """Puts the parts over `mesh`, of the same processes in the same order, in the place of the unit's mesh.
+        """Replaces the unit's mesh by `mesh`, which has the same processes in the same order.
 
-        An optimizer or a state dict that was made before keeps the parts as they were.
+        Optimizers and state dicts that were made before still have the old parts.
         """
         moved: dict[int, nn.Parameter] = {}
         for part in self.modules():
@@ -92,10 +94,10 @@ class HeldModule(nn.Module):
         self.meshes = replace(self.meshes, unit=mesh)
 
     def original(self) -> nn.Module:
-        """The module that it was made from, on meta but for what this process has, which stays the very same.
+        """The original module on meta, with the parameters and buffers that this process holds (the same objects).
 
-        Always the same object, which changes its mode with this module. Its submodules are others than this one's, with
-        their dicts of parameters: what FSDP2 puts there is there too.
+        Always returns the same object, which changes its mode with this module. Its submodules are other objects than
+        this module's and share their parameter dicts, so that changes by FSDP2 are visible in both.
         """
         if self._with_parts is None:
             self.__dict__["_with_parts"] = copy.deepcopy(self._original)
@@ -109,14 +111,14 @@ class HeldModule(nn.Module):
         return original
 
     def train(self, mode: bool = True) -> "HeldModule":
-        """Sets the mode, also of what `original` gave."""
+        """Sets the mode, also of the module that `original` returned."""
         if self.__dict__.get("_with_parts") is not None:
             self._with_parts.train(mode)
         super().train(mode)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HeldModule":
-        """A module with parameters and buffers of its own, under the same plan over the same processes."""
+        """A module with its own parameters and buffers, under the same plan over the same processes."""
         meshes = [mesh for mesh in vars(self.meshes).values() if mesh is not None]
         shared = (self.plan, self.meshes, *meshes, self.__dict__.get("_original"))
         memo |= {id(entry): entry for entry in shared if entry is not None}
@@ -128,18 +130,20 @@ class HeldModule(nn.Module):
         return copied
 
     def _remade_state(self) -> dict[str, Any]:
-        """Attributes that a copy begins with anew, or shares."""
+        """Attributes that a copy shares, or for which it gets new values."""
         return {"_with_parts": None}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """ValueError: a pickle of one process's parts means nothing to another run."""
+        """Raises ValueError: a pickle of one process's parts is useless in another run."""
         raise ValueError(
             f"a parallel {type(self).__name__} is not pickled; save its state_dict(), or merge_state_dicts of all "
             "processes, and load that into a module that parallelize gives"
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """A state dict that this rank's `state_dict()` gave; ValueError for one of whole tensors where it has parts."""
+        """Loads a state dict from this rank's `state_dict()`; ValueError for whole tensors where this module
+        has parts.
+        """
         own = self.state_dict()
         is_whole = {n for n, t in state_dict.items() if isinstance(t, Tensor) and not isinstance(t, DTensor)}
         for name in sorted(is_whole):
@@ -152,14 +156,14 @@ class HeldModule(nn.Module):
 
 
 class _WithExtraState(HeldModule):
-    """One whose original has state of its own beside tensors, which is the original's to read and to set."""
+    """A module whose original has extra state in addition to tensors, which the original reads and sets."""
 
     def get_extra_state(self) -> Any:
         """The original's extra state."""
         return self.original().get_extra_state()
 
     def set_extra_state(self, state: Any) -> None:
-        """Gives it to the original; numbers and texts that it changes make another graph."""
+        """Sets the original's extra state. If this changes its numbers or strings, another graph is traced."""
         original = self.original()
         before = plain_attributes(original)
         original.set_extra_state(state)
@@ -168,12 +172,12 @@ class _WithExtraState(HeldModule):
 
 
 def has_extra_state(module: nn.Module) -> bool:
-    """Whether the module's class keeps state besides tensors in state dicts."""
+    """Whether the module's class keeps state in addition to tensors in state dicts."""
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def leave_out(held: nn.Module, names: Collection[str], canonical: Callable[[str], str]) -> None:
-    """Puts None in the place of the parameters and buffers of a module whose name in the graph is none of `names`."""
+    """Sets the parameters and buffers of a module whose names in the graph are not in `names` to None."""
     for path, owner in held.named_modules():
         for tensors in (owner._parameters, owner._buffers):
             for name, tensor in tensors.items():
@@ -182,7 +186,7 @@ def leave_out(held: nn.Module, names: Collection[str], canonical: Callable[[str]
 
 
 def part_of(parameter: nn.Parameter, unit: DeviceMesh | None, layout: Layout | None) -> nn.Parameter:
-    """This process's part of a whole parameter, as a copy; all of it where a unit is one process. Collective."""
+    """This process's part of a whole parameter, as a copy; all of it if a unit is one process. Collective."""
     if unit is None:
         return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
     return nn.Parameter(distribute_tensor(parameter.detach(), unit, layout), parameter.requires_grad)

@@ -1,13 +1,13 @@
-"""An error inside of a pass that a unit's processes go through together, which is everybody's within seconds.
+"""Raises an error inside a pass of a unit on all its processes within seconds.
 
-Where a plan changes layouts the processes of a unit meet in the middle of forward and backward passes. One that raises
-an error never comes to the next meeting, and the others would wait for it until the time limit. So it leaves its words
-in the store at which all processes met, and where the others do not stop too, as they do at bad input, which all of
-them have, it closes its connections in the unit: what the others wait in fails, and they raise its words. The unit's
-processes are in different places then, and must be started again.
+If a plan changes layouts, the processes of a unit communicate in the middle of forward and backward passes. A process
+with an error would not reach the next collective, and the others would wait until the time limit. Therefore it writes
+its error into the store of the process group. If the others do not stop too, as they do for bad input, which all of
+them have, it closes its connections in the unit. The collectives that the others wait in then fail, and they raise its
+error. The unit's processes are then at different points and must be restarted.
 
-Closing ends what others wait for on gloo. Collectives of NCCL run on the device, which hears nothing of it: there the
-wait ends at the time limit.
+Closing connections interrupts waiting on gloo. NCCL collectives run on the device and do not notice it: there the wait
+ends at the time limit.
 """
 
 import time
@@ -31,9 +31,9 @@ from hybrid_engine.extensions.parallelize.graph.kept_state import PLAIN
 from hybrid_engine.extensions.parallelize.lowering.meshes import Meshes
 
 SECONDS_FOR_OTHERS = 3.0
-"""How long a process that stopped waits for the others to stop too."""
+"""Seconds that a stopped process waits for the others to stop too."""
 LONGEST_WORDS = 500
-# Units make their modules in the same order on all of their processes.
+# All processes of a unit make their modules in the same order.
 _numbers = count()
 
 
@@ -50,12 +50,14 @@ class JointPasses:
         self._is_parted = False
 
     def adopt(self, mesh: DeviceMesh) -> None:
-        """Takes in another mesh of the same processes; DTensor may yet use the groups of those before, its equals."""
+        """Adds another mesh of the same processes. DTensor may still use the groups of earlier meshes, which are equal
+        to it.
+        """
         self._meshes.append(mesh)
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around a pass, or a part of one: an error inside is raised on all processes of the unit.
+        """Context around a pass or a part of one: an error inside is raised on all processes of the unit.
 
         Raises:
             RuntimeError: another process stopped, which is named; or one of them did in an earlier pass.
@@ -75,7 +77,7 @@ class JointPasses:
             self._is_inside = False
 
     def _stop(self, error: BaseException) -> None:
-        """Tells the others, and leaves them where they do not stop too."""
+        """Tells the other processes about the error, and closes the connections if they do not stop too."""
         lost = isinstance(error, RuntimeError) and any(words in str(error) for words in LOST)
         number, self._num_errors = self._num_errors, self._num_errors + 1
         store = dist.PrefixStore(f"{self._key}/{number}", default_store())
@@ -106,10 +108,10 @@ class JointPasses:
 
 
 def check_same_input(arguments: Any, module: nn.Module, groups: Sequence[dist.ProcessGroup]) -> None:
-    """ValueError, on all processes that compute one pass of `module`, unless they begin it alike; collective.
+    """Raises ValueError on all processes that compute one pass of `module` unless they begin it alike; collective.
 
-    `groups` are those along each axis of these processes. Other shapes, numbers among `arguments` or modes would meet
-    in the middle of the pass, or make other ops of it. The values of tensors are not compared.
+    `groups` are those along each axis of these processes. Different shapes, numbers among `arguments` or modes would
+    make the processes' collectives or ops differ in the middle of the pass. The values of tensors are not compared.
     """
     partners = [Partners(size=dist.get_world_size(g), rank=dist.get_rank(g), group=g) for g in groups]
     own = _beginning(arguments, module)
@@ -129,7 +131,7 @@ def check_same_input(arguments: Any, module: nn.Module, groups: Sequence[dist.Pr
 
 
 def _beginning(arguments: Any, module: nn.Module) -> dict[str, str]:
-    """The state that a pass begins with, in words."""
+    """A description of the state that a pass begins with."""
     leaves = pytree.tree_leaves(arguments)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     num_training, is_recorded = sum(part.training for part in module.modules()), torch.is_grad_enabled()

@@ -28,17 +28,17 @@ from hybrid_engine.extensions.parallelize.options.values import Rule, check, is_
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
 
 MOST_GRAPHS = 32
-"""Graphs that a module keeps: those of the shapes that came last."""
+"""Maximum number of graphs that a module keeps: those of the most recent shapes."""
 SAMPLES = Rule(lambda value: isinstance(value, list | tuple), "a list of samples, each the first argument of forward")
 SCALE = Rule(lambda value: takes(value, 1), "a callable of one argument, the loss, or None")
 DUMMIES = Rule(lambda value: is_list_of(value, is_switch), "a list of True or False")
 
 
 class Latest(dict[Hashable, Any]):
-    """A cache of what was made for each key; the keys that were asked for last are kept."""
+    """A cache that keeps the entries of the most recently used keys."""
 
     def get_or(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """That of `key`, which `make` gives where there is none."""
+        """The entry of `key`; `make` returns it if it is missing."""
         self[key] = self.pop(key) if key in self else make()
         if len(self) > MOST_GRAPHS:
             del self[next(iter(self))]
@@ -46,17 +46,18 @@ class Latest(dict[Hashable, Any]):
 
 
 class ParallelModule(HeldModule):
-    """The module that `parallelize` returns. `plan` and `compute_config` say how it runs; changes of `plan` do nothing.
+    """The module that `parallelize` returns. `plan` and `compute_config` describe how it runs; changes to `plan` have
+    no effect.
 
-    A sample with arguments of other shapes than before is traced once more, for which the plan holds too, as is one
-    after a change of modes or plain attributes of its parts; `sample` are the arguments for which `plan` has the graph.
+    A sample with arguments of new shapes is traced once more and runs under the same plan; so is the next sample after
+    a change of modes or plain attributes of a submodule. `sample` has the arguments of the graph in `plan`.
     """
 
     compute_config: ComputeConfig
     joint_passes: JointPasses | None
-    """Of the processes over which ops are split; None where each computes them whole."""
+    """The passes of the processes over which ops are split; None if each process computes whole ops."""
     overlapping_reducer: OverlappingReducer | None = None
-    """What sums gradients of `train_step` within its last backward pass; `build_optimizer` makes it."""
+    """The reducer that sums gradients during the last backward pass of `train_step`; set by `build_optimizer`."""
     runs_graph = True
 
     def __init__(self, module: nn.Module, plan: Plan, config: ComputeConfig, meshes: Meshes, sample: Mapping[str, Any]):
@@ -64,12 +65,12 @@ class ParallelModule(HeldModule):
         self.compute_config = config
         self.joint_passes = None if meshes.unit is None else JointPasses(meshes)
         self.__dict__["_steps"], self.__dict__["_is_in_step"] = Latest(), False
-        # A factory may have given another module, or this may be under another autocast, than what was traced.
+        # The graph is for another module or state if a factory returned another module, or if autocast differs here.
         is_of_this = trace_state(module) == plan.graph.trace_state
         self.__dict__["_graphs"] = Latest({self._key(dict(sample)): plan.graph} if is_of_this else {})
 
     def adopt(self, mesh: DeviceMesh) -> None:
-        """Puts the parts over `mesh`, of the same processes in the same order, in the place of the unit's mesh."""
+        """Replaces the unit's mesh by `mesh`, which has the same processes in the same order."""
         super().adopt(mesh)
         if self.joint_passes is not None:
             self.joint_passes.adopt(mesh)
@@ -87,28 +88,30 @@ class ParallelModule(HeldModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the original module's forward, whole on every process of the unit.
 
-        ValueError for an end-to-end module, and where a buffer was never initialised.
+        Raises ValueError for an end-to-end module, and if a buffer was never initialized.
         """
         if self.compute_config.use_end2end and not self._is_in_step:
             raise ValueError("an end-to-end module has no forward of its own; call train_step or infer_step")
         return self._run(*args, **kwargs)
 
     def together(self) -> AbstractContextManager[None]:
-        """Around a pass: an error inside is raised on all processes over which the ops are split."""
+        """Context around a pass: an error inside is raised on all processes over which the ops are split."""
         return nullcontext() if self.joint_passes is None else self.joint_passes.together()
 
     def check_engine(self, config: EngineConfig) -> None:
-        """ValueError where no engine with this config trains the module; local."""
+        """Raises ValueError if an engine with this config cannot train the module; local."""
         engine_checks.check_graph(self.compute_config, self.unit_size)
         engine_checks.check_dtype(self.plan, config)
         engine_checks.check_options(self.compute_config, self.plan, config.zero_optimization.stage)
 
     def groups_of_holders(self) -> list[tuple[list[str], dist.ProcessGroup]]:
-        """By names of parameters that several stages hold, the processes that hold copies with this one; collective."""
+        """Names of parameters that several stages hold, each with the group of processes that hold copies;
+        collective.
+        """
         return []
 
     def _check_runs(self) -> None:
-        """ValueError where there must be no forward pass now."""
+        """Raises ValueError if no forward pass is allowed now."""
         uninitialised = [name for name, buffer in self.named_buffers() if buffer.is_meta]
         if uninitialised:
             raise ValueError(f"buffers {uninitialised} were never initialised; load a state dict that has them")
@@ -122,7 +125,7 @@ class ParallelModule(HeldModule):
             self._check_same_input(arguments)
             steps, graph = self._steps_for(arguments)
             held, inputs = self.held(), graph.inputs_of(arguments)
-            # The backward pass may yet read a buffer that is changed below, as that of a batch norm does.
+            # The backward pass may still read a buffer that is changed below, for example in a batch norm.
             before = {name: (held | inputs)[name].clone() for name in graph.mutations}
             outputs, mutations = steps.run(_updated(held, before), _updated(inputs, before))
         for name, value in mutations.items():
@@ -134,7 +137,7 @@ class ParallelModule(HeldModule):
         return graph.result_of(outputs)
 
     def _check_same_input(self, arguments: Mapping[str, Any]) -> None:
-        """ValueError, on all processes that compute this pass, unless all begin it alike.
+        """Raises ValueError on all processes that compute this pass, unless all begin it alike.
 
         Inside torch.compile, which cannot trace process groups, nothing is compared.
         """
@@ -147,7 +150,7 @@ class ParallelModule(HeldModule):
         return arguments_by_name(self._original, args, kwargs)
 
     def _key(self, arguments: dict[str, Any]) -> Hashable:
-        """The key of a graph: all that it depends on."""
+        """The key of a graph: everything that it depends on."""
         leaves, spec = pytree.tree_flatten(arguments)
         words = tuple((t.shape, t.dtype, t.device.type) if isinstance(t, Tensor) else t for t in leaves)
         return trace_state(self), str(spec), words
@@ -161,7 +164,7 @@ class ParallelModule(HeldModule):
         return self.plan.for_graph(graph), graph
 
     def _steps_for(self, arguments: dict[str, Any]) -> tuple[Steps, Graph]:
-        """The planned graph for arguments of these shapes; traced where they are new, or long unused."""
+        """The planned graph for arguments of these shapes; traced if they are new, or were not used for long."""
 
         def planned() -> tuple[Steps, Graph]:
             plan, graph = self._planned(arguments)
@@ -175,13 +178,13 @@ class ParallelModule(HeldModule):
         is_dummy_batch: Sequence[bool] | None = None,
         scale_fn: Callable[[Tensor], Tensor] | None = None,
     ) -> list[Any]:
-        """Forward and backward of each sample; gradients are zeroed first and summed. The results of each forward.
+        """Forward and backward of each sample; gradients are zeroed first and then summed. Returns the forward results.
 
-        Collective: an error of one process is raised on all. Where the others wait for it in the middle of a pass, as
-        layouts change, all must be started again then; in ZeRO's gathers they wait until its process ends.
+        Collective: an error of one process is raised on all. If the others wait for it in the middle of a pass, because
+        layouts change, all must be restarted then. In ZeRO's gathers they wait until its process ends.
 
-        `is_dummy_batch` says of each sample whether its loss counts with 0, so that all processes have as many;
-        `scale_fn` makes of the loss of a sample what its backward pass starts from.
+        `is_dummy_batch` says for each sample whether its loss counts as 0, so that all processes can have equally many.
+        `scale_fn` maps the loss of a sample to the value that its backward pass starts from.
         """
         if self.overlapping_reducer is not None:
             self.overlapping_reducer.check()
@@ -198,19 +201,19 @@ class ParallelModule(HeldModule):
         return self._run_samples(samples, backward_from)
 
     def _overlapping(self, num_samples: int) -> AbstractContextManager[None]:
-        """Around the backward passes of a step."""
+        """Context around the backward passes of a step."""
         if self.overlapping_reducer is None:
             return nullcontext()
         return self.overlapping_reducer.overlapping(num_samples, self._fails_on_all(), self._times_read())
 
     def _fails_on_all(self) -> bool:
-        """Whether an error within a step is raised on all processes, which can go on after it."""
+        """Whether an error within a step is raised on all processes, which can continue after it."""
         return self.meshes.unit is None and not isinstance(self, FSDPModule)
 
     def _times_read(self) -> dict[int, int]:
-        """How many backward passes of a sample add to a parameter's gradient, by the parameter's identity.
+        """Number of backward additions per sample to a parameter's gradient, keyed by the parameter's id.
 
-        Parameters of which there is one are left out.
+        Parameters with one addition are left out.
         """
         return {}
 
@@ -221,7 +224,9 @@ class ParallelModule(HeldModule):
         check_samples(samples, is_dummy_batch, scale_fn)
 
     def _check_counts(self, num_samples: int) -> None:
-        """ValueError, on all processes, where those that meet within a pass have different numbers of samples."""
+        """Raises ValueError on all processes if those that communicate within a pass have different numbers of
+        samples.
+        """
         if everyone().highest([num_samples, -num_samples]) == [num_samples, -num_samples]:
             return
         counts = gather_objects(num_samples)
@@ -242,7 +247,9 @@ class ParallelModule(HeldModule):
         return self._run_samples(samples, None)
 
     def _run_samples(self, samples: Sequence[Any], loss: Callable[[Any, int], Tensor] | None) -> list[Any]:
-        """The results of each sample; with `loss`, which makes one of a result and its place, gradients are added."""
+        """The results of each sample. With `loss`, which maps a result and its index to a loss, gradients are
+        accumulated.
+        """
         if loss is None:
             with torch.no_grad():
                 return [self._call(sample) for sample in samples]
@@ -276,12 +283,12 @@ class ParallelModule(HeldModule):
 
 
 def _updated(tensors: dict[str, Tensor], others: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, those in whose place `others` has one exchanged."""
+    """A copy of `tensors` in which entries of `others` replace those of the same name."""
     return {name: others.get(name, tensor) for name, tensor in tensors.items()}
 
 
 def check_samples(samples: Any, is_dummy_batch: Any = None, scale_fn: Any = None) -> None:
-    """ValueError for arguments of `train_step` and `infer_step` that are of another kind, or of different lengths."""
+    """Raises ValueError for arguments of `train_step` and `infer_step` of the wrong type, or of different lengths."""
     check("samples", samples, SAMPLES)
     if not samples:
         raise ValueError("samples=[] must have at least one; give a dummy batch where a process has none")
@@ -296,7 +303,7 @@ def check_samples(samples: Any, is_dummy_batch: Any = None, scale_fn: Any = None
 
 
 def scaled(loss: Tensor, scale_fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """What the backward pass starts from; ValueError where `scale_fn` gave something without a gradient."""
+    """The value that the backward pass starts from; ValueError if `scale_fn` returned something without a gradient."""
     scaled = scale_fn(loss)
     if not isinstance(scaled, Tensor) or scaled.dim() or scaled.requires_grad != loss.requires_grad:
         raise ValueError(

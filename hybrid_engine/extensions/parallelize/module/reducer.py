@@ -1,4 +1,4 @@
-"""Adds up gradients over units, whose processes saw different inputs."""
+"""Sums gradients over units, whose processes computed different inputs, after or during the backward pass."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +15,10 @@ Hook = Callable[["Bucket", Tensor], None]
 
 
 class Bucket:
-    """Parameters whose gradients are summed together over one group of processes, and the hooks that see these.
+    """Parameters whose gradients are summed together over one group of processes, and the hooks that see them.
 
-    What a hook raises stops no sum, in which other processes would wait for this one: it is kept for `take_error`, and
-    what was summed since is good for nothing.
+    An error in a hook does not stop a sum, in which other processes would wait for this one. It is kept for
+    `take_error`, and sums since then are not usable.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None):
@@ -29,48 +29,49 @@ class Bucket:
 
     @property
     def may_fail(self) -> bool:
-        """Whether there may be an error on this process alone."""
+        """Whether an error can occur on this process alone."""
         return bool(self.pre_hooks or self.post_hooks)
 
     def run_hooks(self, hooks: Sequence[Hook], gradients: Tensor) -> None:
-        """Shows `gradients` to the hooks, which may change them in place; to none as long as an error is kept."""
+        """Calls the hooks with `gradients`, which they may change in place; calls none while an error is kept."""
         self.keep_error(lambda: [hook(self, gradients) for hook in hooks])
 
     def keep_error(self, action: Callable[[], object]) -> None:
-        """Runs `action`, which meets no other process, and keeps its error; does nothing where one is kept already."""
+        """Runs `action`, which must be local, and keeps its error; does nothing if an error is already kept."""
         if self.error is None:
             _, self.error = attempt(action)
 
     def drop(self) -> None:
-        """Forgets the error that is kept, as gradients are gone or zero; what has begun to be summed is taken back."""
+        """Forgets the kept error when gradients are dropped or zeroed; sums that have begun are discarded."""
         self.error = None
 
     def take_error(self) -> BaseException | None:
-        """The error that is kept, for who raises it on all processes; none is kept after it."""
+        """Returns the kept error and clears it; the caller raises it on all processes."""
         error, self.error = self.error, None
         return error
 
 
 class Reducer(Bucket):
-    """The parameters whose gradients are summed after the backward pass by processes that all have the same parts."""
+    """Parameters whose gradients are summed after the backward pass by processes that all hold the same parts."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, bucket_bytes: float = float("inf")
     ):
-        """Gradients of one dtype and of up to `bucket_bytes`, but of one at least, go into a collective."""
+        """A collective takes gradients of one dtype of up to `bucket_bytes`, but at least one parameter."""
         super().__init__(parameters, group)
         self.sums = [FlatSum(bucket) for bucket in in_buckets(self.parameters, bucket_bytes)]
 
     @property
     def is_seen(self) -> bool:
-        """Whether anybody sees the flat copies of gradients: other processes, or hooks."""
+        """Whether the flat copies of gradients are used, by other processes or hooks."""
         return self.group is not None or bool(self.pre_hooks or self.post_hooks)
 
     def reduce(self) -> None:
-        """Sums the gradients in place; one that a process lacks counts as 0.
+        """Sums the gradients in place; a gradient that a process lacks counts as 0.
 
-        One that all lack stays away: optimizers leave such parameters as they are. Hooks get the gradients of each
-        collective as one flat tensor, before and after. All collectives run, also where `error` is kept.
+        A gradient that all processes lack stays None: optimizers then leave the parameter unchanged. Hooks get the
+        gradients of each collective as one flat tensor, before and after it. All collectives run, even if `error` is
+        kept.
         """
         for flat_sum in self.sums if self.is_seen else ():
             if not flat_sum.is_begun:
@@ -90,12 +91,12 @@ class FlatSum:
 
     @property
     def is_begun(self) -> bool:
-        """Whether a sum of gradients has begun and nobody has taken it."""
+        """Whether a sum has begun and its result was not yet used."""
         return bool(self._given)
 
     @torch.no_grad()
     def begin(self, reducer: Reducer, runs_hooks: bool = True) -> None:
-        """Begins to sum a flat copy of the gradients over the group of `reducer`, after its hooks."""
+        """Begins to sum a flat copy of the gradients over the group of `reducer`, after its pre-hooks."""
         is_there = [p.grad is not None for p in self.parameters]
         given = [gradient_of(p) for p in self.parameters]
         parts = [local_part(gradient) for gradient in given]
@@ -108,7 +109,7 @@ class FlatSum:
             self._work = dist.all_reduce(flat, group=reducer.group, async_op=True)
 
     def drop(self) -> None:
-        """Waits for the sum, and leaves the gradients as they are."""
+        """Waits for the sum, and leaves the gradients unchanged."""
         try:
             self._wait()
         finally:
@@ -121,7 +122,9 @@ class FlatSum:
 
     @torch.no_grad()
     def end(self, reducer: Reducer) -> None:
-        """Puts the sums into the gradients that `begin` found, after those hooks, where `reducer` keeps no error."""
+        """Writes the sums into the gradients that `begin` read, after the post-hooks, unless `reducer` keeps an
+        error.
+        """
         try:
             self._wait()
             reducer.run_hooks(reducer.post_hooks, self._flat[: -len(self.parameters)])
@@ -131,7 +134,7 @@ class FlatSum:
             self._given, self._flat = [], torch.empty(0)
 
     def check_unchanged(self) -> None:
-        """ValueError where somebody has changed a gradient since `begin` found it."""
+        """Raises ValueError if a gradient was changed after `begin` read it."""
         for parameter, given, version in zip(self.parameters, self._given, self._versions, strict=True):
             if parameter.grad is not None and (parameter.grad is not given or given._version != version):
                 raise ValueError(
@@ -151,7 +154,9 @@ class FlatSum:
 
 
 def in_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[list[nn.Parameter]]:
-    """The parameters in buckets of one dtype, in their order; the last, whose gradients come first, in the first."""
+    """The parameters in buckets of one dtype, in order. The last ones, whose gradients come first, are in the first
+    bucket.
+    """
     buckets: list[list[nn.Parameter]] = []
     filling: dict[torch.dtype, list[nn.Parameter]] = {}
     num_bytes: dict[torch.dtype, int] = {}
@@ -166,7 +171,7 @@ def in_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:
-    """The gradient; zeros are put in its place where the backward pass made none."""
+    """The gradient; sets it to zeros if the backward pass made none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
@@ -175,14 +180,14 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
 class OverlappingReducer(Reducer):
     """A reducer that begins to sum a bucket as soon as the last backward pass of a step has made its gradients.
 
-    Buckets begin in the same order on all processes, whatever order their gradients come in; what a process has no
-    gradient of by the end of the step begins then. Hooks before a sum run inside of the backward pass.
+    Buckets begin in the same order on all processes, regardless of the order of their gradients. Buckets with gradients
+    that are missing at the end of the step begin then. Pre-hooks run inside the backward pass.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, bucket_bytes: float):
         super().__init__(parameters, group, bucket_bytes)
-        self._num_begun = 0  # of the buckets, whose sums nobody has taken yet
-        self._passes_left: dict[int, int] = {}  # inside of a step, by the identity of a parameter
+        self._num_begun = 0  # buckets whose sums were not used yet
+        self._passes_left: dict[int, int] = {}  # inside a step, by id of the parameter
         self._place_of = {id(p): place for place, one in enumerate(self.sums) for p in one.parameters}
         self._error: Exception | None = None  # of this step, raised at its end at the latest; nothing begins after it
         self._is_lost = False
@@ -192,11 +197,13 @@ class OverlappingReducer(Reducer):
 
     @property
     def may_fail(self) -> bool:
-        """Whether there may be an error on this process alone, as where somebody changes a gradient that is summed."""
+        """Whether an error can occur on this process alone; always, because user code may change a gradient that is
+        summed.
+        """
         return True
 
     def check(self) -> None:
-        """RuntimeError where an earlier step failed here, and not on all processes; local."""
+        """Raises RuntimeError if an earlier step failed on this process and not on all; local."""
         if self._is_lost:
             raise RuntimeError("an error in an earlier train_step has parted the units; start all processes again")
 
@@ -204,11 +211,11 @@ class OverlappingReducer(Reducer):
     def overlapping(
         self, num_passes: int, fails_on_all: bool, times: Mapping[int, int] | None = None
     ) -> Iterator[None]:
-        """Around the `num_passes` backward passes of a step, whose gradients are added up in the last one.
+        """Context around the `num_passes` backward passes of a step, whose gradients are summed in the last one.
 
-        `times` says, by the identity of a parameter, how often each pass adds to its gradient where that is not once.
-        `fails_on_all`: an error inside is raised on all processes of the group, so that all can go on after it. Where
-        it is not, those that wait for this process wait until it ends, and it must not go on.
+        `times` maps the id of a parameter to the number of times that each pass adds to its gradient, if it is not one.
+        `fails_on_all`: an error inside is raised on all processes of the group, so that all can continue after it.
+        Otherwise those that wait for this process wait until it ends, and it must not continue.
         """
         self.drop()
         times, self._error = times or {}, None
@@ -228,9 +235,9 @@ class OverlappingReducer(Reducer):
             self._passes_left = {}
 
     def reduce(self) -> None:
-        """Sums the gradients in place, as every reducer; waits for those sums that have begun.
+        """Sums the gradients in place, as every reducer does; waits for the sums that have begun.
 
-        A ValueError is kept where somebody has changed a gradient since.
+        A ValueError is kept if a gradient was changed after its sum began.
         """
         self._begin_rest()
         for begun in self.sums:
@@ -240,17 +247,17 @@ class OverlappingReducer(Reducer):
         self._num_begun = 0
 
     def drop(self) -> None:
-        """Waits for the sums that have begun, and leaves the gradients as they are."""
+        """Waits for the sums that have begun, and leaves the gradients unchanged."""
         super().drop()
         for begun in self.sums[: self._num_begun]:
             begun.drop()
         self._num_begun = 0
 
     def _note(self, parameter: nn.Parameter) -> None:
-        """After a backward pass has added to the gradient of `parameter`.
+        """Runs after a backward pass has added to the gradient of `parameter`.
 
-        Within a step nothing is raised here but what keeps a sum from beginning, as too little memory: passes of
-        several stages go on to their end together.
+        Within a step this raises only errors that keep a sum from beginning, such as too little memory: passes of
+        several stages continue to their end together.
         """
         if self._place_of[id(parameter)] < self._num_begun:
             error = ValueError(

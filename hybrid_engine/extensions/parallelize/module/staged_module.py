@@ -1,4 +1,7 @@
-"""A module whose plan has stages: this process holds the parameters of its stages, samples run through all of them."""
+"""A module whose plan has stages: this process holds the parameters of its stages, and samples run through all stages.
+
+`StagedBatches` runs such a module in a training engine.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,10 +27,10 @@ from hybrid_engine.optim.stepping import Batches, LossFunction, Training, loss_o
 
 
 class StagedModule(ParallelModule):
-    """A `ParallelModule` in stages; `train_step` and `infer_step`, or an engine's `train_batch`, run it."""
+    """A `ParallelModule` in stages; `train_step`, `infer_step` or an engine's `train_batch` runs it."""
 
     def __init__(self, *parts: Any):
-        """Takes what `ParallelModule` takes."""
+        """Takes the arguments of `ParallelModule`."""
         super().__init__(*parts)
         self.__dict__["_pipelines"], self.__dict__["_runner"] = Latest(), None
 
@@ -39,22 +42,22 @@ class StagedModule(ParallelModule):
 
     @property
     def unit_size(self) -> int:
-        """Processes that compute this module together."""
+        """Number of processes that compute this module together."""
         return self.compute_config.plan_ngpus
 
     @property
     def num_stages(self) -> int:
-        """How many consecutive parts of a unit hold stages."""
+        """Number of consecutive groups of processes of a unit that hold stages."""
         assert self.meshes.stages is not None
         return self.meshes.stages.size()
 
     def adopt(self, mesh: DeviceMesh) -> None:
-        """Puts the parts over `mesh`, of the same processes in the same order, in the place of the unit's mesh."""
+        """Replaces the unit's mesh by `mesh`, which has the same processes in the same order."""
         super().adopt(mesh)
         self._pipelines.clear()
 
     def check_engine(self, config: EngineConfig) -> None:
-        """ValueError where no engine with this config trains the module; local."""
+        """Raises ValueError if an engine with this config cannot train the module; local."""
         engine_checks.check_stages(self.plan, self.compute_config, config)
         engine_checks.check_dtype(self.plan, config)
         engine_checks.check_options(self.compute_config, self.plan, config.zero_optimization.stage)
@@ -70,7 +73,7 @@ class StagedModule(ParallelModule):
         return frozenset(number for number, stage in enumerate(stages) if stage.held & names)
 
     def shared_by_stages(self) -> dict[tuple[int, ...], list[str]]:
-        """By the processes of a pipeline that hold copies, the names of parameters that several stages read."""
+        """Names of parameters that several stages read, keyed by the pipeline processes that hold copies."""
         found: dict[tuple[int, ...], list[str]] = {}
         stages = divide(self.plan.graph, self.plan.stages)
         for name in self.plan.graph.of_kind("parameter"):
@@ -80,7 +83,9 @@ class StagedModule(ParallelModule):
         return found
 
     def groups_of_holders(self) -> list[tuple[list[str], dist.ProcessGroup]]:
-        """By names of parameters that several stages hold, the processes that hold copies with this one; collective."""
+        """Names of parameters that several stages hold, each with the group of processes that hold copies;
+        collective.
+        """
         found = []
         num_processes = self.unit_size // self.num_stages
         starts = range(0, self.compute_config.runtime_ngpus, self.compute_config.plan_ngpus)
@@ -96,7 +101,7 @@ class StagedModule(ParallelModule):
         return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """This process's stage of a micro-batch, inside of a step; ValueError elsewhere."""
+        """Runs this process's stage for a micro-batch, inside a step; ValueError elsewhere."""
         return super().forward(*args, **kwargs) if self._runner is None else self._runner(*args, **kwargs)
 
     def _own_stages(self, graph: Graph) -> dict[int, StageOps]:
@@ -121,11 +126,11 @@ class StagedModule(ParallelModule):
     def run_batches(
         self, batches: Sequence[Any], loss: Callable[[Any, int], Tensor] | None, returns_results: bool = True
     ) -> list[Any]:
-        """The results of `batches`, as many as micro-batches, on all processes; with `loss` gradients are added up.
+        """The results of `batches`, one per micro-batch, on all processes; with `loss`, gradients are accumulated.
 
-        Each is a mapping of arguments of the original's forward by name, or its first argument. `loss` makes of a
-        result and its place what the backward pass starts from, on the last stage. Without `returns_results` there are
-        none. Collective; an error of one process is raised on all.
+        Each batch is a mapping of arguments of the original's forward by name, or its first argument. `loss` maps a
+        result and its index to the value that the backward pass starts from, on the last stage. Without
+        `returns_results` the list is empty. Collective; an error of one process is raised on all.
         """
         return self._run_together(
             lambda: [
@@ -189,7 +194,7 @@ class StagedBatches:
     """Runs the micro-batches of one engine, all of a step at once. An error of one process is raised on all."""
 
     def __init__(self, training: Training, module: "StagedModule") -> None:
-        """`module` is the engine's, in stages; collective."""
+        """`module` is the engine's module, in stages; collective."""
         self._training, self._module = training, module
         self._reducers = []
         parameters = training.optimizer.parameters if training.optimizer is not None else []
@@ -200,7 +205,9 @@ class StagedBatches:
                 training.optimizer.norms.count_holders({t.name: dist.get_world_size(group) for t in shared})
 
     def train(self, batches: Iterable[Any], loss_fn: LossFunction | None) -> Tensor:
-        """Their passes through the stages, and the step. See `Batches`; after an error gradients are dropped."""
+        """Passes the micro-batches through the stages and steps. See `Batches`; after an error gradients are
+        dropped.
+        """
         training = self._training
         given = agree(lambda: self._checked(batches))
         try:
@@ -219,7 +226,7 @@ class StagedBatches:
         return losses.mean()
 
     def evaluate(self, batches: Iterable[Any]) -> list[Any]:
-        """What the last stage gives for each, on all processes of the unit. See `Batches`."""
+        """The results of the last stage for each batch, on all processes of the unit. See `Batches`."""
         given = agree(lambda: next_batches(self._training, batches))
         return self._module.run_batches([split_batch(batch)[0] for batch in given], None)
 
@@ -229,7 +236,7 @@ class StagedBatches:
         return next_batches(self._training, batches)
 
     def _run(self, batches: Sequence[Any], loss_fn: LossFunction | None) -> Tensor:
-        """The losses `[micro-batches]` fp32, on all processes of the unit; their gradients are added up."""
+        """The losses `[micro-batches]` fp32, on all processes of the unit; accumulates their gradients."""
         optimizer, device = self._training.optimizer, self._training.device
         assert optimizer is not None
         losses = torch.zeros(len(batches), device=device)

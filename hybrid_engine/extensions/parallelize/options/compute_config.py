@@ -37,7 +37,7 @@ class ReuseType(Enum):
 
 
 class BroadcastGenFilesStrategy(Enum):
-    """What rank 0 sends in addition to the plan. New files are also written into the folder of every other node."""
+    """Data that rank 0 sends with the plan. New files are also written into the folder of every other node."""
 
     NONE = "none"
     """Weights. No other process reads or writes the folder."""

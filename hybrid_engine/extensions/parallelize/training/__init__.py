@@ -1,1 +1,1 @@
-"""`build_optimizer`: any optimizer, gradients summed over units, ZeRO over them."""
+"""`build_optimizer`: any optimizer for parallel modules, with gradients summed over units and ZeRO over units."""

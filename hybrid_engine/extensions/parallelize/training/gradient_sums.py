@@ -1,4 +1,4 @@
-"""Which gradients are sums over units already, so that none is summed twice, and none that should be is not."""
+"""Records which gradients are already sums over units, so that the optimizer sums each gradient exactly once."""
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from hybrid_engine.distributed.verdict import attempt, everyone
 
 TRAINED = "_is_trained_by_build_optimizer"
-"""Set on parameters that an optimizer of `build_optimizer` knows."""
+"""Attribute that is set on parameters of an optimizer of `build_optimizer`."""
 
 
 class GradientSums:
     """The gradients that one optimizer has summed."""
 
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], summed: Iterable[nn.Parameter]):
-        """`parameters` are the optimizer's, `summed` those whose gradients processes add up by themselves."""
+        """`parameters` are the optimizer's; `summed` are those whose gradients a `Reducer` sums over processes."""
         self._module, self._parameters = module, parameters
         self._summed: list[weakref.ref[Tensor] | None] | None = None
         self._stepped: list[int | None] | None = None  # versions of the gradients after the step that used them
@@ -32,9 +32,10 @@ class GradientSums:
 
     @property
     def are_there(self) -> bool:
-        """Whether the gradients are those that were summed last; one that a later backward pass made is another.
+        """Whether the gradients are still those that were summed last; a later backward pass makes new ones.
 
-        What somebody changes before the step, to clip it say, is still a sum; after it, it is taken for a term again.
+        A sum that is changed before the step, for example by clipping, still counts as a sum. If it is changed after
+        the step, it counts as a new term.
         """
         if self._summed is None or self._is_grown or self._stepped not in (None, self._versions()):
             return False
@@ -42,11 +43,11 @@ class GradientSums:
         return all(p.grad is gradient for p, gradient in zip(self._parameters, found, strict=True))
 
     def must_be_made(self, are_several: bool, is_staged: bool, may_fail: bool) -> tuple[bool, bool]:
-        """Whether gradients are to be summed now, and `may_fail` of any process; collective.
+        """Whether gradients must be summed now, and whether `may_fail` holds on any process; collective.
 
-        Processes ask each other, since one that trains nothing has no gradients by which to know. ValueError, on all,
-        where one cannot sum its gradients, or has sums while another has none; `are_several`: units give terms;
-        `is_staged`: a process has the gradients of its stages alone.
+        Processes exchange this, because a process that trains nothing has no gradients to decide by. Raises ValueError
+        on all processes if one cannot sum its gradients, or if some have sums and others do not. `are_several`: units
+        contribute terms. `is_staged`: a process has only the gradients of its stages.
         """
         are_there = self.are_there
         _, error = attempt(lambda: None if are_there else self._check(are_several, is_staged))
@@ -90,7 +91,7 @@ class GradientSums:
             )
 
     def _is_changed(self, parameter: nn.Parameter) -> bool:
-        """Whether anything but backward passes has written into the gradient of `parameter`."""
+        """Whether anything except backward passes has written into the gradient of `parameter`."""
         term, gradient = self._terms.get(id(parameter)), parameter.grad
         if term is None or gradient is None:
             return False
@@ -100,7 +101,9 @@ class GradientSums:
 
     @contextmanager
     def entering(self) -> Iterator[None]:
-        """Around what makes sums of all gradients, or changes sums; takes note where an error leaves some undone."""
+        """Context around code that sums all gradients or changes sums; records the gradients if an error leaves some
+        unsummed.
+        """
         try:
             yield
         except BaseException:
@@ -117,16 +120,16 @@ class GradientSums:
         return [None if p.grad is None else p.grad._version for p in self._parameters]
 
     def end_step(self) -> None:
-        """Takes note that the gradients have been used; another step may use them again."""
+        """Records that a step has used the gradients; another step may use them again."""
         self._stepped = self._versions()
 
     def forget(self) -> None:
-        """Takes note that the gradients are gone, or zero."""
+        """Records that the gradients were dropped or zeroed."""
         self._summed, self._stepped, self._sums, self._is_grown, self._half_summed = None, None, {}, False, []
         self._terms = {}
 
     def _note(self, parameter: nn.Parameter) -> None:
-        """After a backward pass has added to the gradient of `parameter`."""
+        """Runs after a backward pass has added to the gradient of `parameter`."""
         ref = self._sums.get(id(parameter))
         self._is_grown = self._is_grown or (ref is not None and ref() is parameter.grad)
         if parameter.grad is not None:

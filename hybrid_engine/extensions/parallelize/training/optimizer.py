@@ -48,27 +48,30 @@ def build_optimizer(
     param_groups: Callable[[NamedParameters], list[dict[str, Any]]] | None = None,
     **kwargs: Any,
 ) -> torch.optim.Optimizer:
-    """`optimizer_fn(parameters, *args, **kwargs)` for a parallel module, or a plain one that contains such.
+    """`optimizer_fn(parameters, *args, **kwargs)` for a parallel module, or a plain module that contains parallel ones.
 
-    `param_groups` makes groups from names and parameters; without it there is one. The optimizer gets these besides:
-    `sync_shard_grad()`, which sums gradients over units (`step()` does when nobody did), `scale_grads(factor)` and
-    `clip_gnorm(max_norm)`, which need that first. What torch has no sharded form of is stepped on whole tensors, as
-    Adafactor is.
+    `param_groups` makes groups from names and parameters; without it there is one group. The optimizer has these
+    additional methods: `sync_shard_grad()`, which sums gradients over units (`step()` calls it if necessary),
+    `scale_grads(factor)`, which requires that gradients are synced, and `clip_gnorm(max_norm)`, which syncs them.
+    Optimizers without a sharded form in torch, such as Adafactor, step on whole tensors.
 
-    `register_reducer_pre_hook` and `register_reducer_post_hook` take `hook(reducer, gradient)`, called where processes
-    sum the gradients of `reducer.parameters` over `reducer.group`. Before, `gradient` is flat and has this unit's,
-    after, the sum over all units; with ZeRO the part of it that this process keeps. What a hook changes in place before
-    is a term of the sum, so that scaling by 2 doubles gradients; what it changes after is what is clipped and stepped,
-    and must be the same on all processes that keep that part. Hooks are called once a step for each dtype and bucket,
-    before the sum within the backward pass where the config says `use_async_reducer`; with ZeRO once for each part that
-    FSDP2 gathers, a layer where the lowering is eager, at the end of `train_step`, and of every backward pass of a loop
-    without it, for what that pass gave: what is not linear means another thing there. Hooks are those of the optimizer
-    that was built last. Copies that several stages have are added up later. What a hook raises on one process is raised
-    on all where gradients are synced, and leaves none that could be stepped.
+    `register_reducer_pre_hook` and `register_reducer_post_hook` take `hook(reducer, gradient)`, which is called where
+    processes sum the gradients of `reducer.parameters` over `reducer.group`. In a pre-hook `gradient` is flat and holds
+    this unit's gradients. In a post-hook it is the sum over all units; with ZeRO, the part of the sum that this process
+    keeps. A change in place in a pre-hook changes a term of the sum, so that scaling by 2 doubles gradients. A change
+    in a post-hook changes the gradients that are clipped and stepped, and must be the same on all processes that keep
+    that part.
 
-    Where the config says `use_zero`, the module is sharded over units here. Collective. ValueError, on every process,
-    for modules without a parallel part or a trained parameter, of different configs, or for inference, for groups that
-    are none, for options that the optimizer has not or refuses, and where processes give it different ones.
+    Hooks are called once per step for each dtype and bucket. With `use_async_reducer` pre-hooks run within the backward
+    pass. With ZeRO hooks are called once for each part that FSDP2 gathers (a layer if the lowering is eager), at the
+    end of `train_step`. In a loop without `train_step`, ZeRO calls them at the end of every backward pass, for the
+    gradients of that pass, so that hooks that are not linear have another effect there. The hooks of the last optimizer
+    that was built are in effect. Copies of parameters in several stages are summed later. An error in a hook on one
+    process is raised on all processes when gradients are synced, and no gradients remain that could be stepped.
+
+    If the config has `use_zero`, this shards the module over units. Collective. Raises ValueError on every process for
+    modules without a parallel part or a trained parameter, with different configs, or for inference; for invalid
+    groups; for options that the optimizer does not have or refuses; and if processes pass different options.
     """
     parts = agree(lambda: checked_parts(module, optimizer_fn, args, kwargs, param_groups))
     for part in parts:
@@ -110,7 +113,7 @@ def build_optimizer(
 def _reducer_of(
     parts: Sequence[ParallelModule], parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None
 ) -> Reducer:
-    """What sums the gradients of parallel parts over units: as their config says, where they are one end to end."""
+    """The reducer of the parallel parts' gradients over units, as the config says."""
     config = parts[0].compute_config
     if not config.use_async_reducer:
         return Reducer(parameters, group, config.bucket_bytes)
@@ -123,7 +126,7 @@ def _reducer_of(
 
 
 def _places(module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> dict[int, tuple[str, int]]:
-    """By the identity of each parameter its name and place in the original module."""
+    """Maps the id of each parameter to its name and position in the original module."""
     if not isinstance(module, ParallelModule):
         return {id(p): (name, place) for place, (name, p) in enumerate(trained)}
     places = module.places()
@@ -131,7 +134,7 @@ def _places(module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> d
 
 
 def _between_stages(part: ParallelModule) -> list[Reducer]:
-    """For each set of stages with copies of the same parameters, what adds their gradients up; collective."""
+    """For each set of stages with copies of the same parameters, the reducer that sums their gradients; collective."""
     held = part.held()
     return [
         Reducer([p for p in (held.get(n) for n in names) if isinstance(p, nn.Parameter) and p.requires_grad], group)
@@ -142,10 +145,12 @@ def _between_stages(part: ParallelModule) -> list[Reducer]:
 def _of_one_kind(
     groups: list[dict[str, Any]], places: Mapping[int, tuple[str, int]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The groups, each divided by what its parameters are sharded over: optimizers step those of one kind at once.
+    """The groups, each divided by the device mesh of its parameters: optimizers step only parameters of one kind at
+    once.
 
-    Beside them what checkpoints say of each group: names of the parameters, their places, the number of the group. One
-    of which this process trains nothing, as where its stage is frozen, stays as an empty one.
+    The second list has the checkpoint entries of each group: names of the parameters, their positions, the number of
+    the user's group. A group without trained parameters on this process, such as in a frozen stage, stays as an empty
+    one.
     """
     divided, described = [], []
     for number, group in enumerate(groups):
@@ -160,7 +165,7 @@ def _of_one_kind(
 
 
 class _Additions:
-    """What `build_optimizer` adds to an optimizer."""
+    """The methods and state that `build_optimizer` adds to an optimizer."""
 
     def __init__(
         self,
@@ -171,13 +176,13 @@ class _Additions:
     ):
         self.optimizer, self.reducers, self.parameters = optimizer, reducers, parameters
         self.sums = GradientSums(module, parameters, [p for reducer in reducers for p in reducer.parameters])
-        self.hooked: list[Bucket] = list(reducers)  # and what FSDP2 reduces
+        self.hooked: list[Bucket] = list(reducers)  # with the reductions of FSDP2
         self._is_stepping = False
-        self.after: list[Reducer] = []  # of parameters that several stages hold
+        self.after: list[Reducer] = []  # for parameters that several stages hold
         self.stages: DeviceMesh | None = None
 
     def attach(self) -> None:
-        """Gives the optimizer its methods, and has `step` sync first."""
+        """Adds the methods to the optimizer, and makes `step` sync first."""
         optimizer: Any = self.optimizer
         optimizer.sync_shard_grad = self.sync_shard_grad
         optimizer.scale_grads = self.scale_grads
@@ -200,7 +205,9 @@ class _Additions:
         optimizer.zero_grad = MethodType(zero_and_begin, optimizer)
 
     def _step_with(self, step: Callable[..., Any]) -> MethodType:
-        """`step` by `plain_steps`, which calls it several times where torch has no sharded form of what it does."""
+        """Replaces `step` by `plain_steps`, which calls it several times if torch has no sharded form of the
+        optimizer.
+        """
 
         def stepped(optimizer: torch.optim.Optimizer, closure: Callable[[], float] | None = None) -> Any:
             if closure is not None:
@@ -216,7 +223,7 @@ class _Additions:
                 self.sums.end_step()
             return None
 
-        return MethodType(stepped, self.optimizer)  # schedulers of torch look for a method's function
+        return MethodType(stepped, self.optimizer)  # torch's schedulers look for a method's function
 
     def _register(self, which: str, hook: Hook) -> None:
         check("hook", hook, CALLABLE)
@@ -224,10 +231,10 @@ class _Additions:
             getattr(bucket, which).append(hook)
 
     def sync_shard_grad(self) -> None:
-        """Sums gradients over units; nothing where they are the sums already, as in a second step. Collective.
+        """Sums gradients over units; does nothing if they are already summed, as in a second step. Collective.
 
-        ValueError where a gradient is a sum already and has grown, or is that of a parameter nobody trains; what a hook
-        has raised. An error of one process is raised on all.
+        Raises ValueError if a summed gradient was added to, or if a parameter that the optimizer lacks has a gradient.
+        Raises the errors of hooks. An error of one process is raised on all.
         """
         given = [reducer for reducer in (*self.reducers, *self.after) if reducer.parameters]
         are_several = any(reducer.group is not None for reducer in given)
@@ -236,32 +243,32 @@ class _Additions:
         with self.sums.entering():
             for reducer in given if must_sum else ():
                 reducer.reduce()
-            if may_fail:  # here or elsewhere: a hook that prints may be rank 0's alone
+            if may_fail:  # here or elsewhere: a hook may exist on rank 0 only
                 errors = [bucket.take_error() for bucket in self.hooked]
                 everyone().raise_together(next((error for error in errors if error is not None), None))
 
     def scale_grads(self, factor: float) -> None:
-        """Multiplies all gradients; ValueError before they are synced, when units would sum what was scaled apart."""
+        """Multiplies all gradients; ValueError before they are synced, because units would then sum scaled terms."""
         check("factor", factor, Rule(lambda v: is_number(v) or (isinstance(v, Tensor) and v.numel() == 1), "a number"))
         if not self.sums.are_there:
             raise ValueError("scale_grads before the gradients are synced; call sync_shard_grad() first")
-        with self.sums.entering():  # they are sums also after a step, which may be followed by another one
+        with self.sums.entering():  # they remain sums after a step, which another may follow
             for parameter in self.parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
 
     @torch.no_grad()
     def clip_gnorm(self, max_norm: float | None = None) -> Tensor:
-        """The norm of all gradients over all axes, which are scaled down to `max_norm` if it is greater; collective.
+        """The norm of all gradients over all axes. Scales them down to `max_norm` if the norm is greater; collective.
 
-        0 and None leave them as they are.
+        0 and None leave the gradients unchanged.
         """
         rule = Rule(
             lambda value: value is None or value == float("inf") or (is_number(value) and value >= 0), AT_LEAST_0
         )
         check("max_norm", max_norm, rule)
         self.sync_shard_grad()
-        # Of parameters that several stages hold, the first counts.
+        # Only the first holder counts a parameter that several stages hold.
         counted = {id(p) for reducer in self.after if dist.get_rank(reducer.group) for p in reducer.parameters}
         norms = [_norm(p.grad) for p in self.parameters if p.grad is not None and id(p) not in counted]
         total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=default_device())
@@ -282,7 +289,7 @@ def _norm(gradient: Tensor) -> Tensor:
 def checked_parts(
     module: Any, optimizer_fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], param_groups: Any
 ) -> list[ParallelModule]:
-    """The parallel parts of a module; ValueError for arguments that are wrong, or do not go together; local."""
+    """The parallel parts of a module; ValueError for arguments that are wrong or do not go together; local."""
     check("module", module, MODULE)
     check("optimizer_fn", optimizer_fn, CALLABLE)
     if param_groups is not None:
@@ -301,11 +308,11 @@ def checked_parts(
 
 
 def _check_options(optimizer_fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """ValueError for options that the optimizer has not, and where it needs more, as far as its signature says."""
+    """Raises ValueError for unknown or missing options of the optimizer, as far as its signature says."""
     try:
         signature = inspect.signature(optimizer_fn)
     except (TypeError, ValueError):
-        return  # of C, whose signature nobody knows
+        return  # a C function without a signature
     kinds = {parameter.kind for parameter in signature.parameters.values()}
     named = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     options = named[1:] if named and inspect.Parameter.POSITIONAL_ONLY not in kinds else named
@@ -328,7 +335,7 @@ def _check_options(optimizer_fn: Any, args: Sequence[Any], kwargs: Mapping[str, 
 def made_by(
     optimizer_fn: Any, groups: list[dict[str, Any]], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    """What an optimizer's class or factory makes; ValueError where it refuses a value, or gives something else."""
+    """The optimizer that a class or factory returns; ValueError if it refuses a value or returns something else."""
     try:
         optimizer = optimizer_fn(groups, *args, **kwargs)
     except (TypeError, ValueError) as error:
@@ -344,7 +351,9 @@ def made_by(
 
 
 def check_steps_parts(optimizer: torch.optim.Optimizer, parts: Sequence[ParallelModule]) -> None:
-    """ValueError for an optimizer whose step needs the gradients of all parameters, where a process has some; local."""
+    """Raises ValueError for an optimizer whose step needs the gradients of all parameters if the process has only some;
+    local.
+    """
     if isinstance(optimizer, torch.optim.LBFGS) and any(part.plan.stages for part in parts):
         raise ValueError(
             "optimizer_fn=LBFGS looks along one line for all parameters at once, and with stages no process has all; "
@@ -353,7 +362,9 @@ def check_steps_parts(optimizer: torch.optim.Optimizer, parts: Sequence[Parallel
 
 
 def checked_groups(groups: Any, places: Mapping[int, Any]) -> list[dict[str, Any]]:
-    """The groups that `param_groups` gave, with lists of parameters; ValueError for what is none, and for others'."""
+    """The groups of `param_groups`, with lists of parameters; ValueError for invalid groups and for unknown
+    parameters.
+    """
     check("param_groups' result", groups, GROUPS)
     seen: set[int] = set()
     found = []
@@ -374,7 +385,9 @@ def checked_groups(groups: Any, places: Mapping[int, Any]) -> list[dict[str, Any
 
 
 def options_of(groups: Sequence[Mapping[str, Any]], number: str, without: Sequence[str]) -> dict[str, str]:
-    """The options of an optimizer's groups in words, by the user's number of each, which stands in it as `number`."""
+    """Descriptions of the options of an optimizer's groups; `number` is the key under which a group has the user's
+    number.
+    """
     return {
         f"group {group[number]} of the optimizer: {name}": words_of(value)
         for group in groups

@@ -1,4 +1,7 @@
-"""ZeRO over units by FSDP2, for all parameters but those without a dimension, and hooks around its reductions."""
+"""ZeRO over units by FSDP2, for all parameters with at least one dimension, with hooks around its reductions.
+
+`build_optimizer` calls this.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,10 +22,11 @@ from hybrid_engine.zero.wrapping import copy_views_in_outputs
 
 
 def shard(part: ParallelModule) -> None:
-    """Shards a part whose config says `use_zero`, once: gradients are summed as the backward pass makes them.
+    """Shards a part whose config has `use_zero`, once. The backward pass then sums gradients as it makes them.
 
-    They are never averaged. Layers of a module whose own forward runs are gathered and reduced one by one; a graph
-    reads parameters at any time. Where each unit is a group of its own, nothing is shared out. Collective.
+    Gradients are never averaged. If the module's own forward runs, its layers are gathered and reduced one by one; a
+    graph can read parameters at any time, so that it is one FSDP unit. If each unit is its own group, nothing is
+    sharded. Collective.
     """
     mesh = part.meshes.zero
     if not part.compute_config.use_zero or mesh is None or mesh.size(-1) == 1 or isinstance(part, FSDPModule):
@@ -41,30 +45,31 @@ def shard(part: ParallelModule) -> None:
 
 
 def sharded_parameters(part: ParallelModule) -> list[nn.Parameter]:
-    """The parameters of which this process has a part among units, and whose gradients FSDP2 sums."""
+    """The parameters that are sharded over units, whose gradients FSDP2 sums."""
     return [p for p in part.parameters() if p.dim()] if isinstance(part, FSDPModule) else []
 
 
 class ZeroBucket(Bucket):
-    """The parameters that FSDP2 reduces together, and the collective by which it does, with hooks around it.
+    """The parameters that FSDP2 reduces together, and the collective that it uses, with hooks around it.
 
-    FSDP2 hands over gradients as the collective takes them: first what goes to the first process of a group, then what
-    goes to the second, with zeros where a parameter is not divided evenly; and of the sum what this process keeps.
+    FSDP2 passes gradients in the order of the collective: first the part for the first process of a group, then the
+    part for the second, with zeros if a parameter does not divide evenly. It receives the part of the sum that this
+    process keeps.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, has_groups: bool):
-        """`has_groups`: sums of several groups of units are added up afterwards, and not final before."""
+        """`has_groups`: sums of several groups of units are added up afterwards, and are not final before."""
         super().__init__(parameters, group)
         self.has_groups = has_groups
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The memory that FSDP2 asks for before the collective."""
+        """Allocates the memory that FSDP2 requests before the collective."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
-        """Reduces and scatters for FSDP2, on its stream."""
+        """Runs the reduce-scatter for FSDP2, on its stream."""
         self.run_hooks(self.pre_hooks, input_tensor)
         work = reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         if work is not None:
@@ -74,12 +79,14 @@ class ZeroBucket(Bucket):
         return work
 
     def after(self, gradients: Tensor) -> None:
-        """Shows hooks the sum over all units, of which `gradients` is what this process keeps."""
+        """Calls the post-hooks with `gradients`, the part of the sum over all units that this process keeps."""
         self.run_hooks(self.post_hooks, gradients)
 
 
 def zero_buckets(part: ParallelModule) -> list[ZeroBucket]:
-    """What FSDP2 reduces of a part, layers first, without hooks: those of an optimizer before are called no more."""
+    """The buckets that FSDP2 reduces for a part, layers first, without hooks. They replace those of an earlier
+    optimizer.
+    """
     if not isinstance(part, FSDPModule):
         return []
     assert part.meshes.data is not None and part.meshes.zero is not None
