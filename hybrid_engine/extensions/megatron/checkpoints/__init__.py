@@ -1,1 +1,1 @@
-"""Megatron-LM's GPT checkpoints: read, and a model that runs them."""
+"""Reads Megatron-LM's GPT checkpoints, and provides a model that runs them."""

@@ -1,7 +1,8 @@
-"""A distributed checkpoint of Megatron Core (`torch_dist`): whole tensors by name, whatever layout wrote them.
+"""Reads distributed checkpoints of Megatron Core (`torch_dist`): whole tensors by name, for any layout that wrote them.
 
-`common.pt` has the options, `.metadata` says where each piece of a tensor lies in the `*.distcp` files. The weights of
-all layers are one tensor `[L, ...]`, or each layer has its own; gate and up of a gated MLP lie one behind the other.
+`common.pt` has the options, `.metadata` says where each piece of a tensor is in the `*.distcp` files. The weights of
+all layers are one tensor `[L, ...]`, or each layer has its own. Gate and up of a gated MLP are stored one after the
+other. `loading.py` calls this.
 """
 
 import io
@@ -22,14 +23,14 @@ STACKED = re.compile(r"decoder\.layers\.(?!\d)(.*)")
 
 
 def is_distributed(folder: Path) -> bool:
-    """Whether `folder` is such a checkpoint."""
+    """Whether `folder` is a distributed checkpoint."""
     return (folder / INDEX_FILE).is_file() and (folder / COMMON_FILE).is_file()
 
 
 def read_distributed(folder: Path) -> tuple[dict[str, Any], dict[str, Source]]:
-    """What `common.pt` holds, and the model's tensors by their names in Megatron-LM's third release.
+    """The content of `common.pt`, and the model's tensors by their names in Megatron-LM's third release.
 
-    Raises ValueError where a file is damaged.
+    Raises ValueError if a file is damaged.
     """
     files = {path.name for path in folder.glob("*.distcp")}
     index = read_index(folder, files, skips_others=True)
@@ -44,14 +45,14 @@ def read_distributed(folder: Path) -> tuple[dict[str, Any], dict[str, Source]]:
             continue
         for layer in range(entry.size[0]):
             sources[f"decoder.layers.{layer}.{stacked[1]}"] = Pieces(folder, index, key, layer)
-    for name in [name for name in sources if name.endswith("_w")]:  # gate and up under names of their own
+    for name in [name for name in sources if name.endswith("_w")]:  # gate and up have separate names
         parts = [sources.pop(name), sources.pop(f"{name[:-2]}_v")]
         sources[name[:-2]] = Joined(parts, 0)
     return load_mapped(folder / COMMON_FILE), {common_name(name): source for name, source in sources.items()}
 
 
 class Pieces:
-    """A tensor of the checkpoint, or one layer of it, put together from its pieces when it is read."""
+    """A tensor of the checkpoint, or one layer of it, which is assembled from its pieces when it is read."""
 
     def __init__(self, folder: Path, index: Metadata, key: str, layer: int | None = None):
         entry = index.state_dict_metadata[key]
@@ -79,7 +80,7 @@ class Pieces:
             piece = self._load(chunk.offsets)
             if piece.numel() != chunk.sizes.numel():
                 raise ValueError(f"checkpoint={self.folder}: a piece of {self.key} is {list(piece.shape)} in its file")
-            piece = piece.view(chunk.sizes)  # the dimension of layers may be left out in the file
+            piece = piece.view(chunk.sizes)  # the file may omit the layer dimension
             wanted = zip(common, chunk.offsets, strict=True)
             found = piece[tuple(slice(first - at, last - at) for (first, last), at in wanted)]
             places = zip(common, box, strict=True)

@@ -1,9 +1,9 @@
-"""Megatron-LM's GPT as a transformers model, its parameters under the names of Megatron's checkpoints.
+"""Megatron-LM's GPT as a transformers model, with parameters under the names of Megatron's checkpoints.
 
-`load_megatron_gpt` in `megatron_checkpoint` makes one; containers know its layers by their names. The forward
-here is the plain one that training and parity checks use, without dropout. A layer's MLP may be
-DeepSpeed's mixture of experts: top-1 with the gate's own probability or top-2 normalised, without the capacity
-and the noise of its training, so that a token does not depend on the batch around it.
+`load_megatron_gpt` in `loading.py` builds one; containers recognize its layers by their names. The forward here is the
+plain one that training and parity checks use, without dropout. A layer's MLP may be DeepSpeed's mixture of experts:
+top-1 with the gate's own probability, or top-2 with normalized weights. It omits the capacity and the noise of
+DeepSpeed's training, so that a token does not depend on the batch around it.
 
 B rows, P tokens of a row, N = B P, V vocabulary, H heads, D head dimension, E hidden size, I MLP size, X experts.
 Source: https://github.com/NVIDIA/Megatron-LM, megatron/model/{gpt_model,language_model,transformer}.py, and
@@ -26,9 +26,9 @@ class MegatronGPTConfig(PreTrainedConfig):
     """Sizes of one model.
 
     Args:
-        num_experts: of each layer, 0 for a layer without a mixture; None: no layer has one.
-        num_experts_per_tok: 1 or 2; with 2 their weights are normalised, as DeepSpeed's gates do.
-        is_moe_residual: layers with experts have a dense MLP beside them (DeepSpeed's `use_residual`).
+        num_experts: number per layer, 0 for a layer without a mixture; None: no layer has one.
+        num_experts_per_tok: 1 or 2; with 2 their weights are normalized, as in DeepSpeed's gates.
+        is_moe_residual: layers with experts also have a dense MLP (DeepSpeed's `use_residual`).
     """
 
     model_type = "megatron_gpt"
@@ -63,7 +63,7 @@ class MegatronGPTConfig(PreTrainedConfig):
 
 
 class MegatronAttention(nn.Module):
-    """Causal self-attention; rows of the one projection are [H, 3, D]."""
+    """Causal self-attention; rows of the fused projection are [H, 3, D]."""
 
     def __init__(self, config: MegatronGPTConfig, index: int):
         super().__init__()
@@ -72,7 +72,9 @@ class MegatronAttention(nn.Module):
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, hidden: torch.Tensor, is_seen: torch.Tensor, past: Cache | None) -> torch.Tensor:
-        """`hidden [B, P, E]`, `is_seen [B, 1, P, C]` with the C tokens so far -> `[B, P, E]`; adds to `past`."""
+        """`hidden [B, P, E]`, `is_seen [B, 1, P, C]` with the C tokens so far -> `[B, P, E]`; adds keys and values to
+        `past`.
+        """
         heads = self.query_key_value(hidden).unflatten(2, (self.num_heads, 3, -1)).transpose(1, 2)  # [B, H, P, 3, D]
         q, k, v = heads.unbind(3)
         if past is not None:
@@ -82,7 +84,7 @@ class MegatronAttention(nn.Module):
 
 
 class MegatronMLP(nn.Module):
-    """Up, activation, down; also one expert."""
+    """Up projection, activation, down projection; also used for one expert."""
 
     def __init__(self, config: MegatronGPTConfig):
         super().__init__()
@@ -96,7 +98,7 @@ class MegatronMLP(nn.Module):
 
 
 class MegatronMoE(nn.Module):
-    """A mixture of experts under DeepSpeed's names: `deepspeed_moe.gate.wg`, `deepspeed_moe.experts...`."""
+    """A mixture of experts with DeepSpeed's parameter names: `deepspeed_moe.gate.wg`, `deepspeed_moe.experts...`."""
 
     def __init__(self, config: MegatronGPTConfig, num_experts: int):
         super().__init__()
@@ -145,7 +147,7 @@ class MegatronLayer(nn.Module):
 
 
 class MegatronEmbedding(nn.Module):
-    """Words plus positions."""
+    """Adds position embeddings to word embeddings."""
 
     def __init__(self, config: MegatronGPTConfig):
         super().__init__()
@@ -153,12 +155,12 @@ class MegatronEmbedding(nn.Module):
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
 
     def forward(self, words: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """`words [B, P, E]` that were looked up, `positions [B, P]` -> `[B, P, E]`."""
+        """`words [B, P, E]` (embedded), `positions [B, P]` -> `[B, P, E]`."""
         return words + self.position_embeddings(positions)
 
 
 class MegatronEncoder(nn.Module):
-    """Megatron's name for the stack of layers and the norm after it."""
+    """The stack of layers and the norm after it, under Megatron's name."""
 
     def __init__(self, config: MegatronGPTConfig):
         super().__init__()
@@ -166,14 +168,14 @@ class MegatronEncoder(nn.Module):
         self.final_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(self, hidden: torch.Tensor, is_seen: torch.Tensor, past: Cache | None) -> torch.Tensor:
-        """Takes and returns what the attention of the layers does."""
+        """Takes and returns the same as the attention of the layers."""
         for layer in self.layers:
             hidden = layer(hidden, is_seen, past)
         return self.final_layernorm(hidden)
 
 
 class MegatronLanguageModel(nn.Module):
-    """Embedding, layers and the LM head, whose weight is the word embedding's unless it has its own."""
+    """Embedding, layers and the LM head, which shares the word embedding's weight unless it has its own."""
 
     def __init__(self, config: MegatronGPTConfig):
         super().__init__()
@@ -219,11 +221,11 @@ class MegatronGPT(PreTrainedModel, GenerationMixin):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
     ) -> CausalLMOutputWithPast:
-        """Logits `[B, P, V]`, and with `labels [B, P]` (-100: left out) the mean loss of the next tokens.
+        """Logits `[B, P, V]`, and with `labels [B, P]` (-100: ignored) the mean loss of the next tokens.
 
-        `inputs_embeds [B, P, E]` are words without positions, in the place of `input_ids [B, P]`. `attention_mask
-        [B, C]` counts the tokens in `past_key_values` too. `use_cache` and `return_dict` are what transformers'
-        generate() passes. Raises ValueError for a wish for what happens inside the layers.
+        `inputs_embeds [B, P, E]` are word embeddings without positions, instead of `input_ids [B, P]`. `attention_mask
+        [B, C]` also covers the tokens in `past_key_values`. transformers' generate() passes `use_cache` and
+        `return_dict`. Raises ValueError if attentions or hidden states are requested.
         """
         if output_attentions or output_hidden_states:
             raise ValueError("output_attentions and output_hidden_states are not built for MegatronGPT; leave them out")
@@ -237,7 +239,7 @@ class MegatronGPT(PreTrainedModel, GenerationMixin):
         if position_ids is None:
             position_ids = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -length:]
         is_own = torch.eye(total, dtype=torch.bool, device=device)
-        # Padding sees itself: a row of a softmax must not be empty.
+        # Padding attends to itself, because a softmax row must not be empty.
         is_seen = (torch.ones_like(is_own).tril() & mask.bool()[:, None] | is_own)[:, None, -length:]
         hidden = self.language_model.embedding(inputs_embeds, position_ids)
         logits = self.language_model.output_layer(self.language_model.encoder(hidden, is_seen, past))

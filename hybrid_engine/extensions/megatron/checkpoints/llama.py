@@ -1,7 +1,8 @@
-"""Megatron's GPT in Llama's form (rotary positions, RMS norms, gated MLP) as a model of transformers.
+"""Megatron's GPT in Llama's form (rotary positions, RMS norms, gated MLP) as a transformers model.
 
-Llama, or Qwen2 where the projections into heads alone have biases, or Qwen3 where queries and keys are normalised.
-K key/value heads, each with its Q / K queries, key and value together in the fused projection, D head dimension.
+The model is a Llama, a Qwen2 if only the query, key and value projections have biases, or a Qwen3 if queries and keys
+are normalized. K key/value heads; each has its Q / K queries, key and value together in the fused projection; D head
+dimension. `loading.py` calls this.
 """
 
 from collections.abc import Mapping
@@ -24,18 +25,18 @@ NEEDED = {
     "num_experts": None,
     "rotary_seq_len_interpolation_factor": None,
 }
-"""What the options must say, where they say it; a model of another form is none of these families."""
+"""Values that the options must have if they are present; other values describe none of these families."""
 
 
 def is_llama_like(arguments: Mapping[str, Any]) -> bool:
-    """Whether the options are of such a model."""
+    """Whether the options describe a model in Llama's form."""
     return bool(arguments.get("swiglu")) or arguments.get("normalization") == "RMSNorm"
 
 
 def read_llama_config(
     arguments: Mapping[str, Any], sources: Mapping[str, Source], num_layers: int, folder: Path
 ) -> PreTrainedConfig:
-    """Sizes from the shapes, the rest from the options. ValueError for a form that none of these models has."""
+    """The model's config: sizes from the shapes, the rest from the options. ValueError for an unsupported form."""
     for name, wanted in NEEDED.items():
         value = arguments.get(name, wanted)
         if value != wanted and not (wanted in (False, None) and not value):
@@ -47,7 +48,7 @@ def read_llama_config(
     num_heads = arguments["num_attention_heads"]
     num_kv_heads = arguments["num_query_groups"] if arguments.get("group_query_attention") else num_heads
     rope = {"rope_type": "default", "rope_theta": float(arguments.get("rotary_base") or 10000)}
-    if arguments.get("use_rope_scaling"):  # Llama 3.1's
+    if arguments.get("use_rope_scaling"):  # Llama 3.1
         factor = float(arguments.get("rope_scaling_factor") or 8.0)
         rope |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         rope["original_max_position_embeddings"] = 8192
@@ -75,7 +76,7 @@ def read_llama_config(
 
 
 def llama_sources(sources: Mapping[str, Source], config: Any) -> dict[str, Source]:
-    """The weights under transformers' names; fused projections are taken apart."""
+    """The weights under transformers' names; fused projections are split."""
     result: dict[str, Source] = {}
     for name, source in sources.items():
         layer = layer_of(name)

@@ -1,9 +1,9 @@
-"""A Megatron-LM checkpoint as a model.
+"""Loads a Megatron-LM checkpoint as a model.
 
     model = load_megatron_gpt("checkpoints/gpt", torch.bfloat16)
     engine = init_inference(model)
 
-Where processes share the model, none needs to load the whole:
+If processes share the model, each loads only its part:
 
     model = build_empty_megatron_gpt("checkpoints/gpt", torch.bfloat16)
     engine = init_inference(model, checkpoint="checkpoints/gpt", tensor_parallel={"tp_size": 2})
@@ -47,12 +47,12 @@ HEAD = "language_model.output_layer.weight"
 def build_empty_megatron_gpt(folder: str | os.PathLike[str], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model of a checkpoint on the meta device, in evaluation mode: a MegatronGPT, or a Llama, Qwen2 or Qwen3.
 
-    Its vocabulary is as long as the checkpoint's, which Megatron pads. Where the checkpoint says how long it was before
-    (`vocab_size`), the model's `generation_config` suppresses the ids beyond: they are no tokens.
+    Its vocabulary has the size in the checkpoint, which Megatron pads. If the checkpoint has the size without padding
+    (`vocab_size`), the model's `generation_config` suppresses the padding ids, which are not tokens.
 
     Args:
-        folder: the checkpoint's, or the one above with `latest_checkpointed_iteration.txt` or `latest` in it.
-        dtype: of the parameters but routers, which stay fp32.
+        folder: the checkpoint's folder, or its parent with `latest_checkpointed_iteration.txt` or `latest` in it.
+        dtype: of all parameters except routers, which stay fp32.
 
     Raises:
         ValueError: as `MegatronCheckpoint`.
@@ -71,10 +71,10 @@ def build_empty_megatron_gpt(folder: str | os.PathLike[str], dtype: torch.dtype 
 
 
 def load_megatron_gpt(folder: str | os.PathLike[str], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The model of a checkpoint on the CPU; arguments as `build_empty_megatron_gpt`.
+    """The model of a checkpoint on the CPU; arguments as for `build_empty_megatron_gpt`.
 
     Raises:
-        ValueError: also where tensors are missing, unknown or of another shape; it lists them.
+        ValueError: as there, and if tensors are missing, unknown or of another shape; it lists them.
     """
     model = build_empty_megatron_gpt(folder, dtype)
     open_checkpoint_of(model, folder).fill(torch.device("cpu"))
@@ -92,7 +92,7 @@ build_empty = build_empty_megatron_gpt
 
 
 def find_sources(folder: Path) -> Mapping[str, Source]:
-    """The tensors of a checkpoint by the names of its model. ValueError as `MegatronCheckpoint`."""
+    """The tensors of a checkpoint by their names in the model. ValueError as for `MegatronCheckpoint`."""
     return MegatronCheckpoint(folder).sources
 
 
@@ -101,10 +101,10 @@ def _build(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 class MegatronCheckpoint:
-    """`config` of the model, and `sources` of its parameters by their names in it, whole or in part.
+    """The model's `config`, and the `sources` of its parameters by their names in the model, which can be read in part.
 
     Raises:
-        ValueError: a folder without such files, or files that lack what is needed.
+        ValueError: a folder without checkpoint files, or files that lack required entries.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -150,13 +150,13 @@ class MegatronCheckpoint:
         return {name: self._source(name, [shard[name] for shard in shards]) for name in shards[0]}
 
     def _source(self, name: str, parts: list[torch.Tensor]) -> Source:
-        """The whole tensor of all ranks' parts."""
+        """The whole tensor from the parts of all ranks."""
         dim = _cut_dim(name)
         num_heads = None
         if "query_key_value" in name and self.version < 2:
             num_heads = self.arguments["num_attention_heads"] // len(parts)
         mapped: list[Source] = [Mapped(part, self.version, num_heads) for part in parts]
-        if ".dense_h_to_4h." in name and self.arguments.get("swiglu"):  # each rank has its gate and its up
+        if ".dense_h_to_4h." in name and self.arguments.get("swiglu"):  # each rank has its own gate and up
             halves = [part.shape[0] // 2 for part in parts]
             gates = [Rows(source, ((0, half),)) for source, half in zip(mapped, halves, strict=True)]
             ups = [Rows(source, ((half, 2 * half),)) for source, half in zip(mapped, halves, strict=True)]
@@ -164,7 +164,7 @@ class MegatronCheckpoint:
         return mapped[0] if dim is None else Joined(mapped, dim)
 
     def _read_config(self) -> MegatronGPTConfig:
-        """Sizes from the shapes, the rest from the arguments that the training was started with."""
+        """The config: sizes from the shapes, the rest from the arguments of the training run."""
         shapes = {name: source.shape for name, source in self.sources.items()}
         embedding, layers = "language_model.embedding.", LAYERS
         for needed in (f"{embedding}word_embeddings.weight", f"{embedding}position_embeddings.weight"):
@@ -191,14 +191,14 @@ class MegatronCheckpoint:
 
 
 class Mapped:
-    """A rank's tensor in a mapped file; `num_heads` where the rows of its heads must be put in order."""
+    """A rank's tensor in a memory-mapped file; with `num_heads`, the rows of its heads are reordered when read."""
 
     def __init__(self, tensor: torch.Tensor, version: float, num_heads: int | None):
         self.tensor, self.version, self.num_heads = tensor, version, num_heads
         self.shape = tuple(tensor.shape)
 
     def read(self, dim: int, ranges: tuple[tuple[int, int], ...]) -> torch.Tensor:
-        """See `Source`; a tensor of its own."""
+        """See `Source`; returns a copy."""
         tensor = self.tensor
         if self.num_heads is not None:
             tensor = interleave_heads(tensor, self.version, self.num_heads)
@@ -206,7 +206,7 @@ class Mapped:
 
 
 def interleave_heads(tensor: torch.Tensor, version: float, num_heads: int) -> torch.Tensor:
-    """Rows of a query-key-value projection in the order [H, 3, D]; older checkpoints have another.
+    """Rows of a query-key-value projection in the order [H, 3, D]; older checkpoints use another order.
 
     Version 0 has [3, H, D], version 1 [H, D, 3].
     """
@@ -218,13 +218,13 @@ def interleave_heads(tensor: torch.Tensor, version: float, num_heads: int) -> to
 
 
 def _activation(arguments: dict[str, Any]) -> str:
-    """Fused GELU and OpenAI's are the tanh approximation."""
+    """The activation's name; fused GELU and OpenAI's GELU are the tanh approximation."""
     is_approximate = arguments.get("bias_gelu_fusion") or arguments.get("openai_gelu")
     return "gelu_new" if is_approximate else "gelu"
 
 
 def _models(content: Mapping[str, Any], folder: Path) -> list[Any]:
-    """The weights in a rank's file: one tree, or one for each of the virtual stages of the rank."""
+    """The weights in a rank's file: one tree, or one for each virtual stage of the rank."""
     virtual = [content[f"model{number}"] for number in range(len(content)) if f"model{number}" in content]
     models = virtual or [content.get("model", content.get("module"))]
     if not all(isinstance(model, Mapping) for model in models):
@@ -236,9 +236,9 @@ def _models(content: Mapping[str, Any], folder: Path) -> list[Any]:
 
 
 def _join_stages(stages: list[list[list[Any]]]) -> list[dict[str, torch.Tensor]]:
-    """The weights of all stages for each tensor-parallel rank; `stages` are trees by stage, rank and virtual stage.
+    """The weights of all stages for each tensor-parallel rank; `stages` holds trees by stage, rank and virtual stage.
 
-    Layers are numbered within a stage. The first virtual stages of all ranks come before their second ones.
+    Layers are numbered within a stage. The first virtual stages of all pipeline stages come before the second ones.
     """
     shards: list[dict[str, torch.Tensor]] = [{} for _ in stages[0]]
     first_layer = 0
@@ -257,7 +257,7 @@ def _join_stages(stages: list[list[list[Any]]]) -> list[dict[str, torch.Tensor]]
 
 
 def _named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of dictionaries in dictionaries, under the names of the third release."""
+    """The tensors of nested dictionaries, under the names of the third release."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
@@ -269,7 +269,7 @@ def _named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Ten
 
 
 def _cut_dim(name: str) -> int | None:
-    """Which dimension ranks share; None where each has all. Experts are cut like an MLP."""
+    """The dimension that ranks split; None if each rank has the whole tensor. Experts are split like an MLP."""
     if name.endswith(CUT_BY_ROWS):
         return 0
     return 1 if name.endswith(CUT_BY_COLUMNS) else None

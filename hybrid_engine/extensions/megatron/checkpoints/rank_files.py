@@ -1,7 +1,7 @@
-"""The files of Megatron-LM's ranks: which there are, and what they hold, read without running any of it.
+"""Finds the files of Megatron-LM's ranks and reads them without executing code from them; maps weight names.
 
-`mp_rank_TT/model_optim_rng.pt` holds the part of tensor-parallel rank TT, `mp_rank_TT_PPP/model_optim_rng.pt` that of
-pipeline stage PPP. DeepSpeed writes `mp_rank_TT_model_states.pt`.
+`mp_rank_TT/model_optim_rng.pt` holds the part of tensor-parallel rank TT, `mp_rank_TT_PPP/model_optim_rng.pt` the part
+of its pipeline stage PPP. DeepSpeed writes `mp_rank_TT_model_states.pt`. `loading.py` and `distributed.py` call this.
 """
 
 import argparse
@@ -16,12 +16,12 @@ RANK_FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?$")
 RANK_FILE = re.compile(r"mp_rank_(\d+)()_model_states\.pt$")
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 UNNEEDED = ("megatron.", "transformer_engine.", "numpy.", "signal.", "_io.BytesIO", "types.SimpleNamespace", "torch.")
-"""Beginnings of names of what stands beside weights in these files: options, random states, states of kernels."""
+"""Prefixes of the names of unneeded objects in these files: options, random states, states of kernels."""
 LAYERS = "language_model.encoder.layers."
 CORE = (
     (r"^(embedding|output_layer)\.", r"language_model.\1."),
     (r"^decoder\.", "language_model.encoder."),
-    (r"\.linear_qkv\.layer_norm_", ".linear_qkv_norm_"),  # norms that Transformer Engine fuses with what follows
+    (r"\.linear_qkv\.layer_norm_", ".linear_qkv_norm_"),  # norms that Transformer Engine fuses with the next linear
     (r"self_attention\.linear_qkv_norm_", "input_layernorm."),
     (r"mlp\.linear_fc1\.layer_norm_", "post_attention_layernorm."),
     (r"\.pre_mlp_layernorm\.", ".post_attention_layernorm."),
@@ -40,7 +40,7 @@ OLDER = (
 
 
 class Unneeded:
-    """Stands in the place of an object that is not needed; takes whatever it is given, and does nothing."""
+    """Placeholder for an object that is not needed; accepts any arguments and state and does nothing."""
 
     def __new__(cls, *_: Any) -> "Unneeded":
         return super().__new__(cls)
@@ -50,7 +50,7 @@ class Unneeded:
 
 
 def find_iteration(folder: Path) -> Path:
-    """The folder of the latest iteration where `folder` holds several, else `folder`."""
+    """The folder of the latest iteration if `folder` holds several, otherwise `folder`."""
     for marker, form in (("latest_checkpointed_iteration.txt", "iter_{:0>7}"), ("latest", "{}")):
         if (folder / marker).is_file():
             latest = (folder / marker).read_text().strip()
@@ -64,9 +64,9 @@ def has_rank_files(folder: Path) -> bool:
 
 
 def find_rank_files(folder: Path) -> list[list[Path]]:
-    """The files by stages, and of each stage by tensor-parallel ranks.
+    """The files of ranks, first by pipeline stage and then by tensor-parallel rank.
 
-    Raises ValueError where there are none, or one is missing between them.
+    Raises ValueError if there are none, or if one is missing.
     """
     files: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -93,20 +93,20 @@ def _place(path: Path) -> tuple[int, int] | None:
 
 
 def load_mapped(path: Path) -> dict[str, Any]:
-    """What a file from torch.save holds, its tensors mapped and not read; nothing that it names is called.
+    """The content of a file from torch.save, with its tensors memory-mapped; functions that it names are not called.
 
     Raises:
-        ValueError: it is no such file, or names something else than what Megatron-LM writes.
+        ValueError: it is not such a file, or names objects that Megatron-LM does not write.
     """
     try:
         unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         inert = [(Unneeded, name) for name in unknown if name.startswith(UNNEEDED)]
-        # Megatron keeps its command line in the file.
+        # Megatron stores its command line in the file.
         with torch.serialization.safe_globals([argparse.Namespace, *inert]):
             content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except OSError:
         raise
-    # Garbled bytes make torch raise nearly anything: UnpicklingError, KeyError, UnicodeDecodeError, ...
+    # Damaged bytes make torch raise nearly anything: UnpicklingError, KeyError, UnicodeDecodeError, ...
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"checkpoint: {path} is not a file of tensors from torch.save: {reason}") from error
@@ -116,7 +116,7 @@ def load_mapped(path: Path) -> dict[str, Any]:
 
 
 def read_arguments(content: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The options that the training was started with. Raises ValueError where they say nothing of the model."""
+    """The options of the training run. Raises ValueError if they do not describe the model."""
     arguments = content.get("args")
     values = dict(arguments) if isinstance(arguments, Mapping) else vars(arguments or argparse.Namespace())
     if "num_attention_heads" not in values:
@@ -136,7 +136,7 @@ def common_name(name: str) -> str:
 
 
 def layer_of(name: str) -> int | None:
-    """The layer that a weight is of, by its name in the third release."""
+    """The layer of a weight, from its name in the third release; None for a weight outside layers."""
     return int(name.removeprefix(LAYERS).split(".")[0]) if name.startswith(LAYERS) else None
 
 

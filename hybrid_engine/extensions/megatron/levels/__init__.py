@@ -1,1 +1,1 @@
-"""The three levels at which people customise generation: backend, text-generation strategy, wrapped model."""
+"""The three levels at which users can customize generation: backend, text-generation strategy, wrapped model."""

@@ -22,14 +22,14 @@ from hybrid_engine.extensions.megatron.levels.wrapped_model import GPTInferenceW
 
 
 class AbstractBackend(ABC):
-    """What `common_generate` runs prompts through."""
+    """Base class of the backends that `common_generate` runs prompts through."""
 
     @abstractmethod
     def generate(self, prompts: list[str], common_inference_params: CommonInferenceParams) -> dict[str, Any]:
-        """The prompts, continued; collective.
+        """Continues the prompts; collective.
 
         Returns:
-            On rank 0: `prompts_tokens_with_generations [b, S]` int64, padded by the end token;
+            On rank 0: `prompts_tokens_with_generations [b, S]` int64, padded with the end token;
             `prompts_plus_generations_detokenized`, b texts; `output_log_probs [b, S - 1]` fp32, or None. On other
             ranks an empty dict.
         """
@@ -38,14 +38,14 @@ class AbstractBackend(ABC):
 def common_generate(
     inference_backend: AbstractBackend, prompts: list[str], common_inference_params: CommonInferenceParams | None = None
 ) -> dict[str, Any]:
-    """`prompts` continued by `inference_backend`, see `AbstractBackend.generate`; defaults without parameters."""
+    """Continues `prompts` by `inference_backend`, see `AbstractBackend.generate`; uses default parameters if None."""
     return inference_backend.generate(prompts, common_inference_params or CommonInferenceParams())
 
 
 def choose_backend(strategy: SimpleTextGenerationStrategy, random_seed: int | None = None) -> AbstractBackend:
-    """The native backend, or where the model has no containers transformers' `generate()`; a line says why.
+    """The native backend, or transformers' `generate()` if the model has no containers; a message says why.
 
-    A strategy whose loop, or one of its steps, is overridden runs natively in any case: nobody else would call it.
+    A strategy that overrides the loop or one of its steps always runs natively, because transformers would not call it.
     """
     wrapper = strategy.inference_wrapped_model
     is_own = any(map(strategy.is_overridden, (*PER_TURN, "generate_output_tokens")))
@@ -61,7 +61,7 @@ class NativeBackend(AbstractBackend):
     """Runs the strategy's methods.
 
     Args:
-        random_seed: of all that is drawn in a call; None: torch's generator goes on.
+        random_seed: for all random draws of a call; None: torch's generator continues.
     """
 
     def __init__(self, text_generation_strategy: SimpleTextGenerationStrategy, random_seed: int | None = None):
@@ -70,7 +70,7 @@ class NativeBackend(AbstractBackend):
         self.text_generation_strategy, self.random_seed = text_generation_strategy, random_seed
 
     def generate(self, prompts: list[str], common_inference_params: CommonInferenceParams) -> dict[str, Any]:
-        """See `AbstractBackend`; ValueError before any work for parameters out of range."""
+        """See `AbstractBackend`; raises ValueError before any work for parameters out of range."""
         strategy, params = self.text_generation_strategy, common_inference_params
         params.check()
         with _seeded(self.random_seed, strategy.inference_wrapped_model.device):
@@ -92,7 +92,7 @@ class NativeBackend(AbstractBackend):
 
 
 class TransformersBackend(NativeBackend):
-    """Runs the model's own `generate()` between the strategy's tokenizing and detokenizing.
+    """Runs the model's own `generate()` between the strategy's tokenization and detokenization.
 
     Raises ValueError for a strategy with an overridden method that this would not call.
     """
@@ -121,7 +121,7 @@ class TransformersBackend(NativeBackend):
 
 @contextmanager
 def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Torch's generators of the CPU and of `device`, seeded inside and untouched after; None leaves them alone."""
+    """Seeds torch's generators of the CPU and of `device`, and restores them afterwards; does nothing for None."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices, enabled=seed is not None):
         if seed is not None:

@@ -1,4 +1,4 @@
-"""How the prompts of a batch are continued: by the engine's own rollout, or in step over any wrapped model.
+"""Continues the prompts of a batch: by the engine's own rollout, or step by step over any wrapped model.
 
 b rows, S columns, V logits.
 """
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from hybrid_engine.extensions.megatron.levels.strategy import SimpleTextGenerationStrategy
 
 TOKENS_AT_ONCE = 2048
-"""Of wrapped models that score given tokens, at least one row: with 150 000 logits each, 1.2 GB."""
+"""Number of tokens that a wrapped model scores at once, at least one row: with 150 000 logits each, 1.2 GB."""
 PER_TURN = ("sample_from_logits", "update_generation_status")
-"""The methods of a strategy that are asked at each turn."""
+"""The methods of a strategy that are called at each step."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Continuation:
     """The continuation of one row."""
 
     tokens: list[int]
-    """All that were drawn, the end token included."""
+    """All drawn tokens, including the end token."""
     num_counted: int
-    """How many of them are the answer's: an end token is not."""
+    """Number of tokens that belong to the answer; an end token does not."""
 
 
 def roll_out(
@@ -41,7 +41,8 @@ def roll_out(
 ) -> list[Continuation]:
     """Continues all rows of `tokens [b, S]` by the engine's continuous batching; collective, the same on all ranks.
 
-    Processes with a whole model each take their part of the rows; those that share one run all of the group's.
+    Processes with a whole model each run their part of the rows. Processes that share a model run all rows of the
+    group.
     """
     wrapper = strategy.inference_wrapped_model
     assert isinstance(wrapper, GPTInferenceWrapper)
@@ -75,9 +76,9 @@ def roll_out(
 def call_transformers(
     strategy: "SimpleTextGenerationStrategy", tokens: torch.Tensor, lengths: list[int], params: CommonInferenceParams
 ) -> list[Continuation]:
-    """Continues all rows of `tokens [b, S]` by the model's own `generate()`; collective, each process all rows.
+    """Continues all rows of `tokens [b, S]` by the model's own `generate()`; collective, each process runs all rows.
 
-    Raises ValueError where no process holds the whole model.
+    Raises ValueError if this process does not hold the whole model.
     """
     wrapper, end = strategy.inference_wrapped_model, strategy.tokenizing.end
     assert isinstance(wrapper, GPTInferenceWrapper)
@@ -88,7 +89,7 @@ def call_transformers(
             f"{generator.group.remedy}"
         )
     options = rollout_options(strategy, generator, params)
-    # Each forward pass over streamed layers is collective, also where sampled rows end at different times.
+    # Each forward pass over streamed layers is collective, even if sampled rows end at different times.
     options["synced_gpus"] = generator.gatherer.is_streamed and generator.partners.size > 1
     rows = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
     batches = [[row] for row in rows] if mixes_rows(generator, len(rows)) else [rows]
@@ -110,7 +111,7 @@ def collect(
     continued: list[Continuation],
     params: CommonInferenceParams,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What `SimpleTextGenerationStrategy.generate_output_tokens` returns, of `continued` rows; collective."""
+    """The result of `SimpleTextGenerationStrategy.generate_output_tokens` for the continued rows; collective."""
     lengths, end = prompts_lengths.tolist(), strategy.tokenizing.end
     ends = [length + len(row.tokens) for length, row in zip(lengths, continued, strict=True)]
     tokens = prompts_tokens.new_full((len(ends), max(ends)), end)
@@ -123,7 +124,7 @@ def collect(
 
 
 def _row_bounds(num_rows: int, generator: Generator) -> list[tuple[int, int]]:
-    """The first row and the one after the last that each process hands to `generate()`."""
+    """For each process, the first row and the end of the rows that it passes to `generate()`."""
     size = generator.partners.size
     if generator.group.has_same_prompts:
         return [(0, num_rows)] * size
@@ -131,7 +132,7 @@ def _row_bounds(num_rows: int, generator: Generator) -> list[tuple[int, int]]:
 
 
 def pad_left(rows: list[torch.Tensor], like: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of different lengths and their mask, as `generate()` takes them."""
+    """Rows of different lengths, padded on the left, and their mask, as `generate()` takes them."""
     width = max(map(len, rows), default=1)
     input_ids = like.new_full((len(rows), width), end)
     mask = torch.zeros_like(input_ids)
@@ -144,9 +145,9 @@ def pad_left(rows: list[torch.Tensor], like: torch.Tensor, end: int) -> tuple[to
 def rollout_options(
     strategy: "SimpleTextGenerationStrategy", generator: Generator, params: CommonInferenceParams
 ) -> dict[str, Any]:
-    """Options of `generate()` that say what `params` say, with everything off that the model's own config sets.
+    """Options of `generate()` for `params`; disables all other options that the model's own config sets.
 
-    Ids that pad the model's vocabulary beyond the tokenizer's are never drawn.
+    Padding ids in the model's vocabulary beyond the tokenizer's are never drawn.
     """
     module, end = generator.module, strategy.tokenizing.end
     padding = range(strategy.tokenizing.vocab_size, module.config.get_text_config().vocab_size)
@@ -172,7 +173,7 @@ def go_in_step(
 ) -> list[Continuation]:
     """Continues the rows of `tokens [b, S]` window by window over any wrapped model; collective, the same on all ranks.
 
-    Prompts of one length go together: they are fed by one window, and none waits for the end of a longer one.
+    Prompts of one length run together, so that one window covers them and none waits for a longer prompt to end.
     """
     wrapper = strategy.inference_wrapped_model
     status = BatchStatus(strategy, tokens, lengths, params)
@@ -197,7 +198,7 @@ def _run_group(
     params: CommonInferenceParams,
     ends_at: list[int],
 ) -> None:
-    """Continues rows that have prompts of `length` until all have ended, as the first process says."""
+    """Continues rows with prompts of length `length` until all have ended, as the first process decides."""
     wrapper, vocab_size = strategy.inference_wrapped_model, strategy.tokenizing.vocab_size
     fed = status.tokens[group, : length + params.num_tokens_to_generate]
     wrapper.prep_model_for_inference(fed)
@@ -222,7 +223,7 @@ def _run_group(
 
 
 def score_rows(wrapper: AbstractModelInferenceWrapper, tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """`[b, S - 1]` fp32: entry t is of token t + 1 of `tokens [b, S]`, raw; 0 from a row's length on.
+    """Raw log-probabilities `[b, S - 1]` fp32: entry t is of token t + 1 of `tokens [b, S]`; 0 from a row's length on.
 
     Collective: all processes of the wrapper score all rows, through its own methods.
     """

@@ -1,4 +1,7 @@
-"""What a caller of `common_generate` asks for. Interface: Megatron Core's `inference/common_inference_params.py`."""
+"""Sampling parameters of `common_generate`, and sampling by them.
+
+Interface: Megatron Core's `inference/common_inference_params.py`.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,23 +16,23 @@ from hybrid_engine.ops.vocabulary import first_largest
 
 @dataclass
 class CommonInferenceParams:
-    """How prompts are continued, the same for all of them."""
+    """Options for continuing prompts, the same for all prompts."""
 
     use_greedy: bool = False
-    """Takes the likeliest token, whatever the fields below say of drawing."""
+    """Take the likeliest token; the sampling fields below are then ignored."""
     temperature: float = 1.0
-    """The logits are divided by it before anything is left out; above 0."""
+    """Divisor of the logits, applied before filtering; above 0."""
     top_k: int = 0
-    """Draws among so many of the likeliest tokens; 1 is greedy, 0 is off. Not together with `top_p`."""
+    """Sample from this number of likeliest tokens; 1 is greedy, 0 is off. Excludes `top_p`."""
     top_p: float = 0.0
-    """Draws among the likeliest tokens that together have this probability; 0 is off."""
+    """Sample from the likeliest tokens that together have this probability; 0 is off. Excludes `top_k`."""
     return_log_probs: bool = False
     """Whether the result has `output_log_probs`."""
     num_tokens_to_generate: int = 30
-    """The most tokens that a prompt is continued by, the end token included; 0 gives the prompts back."""
+    """Maximum number of tokens added to a prompt, including the end token; 0 returns the prompts."""
 
     def add_attributes(self, attribute_value_pair: dict[str, Any]) -> None:
-        """Sets attributes by their names, those above or others that a method of one's own reads."""
+        """Sets attributes by name: those above, or others that the user's own methods read."""
         for name, value in attribute_value_pair.items():
             setattr(self, name, value)
 
@@ -52,9 +55,9 @@ class CommonInferenceParams:
 
 
 def check_filters(params: CommonInferenceParams, num_logits: int | None = None, vocab_size: int | None = None) -> None:
-    """Raises ValueError, in the words that callers of the interface know, for filters that cannot work.
+    """Raises ValueError, with the messages of Megatron Core, for invalid filters.
 
-    `num_logits` and `vocab_size` bound `top_k` where they are given.
+    `num_logits` and `vocab_size` limit `top_k` if they are given.
     """
     if params.top_k > 0 and params.top_p > 0:
         raise ValueError("Cannot have top-p and top-k both greater than zero")
@@ -69,7 +72,9 @@ def check_filters(params: CommonInferenceParams, num_logits: int | None = None, 
 
 
 def mask_padding(logits: torch.Tensor, vocab_size: int | None) -> torch.Tensor:
-    """`logits [S, V]` with -inf for ids from `vocab_size` on, which pad the embedding and are no text; a copy."""
+    """A copy of `logits [S, V]` with -inf for ids from `vocab_size` on, which pad the embedding; `logits` itself if
+    none do.
+    """
     if vocab_size is None or vocab_size >= logits.shape[-1]:
         return logits
     masked = logits.clone()
@@ -78,9 +83,9 @@ def mask_padding(logits: torch.Tensor, vocab_size: int | None) -> torch.Tensor:
 
 
 def sample(logits: torch.Tensor, params: CommonInferenceParams, vocab_size: int | None) -> torch.Tensor:
-    """`[S]` int64: drawn from `logits [S, V]` with torch's generator; they stay as they are.
+    """`[S]` int64: tokens drawn from `logits [S, V]` with torch's generator; `logits` is not changed.
 
-    The likeliest token where `params` are greedy; else temperature, then top-k or top-p.
+    If `params` is greedy, the likeliest token; otherwise temperature, then top-k or top-p.
 
     Raises:
         ValueError: filters that exclude each other or are out of range.
@@ -97,7 +102,7 @@ def sample(logits: torch.Tensor, params: CommonInferenceParams, vocab_size: int 
 
 
 def sampling_options(params: CommonInferenceParams) -> SamplingOptions:
-    """These parameters as the engine's sampler takes them."""
+    """These parameters in the form that the engine's sampler takes."""
     return SamplingOptions(
         do_sample=not params.is_greedy,
         temperature=params.temperature,

@@ -1,9 +1,9 @@
 """The middle level: from prompts to tokens, through the model, and back to text, in five methods.
 
 Interface: Megatron Core's `inference/text_generation_strategies/simple_text_generation_strategy.py`. Each method can be
-overridden alone. With none overridden, prompts are continued by the engine's continuous batching; an overridden
-`sample_from_logits` or `update_generation_status` is asked at each turn for the rows that run; an overridden
-`generate_output_tokens` takes the place of all that.
+overridden separately. Without overrides, the engine's continuous batching continues the prompts. An overridden
+`sample_from_logits` or `update_generation_status` is called at each step for the running rows. An overridden
+`generate_output_tokens` replaces all of this.
 
 b rows, S columns, V logits.
 """
@@ -22,8 +22,8 @@ class SimpleTextGenerationStrategy:
     """Continues each prompt until its end token or `num_tokens_to_generate`.
 
     Args:
-        inference_wrapped_model: what gives logits.
-        tokenizer: of transformers, or with the names of Megatron's: see `Tokenizing`.
+        inference_wrapped_model: provides the logits.
+        tokenizer: from transformers, or with the method names of Megatron's: see `Tokenizing`.
     """
 
     def __init__(self, inference_wrapped_model: AbstractModelInferenceWrapper, tokenizer: Any):
@@ -31,7 +31,7 @@ class SimpleTextGenerationStrategy:
         self.tokenizing = Tokenizing(tokenizer)
 
     def is_overridden(self, name: str) -> bool:
-        """Whether the method `name` is another one than this class's."""
+        """Whether a subclass or instance replaces the method `name`."""
         method = getattr(self, name)
         return getattr(method, "__func__", method) is not getattr(SimpleTextGenerationStrategy, name)
 
@@ -40,10 +40,10 @@ class SimpleTextGenerationStrategy:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rank 0's prompts on all ranks: tokens `[b, S]` and their lengths `[b]`, int64; collective.
 
-        Rows are padded on the right by the end token; S is the longest prompt's length and `num_tokens_to_generate`.
+        Rows are padded on the right with the end token; S is the longest prompt's length plus `num_tokens_to_generate`.
 
         Raises:
-            ValueError: no prompts, or one that is no text or gives no token.
+            ValueError: no prompts, or one that is not a string or gives no token.
         """
         wrapper = self.inference_wrapped_model
         ids = first_decides(wrapper.partners, lambda: self._encode(prompts))
@@ -71,10 +71,10 @@ class SimpleTextGenerationStrategy:
         common_inference_params: CommonInferenceParams,
         vocab_size: int | None = None,
     ) -> torch.Tensor:
-        """`[b]` int64: the next token of each row that runs, drawn with torch's generator.
+        """`[b]` int64: the next token of each running row, drawn with torch's generator.
 
-        The likeliest one with `use_greedy` or `top_k=1`; else temperature, then top-k or top-p. Ids from `vocab_size`
-        on are never drawn. `last_token_logits [b, V]` stay as they are.
+        With `use_greedy` or `top_k=1` it is the likeliest token; otherwise temperature, then top-k or top-p. Ids from
+        `vocab_size` on are never drawn. `last_token_logits [b, V]` is not changed.
 
         Raises:
             ValueError: for top-k and top-p together or out of range.
@@ -89,12 +89,12 @@ class SimpleTextGenerationStrategy:
         is_generation_done_tensor: torch.Tensor,
         generated_sequence_lengths: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which rows have ended, `[b]` bool, and the tokens of their answers, `[b]` int64; an end token is not counted.
+        """The rows that have ended, `[b]` bool, and the lengths of their answers, `[b]` int64, without end tokens.
 
         Args:
             updated_prompts_tokens: `[b, S]`, padded on the right.
-            generation_started: `[b]` bool: rows whose newest token, which was generated, stands at the position below.
-                What is returned for other rows is not used.
+            generation_started: `[b]` bool: rows whose newest token was generated and is at the position below.
+                The returned values of other rows are not used.
             current_context_end_position: a column.
             is_generation_done_tensor, generated_sequence_lengths: `[b]`, before that token.
         """
@@ -111,9 +111,9 @@ class SimpleTextGenerationStrategy:
         """Continues `prompts_tokens [b, S]`, whose rows have `prompts_lengths [b]` tokens; collective.
 
         Returns:
-            tokens `[b, S']`, padded by the end token to the longest row; lengths `[b]` without end tokens; and with
-            `return_log_probs` raw log-probabilities `[b, S' - 1]`, else None: entry t is of token t + 1, the prompt
-            included, and 0 beyond a row's end.
+            tokens `[b, S']`, padded with the end token to the longest row; lengths `[b]` without end tokens; and with
+            `return_log_probs` raw log-probabilities `[b, S' - 1]`, otherwise None: entry t is of token t + 1, including
+            the prompt, and 0 beyond a row's end.
         """
         params, lengths = common_inference_params, prompts_lengths.tolist()
         params.check()
@@ -137,14 +137,14 @@ class SimpleTextGenerationStrategy:
 
 
 class Tokenizing:
-    """`tokenizer` under one set of names.
+    """One interface for both kinds of `tokenizer`.
 
     Args:
-        tokenizer: of transformers (`encode`, `decode`, `eos_token_id`), or one with `tokenize(text) -> ids`,
+        tokenizer: from transformers (`encode`, `decode`, `eos_token_id`), or one with `tokenize(text) -> ids`,
             `detokenize(ids)`, `eod` and `vocab_size`.
 
     Raises:
-        ValueError: it has neither, or no end token.
+        ValueError: it has neither interface, or no end token.
     """
 
     def __init__(self, tokenizer: Any):
@@ -163,11 +163,11 @@ class Tokenizing:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids from 0 to below this are text; a model may have more logits, to pad its embedding."""
+        """Number of token ids that are text. A model may have more logits, which pad its embedding."""
         return int(self.tokenizer.vocab_size if self._is_megatrons else len(self.tokenizer))
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a prompt, with whatever the tokenizer puts around one."""
+        """The ids of a prompt, including tokens that the tokenizer adds around it."""
         return list(self.tokenizer.tokenize(text) if self._is_megatrons else self.tokenizer.encode(text))
 
     def decode(self, ids: list[int]) -> str:

@@ -1,4 +1,7 @@
-"""What a strategy says at each turn, for rows that stand at different columns. b rows, S columns, V logits."""
+"""Calls a strategy's methods at each step of generation, for rows at different columns.
+
+b rows, S columns, V logits. `continuation.py` uses this.
+"""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -18,21 +21,23 @@ Result = TypeVar("Result")
 
 
 class Turn(NamedTuple):
-    """What was decided for the rows of one turn."""
+    """The tokens and states decided for the rows of one step."""
 
     tokens: list[int]
     is_done: list[bool]
     num_generated: list[int]
-    """Tokens of each row's answer so far."""
+    """Number of tokens of each row's answer so far."""
 
 
 def first_decides(processes: Partners, decide: Callable[[], Result]) -> Result:
-    """What `decide` returns on the first of `processes`, on all of them; so does its error. Collective."""
+    """Runs `decide` on the first of `processes` and returns its result on all; its error is raised on all.
+    Collective.
+    """
     return processes.exchange(processes.agree(lambda: decide() if processes.rank == 0 else None))[0]  # type: ignore
 
 
 class BatchStatus:
-    """The batch as `update_generation_status` knows it, filled up as tokens are drawn.
+    """The batch in the form that `update_generation_status` takes, extended as tokens are drawn.
 
     Args:
         tokens: `[b, at least the longest prompt]` int64, padded on the right.
@@ -56,8 +61,8 @@ class BatchStatus:
     def add(self, rows: list[int], columns: list[int], drawn: torch.Tensor) -> Turn:
         """Writes the token `drawn [S]` for each row into its column, and asks the strategy which rows end.
 
-        It is asked once for each column: in `generation_started` are the rows whose newest token stands there, and what
-        it says of others is not used.
+        The strategy is called once for each column. `generation_started` marks the rows whose newest token is there;
+        its results for other rows are not used.
         """
         device = self.tokens.device
         of_rows, of_columns = torch.tensor(rows, device=device), torch.tensor(columns, device=device)
@@ -74,7 +79,7 @@ class BatchStatus:
         return Turn(drawn.tolist(), self.is_done[of_rows].tolist(), self.num_generated[of_rows].tolist())
 
     def follow(self, rows: list[int], columns: list[int], turn: Turn) -> None:
-        """Notes what another process decided; changes nothing on that process itself."""
+        """Records the decision of another process; changes nothing on the process that decided."""
         self.tokens[rows, columns] = torch.tensor(turn.tokens, device=self.tokens.device)
         self.is_done[rows] = torch.tensor(turn.is_done, device=self.tokens.device)
         self.num_generated[rows] = torch.tensor(turn.num_generated, device=self.tokens.device)
@@ -90,12 +95,13 @@ class BatchStatus:
 
 
 class StrategyChoice:
-    """Draws tokens by `sample_from_logits` where it is overridden, else as the engine does, padding ids masked.
+    """Draws tokens by `sample_from_logits` if it is overridden, otherwise by the engine's sampler with padding ids
+    masked.
 
     The first of the processes that share the model chooses for all of them.
 
     Args:
-        first_row: of the batch, that `Sequence.row` 0 is.
+        first_row: the row of the batch that has `Sequence.row` 0.
         group: the processes that share the model.
     """
 
@@ -112,7 +118,7 @@ class StrategyChoice:
         self.sampler = SampleOp(sampling_options(params))
 
     def __call__(self, rows: list[Sequence], logits: torch.Tensor) -> Drawn:
-        """A decode step's choice: see `generation/batching/step.py`."""
+        """The choice of a decode step: see `generation/batching/step.py`."""
         numbers = [self.first_row + row.row for row in rows]
         columns = [len(row) for row in rows]
         turn = first_decides(self.group, lambda: self.status.add(numbers, columns, self._draw(rows, logits)))
@@ -130,7 +136,7 @@ class StrategyChoice:
 
 
 def check_drawn(drawn: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """What `sample_from_logits` returned for `logits [S, V]`, as `[S]` int64; ValueError for anything else."""
+    """`drawn`, the result of `sample_from_logits` for `logits [S, V]`, as `[S]` int64; ValueError if it is invalid."""
     is_ids = isinstance(drawn, torch.Tensor) and not drawn.is_floating_point() and drawn.dtype != torch.bool
     if not is_ids or drawn.shape != logits.shape[:1] or bool(((drawn < 0) | (drawn >= logits.shape[1])).any()):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The lowest level: a model, wrapped so that a strategy can feed it tokens window by window.
+"""The lowest level: a wrapped model, which a strategy can feed with tokens window by window.
 
 Interface: Megatron Core's `inference/model_inference_wrappers/`. b rows, S columns, n columns of a window, V logits.
 """
@@ -18,27 +18,27 @@ from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.ops import Batch, DecodeBatch
 
 OWN_CACHES = ("past_key_values", "cache_params", "state")
-"""Names that transformers' models give their caches: most, Mamba and its like, RWKV."""
+"""Names of caches in transformers' models: most models, Mamba and similar ones, RWKV."""
 
 
 class AbstractModelInferenceWrapper(ABC):
-    """A model that gives logits for windows of columns of a batch of tokens.
+    """A model that returns logits for windows of columns of a batch of tokens.
 
-    A strategy calls `prep_model_for_inference` once for a batch, and then each window in turn, from the first column:
+    A strategy calls `prep_model_for_inference` once per batch, and then each window in turn, from the first column:
     `wrapper(wrapper.get_batch_for_context_window(start, end))`.
     """
 
     @abstractmethod
     def prep_model_for_inference(self, prompts_tokens: torch.Tensor) -> None:
-        """Gets ready for `prompts_tokens [b, S]`, which are kept: new tokens are written into them."""
+        """Prepares for `prompts_tokens [b, S]` and keeps this tensor: the caller writes new tokens into it."""
 
     @abstractmethod
     def get_batch_for_context_window(self, context_start_position: int, context_end_position: int) -> list[Any]:
-        """The inputs of `__call__` for columns from start to below end; those before start have been fed."""
+        """The inputs of `__call__` for columns from start to below end; the columns before start were fed already."""
 
     @abstractmethod
     def __call__(self, inference_input: list[Any]) -> torch.Tensor:
-        """Logits `[b, n, V]` of the window; collective where processes share the model."""
+        """Logits `[b, n, V]` of the window; collective if processes share the model."""
 
     @property
     def partners(self) -> Partners:
@@ -47,26 +47,26 @@ class AbstractModelInferenceWrapper(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the model's tokens belong."""
+        """The device of the model's tokens."""
         return torch.device("cpu")
 
     def release(self) -> None:  # noqa: B027
-        """Forgets the batch, where something is kept of it."""
+        """Frees the state of the batch, if there is any."""
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Inside, the model's weights stay where forward passes find them; windows outside of it fetch them each."""
+        """Context in which weights stay available for forward passes; windows outside it fetch them each time."""
         yield
 
 
 class GPTInferenceWrapper(AbstractModelInferenceWrapper):
-    """A causal model of an engine: its containers, or the model's own forward where it has none.
+    """A causal model of an engine: runs its containers, or the model's own forward if it has none.
 
     Keys and values are kept for all rows from `prep_model_for_inference` to `release`.
     """
 
     def __init__(self, model: Any, args: Any = None):
-        """Wraps what `initialize` or `init_inference` returned; `args`, Megatron's options, are the model's own here.
+        """Wraps the result of `initialize` or `init_inference`; `args`, Megatron's options, is only stored.
 
         Raises ValueError for anything else.
         """
@@ -77,7 +77,7 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
             )
         self.model, self.args = model, args
         self.prompts_tokens = torch.empty(0, 0, dtype=torch.int64)
-        self._state: torch.Tensor | dict[str, Any] | None = None  # the containers' keys and values, or the module's own
+        self._state: torch.Tensor | dict[str, Any] | None = None  # the containers' keys and values, or a module's cache
         self._num_fed = 0  # columns
         self._is_reading = False
 
@@ -88,7 +88,7 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
 
     @property
     def is_plain(self) -> bool:
-        """Whether none of the three methods is a subclass's, so that the engine may run its model without them."""
+        """Whether no subclass overrides one of the three methods, so that the engine may run its model without them."""
         names = ("prep_model_for_inference", "get_batch_for_context_window", "__call__")
         return all(getattr(type(self), name) is getattr(GPTInferenceWrapper, name) for name in names)
 
@@ -99,13 +99,13 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
 
     @property
     def device(self) -> torch.device:
-        """Where the model's tokens belong."""
+        """The device of the model's tokens."""
         return self.generator.device
 
     def prep_model_for_inference(self, prompts_tokens: torch.Tensor) -> None:
-        """Keeps `prompts_tokens [b, S]` int64 and forgets the keys and values of the batch before.
+        """Keeps `prompts_tokens [b, S]` int64 and drops the keys and values of the previous batch.
 
-        Raises ValueError where the model is in training mode, S is more than it can hold or memory does not suffice.
+        Raises ValueError if the model is in training mode, if S exceeds its positions, or if memory does not suffice.
         """
         if self.generator.module.training:
             raise ValueError("prep_model_for_inference(): the engine is in training mode; call engine.eval() first")
@@ -113,7 +113,7 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
             raise ValueError(f"prompts_tokens has shape {list(prompts_tokens.shape)}; pass [rows, tokens], none empty")
         containers = self.generator.model
         longest = None if containers is None else containers.max_positions
-        if longest is not None and prompts_tokens.shape[1] > longest + 1:  # the last one need not be fed
+        if longest is not None and prompts_tokens.shape[1] > longest + 1:  # the last column need not be fed
             raise ValueError(
                 f"prompts_tokens has {prompts_tokens.shape[1]} columns and the model {longest} positions; shorten the "
                 "prompts or lower num_tokens_to_generate"
@@ -124,14 +124,14 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
         self.prompts_tokens = prompts_tokens
 
     def release(self) -> None:
-        """Forgets the batch, and gives the memory of its keys and values back."""
+        """Drops the batch, and frees the memory of its keys and values."""
         self.prompts_tokens = self.prompts_tokens.new_empty(0, 0)
         self._state, self._num_fed = None, 0
 
     def get_batch_for_context_window(self, context_start_position: int, context_end_position: int) -> list[Any]:
         """Tokens and positions of the window, `[b, n]` int64 each.
 
-        Raises ValueError for an empty window, or one that leaves tokens out.
+        Raises ValueError for an empty window, or one outside the batch.
         """
         start, end, width = context_start_position, context_end_position, self.prompts_tokens.shape[1]
         if not 0 <= start < end <= width:
@@ -141,7 +141,7 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
         return [tokens, positions]
 
     def __call__(self, inference_input: list[Any]) -> torch.Tensor:
-        """Logits `[b, n, V]` fp32 for what `get_batch_for_context_window` gave; collective as `generate()` is.
+        """Logits `[b, n, V]` fp32 for the result of `get_batch_for_context_window`; collective like `generate()`.
 
         Raises ValueError for a window that does not begin where the last one ended.
         """
@@ -164,7 +164,7 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Inside, the weights stay gathered and adapters fused for any number of windows; collective."""
+        """Context in which the weights stay gathered and adapters fused for any number of windows; collective."""
         if self._is_reading:
             yield
             return
@@ -176,13 +176,13 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
                 self._is_reading = False
 
     def _run_module(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The module's own forward; it is fed all tokens again where its cache does not go on by such a window.
+        """Runs the module's own forward; feeds all tokens again if its cache cannot continue by this window.
 
-        Recurrent layers go on by single columns only: more, and they begin from nothing without a word.
+        Recurrent layers continue by single columns only: with more columns, they silently restart from an empty state.
         """
         module = self.generator.module
         is_rotary = getattr(module.config.get_text_config(), "rope_parameters", None) is not None  # type: ignore[union-attr, operator]
-        # Bamba would count them from 0 again; where they are embedded, some models count from another number.
+        # Bamba would count positions from 0 again. Models with position embeddings may count from another number.
         where = {"position_ids": positions} if is_rotary and "position_ids" in self.generator.accepted_names else {}
         if positions[0, 0] == 0:
             output = module(input_ids=tokens, use_cache=True)
@@ -203,7 +203,7 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
         return model.forward(batch, self._state, self.generator.layers()).unflatten(0, (num_rows, length))
 
     def _feed(self, model: InferenceModel, tokens: torch.Tensor, start: int) -> torch.Tensor:
-        """A later window, which sees those before it; a single column is a decode step."""
+        """A later window, which attends to those before it; a single column is a decode step."""
         assert self._state is not None
         (num_rows, num_columns), device = tokens.shape, tokens.device
         batch: Batch = pack(tokens.reshape(-1), [num_columns] * num_rows, num_before=start)
@@ -219,9 +219,9 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
 
 
 def _own_cache(output: Any) -> dict[str, Any] | None:
-    """The cache in a module's `output`, as its forward takes it; None: there is none."""
+    """The cache in a module's `output`, in the form that its forward takes; None if there is none."""
     if getattr(output, "state", None) is not None and len(output.logits) > 1:
-        return None  # RWKV's forward mixes up the states of rows where it goes on by single columns
+        return None  # RWKV's forward mixes the states of rows in single-column steps
     found = {name: cache for name in OWN_CACHES if (cache := getattr(output, name, None)) is not None}
     return found or None
 
