@@ -1,11 +1,11 @@
-"""The policy behind an OpenAI-compatible address, while it trains or by itself."""
+"""An OpenAI-compatible server for a model, during its training or without it."""
 
 import importlib
 from typing import Any
 
 
 def import_serving() -> Any:
-    """`of_engine.build_server`, imported where it is used: the web libraries are an extra.
+    """Imports `of_engine.build_server` on use, because the web libraries are an optional dependency.
 
     Raises:
         ValueError: one of them is not installed.

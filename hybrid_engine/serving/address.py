@@ -1,14 +1,14 @@
-"""The address that a server listens at: who may reach it, and whether it is free."""
+"""Checks and binds the address that a server listens at."""
 
 import ipaddress
 import socket
 
 BACKLOG = 1024
-"""Connections that may wait to be taken."""
+"""Number of connections that may wait to be accepted."""
 
 
 def check_address(host: str, *, has_keys: bool) -> None:
-    """Raises ValueError for an address that others can reach without a key."""
+    """Raises ValueError for an address that other machines can reach without a key."""
     try:
         is_own = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -20,18 +20,20 @@ def check_address(host: str, *, has_keys: bool) -> None:
 
 
 def check_free(host: str, port: int) -> None:
-    """Raises ValueError where nothing can listen at that address now."""
+    """Raises ValueError if the address cannot be bound now."""
     bind(host, port).close()
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that has that address for itself: connections wait. Raises ValueError where that cannot be."""
+    """A listening socket bound to the address; connections wait in its backlog. Raises ValueError if it cannot be
+    bound.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(BACKLOG)  # until somebody listens, others may bind the same address beside this
+        listener.listen(BACKLOG)  # before listen(), other sockets can bind the same address
     except OSError as error:
         listener.close()
         raise ValueError(f"host={host!r}, port={port}: {error.strerror or error}; choose another") from error

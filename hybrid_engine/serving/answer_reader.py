@@ -1,7 +1,7 @@
-"""One answer as text, reasoning and calls of tools, while it comes.
+"""Splits one answer into text, reasoning and tool calls while it is generated.
 
-Nothing is invented and nothing is lost: what is no call, or was cut off within one, is text as the model wrote it. Only
-white space around calls and reasoning is left out.
+Text that is not a complete call stays text as the model wrote it. Only white space around calls and reasoning is left
+out. `answers.py` feeds a reader with the text of each choice.
 """
 
 from collections.abc import Callable, Collection
@@ -14,33 +14,33 @@ from hybrid_engine.serving.tool_calls import FORMS, OWN, Form, as_tool_call, is_
 
 THINK, THOUGHT = "<think>", "</think>"
 REASONING_FIELDS = ("thinking", "reasoning", "reasoning_content")
-"""Names that response templates have for it."""
+"""Names of the reasoning field in response templates."""
 
 
 class Shown(NamedTuple):
-    """The part of an answer that may be shown."""
+    """The part of an answer that can be shown."""
 
     text: str = ""
     reasoning: str = ""
 
 
 class AnswerReader(Protocol):
-    """Takes an answer in as it comes."""
+    """Splits the text of one answer as it is generated."""
 
     calls: list[dict[str, Any]]
-    """Complete calls, OpenAI's objects."""
+    """Complete calls, as OpenAI's objects."""
 
     def add(self, text: str) -> Shown:
-        """Takes in what came; what of it, and of what was held back, may be shown."""
+        """Adds text; returns the part of it, and of text held back before, that can be shown."""
 
     def finish(self) -> Shown:
-        """The rest, at the end of the answer."""
+        """Returns the rest, at the end of the answer."""
 
 
 def build_reader(
     parser: str, tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]], prompt: list[int]
 ) -> AnswerReader:
-    """The reader of one answer to the tokens `prompt`; `parser` as `choose_parser` found it, not "none"."""
+    """The reader of one answer to the tokens `prompt`; `parser` is a result of `choose_parser` other than "none"."""
     if parser == OWN:
         return TemplateReader(tokenizer, tools, prompt)
     begun = tokenizer.decode(prompt[-8:]).rstrip().endswith(THINK)
@@ -48,11 +48,11 @@ def build_reader(
 
 
 class FormReader:
-    """Reads calls of one form, and reasoning in front of everything else.
+    """Reads calls of one form, and reasoning before everything else.
 
     Args:
-        form: of the model's calls.
-        names: of the tools that may be called.
+        form: the form of the model's calls.
+        names: names of the tools that may be called.
         is_reasoning: the prompt ends with the beginning of reasoning.
     """
 
@@ -60,18 +60,18 @@ class FormReader:
         self.form = form
         self._names = names
         self.calls: list[dict[str, Any]] = []
-        self._buffer = ""  # not read yet, or of a call that is not complete
-        self._body = 0  # where the call in the buffer begins after its sign
+        self._buffer = ""  # unread text, or text of an incomplete call
+        self._body = 0  # start of the call's body in the buffer, after the sign
         self._after_space: Callable[[bool], Shown] = self._read_reasoning
         self._read: Callable[[bool], Shown] = self._skip_space if is_reasoning else self._read_beginning
 
     def add(self, text: str) -> Shown:
-        """Takes in what came; what of it, and of what was held back, may be shown."""
+        """Adds text; returns the part of it, and of text held back before, that can be shown."""
         self._buffer += text
         return self._advance(False)
 
     def finish(self) -> Shown:
-        """The rest, at the end of the answer."""
+        """Returns the rest, at the end of the answer."""
         return self._advance(True)
 
     def _advance(self, is_end: bool) -> Shown:
@@ -106,7 +106,7 @@ class FormReader:
         return Shown(reasoning=self._take_before(THOUGHT, is_end).rstrip() if is_end else self._take_before(THOUGHT))
 
     def _take_before(self, tag: str, is_end: bool = False) -> str:
-        """The buffer up to what may be white space in front of `tag`, which it does not have; at the end all of it."""
+        """Removes and returns the buffer, except white space and a prefix of `tag` at its end; at the end all of it."""
         end = len(self._buffer)
         if not is_end:
             end = len(self._buffer[: end - longest_beginning(self._buffer, [tag])].rstrip())
@@ -123,7 +123,7 @@ class FormReader:
         return Shown(shown)
 
     def _read_whole(self, is_end: bool) -> Shown:
-        """The beginning of an answer that has calls and nothing else, or none."""
+        """Decides at the beginning of an answer whether it consists of calls only, or has none."""
         visible = self._buffer.lstrip()
         rest = visible.removeprefix(self.form.sign).lstrip()
         if rest.startswith("{"):
@@ -148,18 +148,18 @@ class FormReader:
         return self._close(len(self._buffer) - open_end, len(self._buffer))
 
     def _find_end(self, closing: str) -> int | None:
-        """Where the call in the buffer is closed; a closing inside a string of its JSON is none."""
+        """End of the `closing` of the call in the buffer, ignoring one inside a JSON string; None if there is none."""
         place = self._buffer.find(closing, self._body)
         while place >= 0 and is_cut_in_string(self._buffer[self._body : place]):
             place = self._buffer.find(closing, place + 1)
         return None if place < 0 else place + len(closing)
 
     def _close(self, body_end: int, end: int) -> Shown:
-        """Reads the calls that are in the buffer up to `end`; it is text where there are none."""
+        """Reads the calls in the buffer up to `end`; if there are none, that part is text."""
         written, self._read = self._buffer[:end], self._read_text
         found = parse_calls(self._buffer[self._body : body_end])
         if self.form.is_whole and not all(name in self._names for name, _ in found):
-            found = []  # JSON that has a name of something else
+            found = []  # JSON with the name of something else
         self._buffer = self._buffer[end:]
         self.calls += [as_tool_call(name, arguments) for name, arguments in found]
         return Shown() if found else Shown(written)
@@ -169,23 +169,23 @@ class TemplateReader:
     """Reads answers by the tokenizer's `response_template`, as transformers does.
 
     Args:
-        prompt: what is answered; it may have begun some part of the answer.
+        prompt: the prompt of the answer; it may contain the beginning of a part of the answer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]], prompt: list[int]):
         self.calls: list[dict[str, Any]] = []
         self._reader: Any = tokenizer.get_response_parser(prefix=prompt, tools=tools)
-        self._pending = ""  # came, and was neither shown nor part of what has been read
+        self._pending = ""  # text that was neither shown nor read as part of a field
 
     def add(self, text: str) -> Shown:
-        """Takes in what came; what of it, and of what was held back, may be shown."""
+        """Adds text; returns the part of it, and of text held back before, that can be shown."""
         self._pending += text
         if self._reader is None:
             return self._give_up()
         return self._attempt(lambda: self._reader.feed(text))
 
     def finish(self) -> Shown:
-        """The rest, at the end of the answer."""
+        """Returns the rest, at the end of the answer."""
         return Shown() if self._reader is None else self._attempt(lambda: self._reader.finalize()[1])
 
     def _attempt(self, read: Callable[[], list[dict[str, Any]]]) -> Shown:
@@ -196,7 +196,7 @@ class TemplateReader:
         return Shown("".join(part.text for part in parts), "".join(part.reasoning for part in parts))
 
     def _give_up(self) -> Shown:
-        """Shows as text, to the end of the answer, what the template cannot read."""
+        """Shows the text that the template cannot read, and everything after it, as text."""
         self._reader = None
         text, self._pending = self._pending, ""
         return Shown(text)

@@ -1,4 +1,7 @@
-"""Answers in OpenAI's shapes, whole or piece by piece."""
+"""Builds answers in OpenAI's format, whole or as events of a stream.
+
+`app.py` makes one `Writer` per request; a `Choice` collects one answer.
+"""
 
 import secrets
 import time
@@ -20,7 +23,7 @@ Tops = list[list[tuple[int, float]]]
 
 @dataclass
 class Piece:
-    """What some tokens added to a choice. A token whose text is held back is here before its text."""
+    """The tokens and text that a step added to a choice. A token can come before its text, which may be held back."""
 
     index: int
     text: str
@@ -29,34 +32,34 @@ class Piece:
     tops: Tops
     finish_reason: str | None
     calls: list[dict[str, Any]] = field(default_factory=list)
-    """Of tools, OpenAI's objects."""
+    """Tool calls, as OpenAI's objects."""
     reasoning: str = ""
 
 
 @dataclass
 class Choice:
-    """One answer as far as it has come."""
+    """One answer, as far as it has been generated."""
 
     index: int
     prompt: list[int]
     detokenizer: IncrementalDetokenizer
     sequence: Sequence | None = None
-    """What draws it; None where nothing is drawn or scored."""
+    """The sequence that generates it; None if nothing is generated or scored."""
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     tops: Tops = field(default_factory=list)
     finish_reason: str | None = None
     reader: AnswerReader | None = None
-    """Finds calls and reasoning in the text; None: it is given as it is."""
+    """Finds calls and reasoning in the text; None: the text is passed on unchanged."""
     most_calls: int | None = None
-    """The answer ends with so many."""
+    """Number of calls after which the answer ends."""
     reasoning: str = ""
     prompt_was_told: bool = False
-    """An event of a stream before gave the prompt's tokens."""
+    """Whether an earlier event of the stream had the prompt's tokens."""
 
     def add(self, told: Progress) -> Piece:
-        """Takes in what a turn brought, up to a stop string or the last call, and says what it added."""
+        """Adds the tokens of a step, up to a stop string or the last call, and returns what they added."""
         num_known_calls, count = len(self.calls), 0
         parts: list[Shown] = []
         for token in told.tokens:
@@ -90,7 +93,7 @@ class Choice:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """Calls of tools so far, OpenAI's objects."""
+        """Tool calls so far, as OpenAI's objects."""
         return [] if self.reader is None else self.reader.calls[: self.most_calls]
 
     @property
@@ -103,9 +106,9 @@ class Choice:
         return Shown() if len(self.calls) == self.most_calls or not text else self.reader.add(text)
 
     def _show_rest(self) -> Shown:
-        """At the end of the answer: what was held back."""
+        """Shows text that was held back, at the end of the answer."""
         shown = self._show(self.detokenizer.finish())
-        if self.detokenizer.stopped is not None:  # it may have come with the last characters
+        if self.detokenizer.stopped is not None:  # the last characters may contain a stop string
             self.finish_reason = "stop"
         if self.reader is None:
             return shown
@@ -125,13 +128,13 @@ class Choice:
         return {"role": "assistant", "content": self.text or None, "tool_calls": self.calls} | reasoning
 
     def keep_nothing(self, told: Progress) -> Piece:
-        """Passes over what a turn brought: only the prompt was to be scored."""
+        """Ignores the tokens of a step: only the prompt was to be scored."""
         self.finish_reason = "length"
         return Piece(self.index, "", [], [], [], "length")
 
 
 class Writer:
-    """What completions and chats share: names, usage, the order of choices.
+    """Base of the writers for completions and chats: names, usage, the order of choices.
 
     Args:
         asked: the request.
@@ -155,7 +158,7 @@ class Writer:
         return Choice(index, prompt, self._detokenizer(), sequence)
 
     def _detokenizer(self, shown: Collection[int] = ()) -> IncrementalDetokenizer:
-        """`shown`: special tokens that belong to the text."""
+        """A detokenizer for one choice. `shown`: special tokens that belong to the text."""
         request = self.request
         return IncrementalDetokenizer(
             self.model.tokenizer,
@@ -167,7 +170,7 @@ class Writer:
         )
 
     def add(self, told: Progress) -> Piece:
-        """What `told` adds to its choice."""
+        """Adds the progress `told` to its choice, and returns what it added."""
         choice = self._choice_of[told.sequence]
         return choice.add(told) if self.asked.num_new else choice.keep_nothing(told)
 
@@ -177,11 +180,11 @@ class Writer:
         return self._body(self.object_name, choices) | {"usage": self.usage()}
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """The events of a stream that tell `piece`."""
+        """The events of a stream for `piece`."""
         return [self._chunk([self._chunk_choice(self.choices[piece.index], piece)])]
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """An event before the last one, whose usage is null where the last one has it, or that so far."""
+        """An event before the last one; its usage is null if the last event has the usage, or the usage so far."""
         options, body = self.request.usage_of_stream, self._body(self.chunk_name, choices)
         if options.continuous_usage_stats:
             return body | {"usage": self.usage()}
@@ -192,11 +195,11 @@ class Writer:
         return []
 
     def usage_chunk(self) -> dict[str, Any]:
-        """The last event, where usage was asked for."""
+        """The last event, if usage was requested."""
         return self._body(self.chunk_name, []) | {"usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of prompts and answers; a prompt counts once, whatever `n` is."""
+        """Number of tokens of prompts and answers; a prompt counts once for any `n`."""
         prompt = sum(map(len, self.asked.prompts))
         completion = sum(len(choice.tokens) for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
@@ -206,7 +209,7 @@ class Writer:
         return head | {"choices": choices}
 
     def _ids(self, choice: Choice, tokens: list[int]) -> dict[str, Any]:
-        """The token ids, where they were asked for, the prompt's once; vLLM's names."""
+        """The token ids if they were requested, with the prompt's ids once; vLLM's names."""
         if not self.request.return_token_ids:
             return {}
         if choice.prompt_was_told:
@@ -215,7 +218,7 @@ class Writer:
         return {"token_ids": tokens, "prompt_token_ids": choice.prompt}
 
     def _name(self, token: int) -> str:
-        """The token's name in log-probabilities; part of a character is a replacement character."""
+        """The token's name in log-probabilities; part of a character becomes a replacement character."""
         if self.request.return_tokens_as_token_ids:
             return f"token_id:{token}"
         return token_bytes(self.model.tokenizer, token).decode(errors="replace")
@@ -228,23 +231,23 @@ class Writer:
 
 
 class CompletionWriter(Writer):
-    """Writes answers as the bodies of `/v1/completions`, whole or in events."""
+    """Writes answers as the bodies of `/v1/completions`, whole or as events."""
 
     prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
     request: CompletionRequest
 
     def __init__(self, asked: Asked, model: ServedModel):
         super().__init__(asked, model)
-        self._offsets: dict[int, TextOffsets] = {}  # of answers, by choice
+        self._offsets: dict[int, TextOffsets] = {}  # text offsets in answers, by choice
 
     def opening(self) -> list[dict[str, Any]]:
-        """The prompts, where they are echoed."""
+        """The prompts, if they are echoed."""
         if not self.request.echo:
             return []
         return [self._chunk([self._echo_choice(choice, None)]) for choice in self.choices]
 
     def _echo(self, choice: Choice) -> Piece:
-        """The prompt as a piece; before its first token there is nothing that could say how likely that was."""
+        """The prompt as a piece; the first token has no log-probability, because nothing comes before it."""
         text = self.model.tokenizer.decode(choice.prompt, skip_special_tokens=True)
         scores = None if choice.sequence is None else choice.sequence.prompt.scores
         if scores is None:
@@ -270,7 +273,7 @@ class CompletionWriter(Writer):
         return self._choice(choice, self._echo(choice), finish_reason, TextOffsets(self.model.tokenizer))
 
     def _answer_choice(self, choice: Choice, piece: Piece, reason: str | None, num_echoed: int) -> dict[str, Any]:
-        """A piece of the answer, which comes behind `num_echoed` characters of the prompt."""
+        """A piece of the answer, whose text follows `num_echoed` characters of the prompt."""
         offsets = self._offsets.get(choice.index)
         if offsets is None:
             skips = self.request.skip_special_tokens
@@ -289,7 +292,7 @@ class CompletionWriter(Writer):
             "token_logprobs": piece.logprobs,
             "text_offset": [offsets.next(token) for token in piece.tokens],
             "top_logprobs": [
-                # Tokens may have one text, such as parts of characters: the likelier comes last and stays.
+                # Tokens can have the same text, such as parts of characters: the likelier one comes last and is kept.
                 {self._name(token): value for token, value in reversed(likeliest)} or None
                 for likeliest in with_drawn(piece.tokens, piece.logprobs, piece.tops)
             ],
@@ -297,7 +300,7 @@ class CompletionWriter(Writer):
 
 
 class ChatWriter(Writer):
-    """Writes answers as the bodies of `/v1/chat/completions`, whole or in events."""
+    """Writes answers as the bodies of `/v1/chat/completions`, whole or as events."""
 
     prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
     request: ChatRequest
@@ -313,20 +316,22 @@ class ChatWriter(Writer):
         return Choice(index, prompt, detokenizer, sequence, reader=reader, most_calls=most_calls)
 
     def opening(self) -> list[dict[str, Any]]:
-        """The events before the first token, which say who speaks."""
+        """The events before the first token, which name the role."""
         delta = {"role": "assistant", "content": ""}
         first = {"delta": delta, "logprobs": None, "finish_reason": None}
         return [self._chunk([{"index": index} | first]) for index in range(len(self.choices))]
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """The events of a stream that tell `piece`; its end comes after its calls, by which clients know their end."""
+        """The events of a stream for `piece`; the finish reason comes after the calls, because clients take it as their
+        end.
+        """
         if not (piece.calls and piece.finish_reason):
             return super().chunks(piece)
         end = Piece(piece.index, "", [], [], [], piece.finish_reason)
         return super().chunks(replace(piece, finish_reason=None)) + super().chunks(end)
 
     def _body(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """The prompt's token ids are here as vLLM has them, once, and in each choice as completions have them."""
+        """Adds the prompt's token ids at the top level once, as vLLM does; the choices have them as in completions."""
         told = [choice["prompt_token_ids"] for choice in choices if "prompt_token_ids" in choice]
         return super()._body(name, choices) | ({"prompt_token_ids": told[0]} if told else {})
 
@@ -362,12 +367,12 @@ class ChatWriter(Writer):
 
 
 def with_drawn(tokens: list[int], logprobs: list[Any], tops: Tops) -> Tops:
-    """`tops` with the token that is there, last where it is none of the likeliest; without any for an unscored one."""
+    """`tops` with the actual token added last if it is not one of the likeliest; unchanged for an unscored token."""
     pairs = zip(tokens, logprobs, tops or [[]] * len(tokens), strict=True)
     return [likeliest if logprob is None else _with(token, logprob, likeliest) for token, logprob, likeliest in pairs]
 
 
 def _with(token: int, logprob: float, likeliest: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The token's log-probability is the one that is reported, to the last bit."""
+    """Uses the reported log-probability of the token, so that both values are identical."""
     found = {**dict(likeliest), token: logprob}
     return list(found.items())

@@ -1,4 +1,4 @@
-"""The web application: paths, keys, limits, and answers whole or streamed."""
+"""The web application: paths, keys, limits, and whole or streamed answers."""
 
 import asyncio
 import contextlib
@@ -47,29 +47,29 @@ from hybrid_engine.serving.sessions import Recorder, Session, Sessions, recorder
 
 MAX_BODY_BYTES = 4 * 2**20
 MAX_BODIES_BYTES = 2**28
-"""Of all requests that are being read."""
+"""Limit for the bodies of all requests that are being read."""
 SECONDS_FOR_BODY = 30.0
 MAX_LISTS = 2**16
-"""Lists and objects in a body: they take a hundred times as long to read as text of their length."""
+"""Maximum number of lists and objects in a body: they take a hundred times as long to read as text of their length."""
 MAX_VALUES = 2**19
 NUM_THREADS = 4
-"""That read requests and write answers, beside the event loop."""
+"""Number of threads that read requests and write answers, in addition to the event loop."""
 NUM_TRYING = 2
-"""Guides that are tried at once."""
+"""Number of guides that are tried at once."""
 Found = TypeVar("Found")
 log = logging.getLogger(__name__)
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # json.dumps would build one for each event
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # json.dumps would build one per event
 _STRICT_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 _STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 
 
 class App:
-    """Answers for one model.
+    """Serves one model over HTTP.
 
     Args:
-        keys: what clients must send, where there are any.
-        pages: what web pages may send where there is no key.
-        max_body_bytes: of a request.
+        keys: the keys that clients must send, if there are any.
+        pages: the web pages that may send requests if there are no keys.
+        max_body_bytes: maximum size of a request's body.
     """
 
     def __init__(
@@ -88,16 +88,16 @@ class App:
         self._bodies_bytes = 0
         self._threads = ThreadPoolExecutor(NUM_THREADS, "hybrid-engine-request")
         self._trying = ThreadPoolExecutor(NUM_TRYING, "hybrid-engine-guide")
-        prepare_guides(model.tokenizer, model.vocab_size)  # before anybody waits
-        model.tokenizer.encode("x")  # the first call lets go of truncation, which threads must not do at once
+        prepare_guides(model.tokenizer, model.vocab_size)  # before the first request
+        model.tokenizer.encode("x")  # the first call disables truncation, which is not thread-safe
         self.metrics = Metrics(worker)
         app = Starlette(routes=self._routes(), exception_handlers={404: _not_found, 405: _not_found})
-        app.router.redirect_slashes = False  # a redirect names the host that the client named
+        app.router.redirect_slashes = False  # a redirect would contain the host that the client sent
         self.asgi = pages.guarded(app, has_keys=bool(keys))
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """All paths, each with the class that its requests are read by."""
+        """All paths, each with the class of its requests' bodies."""
         return [
             Endpoint("/v1/completions", self.completions, CompletionRequest, has_events=True),
             Endpoint("/v1/chat/completions", self.chat, ChatRequest, has_events=True),
@@ -122,7 +122,7 @@ class App:
         ]
 
     def _guarded(self, handler: Callable[[Request], Any], *, is_for_metrics: bool = False) -> Callable[[Request], Any]:
-        """`handler` behind the key; its errors become OpenAI's, and every answer is counted."""
+        """`handler` behind the key check; errors get OpenAI's format, and every answer is counted."""
 
         async def handle(request: Request) -> Response:
             try:
@@ -132,7 +132,7 @@ class App:
                 response = JSONResponse(error.body, error.status, error.headers)
             except ClientDisconnect:
                 response = Response(status_code=499)
-            except asyncio.CancelledError:  # the server ends, and waits no longer for the rest of the request
+            except asyncio.CancelledError:  # the server shuts down while it waits for the request
                 response = JSONResponse(ended(None).body, ended(None).status)
             except Exception:
                 log.exception("at %s", request.scope["route"].path)
@@ -239,7 +239,7 @@ class App:
         return JSONResponse(build_document(self.endpoints))
 
     def _session(self, request: Request, body: Any) -> Session | None:
-        """The conversation that a request says it belongs to: in its body, or in a header."""
+        """The session that a request names in its body or in a header; None if it names none."""
         session_id = body.session_id or request.headers.get("x-session-id") or None
         if session_id is None:
             return None
@@ -265,7 +265,7 @@ class App:
             )
 
     async def _body(self, request: Request, kind: type[BaseModel]) -> Any:
-        """The body as a `kind`; raises RequestError where it is too large, no JSON or not as it should be."""
+        """The body as a `kind`; raises RequestError if it is too large, not JSON, or invalid."""
         try:
             raw = await asyncio.wait_for(self._read(request), SECONDS_FOR_BODY)
         except asyncio.TimeoutError as error:
@@ -280,9 +280,9 @@ class App:
         return body
 
     async def _read(self, request: Request) -> bytes:
-        """The bytes of the body, which count until it is read as JSON.
+        """The bytes of the body, which count toward the limit until they are parsed.
 
-        Raises RequestError where they, or those of all requests, are too many.
+        Raises RequestError if they, or those of all requests together, are too many.
         """
         parts: list[bytes] = []
         size = 0
@@ -303,22 +303,24 @@ class App:
         return b"".join(parts)
 
     async def _elsewhere(self, work: Callable[[], Found]) -> Found:
-        """The result of `work`, done on a thread while the event loop answers others."""
+        """Runs `work` on a thread, so that the event loop can serve other requests, and returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def _try_guide(self, body: ChatRequest | CompletionRequest) -> None:
-        """Raises RequestError for a guide that cannot be read in time; other requests have threads of their own."""
+        """Raises RequestError for a guide that cannot be compiled in time; runs on separate threads, so that others do
+        not wait.
+        """
         if body.guide or (isinstance(body, ChatRequest) and body.forced_tools is not None):
             trial = partial(try_guide_of, body, self.model)
             await asyncio.get_running_loop().run_in_executor(self._trying, trial)
 
     def close(self) -> None:
-        """Ends the threads, once no request is there any more."""
+        """Ends the threads; call it when no request is left."""
         for threads in (self._threads, self._trying):
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def _answer(self, request: Request, reading: Callable[[], tuple[Writer, Recorder | None]]) -> Response:
-        """The answer to what `reading`, which may take long, makes of the request."""
+        """The response to a request. `reading`, which may take long, makes a writer from the body."""
         writer, record = await self._unless_gone(request, self._elsewhere(reading))
         asked = writer.asked
         for sequence in asked.sequences:
@@ -326,7 +328,7 @@ class App:
         self.metrics.prompt_tokens.inc(sum(map(len, asked.prompts)))
         progress = self._measured(self.listening.run(self.worker, asked.sequences, writer.add))
         if asked.request.stream:
-            # The first of it decides whether there is an error to answer with, which a stream has no place for.
+            # The first piece decides whether an error status is returned, which is impossible once a stream has begun.
             first = await self._unless_gone(request, anext(progress, None))
             stream = self._stream(first, progress, writer, record)
             return StreamingResponse(stream, media_type="text/event-stream")
@@ -334,7 +336,7 @@ class App:
         return await self._elsewhere(partial(_finished, writer, record))
 
     async def _unless_gone(self, request: Request, answer: Awaitable[Found]) -> Found:
-        """What `answer` brings; it is cancelled, and ClientDisconnect raised, where the client goes away before."""
+        """The result of `answer`; if the client disconnects first, cancels it and raises ClientDisconnect."""
         coming = asyncio.ensure_future(answer)
         leaving = asyncio.ensure_future(_until_gone(request))
         try:
@@ -353,7 +355,7 @@ class App:
     async def _stream(
         self, first: Piece | None, progress: AsyncIterator[Piece], writer: Writer, record: Recorder | None
     ) -> AsyncIterator[str]:
-        """Server-sent events; whoever stops reading ends the request."""
+        """Server-sent events; if the client stops reading, the request ends."""
         is_complete = False
         try:
             async with contextlib.aclosing(progress):  # type: ignore[type-var]
@@ -382,7 +384,7 @@ class App:
                 self.metrics.cancelled.inc()
 
     async def _measured(self, progress: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
-        """The same, counted and timed."""
+        """The pieces of `progress`, counted and timed."""
         begin = time.perf_counter()
         latest: dict[int, float] = {}
         async with contextlib.aclosing(progress):  # type: ignore[type-var]
@@ -423,16 +425,16 @@ def _opening(writer: Writer) -> list[str]:
 
 
 class _WholeResponse(JSONResponse):
-    """JSON that may be large: it is written in small parts, since no other thread runs within one."""
+    """JSON that may be large: it is encoded in small parts, because no other thread can run within one."""
 
     def render(self, content: Any) -> bytes:
         return "".join(_STRICT_ENCODER.iterencode(content)).encode()
 
 
 def read_json(raw: bytes) -> dict[str, Any]:
-    """The JSON object that `raw` is, at most 200 levels deep.
+    """The JSON object in `raw`, at most 200 levels deep.
 
-    Raises RequestError for anything else, for text that no UTF-8 can have, and for more lists or values than may be.
+    Raises RequestError for anything else, for invalid UTF-8, and for too many lists or values.
     """
     _check_counts(raw)
     try:
@@ -445,10 +447,10 @@ def read_json(raw: bytes) -> dict[str, Any]:
 
 
 def _check_counts(raw: bytes) -> None:
-    """Raises RequestError where reading `raw` would take long, during which no other thread runs."""
+    """Raises RequestError if parsing `raw` would take long, during which no other thread can run."""
     for limit, named, signs in ((MAX_LISTS, "lists and objects", (b"[", b"{")), (MAX_VALUES, "values", (b",",))):
         if sum(map(raw.count, signs)) > limit:
-            count = sum(map(_STRINGS.sub(b"", raw).count, signs))  # without those in texts
+            count = sum(map(_STRINGS.sub(b"", raw).count, signs))  # without those in strings
             if count > limit:
                 reason = f"the body has {count:,} {named}, and at most {limit:,} may be; send less"
                 raise RequestError(reason, code="body_too_large")

@@ -1,4 +1,7 @@
-"""From a checked body to sequences: prompts as token ids, options in the engine's words, names for the noise."""
+"""Makes sequences from a checked request body: prompts as token ids, the engine's options, keys for sampling.
+
+`app.py` calls this for completions, chats and `/tokenize`.
+"""
 
 import functools
 import secrets
@@ -30,60 +33,60 @@ from hybrid_engine.serving.tool_calls import (
 )
 
 TEXT_GUIDE = ("guided_json", "guided_whitespace_pattern")
-"""What a `response_format` becomes, of an answer that is no call."""
+"""Options that a `response_format` sets for an answer that is not a call."""
 MAX_ANSWERS = 1024
-"""That one request may ask for unless told otherwise."""
+"""Default maximum number of answers of one request."""
 MAX_ECHOED = 2**18
-"""Log-probabilities of prompts in one answer, some 40 bytes each."""
+"""Maximum number of log-probabilities of prompts in one answer, about 40 bytes each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """What a request needs to know of the model."""
+    """The properties of the model that requests depend on."""
 
     name: str
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int
     longest: int
-    """Tokens of prompt and answer together."""
+    """Maximum number of tokens of prompt and answer together."""
     end_tokens: list[int]
     created: int
     """Unix time."""
     suppressed: tuple[int, ...] = ()
-    """Ids that are never drawn: what pads a vocabulary, and whatever else the model's generation_config names."""
+    """Ids that are never drawn: padding of the vocabulary, and ids that the model's generation_config suppresses."""
     tool_call_parser: str = NONE
-    """How calls of tools are found in its answers."""
+    """The parser that finds tool calls in its answers."""
     adapters: dict[str, str] = field(default_factory=dict)
-    """peft's adapters of it by the names that clients call them, each a model of its own."""
+    """Maps the names that clients use to peft's adapters; each is served as a separate model."""
     max_answers: int = MAX_ANSWERS
-    """That one request may ask for."""
+    """Maximum number of answers of one request."""
 
     @functools.cached_property
     def longest_token(self) -> int:
-        """UTF-8 bytes of the longest token: a text has at least so many tokens as it has of these."""
+        """Maximum number of UTF-8 bytes of a token; a text of n bytes has at least n / longest_token tokens."""
         return max((len(token.encode()) for token in self.tokenizer.get_vocab()), default=1)
 
     @property
     def names(self) -> list[str]:
-        """All that clients may ask for."""
+        """All model names that clients may use."""
         return [self.name, *self.adapters]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that can be run: `n` sequences for each prompt, in the order of OpenAI's `index`."""
+    """A request that can run: `n` sequences for each prompt, in the order of OpenAI's `index`."""
 
     request: SamplingFields
     prompts: list[list[int]]
     num_new: int
-    """Tokens that each answer may have."""
+    """Maximum number of tokens of each answer."""
     sequences: list[Sequence] = field(default_factory=list)
     guides: list[CompiledGuide] = field(default_factory=list)
-    """The guides of the sequences, which find them ready as long as they are here."""
+    """The compiled guides of the sequences; holding them keeps them in the cache."""
 
 
 def read_completion(request: CompletionRequest, model: ServedModel) -> Asked:
-    """Raises RequestError for what this model cannot run."""
+    """A runnable completion request; raises RequestError if this model cannot run it."""
     check_answers(len(request.prompts) * request.n, model)
     prompts = [_tokens(prompt, model) for prompt in request.prompts]
     longest = 16 if request.max_tokens is None else request.max_tokens
@@ -91,21 +94,23 @@ def read_completion(request: CompletionRequest, model: ServedModel) -> Asked:
 
 
 def read_chat(request: ChatRequest, model: ServedModel, prompt: list[int]) -> Asked:
-    """`prompt`: the conversation's token ids. Raises RequestError for what this model cannot run."""
+    """A runnable chat request; `prompt`: the conversation's token ids. Raises RequestError if this model cannot
+    run it.
+    """
     check_answers(request.n, model)
     longest = request.longest_answer
     return _asked(request, [prompt], max(1, model.longest - len(prompt)) if longest is None else longest, model)
 
 
 def chat_tokens(request: ChatRequest, model: ServedModel) -> list[int]:
-    """The conversation as its chat template writes it, up to where the assistant's turn begins."""
+    """The token ids of the conversation, written by the chat template up to the start of the assistant's turn."""
     text = chat_text(request, model, request.template_messages)
     check_text(text, model, "messages")
     return model.tokenizer.encode(text, add_special_tokens=False)
 
 
 def chat_text(request: ChatRequest, model: ServedModel, messages: list[dict[str, Any]]) -> str:
-    """What the chat template makes of `messages`; raises RequestError where it has none or fails."""
+    """The text that the chat template makes of `messages`; raises RequestError if there is no template or it fails."""
     template = model.tokenizer.chat_template
     if template is None:
         raise RequestError(
@@ -132,14 +137,14 @@ def _apply_template(request: ChatRequest, model: ServedModel, messages: list[dic
 
 
 def parser_for(request: ChatRequest, model: ServedModel) -> str:
-    """How calls are found in answers to `request`; "none" where there are none to be found."""
+    """The parser of calls in answers to `request`; "none" if it offers no tools."""
     if not request.offered_tools:
         return NONE
     return model.tool_call_parser if request.forced_tools is None else forcing_parser(model.tool_call_parser)
 
 
 def read_tokens(request: TokenizeRequest, model: ServedModel) -> list[int]:
-    """The token ids of what `/tokenize` is asked about; raises RequestError where the chat template refuses it."""
+    """The token ids of the input of `/tokenize`; raises RequestError if the chat template refuses it."""
     if request.prompt is not None:
         check_text(request.prompt, model, "prompt")
         return model.tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
@@ -168,7 +173,7 @@ def _tokens(prompt: str | list[int], model: ServedModel) -> list[int]:
 
 
 def check_answers(count: int, model: ServedModel) -> None:
-    """Raises RequestError where one request asks for more answers than may wait."""
+    """Raises RequestError if one request asks for more answers than may wait."""
     if count > model.max_answers:
         raise RequestError(
             f"{count} answers are asked for at once, and at most {model.max_answers} may wait; send fewer prompts, or "
@@ -179,7 +184,7 @@ def check_answers(count: int, model: ServedModel) -> None:
 
 
 def check_text(text: str, model: ServedModel, param: str) -> None:
-    """Raises RequestError for a text that cannot fit, however it is cut into tokens."""
+    """Raises RequestError for a text that is too long for any tokenization."""
     size = len(text.encode())
     if size > model.longest * model.longest_token:
         raise RequestError(
@@ -191,7 +196,7 @@ def check_text(text: str, model: ServedModel, param: str) -> None:
 
 
 def check_echo(request: SamplingFields, prompts: list[list[int]]) -> None:
-    """Raises RequestError where the log-probabilities of prompts that are told again would be an answer too large."""
+    """Raises RequestError if the log-probabilities of echoed prompts would make the answer too large."""
     entries = sum(map(len, prompts)) * request.n * (1 + (request.num_top_logprobs or 0))
     if entries > MAX_ECHOED:
         raise RequestError(
@@ -203,7 +208,7 @@ def check_echo(request: SamplingFields, prompts: list[list[int]]) -> None:
 
 
 def check_tokens(tokens: list[int], model: ServedModel, param: str) -> None:
-    """Raises RequestError for a token id that the model does not have; `param` is their field."""
+    """Raises RequestError for a token id outside the vocabulary; `param` names the field."""
     beyond = [token for token in tokens if token >= model.vocab_size]
     if beyond:
         raise RequestError(
@@ -239,7 +244,7 @@ def _asked(request: SamplingFields, prompts: list[list[int]], num_new: int, mode
 
 
 def try_guide_of(request: SamplingFields, model: ServedModel) -> None:
-    """Raises RequestError for a guide that cannot be read in time; takes seconds then."""
+    """Raises RequestError for a guide that cannot be compiled in time, after some seconds."""
     given = _guide_of(request, model)
     json_space = given.pop("guided_whitespace_pattern", None)
     if len(given) != 1:
@@ -251,7 +256,7 @@ def try_guide_of(request: SamplingFields, model: ServedModel) -> None:
 
 
 def _compiled(options: GenerationOptions, model: ServedModel) -> list[CompiledGuide]:
-    """The guide of these options, if they have one; raises RequestError where the library gives it up."""
+    """The compiled guide of these options, if they have one; raises RequestError if the library refuses it."""
     if options.rules.guide is None:
         return []
     try:
@@ -261,9 +266,9 @@ def _compiled(options: GenerationOptions, model: ServedModel) -> list[CompiledGu
 
 
 def _guide_of(request: SamplingFields, model: ServedModel) -> dict[str, Any]:
-    """What guides an answer, by the engine's names: a call where it must be one, a call or a text where it may be.
+    """The engine's options that guide an answer: to a call if one is required, to a call or a text if both are allowed.
 
-    Raises RequestError where a call would have a form that cannot be guided.
+    Raises RequestError if a call would have a form that cannot be guided.
     """
     given = request.guide
     parser = parser_for(request, model) if isinstance(request, ChatRequest) else NONE
@@ -290,7 +295,7 @@ def _guide_of(request: SamplingFields, model: ServedModel) -> dict[str, Any]:
 
 
 def _options(request: SamplingFields, num_new: int, prompt_length: int, model: ServedModel) -> GenerationOptions:
-    """The engine's options; raises RequestError for the first it refuses."""
+    """The engine's options; raises RequestError for the first option that it refuses."""
     ends = [] if request.ignore_eos else model.end_tokens
     is_sampled = request.temperature > 0
     named: dict[str, Any] = {

@@ -1,13 +1,13 @@
-"""Clients of a server, by the package that its protocol is named after."""
+"""Builds a client for a server, with the package of its protocol."""
 
 import importlib
 from typing import Any
 
 
 def build_client(url: str, api_key: str | None) -> Any:
-    """An `openai.OpenAI` for `url`; ValueError where the package is not installed.
+    """An `openai.OpenAI` for `url`; ValueError if the package is not installed.
 
-    It asks again where the connection breaks or the server is overloaded.
+    It retries if the connection breaks or the server is overloaded.
     """
     try:
         openai = importlib.import_module("openai")

@@ -1,4 +1,4 @@
-"""Connections that bring or take nothing are closed: what uvicorn leaves open for as long as a client likes."""
+"""Closes idle and stalled connections, which uvicorn leaves open for as long as the client does."""
 
 import asyncio
 import logging
@@ -12,29 +12,30 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 SECONDS_FOR_HEADERS = 20.0
-"""Of the first request."""
+"""Time limit for the headers of the first request."""
 SECONDS_BETWEEN_REQUESTS = 75.0
-"""Clients close a connection that they do not use after seconds (httpx: 5); one that the server closes first may be in
-use again by then, and a request is lost."""
+"""Idle time after which the server closes a connection. Clients close idle connections after seconds (httpx: 5). If the
+server closes first, the client may already use the connection again, and that request is lost.
+"""
 SECONDS_TO_TAKE = 30.0
-"""In which a client takes some of an answer that waits for it, unless told otherwise."""
+"""Default time in which a client must read some of a waiting answer."""
 MIN_TAKEN = 4096
-"""Bytes of it, where there are so many."""
+"""Bytes that it must read in that time, if there are as many."""
 MAX_CONNECTIONS = 4096
 SPARE_DESCRIPTORS = 64
-"""For what the process opens beside connections; a quarter of all where there are few."""
+"""File descriptors kept for uses other than connections; a quarter of all if there are few."""
 SECONDS_BETWEEN_LINES = 60.0
-"""In the log, about connections that are too many."""
+"""Minimum time between log messages about too many connections."""
 log = logging.getLogger(__name__)
 
 
 class _Crowd:
-    """Says in the log, once in a while, that connections are too many."""
+    """Logs, at most once per interval, that there are too many connections."""
 
     told = -math.inf
 
     def tell(self, num_open: int) -> None:
-        """`num_open`: connections that stay."""
+        """Logs the warning; `num_open`: number of connections that stay open."""
         now = time.monotonic()
         if now - self.told >= SECONDS_BETWEEN_LINES:
             self.told = now
@@ -51,11 +52,12 @@ _CROWD = _Crowd()
 
 
 class BoundedConnection(H11Protocol):
-    """One connection, closed where its next request does not begin in time, or its client takes no answers.
+    """One connection, which is closed if its next request does not begin in time or its client does not read answers.
 
-    So is one of too many: there are MAX_CONNECTIONS, and fewer where the process may open few files.
+    It is also closed if there are too many: MAX_CONNECTIONS, or fewer if the process may open few files.
 
-    h11 bounds the size of a request's line and headers to 64 KiB. `stall_seconds`: in which a client takes something.
+    h11 limits the size of a request's line and headers to 64 KiB. `stall_seconds`: time in which a client must read
+    something.
     """
 
     def __init__(self, *args: Any, stall_seconds: float, **options: Any):
@@ -63,7 +65,7 @@ class BoundedConnection(H11Protocol):
         self.stall_seconds = stall_seconds
 
     def connection_made(self, transport: Any) -> None:
-        """Begins to watch a connection that a client has opened."""
+        """Starts to watch a new connection."""
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS or _is_among_the_last(transport):
             _CROWD.tell(len(self.connections) - 1)
@@ -73,7 +75,7 @@ class BoundedConnection(H11Protocol):
         self._watch_reader(None, math.inf)
 
     def _watch(self, last_seen: Any) -> None:
-        """Closes the connection unless it has begun or gone on with a request since `last_seen`."""
+        """Closes the connection unless it has started or continued a request since `last_seen`."""
         if self.transport.is_closing():
             return
         is_idle = self.cycle is None or self.cycle.response_complete
@@ -85,21 +87,22 @@ class BoundedConnection(H11Protocol):
         self._timer = self.loop.call_later(seconds, self._watch, self.cycle)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends the watch of a connection that is closed."""
+        """Stops watching a closed connection."""
         super().connection_lost(exc)
         for timer in (self._timer, self._reader_timer):
             if timer is not None:
                 timer.cancel()
 
     def resume_writing(self) -> None:
-        """The client has taken most of what waited."""
+        """Records that the client has read most of the waiting data."""
         super().resume_writing()
         self._has_resumed = True
 
     def _watch_reader(self, last_cycle: Any, last_left: float) -> None:
-        """Drops the connection where hardly any of `last_left` bytes has been taken, of an answer to the same request.
+        """Drops the connection if almost none of `last_left` waiting bytes was read, in an answer to the same request.
 
-        More is written only to a client that takes what there is, so that they become fewer or it has resumed.
+        More is written only to a client that has read what is there. Progress therefore means fewer bytes or a resumed
+        transport.
         """
         is_waiting = self.flow.write_paused or self.cycle is None or self.cycle.response_complete
         left = self.transport.get_write_buffer_size() if is_waiting else 0
@@ -119,14 +122,14 @@ class BoundedConnection(H11Protocol):
 
 
 def _reset(transport: Any) -> None:
-    """Drops a connection with what the system still holds for the client, which would go on being sent."""
+    """Drops a connection and the data that the system holds for the client, which would otherwise still be sent."""
     opened = transport.get_extra_info("socket")
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     transport.abort()
 
 
 def _is_among_the_last(transport: Any) -> bool:
-    """Whether hardly more files may be opened; a new one has the lowest number that is free."""
+    """Whether almost no more files may be opened; a new file gets the lowest free number."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most == resource.RLIM_INFINITY:
         return False

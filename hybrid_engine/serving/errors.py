@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API words them: `{"error": {"message", "type", "param", "code"}}` and a status."""
+"""Errors in the format of OpenAI's API: `{"error": {"message", "type", "param", "code"}}` and a status."""
 
 from typing import Any
 
@@ -7,24 +7,24 @@ from pydantic import ValidationError
 from hybrid_engine.generation.request.guides import GuideError
 
 MAX_SHOWN = 200
-"""Characters of a value that a client sent, in what it is told."""
+"""Maximum number of characters of a client's value in a message to it."""
 
 MAX_MESSAGE = 2000
-"""Characters of a whole message, whatever a library says in it."""
+"""Maximum number of characters of a message, including text from libraries."""
 
 
 def cut(text: str) -> str:
-    """The beginning of what a client sent."""
+    """`text`, sent by a client, cut to MAX_SHOWN characters."""
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 class RequestError(Exception):
-    """What is wrong with one request; the server goes on.
+    """An error of one request; the server continues.
 
     Args:
-        param: the field of the body that it is about.
-        code: OpenAI's word for it.
-        is_last: whether the connection is closed: not all of the request was read.
+        param: the field of the body with the error.
+        code: OpenAI's code for the error.
+        is_last: whether the connection is closed, because the request was not read completely.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class RequestError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """When to come again, in seconds, where that is known; and the end of the connection."""
+        """`Retry-After` in seconds, if it is known, and `Connection: close` for a last request."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         return headers | ({"Connection": "close"} if self.is_last else {})
 
 
 def overloaded(num_waiting: int, limit: int) -> RequestError:
-    """429: as many requests wait as may."""
+    """429: the maximum number of requests is waiting."""
     return RequestError(
         f"{num_waiting} answers wait to begin and at most {limit} may; send the request again later",
         status=429,
@@ -67,7 +67,7 @@ def overloaded(num_waiting: int, limit: int) -> RequestError:
 
 
 def not_finite() -> RequestError:
-    """500: there is no next token."""
+    """500: the logits are not finite, so that there is no next token."""
     return RequestError(
         "the model's logits are not finite; nothing more comes of this answer",
         status=500,
@@ -77,7 +77,7 @@ def not_finite() -> RequestError:
 
 
 def rule_failed(error: Exception) -> RequestError:
-    """400 where a client's guide is too large; 500 for any other `error` of a rule that shapes this answer alone."""
+    """400 if a client's guide is too large; 500 for any other `error` of a rule that affects only this answer."""
     if isinstance(error, GuideError):
         return RequestError(str(error), code="guide_failed")
     return RequestError(
@@ -89,7 +89,7 @@ def rule_failed(error: Exception) -> RequestError:
 
 
 def ended(cause: BaseException | None) -> RequestError:
-    """503: nobody takes turns any more, since `cause` was raised, or None: the server was told to end."""
+    """503: generation has ended because of the error `cause`, or because the server is ending (None)."""
     if cause is None:
         reason, code = "the server is ending", "unavailable"
     else:
@@ -98,14 +98,14 @@ def ended(cause: BaseException | None) -> RequestError:
 
 
 def broken() -> RequestError:
-    """500: an error of the server's own; its log has more."""
+    """500: an internal error of the server; its log has details."""
     return RequestError("the server failed at this request", status=500, kind="server_error", code="internal_error")
 
 
 def wrong_body(error: ValidationError) -> RequestError:
-    """The first thing that a body has wrong, by its field."""
+    """The first error in a body, with its field."""
     first = error.errors(include_url=False)[0]
-    # Alternatives of a union are named after the field: `prompt.list[int].0`.
+    # Alternatives of a union come after the field: `prompt.list[int].0`.
     param = str(first["loc"][0]) if first["loc"] else None
     value = first.get("input")
     if first["type"] == "missing":

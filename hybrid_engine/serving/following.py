@@ -1,4 +1,4 @@
-"""What serving is on a process that shares the model with the one that is asked."""
+"""The server object on processes that share a model with the leader, which serves it."""
 
 import threading
 from collections.abc import Callable
@@ -14,12 +14,12 @@ from hybrid_engine.serving.sessions import Trajectory
 
 
 class FollowingServer:
-    """Stands where the leader has its Server: the same address to ask at, no web side of its own.
+    """Takes the place of the leader's Server: has the same address, but no web server.
 
     Args:
-        opening: opens this process's live batch, on a thread of its own.
-        name: of the model, as clients call it.
-        keys: what the leader's clients must send.
+        opening: opens this process's live batch, on a separate thread.
+        name: the model's name for clients.
+        keys: the keys that the leader's clients must send.
     """
 
     def __init__(
@@ -36,29 +36,29 @@ class FollowingServer:
         self._trajectories: list[Trajectory] | None = None
 
     def start(self) -> "FollowingServer":
-        """Joins the leader's `Server.start`; raises what prevents that."""
+        """Joins the leader's `Server.start`; raises the error that prevents it."""
         self._link.led(_nothing)
         self.url = self._link.receive()
         self.worker.start()
         return self
 
     def client(self) -> Any:
-        """An `openai.OpenAI` that talks to the leader; ValueError where the package is not installed."""
+        """An `openai.OpenAI` connected to the leader; ValueError if the package is not installed."""
         return build_client(self.url, self.keys.first)
 
     @property
     def api_key(self) -> str | None:
-        """The key to hand to whoever plays episodes; None: the leader needs none."""
+        """The key for clients that play episodes; None if the leader needs none."""
         return self.keys.first
 
     num_running = 0
-    """Of requests that came here."""
+    """Number of running requests that came to this process."""
 
     def wait(self, ending: threading.Event) -> None:
-        """Returns at once: the leader is who waits, and `close()` waits for it."""
+        """Returns at once: the leader waits, and `close()` waits for the leader."""
 
     def trajectories(self) -> list[Trajectory]:
-        """The leader's conversations, after `close()`; before it a ValueError."""
+        """The leader's conversations, after `close()`; ValueError before."""
         if self._trajectories is None:
             raise ValueError(
                 f"trajectories(): they are on rank {self._link.leader}, which is asked; call it there, or after serving"
@@ -66,7 +66,7 @@ class FollowingServer:
         return self._trajectories
 
     def close(self) -> None:
-        """Waits until the leader has ended; raises what went wrong meanwhile."""
+        """Waits until the leader has ended; raises errors that occurred meanwhile."""
         self.worker.close()
         self._trajectories = self._link.receive()
 

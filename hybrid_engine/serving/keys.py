@@ -1,6 +1,6 @@
-"""Keys of clients: one, or several with names in a file that is read again when it changes hands.
+"""Client keys: one, or several named keys in a file, which the server can read again.
 
-# api-keys: a line for each key; what comes after a # is not read
+# api-keys: a line for each key; text after a # is ignored
 alice   3f9c...
 monitor 77ab... metrics
 """
@@ -20,18 +20,18 @@ class Key(NamedTuple):
     name: str
     secret: bytes
     is_for_metrics: bool = False
-    """It opens `/metrics` and nothing else."""
+    """Whether it opens only `/metrics`."""
 
 
 class Keys:
-    """The keys that clients may send; without any, nothing needs one.
+    """The keys that clients may send; without any, no key is needed.
 
     Args:
-        api_key: one without a name.
-        file: of several, which `read_again` reads again.
+        api_key: a single key without a name.
+        file: a file of several keys, which `read_again` reads again.
 
-    Raises ValueError for both at once, an empty key or one that no header can have, and for a file that cannot be read,
-    that others can read, or that has a line of another form, by its number.
+    Raises ValueError if both are given, for a key that is empty or not valid in a header, and for a file that cannot be
+    read, that other users can read, or that has an invalid line (by its number).
     """
 
     def __init__(self, api_key: str | None = None, file: str | Path | None = None):
@@ -45,12 +45,12 @@ class Keys:
         return bool(self._keys)
 
     def read_again(self) -> None:
-        """Takes the keys that the file has now; those of before stay where it raises ValueError."""
+        """Reads the keys from the file again; keeps the old keys if it raises ValueError."""
         if self.file is not None:
             self._keys = read_keys(self.file)
 
     def find(self, given: bytes) -> Key | None:
-        """The key that a client sent; compares as long whatever it is."""
+        """The key that a client sent; None if it is unknown. Comparisons take constant time."""
         found = None
         for key in self._keys:
             if hmac.compare_digest(given, key.secret):
@@ -59,7 +59,7 @@ class Keys:
 
     @property
     def first(self) -> str | None:
-        """A key that opens everything, for clients of the server's own."""
+        """A key with full access, for the server's own clients; None if there is none."""
         return next((key.secret.decode() for key in self._keys if not key.is_for_metrics), None)
 
 

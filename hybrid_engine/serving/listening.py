@@ -1,4 +1,7 @@
-"""From the worker's thread into the event loop: each request hears of its own sequences."""
+"""Passes progress from the worker's thread to the event loop: each request gets that of its own sequences.
+
+`app.py` uses this for each request.
+"""
 
 import asyncio
 import contextlib
@@ -12,20 +15,20 @@ from hybrid_engine.serving.errors import ended, not_finite, overloaded, rule_fai
 
 
 class Finishing(Protocol):
-    """Anything that says whether a sequence is finished with it."""
+    """Protocol of results that say whether a sequence is finished."""
 
     @property
     def finish_reason(self) -> str | None:
-        """None: more is to come."""
+        """None: more will follow."""
 
 
 Heard = TypeVar("Heard", bound=Finishing)
 
 
 class Inbox:
-    """What came for one request and was not read yet: a sequence's turns are one Progress, however many they were.
+    """Progress of one request that was not read yet. All steps of a sequence are merged into one Progress.
 
-    So a client that reads slowly, or an event loop that has much to do, gets fewer and larger pieces.
+    A slow client or a busy event loop therefore gets fewer and larger pieces.
     """
 
     def __init__(self) -> None:
@@ -33,7 +36,7 @@ class Inbox:
         self._is_there = asyncio.Event()
 
     def put(self, told: Progress) -> None:
-        """Adds to what waits to be read."""
+        """Adds to the progress that waits to be read."""
         earlier = self._came.get(told.sequence)
         if earlier is not None:
             tokens, logprobs = earlier.tokens + told.tokens, earlier.logprobs + told.logprobs
@@ -42,7 +45,7 @@ class Inbox:
         self._is_there.set()
 
     async def take(self) -> list[Progress]:
-        """All that waits, once there is something."""
+        """All waiting progress; waits until there is some."""
         await self._is_there.wait()
         self._is_there.clear()
         came, self._came = self._came, {}
@@ -50,16 +53,16 @@ class Inbox:
 
 
 class Listening:
-    """Runs requests on a worker and hands every one its progress, in the event loop that it is used in."""
+    """Submits requests to a worker and yields each one's progress, in the event loop in which `run` is called."""
 
     def __init__(self) -> None:
         self._inboxes: dict[Sequence, Inbox] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def tell(self, progress: list[Progress]) -> None:
-        """Called on the worker's thread; wakes the event loop once for all of a turn."""
+        """Called on the worker's thread; wakes the event loop once for all progress of a step."""
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens any more
+            with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._put, progress)
 
     def _put(self, progress: list[Progress]) -> None:
@@ -70,13 +73,13 @@ class Listening:
     async def run(
         self, worker: LiveThread, sequences: list[Sequence], read: Callable[[Progress], Heard]
     ) -> AsyncIterator[Heard]:
-        """What `read` makes of what comes for `sequences`, until all have finished.
+        """Yields the result of `read` for each progress of `sequences`, until all have finished.
 
-        `read` may find that a sequence is finished before the batch does: it is taken out then. Whoever stops listening
-        takes out all of them.
+        If `read` finds a sequence finished before the batch does, it is cancelled. If the caller stops iterating, all
+        sequences are cancelled.
 
         Raises:
-            RequestError: too many wait, a rule of the request's own failed, or the model.
+            RequestError: too many wait, a rule of this request failed, or the model failed.
         """
         self._loop = asyncio.get_running_loop()
         inbox = Inbox()

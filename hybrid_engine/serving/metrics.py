@@ -1,4 +1,4 @@
-"""What `/metrics` tells Prometheus. Each server counts for itself."""
+"""The metrics that `/metrics` reports to Prometheus. Each server has its own counters."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 
 
 class Metrics:
-    """Counters, gauges and histograms of one server; what its `worker` has to do is asked when somebody reads."""
+    """Counters, gauges and histograms of one server; the gauges query its `worker` when they are read."""
 
     def __init__(self, worker: LiveThread):
         self.registry = CollectorRegistry()
@@ -56,5 +56,5 @@ class Metrics:
         Gauge(f"hybrid_engine_{name}", meaning, registry=self.registry).set_function(value)
 
     def text(self) -> bytes:
-        """Everything in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)

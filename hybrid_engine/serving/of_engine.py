@@ -1,4 +1,4 @@
-"""A server for the model of an engine: its name, tokenizer and end tokens, found where the model came from."""
+"""Builds the server for an engine's model; finds name, tokenizer and end tokens where the model was loaded from."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -31,17 +31,17 @@ def build_server(
     memory: float | str | None = None,
     **options: Any,
 ) -> Server | FollowingServer:
-    """A Server that `start()` begins; `options` are its own. Collective where processes share the model.
+    """A Server that `start()` starts; `options` are its own. Collective if processes share the model.
 
-    There the first of them is asked, and the others get what follows it.
+    The first of these processes serves the model, and the others get a FollowingServer.
 
     Args:
-        module: the model, unmodified, of transformers.
-        generator: what runs it.
-        tokenizer: None loads the one from the folder or hub name that the model was loaded from.
+        module: the unmodified transformers model.
+        generator: runs the model.
+        tokenizer: None loads it from the folder or hub name that the model was loaded from.
         longest, max_running: as `live_batch` takes them.
-        model_name: None takes the last part of that name, or "policy".
-        adapters: of a `PeftModel` by the names that clients call them; None: the active one is the model.
+        model_name: None takes the last part of that folder or hub name, or "policy".
+        adapters: maps names for clients to adapters of a `PeftModel`; None: the active adapter is the model.
         memory: for keys and values of the answers, as `read_memory` takes it.
 
     Raises:
@@ -83,7 +83,7 @@ def build_server(
 
 
 def check_adapters(module: nn.Module, adapters: Mapping[str, str], model_name: str) -> None:
-    """Raises ValueError where `adapters`, peft's names by those of clients, cannot be served beside the base model."""
+    """Raises ValueError if `adapters`, which maps clients' names to peft's, cannot be served with the base model."""
     known = list(getattr(module, "peft_config", {}))
     for name, adapter in adapters.items():
         if adapter not in known:
@@ -93,7 +93,7 @@ def check_adapters(module: nn.Module, adapters: Mapping[str, str], model_name: s
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """Raises ValueError where `source`, a folder or hub name, has none."""
+    """The tokenizer of `source`, a folder or hub name; raises ValueError if it has none."""
     if not source:
         raise ValueError("serving(): the model was not loaded from a folder or name; pass tokenizer")
     try:

@@ -1,7 +1,7 @@
-"""The server's OpenAPI document, made of the classes that its requests are read by, so that it cannot drift.
+"""The server's OpenAPI document, made from the classes of its request bodies, so that both always agree.
 
-Spec: https://spec.openapis.org/oas/v3.1.1. A few of its schemas allow more than the server does, which also looks at
-several fields together; what the server reads, they allow.
+Spec: https://spec.openapis.org/oas/v3.1.1. Some schemas allow more than the server does, which also checks several
+fields together. They allow everything that the server accepts.
 """
 
 import inspect
@@ -35,15 +35,15 @@ class Endpoint(NamedTuple):
 
     path: str
     handler: Callable[..., Any]
-    """The first line of its docstring says what it answers: "`GET /path`: ..."."""
+    """Handler of the path. The first line of its docstring describes the answer: "`GET /path`: ..."."""
     body: type[BaseModel] | None = None
-    """The class of a POST's body; None: it is a GET."""
+    """The class of a POST's body; None for a GET."""
     has_events: bool = False
-    """Whether it may answer with server-sent events."""
+    """Whether it can answer with server-sent events."""
     is_for_metrics: bool = False
-    """Whether a key for metrics alone opens it."""
+    """Whether a key for metrics opens it."""
     needs_key: bool = True
-    """Whether it is closed without a key, where the server has any."""
+    """Whether it requires a key if the server has any."""
 
     @property
     def method(self) -> str:

@@ -1,9 +1,9 @@
-"""Refusal of requests that a web page in the user's browser could send here without a key, before they are read.
+"""Refuses requests without a key that a web page in the user's browser could have sent, before they are read.
 
-A browser asks no server before it sends a form, text, or a body without a type to any address, this machine's own too;
-and a page whose name its owner lets point at 127.0.0.1 (DNS rebinding) is of the same origin as what answers there. So
-without a key a request must name this machine as its host, come from no other origin, and be JSON, for which a browser
-asks first.
+A browser sends a form, text, or a body without a type to any address, including this machine's own, without asking the
+server first. A page whose host name its owner points to 127.0.0.1 (DNS rebinding) has the same origin as a server
+there. Without a key a request must therefore name this machine as its host, come from no other origin, and be JSON, for
+which a browser asks first.
 """
 
 import ipaddress
@@ -22,18 +22,18 @@ JSON_TYPE = "application/json"
 
 
 class PageGuard:
-    """Lets through what no foreign page can send.
+    """Passes only requests that no foreign page can send.
 
     Args:
         hosts: names in addition to this machine's own that `Host` may have.
-        origins: of pages, `scheme://host[:port]`, that may ask, in addition to those of this server.
+        origins: pages, `scheme://host[:port]`, that may send requests, in addition to those of this server.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str]):
         self.app, self.hosts, self.origins = app, {host.lower() for host in hosts}, set(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handles one request."""
         if scope["type"] == "http":
             try:
                 self._check(Headers(scope=scope), scope["method"])
@@ -73,13 +73,13 @@ def _refused(reason: str, status: int = 403, code: str = "forbidden") -> Request
 
 @dataclass(frozen=True)
 class Pages:
-    """Which pages may ask a server.
+    """The web pages that may send requests to a server.
 
     Args:
         hosts: names that `Host` may have, in addition to this machine's own: of forwarded ports and containers.
-        origins: of pages that may ask and read the answers, `scheme://host[:port]`.
+        origins: pages that may send requests and read the answers, `scheme://host[:port]`.
 
-    Raises ValueError for a host that is no bare name, or an origin that no browser sends.
+    Raises ValueError for a host that is not a bare name, or an origin that no browser sends.
     """
 
     hosts: Collection[str] = ()
@@ -95,7 +95,7 @@ class Pages:
                 raise ValueError(f"allow_origin={origin!r} is no origin; give scheme://host[:port], without a path")
 
     def guarded(self, app: ASGIApp, *, has_keys: bool) -> ASGIApp:
-        """`app` behind what these allow; a key is as good, since no page has it."""
+        """`app` behind these checks; with keys they are not needed, because no page has a key."""
         if self.origins:
             headers = ["GET", "POST"]
             app = CORSMiddleware(app, allow_origins=list(self.origins), allow_methods=headers, allow_headers=["*"])

@@ -1,6 +1,6 @@
-"""The bodies of requests: OpenAI's fields, checked, and what vLLM's clients send in addition to them.
+"""The bodies of requests: OpenAI's fields, checked, and additional fields of vLLM's clients.
 
-Every field that changes an answer is served or refused; `user`, `metadata` and their like are accepted and say nothing.
+Every field that changes an answer is served or refused; `user`, `metadata` and similar fields are accepted and ignored.
 A field that is null has its default.
 """
 
@@ -31,17 +31,17 @@ MAX_STOPS = 16
 MAX_STOP_TOKENS = 256
 MAX_BIASES = 4096
 MAX_GUIDED = 2**18
-"""Characters of the guide of an answer, all choices together."""
+"""Maximum number of characters of an answer's guide, all choices together."""
 MAX_GUIDED_CHOICES = 10_000
 LEAST_TEMPERATURE = 1e-6
 MAX_DIGITS = 10
-"""Digits of a token id at most."""
+"""Maximum number of digits of a token id."""
 MAX_SESSION_ID = 256
-"""Characters."""
+"""Maximum number of characters of a session id."""
 MAX_TOP_LOGPROBS = 20
 """OpenAI's bound for `top_logprobs`."""
 
-# What `apply_chat_template` itself takes.
+# Arguments of `apply_chat_template` itself.
 NOT_FOR_TEMPLATES = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -52,7 +52,7 @@ TokenLists = Annotated[list[Tokens], Field(min_length=1)]
 
 
 def only(*served: Any) -> Any:
-    """The type of a field that is there for clients that send one of the values `served`, which change nothing."""
+    """The type of a field that accepts only the values `served`, which change nothing."""
 
     def check(value: Any) -> Any:
         if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in served):
@@ -76,7 +76,7 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """The schema, in which null may stand for any field that need not be there, unknown ones included."""
+        """The schema, in which null is allowed for every optional field, including unknown ones."""
         schema = handler.resolve_ref_schema(handler(core_schema))
         required = schema.get("required", [])
         fields = schema.get("properties", {})
@@ -87,7 +87,7 @@ class Body(BaseModel):
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a field that may be null in addition to what `schema` says."""
+    """The schema of a field that may be null in addition to what `schema` allows."""
     null = {"type": "null"}
     if "enum" in schema or null in schema.get("anyOf", []) or not {"type", "anyOf", "$ref"} & set(schema):
         return schema
@@ -120,7 +120,7 @@ class StructuredOutputs(Body):
 
     @property
     def guide(self) -> dict[str, Any]:
-        """The engine's options."""
+        """The constraint as the engine's options."""
         schema = {"type": "object"} if self.json_object and self.json_ is None else self.json_
         named = {"choice": self.choice, "regex": self.regex, "json": schema, "grammar": self.grammar}
         named["whitespace_pattern"] = self.whitespace_pattern
@@ -138,7 +138,7 @@ class SamplingFields(Body):
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
-    """By token id, as a string."""
+    """Biases keyed by token id, as a string."""
     stop: StrictStr | list[StrictStr] | None = None
     seed: Annotated[StrictInt, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stream: StrictBool = False
@@ -169,7 +169,7 @@ class SamplingFields(Body):
     session_id: Annotated[StrictStr, Field(min_length=1, max_length=MAX_SESSION_ID)] | None = None
     """The conversation that this request belongs to; the header `X-Session-Id` says the same."""
 
-    # Of no consequence for an answer: OpenAI's, then vLLM's.
+    # Fields without effect on an answer: OpenAI's, then vLLM's.
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -227,12 +227,12 @@ class SamplingFields(Body):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """Likeliest tokens reported at each position; None: no log-probabilities at all."""
+        """Number of likeliest tokens reported at each position; None: no log-probabilities."""
         raise NotImplementedError
 
     @property
     def guide(self) -> dict[str, Any]:
-        """What the text of the answer must be, by the engine's names."""
+        """The engine's options that constrain the text of the answer."""
         names = (*GUIDES, "guided_whitespace_pattern")
         named = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return named if self.structured_outputs is None else named | self.structured_outputs.guide
@@ -282,7 +282,7 @@ class CompletionRequest(SamplingFields):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are told beside each; None: no log-probabilities."""
+        """Number of likeliest tokens reported for each position; None: no log-probabilities."""
         return self.logprobs
 
 
@@ -296,7 +296,9 @@ class Message(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_null(cls, values: Any) -> Any:
-        """Clients send fields back that are null, which a template may take to be there; content may be null."""
+        """Drops fields that are null, which clients send back and a template may take as present; content may
+        be null.
+        """
         if not isinstance(values, dict):
             return values
         named = {name: value for name, value in values.items() if value is not None or name == "content"}
@@ -305,7 +307,7 @@ class Message(BaseModel):
     @field_validator("content")
     @classmethod
     def _join_texts(cls, content: Any) -> Any:
-        """Parts of text as one text: what templates of text models read."""
+        """Joins text parts to one text, which templates of text models read."""
         if not isinstance(content, list):
             return content
         for part in content:
@@ -322,7 +324,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What an answer must look like."""
+    """The format that an answer must have."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -372,7 +374,7 @@ class ChatRequest(SamplingFields):
     continue_final_message: StrictBool = False
     """The answer goes on from the last message, whose turn does not end."""
 
-    # Of no consequence for an answer.
+    # Fields without effect on an answer.
     verbosity: Any = None
     modalities: only(["text"]) = None  # type: ignore[valid-type]
     functions: only([]) = None  # type: ignore[valid-type]
@@ -384,7 +386,9 @@ class ChatRequest(SamplingFields):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _check_template_names(cls, names: dict[str, Any]) -> dict[str, Any]:
-        """Above all no template: it is a program, which is the server's to choose."""
+        """Refuses arguments of `apply_chat_template`, above all a template: it is a program, which only the server may
+        choose.
+        """
         for name in names:
             if name in NOT_FOR_TEMPLATES:
                 raise ValueError(f"{name!r} is not the client's to say; send only names that the template reads")
@@ -422,12 +426,12 @@ class ChatRequest(SamplingFields):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """Tools that the model is told of and may call; None: it may call none."""
+        """Tools that the model is told about and may call; None: it may call none."""
         return None if self.tool_choice == "none" or not self.tools else self.tools
 
     @property
     def forced_tools(self) -> list[dict[str, Any]] | None:
-        """Tools one of which the answer must call; None: it need not call any."""
+        """Tools of which the answer must call one; None: no call is required."""
         if self.tool_choice in (None, "auto", "none"):
             return None
         named = [tool for tool in self.tools or [] if self._choice in ("required", tool_name(tool))]
@@ -441,17 +445,19 @@ class ChatRequest(SamplingFields):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are told beside each; None: no log-probabilities."""
+        """Number of likeliest tokens reported for each position; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def guide(self) -> dict[str, Any]:
-        """What the text of the answer must be, by the engine's names; `response_format` is of texts, not of calls."""
+        """The engine's options that constrain the text of the answer; `response_format` applies to texts, not
+        to calls.
+        """
         return super().guide if self.text_schema is None else super().guide | {"guided_json": self.text_schema}
 
     @property
     def text_schema(self) -> dict[str, Any] | None:
-        """The JSON schema of an answer that is a text, and no call, by `response_format`; None: any text."""
+        """The JSON schema by `response_format` for an answer that is a text and not a call; None: any text."""
         if self.response_format is None or self.response_format.type == "text" or self.forced_tools:
             return None
         schema = self.response_format.json_schema
@@ -459,12 +465,12 @@ class ChatRequest(SamplingFields):
 
     @property
     def longest_answer(self) -> int | None:
-        """Tokens; None: as many as fit."""
+        """Maximum number of tokens; None: as many as fit."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     @property
     def template_messages(self) -> list[dict[str, Any]]:
-        """The messages as chat templates read them."""
+        """The messages in the form that chat templates read."""
         return [for_template(message.model_dump(exclude_unset=True)) for message in self.messages]
 
 

@@ -1,4 +1,7 @@
-"""A server that runs beside the thread that started it."""
+"""`Server`: runs the web application and a live batch on threads beside the thread that started it.
+
+`of_engine.build_server` makes one for an engine's model.
+"""
 
 import logging
 import socket
@@ -39,14 +42,14 @@ from hybrid_engine.serving.tool_calls import AUTO, choose_parser
 
 log = logging.getLogger(__name__)
 MAX_WAITING = 1024
-"""Sequences that may wait to begin unless told otherwise."""
+"""Default maximum number of sequences that wait to begin."""
 POLL_SECONDS = 0.5
 FINISH_SECONDS = 60.0
-"""What runs at the end may take so long unless told otherwise."""
+"""Default time for running requests to finish at the end."""
 SECONDS_TO_ANSWER = 3
-"""For answers and errors that are ready and clients that read them, after that."""
+"""Additional time after that for ready answers and errors to be sent and read."""
 MAX_SESSIONS = 100_000
-"""Conversations that are remembered unless told otherwise."""
+"""Default maximum number of remembered conversations."""
 
 
 class Server:
@@ -55,21 +58,22 @@ class Server:
     Args:
         opening: opens the batch on the server's own thread.
         name, tokenizer, vocab_size, end_tokens, suppressed: of the model, see `ServedModel`.
-        host, port: where it listens; port 0 takes a free one.
-        tool_call_parser: how calls of tools are found in answers: one of `tool_calls.PARSERS`.
-        api_key: what clients must send. Needed for every address that others can reach.
-        api_key_file: of several keys with names (`keys.py`), in its place; `reload_keys` reads it again.
-        allow_hosts, allow_origins: of requests without a key, see `pages.Pages`.
-        max_waiting: sequences that may wait to begin; more are answered with 429.
-        max_sessions: conversations that are remembered; the oldest are forgotten.
-        max_session_tokens: tokens of their answers together, each counted from the conversation's first one; the same.
-        max_session_bytes: memory of all that is remembered of them, tokens and messages alike; the same.
-        stall_seconds: in which a client takes some of an answer that waits for it, or is dropped.
-        session_ids: the only conversations that are recorded, and others are refused; None: any id makes one.
-        finish_seconds: what runs at the end may take so long; then its clients get an error.
-        version: of the weights, with which tokens are stamped.
-        link: to the processes that share the model and follow this one.
-        adapters: peft's adapters of the model, which are models of their own, by the names that clients call them.
+        host, port: address to listen at; port 0 takes a free one.
+        tool_call_parser: parser of tool calls in answers: one of `tool_calls.PARSERS`.
+        api_key: the key that clients must send. Required for every address that other machines can reach.
+        api_key_file: a file of several named keys (`keys.py`), instead; `reload_keys` reads it again.
+        allow_hosts, allow_origins: for requests without a key, see `pages.Pages`.
+        max_waiting: sequences that may wait to begin; further ones are answered with 429.
+        max_sessions: number of remembered conversations; beyond it the oldest are forgotten.
+        max_session_tokens: the same limit for the tokens of all their answers, each counted from the start of its
+            conversation.
+        max_session_bytes: the same limit for the memory of everything remembered, tokens and messages.
+        stall_seconds: time in which a client must read some of a waiting answer, or is dropped.
+        session_ids: the only conversations that are accepted and recorded; None: any id starts one.
+        finish_seconds: time for running requests to finish at the end; then their clients get an error.
+        version: version of the weights, which is recorded for tokens.
+        link: link to the processes that share the model and follow this one.
+        adapters: maps names for clients to peft's adapters of the model, each served as a separate model.
     """
 
     def __init__(
@@ -129,12 +133,12 @@ class Server:
 
     @property
     def url(self) -> str:
-        """What the `openai` client takes as `base_url`."""
+        """The `base_url` for the `openai` client."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}/v1"
 
     def start(self) -> "Server":
-        """Binds the address, opens the batch, answers requests; raises what prevents it."""
+        """Binds the address, opens the batch and answers requests; raises the error that prevents it."""
         listener = self._bind()
         try:
             self.port = listener.getsockname()[1]
@@ -185,26 +189,28 @@ class Server:
         return self.sessions.trajectories()
 
     def client(self) -> Any:
-        """An `openai.OpenAI` that talks to this server; ValueError where the package is not installed."""
+        """An `openai.OpenAI` connected to this server; ValueError if the package is not installed."""
         return build_client(self.url, self.keys.first)
 
     @property
     def api_key(self) -> str | None:
-        """The key to hand to whoever plays episodes here, of a file the first client's; None: the server has none."""
+        """The key for clients that play episodes here, for a file that of the first client; None if the server has
+        none.
+        """
         return self.keys.first
 
     @property
     def name(self) -> str:
-        """What clients call the model."""
+        """The model's name for clients."""
         return str(self._facts["name"])
 
     @property
     def num_running(self) -> int:
-        """Answers that are being drawn."""
+        """Number of answers that are being generated."""
         return self.worker.num_running
 
     def reload_keys(self) -> None:
-        """Reads the keys' file again; the keys of before stay where it is wrong, and the log says why."""
+        """Reads the key file again; if it is invalid, keeps the old keys and logs the reason."""
         try:
             self.keys.read_again()
         except ValueError as error:
@@ -216,7 +222,7 @@ class Server:
             pass
 
     def close(self) -> None:
-        """Takes no new requests, finishes those that run within `finish_seconds`, and gives everything back."""
+        """Accepts no new requests, finishes running ones within `finish_seconds`, and frees all resources."""
         self._let_followers_leave()
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
@@ -230,7 +236,7 @@ class Server:
             self._link.send([replace(trajectory, sequence=None) for trajectory in self.trajectories()])
 
     def _let_followers_leave(self) -> None:
-        """Waits for those that follow and may still ask this server."""
+        """Waits for following processes that may still send requests to this server."""
         batch = self.worker.batch
         while isinstance(batch, LeadingBatch) and batch.is_needed and self.worker.error is None:
             time.sleep(POLL_SECONDS / 10)

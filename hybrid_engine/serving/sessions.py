@@ -1,9 +1,9 @@
-"""Conversations as their token ids: what the policy wrote stays the tokens that it wrote.
+"""Stores conversations as token ids, so that the tokens that the policy wrote stay unchanged.
 
-A session is a tree. Every answer is a node: the tokens up to its end, which of them the policy wrote, their
-log-probabilities and the version of the weights. A request that goes on where a node ended takes that node's token ids
-as they are, and only what is new is tokenised: text that is decoded and tokenised again may come out as other tokens,
-with other log-probabilities, than those that were drawn. Requests that do not go on from a node begin a new branch.
+A session is a tree. Every answer is a node with: the tokens up to its end, which of them the policy wrote, their
+log-probabilities, and the version of the weights. A request that continues a node uses that node's token ids unchanged,
+and only new text is tokenized. If text were decoded and tokenized again, it could become other tokens, with other
+log-probabilities, than those that were drawn. Requests that do not continue a node begin a new branch.
 """
 
 import sys
@@ -24,46 +24,46 @@ from hybrid_engine.serving.tool_calls import for_template
 
 REASONING = "reasoning_content"
 NUM_LEFT = 8
-"""Tokens in front of what is new that it is encoded with."""
+"""Number of known tokens that new text is encoded with."""
 MAX_SESSION_TOKENS = 2**25
-"""Tokens of all conversations together unless told otherwise."""
+"""Default limit for the tokens of all conversations together."""
 MAX_SESSION_BYTES = 2**31
-"""The same, of all that is remembered of them."""
+"""Default limit for the memory of all conversations together."""
 TOKEN_BYTES = 112
-"""Bytes of a token that is remembered: in lists of ids, log-probabilities, versions, and who wrote it."""
+"""Bytes of a remembered token: in lists of ids, log-probabilities, versions, and authorship."""
 NODE_BYTES = 4096
-"""Bytes of a remembered answer beside its tokens and messages."""
+"""Bytes of a remembered answer in addition to its tokens and messages."""
 MAX_VALUES = 2**16
-"""JSON values in the messages and template inputs of a request that is remembered."""
-# Stands for an answer while a template writes what comes after it: no template changes letters, and no text has it.
+"""Maximum number of JSON values in the messages and template inputs of a remembered request."""
+# Stands for an answer while a template writes the text after it: templates keep letters, and no text contains it.
 _PLACEHOLDER = "ANSWERa8f31c94d07e"
 
 
 class Session(NamedTuple):
-    """A conversation: clients with other keys cannot go on with it, whatever they call theirs."""
+    """A conversation. Clients with other keys cannot continue it, even under the same id."""
 
     id: str
     key: str = ""
-    """The name of the client's key; never the key."""
+    """The name of the client's key, not the key itself."""
 
 
 class Size(NamedTuple):
-    """Memory that answers take."""
+    """The memory of answers."""
 
     num_tokens: int = 0
-    """Each counted from the first token of its conversation."""
+    """Number of tokens, each answer's counted from the first token of its conversation."""
     num_bytes: int = 0
 
     def plus(self, other: "Size") -> "Size":
-        """Both together."""
+        """The sum of both."""
         return Size(self.num_tokens + other.num_tokens, self.num_bytes + other.num_bytes)
 
     def minus(self, other: "Size") -> "Size":
-        """The rest without `other`."""
+        """The difference."""
         return Size(self.num_tokens - other.num_tokens, self.num_bytes - other.num_bytes)
 
     def is_within(self, most: "Size") -> bool:
-        """Whether neither is more than in `most`."""
+        """Whether neither field exceeds that of `most`."""
         return self.num_tokens <= most.num_tokens and self.num_bytes <= most.num_bytes
 
 
@@ -76,30 +76,30 @@ class Trajectory:
     written: list[bool]
     """True for tokens that the policy drew; False for prompts, users and tool results."""
     logprobs: list[float]
-    """As the sampler recorded them; 0 where nothing was drawn."""
+    """As the sampler recorded them; 0 for tokens that were not drawn."""
     versions: list[int]
-    """Of the weights that drew the token; -1 where nothing was drawn."""
+    """Version of the weights that drew the token; -1 for tokens that were not drawn."""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """As the client has them, the answer included; empty for `/v1/completions`."""
+    """The client's messages, including the answer; empty for `/v1/completions`."""
     template_inputs: dict[str, Any] = field(default_factory=dict)
-    """The variables of the chat template in addition to messages: tools and the like."""
+    """The variables of the chat template in addition to messages, such as tools."""
     finish_reason: str | None = None
     sequence: BatchSequence | None = None
-    """What drew the last answer; its keys and values may still be there."""
+    """The sequence of the last answer; its keys and values may still be cached."""
     key: str = ""
-    """The name of the key that its requests came by; empty where keys have no names."""
+    """The name of the key of its requests; empty if keys have no names."""
 
 
 class Sessions:
-    """The conversations of a server. Event loop and other threads may use it at once.
+    """The conversations of a server. Thread-safe.
 
     Args:
-        version: of the weights that answer.
-        max_sessions: the oldest is forgotten when there are more.
-        max_tokens: the same when their answers, each from the conversation's first token, have more tokens together;
-            a conversation that has so many alone takes no more requests.
-        known_ids: of the only sessions that there may be; None: any.
-        max_bytes: as max_tokens, of all that is remembered of them.
+        version: version of the weights that answer.
+        max_sessions: maximum number of sessions; beyond it the oldest is forgotten.
+        max_tokens: the same limit for the tokens of all answers, each counted from the start of its conversation.
+            A single conversation that would exceed it accepts no more requests.
+        known_ids: ids of the only sessions that are accepted; None: any.
+        max_bytes: as max_tokens, for the memory of everything that is remembered.
     """
 
     def __init__(
@@ -114,14 +114,14 @@ class Sessions:
         self.known_ids = None if known_ids is None else frozenset(known_ids)
         self.model, self.version, self.max_sessions = model, version, max_sessions
         self._most = Size(max_tokens, max_bytes)
-        self._nodes: dict[Session, list[Trajectory]] = {}  # by session, in the order in which they came
-        self._sizes: dict[Session, Size] = {}  # of their nodes
-        self._size = Size()  # of all
+        self._nodes: dict[Session, list[Trajectory]] = {}  # by session, in order of arrival
+        self._sizes: dict[Session, Size] = {}  # size of each session's nodes
+        self._size = Size()  # size of all nodes
         self._continued: set[Trajectory] = set()
         self._lock = threading.Lock()
 
     def check_known(self, session: Session) -> None:
-        """Raises RequestError for a conversation that nobody handed out."""
+        """Raises RequestError for a session id that is not in `known_ids`."""
         if self.known_ids is not None and session.id not in self.known_ids:
             raise RequestError(
                 "this session_id is none of those that were handed out; send the one that you were given, or none",
@@ -131,7 +131,7 @@ class Sessions:
             )
 
     def find_chat(self, session: Session, request: ChatRequest) -> tuple[list[int], Trajectory | None]:
-        """The prompt's token ids, and the node that it goes on from; None where it begins a branch."""
+        """The prompt's token ids, and the node that it continues; None if it begins a branch."""
         messages, inputs = request.template_messages, request.template_inputs
         node = self._longest(
             session, lambda node: node.template_inputs == inputs and _goes_on_from(messages, node.messages)
@@ -141,7 +141,7 @@ class Sessions:
         return chat_tokens(request, self.model), None
 
     def find_tokens(self, session: Session, prompt: list[int]) -> Trajectory | None:
-        """The node that `prompt` goes on from."""
+        """The node that `prompt` continues."""
         return self._longest(session, lambda node: _begins_with(prompt, node.tokens))
 
     def _longest(self, session: Session, fits: Any) -> Trajectory | None:
@@ -150,20 +150,20 @@ class Sessions:
         return max(nodes, key=lambda node: len(node.tokens), default=None)
 
     def _rest(self, request: ChatRequest, node: Trajectory) -> list[int] | None:
-        """The tokens that follow `node`; None where the template does not show its answer as it was."""
+        """The tokens that follow `node`; None if the template does not show its answer unchanged."""
         messages = request.template_messages
         place = len(node.messages) - 1
         answer = {name: value for name, value in messages[place].items() if name not in ("tool_calls", REASONING)}
         shown = [*messages[:place], answer | {"content": _PLACEHOLDER}, *messages[place + 1 :]]
         try:
             text = chat_text(request, self.model, shown)
-        except RequestError:  # some templates want a call before what a tool says
+        except RequestError:  # some templates require a call before a tool's result
             return None
         before, found, rest = text.rpartition(_PLACEHOLDER)
         if not found or _PLACEHOLDER in before:
             return None
         last = self.model.tokenizer.decode(node.tokens[-1:])
-        if node.tokens[-1] in self.model.end_tokens:  # the answer brought its own end
+        if node.tokens[-1] in self.model.end_tokens:  # the answer includes its end token
             return encode_after(self.model.tokenizer, last, rest.removeprefix(last))
         return encode_after(self.model.tokenizer, self.model.tokenizer.decode(node.tokens[-NUM_LEFT:]), rest)
 
@@ -176,12 +176,12 @@ class Sessions:
         inputs: dict[str, Any] | None = None,
         num_bytes: int = 0,
     ) -> None:
-        """Keeps an answer that goes on from `node`, or begins a branch.
+        """Stores an answer that continues `node`, or begins a branch.
 
         Args:
-            messages: as the client has them now.
-            inputs: what the chat template read in addition to them.
-            num_bytes: of `messages` and `inputs`.
+            messages: the client's messages, including the answer.
+            inputs: inputs of the chat template in addition to them.
+            num_bytes: memory of `messages` and `inputs`.
         """
         tokens, num_drawn = choice.prompt + choice.tokens, len(choice.tokens)
         num_known = 0 if node is None else len(node.tokens)
@@ -208,7 +208,7 @@ class Sessions:
             self._forget_oldest(session)
 
     def _forget_oldest(self, newest: Session) -> None:
-        """Forgets sessions, though not `newest`, until the others are within their bounds."""
+        """Forgets the oldest sessions except `newest`, until the limits hold."""
         while len(self._nodes) > self.max_sessions or not self._size.is_within(self._most):
             oldest = next((other for other in self._nodes if other != newest), None)
             if oldest is None:
@@ -222,10 +222,10 @@ class Sessions:
             self._size = self._size.minus(self._sizes.pop(oldest))
 
     def check_room(self, session: Session, asked: Asked, num_bytes: int = 0) -> None:
-        """Raises RequestError where a conversation would take more memory than may be remembered of all.
+        """Raises RequestError if a conversation alone would take more memory than all may take.
 
         Args:
-            num_bytes: of what comes with its answers, beside tokens.
+            num_bytes: memory that is added with its answers, in addition to tokens.
         """
         num_tokens = sum(len(sequence.prompt.tokens) + asked.num_new for sequence in asked.sequences)
         coming = size_of(len(asked.sequences), num_tokens, num_bytes)
@@ -241,14 +241,14 @@ class Sessions:
             )
 
     def trajectories(self) -> list[Trajectory]:
-        """The conversations that nothing went on from, sessions in the order of their first answers."""
+        """The conversations that no request has continued, with sessions in the order of their first answers."""
         with self._lock:
             nodes = [node for nodes in self._nodes.values() for node in nodes]
             return [node for node in nodes if node not in self._continued]
 
 
 def check_session_ids(session_ids: Collection[str] | None, max_sessions: int) -> None:
-    """Raises ValueError for ids that no request could have, that come twice, or of which some would be forgotten."""
+    """Raises ValueError for invalid or repeated ids, and for more ids than sessions are remembered."""
     if session_ids is None:
         return
     if isinstance(session_ids, str):
@@ -266,12 +266,12 @@ def check_session_ids(session_ids: Collection[str] | None, max_sessions: int) ->
 
 
 def size_of(num_answers: int, num_tokens: int, num_bytes: int) -> Size:
-    """The memory of answers of so many tokens together, whose messages have `num_bytes`."""
+    """The memory of answers with `num_tokens` tokens together, whose messages take `num_bytes`."""
     return Size(num_tokens, num_answers * NODE_BYTES + num_tokens * TOKEN_BYTES + num_bytes)
 
 
 def count_bytes(values: Any) -> int:
-    """Bytes in memory of JSON `values`; raises RequestError where they are more than MAX_VALUES."""
+    """Bytes in memory of JSON `values`; raises RequestError if there are more than MAX_VALUES."""
     left, total, num_values = [values], 0, 0
     while left:
         value = left.pop()
@@ -292,7 +292,7 @@ def count_bytes(values: Any) -> int:
 
 
 def _kept(sequence: BatchSequence | None, num_tokens: int) -> BatchSequence | None:
-    """The sequence that drew `num_tokens`, where its blocks may stay; one that is cut off is taken out of the batch."""
+    """The sequence that drew `num_tokens` tokens, if its blocks may stay cached; None if the answer was cut off."""
     if sequence is None or sequence.finish_reason not in ("stop", "length") or len(sequence) != num_tokens:
         return None
     sequence.let_go()
@@ -304,10 +304,10 @@ def _begins_with(whole: list[Any], start: list[Any]) -> bool:
 
 
 def encode_after(tokenizer: PreTrainedTokenizerBase, left: str, text: str) -> list[int]:
-    """The tokens of `text` where it follows `left`, which is in tokens already.
+    """The tokens of `text` after `left`, which is already tokenized.
 
-    By itself it may come out as others: special tokens strip the space next to them, some tokenizers begin a text with
-    one. Where the two texts share a token, the tokens are those of `text` by itself.
+    Encoded alone, `text` could give other tokens: special tokens strip adjacent white space, and some tokenizers add a
+    token at the start. If a token spans both texts, the result is that of `text` alone.
     """
     left = left.rstrip()
     before = tokenizer.encode(left, add_special_tokens=False)
@@ -318,17 +318,17 @@ def encode_after(tokenizer: PreTrainedTokenizerBase, left: str, text: str) -> li
 
 
 def _without_empty(message: dict[str, Any]) -> dict[str, Any]:
-    """Clients send fields back that are empty."""
+    """The message without empty fields, which clients may send back."""
     return {name: value for name, value in message.items() if value not in (None, [], {})}
 
 
 def _goes_on_from(messages: list[dict[str, Any]], known: list[dict[str, Any]]) -> bool:
-    """Whether `messages` begin with all that is `known`, and have more."""
+    """Whether `messages` begin with all of `known`, and have more."""
     return 0 < len(known) < len(messages) and all(map(_says_the_same, messages, known))
 
 
 def _says_the_same(message: dict[str, Any], known: dict[str, Any]) -> bool:
-    """Whether a client's `message` is the one that is `known`; it need not send reasoning back."""
+    """Whether a client's `message` equals the `known` one; the client may leave out reasoning."""
     theirs, ours = _what_it_says(message), _what_it_says(known)
     if REASONING not in theirs:
         ours.pop(REASONING, None)
@@ -336,7 +336,9 @@ def _says_the_same(message: dict[str, Any], known: dict[str, Any]) -> bool:
 
 
 def _what_it_says(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without what clients add, drop or rewrite: empty fields, and in answers all but text and calls."""
+    """A message without what clients add, drop or rewrite: empty fields, and for answers everything but text
+    and calls.
+    """
     named = {name: value for name, value in message.items() if value not in (None, [], {}, "")}
     if named.get("role") != "assistant":
         return named
@@ -350,11 +352,11 @@ def _called(call: Any) -> Any:
 
 
 Recorder = Callable[[Sequence[Choice]], None]
-"""Keeps the finished choices of a request."""
+"""Stores the finished choices of a request."""
 
 
 def recorder_of_chat(sessions: Sessions, session: Session, asked: Asked, node: Trajectory | None) -> Recorder:
-    """What records a chat that goes on from `node`; RequestError where the conversation has no room."""
+    """A function that records a chat that continues `node`; RequestError if the conversation has no room."""
     request = asked.request
     assert isinstance(request, ChatRequest)
     inputs = request.template_inputs
@@ -373,7 +375,9 @@ def recorder_of_chat(sessions: Sessions, session: Session, asked: Asked, node: T
 
 
 def recorder_of_tokens(sessions: Sessions, session: Session, asked: Asked) -> Recorder:
-    """What records completions, each from where its prompt says; RequestError where there is no room."""
+    """A function that records completions, each from the node that its prompt continues; RequestError if there is no
+    room.
+    """
     sessions.check_room(session, asked)
     nodes = [sessions.find_tokens(session, prompt) for prompt in asked.prompts]
     keep_context(asked, nodes)
@@ -386,7 +390,9 @@ def recorder_of_tokens(sessions: Sessions, session: Session, asked: Asked) -> Re
 
 
 def keep_context(asked: Asked, nodes: list[Trajectory | None]) -> None:
-    """Lets answers begin from the keys and values of what they go on from, and leave theirs for what comes next."""
+    """Lets answers start from cached keys and values of the nodes that they continue, and keep theirs for later
+    answers.
+    """
     for place, sequence in enumerate(asked.sequences):
         node = nodes[place * len(nodes) // len(asked.sequences)]
         sequence.is_kept = True

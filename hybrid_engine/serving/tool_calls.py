@@ -1,7 +1,7 @@
-"""Calls of tools in what a model writes: their forms, and how they are read and forced.
+"""Tool calls in a model's output: their forms, how they are parsed, and how they are forced.
 
-How a model writes them is said by its tokenizer's `response_template`, which transformers reads; for tokenizers that
-have none, there are the three common forms. What looks like a call and is none stays text (`answer_reader.py`).
+A tokenizer's `response_template`, which transformers reads, says how a model writes calls. For tokenizers without one,
+there are the three common forms. Text that looks like a call and is not one stays text (`answer_reader.py`).
 """
 
 import json
@@ -19,18 +19,18 @@ AUTO, NONE, OWN = "auto", "none", "tokenizer"
 
 
 class Form(NamedTuple):
-    """How a family of models writes calls."""
+    """The form in which a family of models writes calls."""
 
     sign: str
-    """A template that has it, and no other form's, writes this form. In front of calls."""
+    """Text before calls. A chat template that contains it, and no other form's sign, writes this form."""
     closing: str | None = None
-    """After a call; None: calls go on to the end of the answer."""
+    """Text after a call; None: calls continue to the end of the answer."""
     is_whole: bool = False
-    """Whether an answer with calls has nothing before them: they begin with a brace, the sign is optional."""
+    """Whether an answer with calls consists only of calls: they begin with a brace, and the sign is optional."""
     arguments: str = "arguments"
     """The model's name for arguments."""
     grammar: tuple[str, str, str] = ("", "", "")
-    """The first call, further ones, the end in Lark's notation; `{0}` is the sign, `{1}` the closing."""
+    """The first call, further ones, and the end in Lark's notation; `{0}` is the sign, `{1}` the closing."""
     special: tuple[str, ...] = ()
     """Special tokens to be read as text."""
 
@@ -56,7 +56,7 @@ FORMS = {
     ),
 }
 WITHOUT_FORM = "llama3"
-"""The form of calls that an answer must have where the model shows none: a JSON object."""
+"""The form of required calls if the model shows none: a JSON object."""
 PARSERS = (AUTO, NONE, OWN, *FORMS)
 _SPACED = {"x-guidance": {"whitespace_pattern": JSON_SPACE}}
 _NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")  # Mistral's later form: f[ARGS]{"x": 1}
@@ -64,16 +64,16 @@ _BETWEEN = re.compile(r"[\s;,]*(?:\[TOOL_CALLS\])?\s*")
 
 
 def tool_name(tool: dict[str, Any]) -> str | None:
-    """The name of a tool of a request; None where it has none."""
+    """The name of a tool in a request; None if it has none."""
     function = tool.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None
 
 
 def choose_parser(wanted: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The parser for `wanted`, which is one of PARSERS: "auto" takes what the tokenizer shows beyond doubt, or "none".
+    """The parser for `wanted`, one of PARSERS. "auto" takes the form that the tokenizer shows unambiguously, or "none".
 
-    Raises ValueError for another name, and for "tokenizer" where it says nothing.
+    Raises ValueError for another name, and for "tokenizer" if it has no response template.
     """
     if wanted not in PARSERS:
         raise ValueError(f"tool_call_parser={wanted!r} must be one of {', '.join(PARSERS)}")
@@ -86,12 +86,12 @@ def choose_parser(wanted: str, tokenizer: PreTrainedTokenizerBase) -> str:
     shown = [name for name, form in FORMS.items() if form.sign in template]
     if has_own:
         return OWN
-    # Qwen 3.5 and its like write <function=...> between Hermes' tags.
+    # Qwen 3.5 and similar models write <function=...> between Hermes' tags.
     return shown[0] if len(shown) == 1 and "<function=" not in template else NONE
 
 
 def shown_tokens(parser: str, tokenizer: PreTrainedTokenizerBase, end_tokens: list[int]) -> set[int]:
-    """Special tokens that the reader of answers must see as text."""
+    """Special tokens that the answer reader must see as text."""
     if parser == OWN:
         return set(tokenizer.all_special_ids) - set(end_tokens)
     known = tokenizer.get_vocab()
@@ -99,7 +99,7 @@ def shown_tokens(parser: str, tokenizer: PreTrainedTokenizerBase, end_tokens: li
 
 
 def forcing_parser(parser: str) -> str:
-    """The parser of answers that must be calls, where `parser` reads those that may be."""
+    """The parser of answers that must be calls; `parser` is that of answers that may be calls."""
     return parser if parser in FORMS else WITHOUT_FORM
 
 
@@ -115,10 +115,10 @@ def calls_grammar(
 
     Args:
         parser: one of FORMS.
-        tools: of a request, each with a name; arguments follow its `parameters`, a JSON schema.
-        tokenizer: of the model.
-        is_single: one call only.
-        or_text: the JSON schema of answers that are no calls; None: there are none.
+        tools: tools of a request, each with a name; arguments follow its `parameters`, a JSON schema.
+        tokenizer: the model's tokenizer.
+        is_single: allow only one call.
+        or_text: the JSON schema of answers that are not calls; None: every answer must be a call.
     """
     form = FORMS[parser]
     tags = [_terminal(tag, tokenizer) for tag in (form.sign, form.closing or "")]
@@ -135,9 +135,9 @@ def _object_grammar(function: dict[str, Any], arguments: str) -> str:
 
 
 def _object_schema(function: dict[str, Any], arguments: str) -> str:
-    """The same, of an object that its first characters do not tell from another by a schema.
+    """As `_object_grammar`, but by one schema, for objects whose first characters do not tell them from other JSON.
 
-    The library reads ahead as far as a text of the grammar goes on, and would take `{"name` for a call's.
+    The library reads ahead as far as a literal of the grammar matches, and would take `{"name` as the start of a call.
     """
     named = {"const": function["name"]}
     properties = {"name": named, arguments: _moved(_arguments_schema(function), f"#/properties/{arguments}")}
@@ -147,12 +147,12 @@ def _object_schema(function: dict[str, Any], arguments: str) -> str:
 
 def _arguments_schema(function: dict[str, Any]) -> dict[str, Any]:
     schema = function.get("parameters") or {"type": "object", "properties": {}}
-    # A schema that does not say so allows arguments that the tool does not have.
+    # Without this, a schema allows arguments that the tool does not have.
     return {"additionalProperties": False} | schema if "properties" in schema else schema
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references lead to the same, where it stands at `place` of another."""
+    """A schema whose references still resolve when it is at `place` in another schema."""
     if isinstance(schema, list):
         return [_moved(part, place) for part in schema]
     if not isinstance(schema, dict):
@@ -165,14 +165,14 @@ def _moved(schema: Any, place: str) -> Any:
 
 
 def _terminal(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """`text` in Lark's notation; special tokens are no text there."""
+    """`text` in Lark's notation; special tokens are token ids there."""
     token = tokenizer.get_vocab().get(text)
     added = tokenizer.added_tokens_decoder.get(token)
     return f"<[{token}]>" if added is not None and added.special else json.dumps(text)
 
 
 def parse_calls(text: str) -> list[tuple[str, Any]]:
-    """Names and arguments of the calls that `text` is, one JSON object after another or a list; empty: it is none."""
+    """Names and arguments of the calls in `text`, JSON objects in sequence or a list; empty if it is anything else."""
     found: list[tuple[str, Any]] = []
     place = _BETWEEN.match(text).end()  # type: ignore[union-attr]
     while place < len(text):
@@ -193,7 +193,7 @@ def parse_calls(text: str) -> list[tuple[str, Any]]:
 
 
 def is_cut_in_string(text: str) -> bool:
-    """Whether `text` is JSON that ends inside a string, in which anything may stand."""
+    """Whether `text` is JSON that ends inside a string, which may contain anything."""
     try:
         json.JSONDecoder().raw_decode(text.lstrip())
     except json.JSONDecodeError as error:
@@ -214,13 +214,13 @@ def as_tool_call(name: str, arguments: Any) -> dict[str, Any]:
 
 
 def for_template(message: dict[str, Any]) -> dict[str, Any]:
-    """`message` with the arguments of its calls as objects, which templates write themselves."""
+    """`message` with the arguments of its calls as objects, which templates serialize themselves."""
     if not isinstance(message.get("tool_calls"), list):
         return message
     return message | {"tool_calls": [_with_object(call) for call in message["tool_calls"]]}
 
 
-# DeepSeek's templates write calls where content is null, which `apply_chat_template` leaves out.
+# DeepSeek's templates write calls if content is null, but `apply_chat_template` drops null contents.
 _ASKS_FOR_NULL = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none")
 _WITH_NULLS = (
     "{%- set given = namespace(messages=[]) -%}{%- for message in messages -%}"
@@ -231,23 +231,23 @@ _WITH_NULLS = (
 
 
 def asking_template(tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None) -> str:
-    """The chat template of `tokenizer`, which finds contents that are missing as null if it asks for null.
+    """The chat template of `tokenizer`, changed to see missing contents as null if it checks for null.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no template.
     """
     template = tokenizer.get_chat_template(None, tools)
     return _WITH_NULLS + template if _ASKS_FOR_NULL.search(template) else template
 
 
 def form_for_template(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> str:
-    """What `render`, a chat template, makes of the messages in the first form that it takes.
+    """The text that `render`, a chat template, returns for the first form of the messages that it accepts.
 
-    Some templates concatenate contents, also those that a call leaves out, and some the arguments of calls, which they
-    then want as JSON text; some write out objects as Python does.
+    Some templates concatenate contents, including missing contents of calls. Some concatenate arguments of calls and
+    need them as JSON text. Some write objects as Python does.
 
     Raises:
-        Exception: that of the first form, where there is none that it takes.
+        Exception: the error of the first form, if it accepts none.
     """
     failed: Exception | None = None
     for form in _forms(messages):
@@ -262,7 +262,7 @@ def form_for_template(messages: list[dict[str, Any]], render: Callable[[list[dic
 
 
 def _forms(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Contents as they are or "" where there are none, arguments as objects or text: those that differ."""
+    """The distinct forms: contents unchanged or "" if missing, arguments as objects or as text."""
     written = [_with_text(message) for message in messages]
     found: list[list[dict[str, Any]]] = []
     for one in (messages, written):
@@ -278,7 +278,7 @@ def _with_content(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _written_by_python(messages: list[dict[str, Any]]) -> Iterator[str]:
-    """Arguments of calls as Python writes them, where that is not JSON."""
+    """Arguments of calls in Python's notation, if it is not JSON."""
     for call in (call for message in messages for call in message.get("tool_calls") or []):
         function = call.get("function") if isinstance(call, dict) else None
         arguments = function.get("arguments") if isinstance(function, dict) else None
