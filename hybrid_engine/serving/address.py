@@ -25,9 +25,7 @@ def check_free(host: str, port: int) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket bound to the address; connections wait in its backlog. Raises ValueError if it cannot be
-    bound.
-    """
+    """A listening socket bound to the address, in whose backlog connections wait; ValueError if it fails."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -322,9 +322,7 @@ class ChatWriter(Writer):
         return [self._chunk([{"index": index} | first]) for index in range(len(self.choices))]
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """The events of a stream for `piece`; the finish reason comes after the calls, because clients take it as their
-        end.
-        """
+        """The events of a stream for `piece`; the finish reason follows the calls, as clients take it as their end."""
         if not (piece.calls and piece.finish_reason):
             return super().chunks(piece)
         end = Piece(piece.index, "", [], [], [], piece.finish_reason)

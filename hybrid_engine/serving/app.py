@@ -307,9 +307,7 @@ class App:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def _try_guide(self, body: ChatRequest | CompletionRequest) -> None:
-        """Raises RequestError for a guide that cannot be compiled in time; runs on separate threads, so that others do
-        not wait.
-        """
+        """Raises RequestError for a guide that cannot be compiled in time; tried on separate threads."""
         if body.guide or (isinstance(body, ChatRequest) and body.forced_tools is not None):
             trial = partial(try_guide_of, body, self.model)
             await asyncio.get_running_loop().run_in_executor(self._trying, trial)

@@ -94,9 +94,7 @@ def read_completion(request: CompletionRequest, model: ServedModel) -> Asked:
 
 
 def read_chat(request: ChatRequest, model: ServedModel, prompt: list[int]) -> Asked:
-    """A runnable chat request; `prompt`: the conversation's token ids. Raises RequestError if this model cannot
-    run it.
-    """
+    """A runnable chat request for the token ids `prompt`; raises RequestError if this model cannot run it."""
     check_answers(request.n, model)
     longest = request.longest_answer
     return _asked(request, [prompt], max(1, model.longest - len(prompt)) if longest is None else longest, model)

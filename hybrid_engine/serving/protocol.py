@@ -296,9 +296,7 @@ class Message(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_null(cls, values: Any) -> Any:
-        """Drops fields that are null, which clients send back and a template may take as present; content may
-        be null.
-        """
+        """Drops null fields, which clients send back and a template may take as present; content may be null."""
         if not isinstance(values, dict):
             return values
         named = {name: value for name, value in values.items() if value is not None or name == "content"}
@@ -386,9 +384,7 @@ class ChatRequest(SamplingFields):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _check_template_names(cls, names: dict[str, Any]) -> dict[str, Any]:
-        """Refuses arguments of `apply_chat_template`, above all a template: it is a program, which only the server may
-        choose.
-        """
+        """Refuses arguments of `apply_chat_template`: a template is a program, which only the server may choose."""
         for name in names:
             if name in NOT_FOR_TEMPLATES:
                 raise ValueError(f"{name!r} is not the client's to say; send only names that the template reads")
@@ -450,9 +446,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def guide(self) -> dict[str, Any]:
-        """The engine's options that constrain the text of the answer; `response_format` applies to texts, not
-        to calls.
-        """
+        """The engine's options that constrain the text; `response_format` applies to texts, not to calls."""
         return super().guide if self.text_schema is None else super().guide | {"guided_json": self.text_schema}
 
     @property

@@ -194,9 +194,7 @@ class Server:
 
     @property
     def api_key(self) -> str | None:
-        """The key for clients that play episodes here, for a file that of the first client; None if the server has
-        none.
-        """
+        """The key for clients that play episodes here; of a key file, the first client's. None if there is none."""
         return self.keys.first
 
     @property

@@ -336,9 +336,7 @@ def _says_the_same(message: dict[str, Any], known: dict[str, Any]) -> bool:
 
 
 def _what_it_says(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without what clients add, drop or rewrite: empty fields, and for answers everything but text
-    and calls.
-    """
+    """A message without what clients add, drop or rewrite: empty fields, and of answers all but text and calls."""
     named = {name: value for name, value in message.items() if value not in (None, [], {}, "")}
     if named.get("role") != "assistant":
         return named
@@ -375,9 +373,7 @@ def recorder_of_chat(sessions: Sessions, session: Session, asked: Asked, node: T
 
 
 def recorder_of_tokens(sessions: Sessions, session: Session, asked: Asked) -> Recorder:
-    """A function that records completions, each from the node that its prompt continues; RequestError if there is no
-    room.
-    """
+    """A function that records completions, each after the node that its prompt continues; RequestError if full."""
     sessions.check_room(session, asked)
     nodes = [sessions.find_tokens(session, prompt) for prompt in asked.prompts]
     keep_context(asked, nodes)
@@ -390,9 +386,7 @@ def recorder_of_tokens(sessions: Sessions, session: Session, asked: Asked) -> Re
 
 
 def keep_context(asked: Asked, nodes: list[Trajectory | None]) -> None:
-    """Lets answers start from cached keys and values of the nodes that they continue, and keep theirs for later
-    answers.
-    """
+    """Starts answers from cached keys and values of the nodes that they continue, and keeps theirs cached."""
     for place, sequence in enumerate(asked.sequences):
         node = nodes[place * len(nodes) // len(asked.sequences)]
         sequence.is_kept = True

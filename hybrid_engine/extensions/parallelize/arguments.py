@@ -1,6 +1,4 @@
-"""Checks of the arguments of `parallelize`: each one against its rule, and all of them for agreement between
-processes.
-"""
+"""Checks of the arguments of `parallelize`: each against its rule, and all for agreement between processes."""
 
 import inspect
 import os
@@ -77,8 +75,7 @@ RULES: Mapping[str, Rule] = {
 def agree_on(
     given: Mapping[str, Any], reuse: Any, broadcast_strategy: Any
 ) -> tuple[ReuseType, BroadcastGenFilesStrategy]:
-    """Checks the arguments on all processes and returns `reuse` and `broadcast_strategy` as members of their enums;
-    collective.
+    """Checks the arguments and returns `reuse` and `broadcast_strategy` as members of their enums; collective.
 
     Raises ValueError on all processes if an argument in `given` breaks its rule, if arguments do not go together, or if
     they differ between processes.
@@ -99,9 +96,7 @@ def agree_on(
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Raises ValueError for the first argument that breaks its rule, and for a factory passed with a module object;
-    local.
-    """
+    """Raises ValueError for an argument that breaks its rule, and for a factory with a module object; local."""
     for name, value in given.items():
         check(name, value, RULES[name])
     if given["module_fn"] is not None and not isinstance(given["module_or_module_class"], type):
@@ -119,9 +114,7 @@ def member(kind: type[Option], name: str, value: Option | str) -> Option:
 
 
 def check_processes(config: ComputeConfig, load_module: bool, strategy: BroadcastGenFilesStrategy) -> None:
-    """Raises ValueError if the number of processes differs from the config's, or if there is no process group to send
-    over; local.
-    """
+    """Raises ValueError for another number of processes than the config's, or a missing process group; local."""
     world_size = get_world_size()
     if strategy is not BroadcastGenFilesStrategy.NONE and not dist.is_initialized():
         raise ValueError(
@@ -172,9 +165,7 @@ def check_not_nested(module: nn.Module) -> None:
 
 
 def built_by(build: Callable[[], nn.Module], module_class: type[nn.Module], name: str) -> nn.Module:
-    """The module that `build`, a factory or the class, returns; ValueError if it needs arguments or returns another
-    type; local.
-    """
+    """The module that `build` returns; ValueError if it needs arguments or returns another type; local."""
     try:
         inspect.signature(build).bind()
     except TypeError as error:

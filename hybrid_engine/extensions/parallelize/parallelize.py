@@ -85,9 +85,7 @@ def kept_plan(
 
 @contextmanager
 def removed_on_error(folder: Path, reuse: ReuseType) -> Iterator[None]:
-    """Context around the work before a plan is made. On an error it deletes the stored plan, unless `reuse` is
-    MATCH.
-    """
+    """Context around the work before a plan is made. An error deletes the stored plan, unless `reuse` is MATCH."""
     try:
         yield
     except Exception:
@@ -282,9 +280,7 @@ def _trace_of(
 def _send_to_nodes(
     strategy: BroadcastGenFilesStrategy, folder: Path, kept: Kept, key: str, content: bytes | None
 ) -> None:
-    """Writes what was made in this call into the folder of every other node; the first process of the node
-    writes it.
-    """
+    """Writes new files into the folder of every other node; the first process of the node writes them."""
     if strategy is BroadcastGenFilesStrategy.NONE or not kept.is_new or get_rank() == 0:
         return
     if int(os.environ.get("LOCAL_RANK", get_rank())) == 0:
@@ -304,8 +300,7 @@ def _check_initialised(module: nn.Module, init_module_params: bool) -> None:
 
 
 def _initialised(module: nn.Module, init_module_params: bool) -> nn.Module:
-    """The module with rank 0's values if all processes ask for them; otherwise each unit's first process provides its
-    own.
+    """The module with rank 0's values if all processes ask for them; else with those of each unit's first process.
 
     Parameters on meta are replaced by empty ones, in a copy of the module.
     """

@@ -72,9 +72,7 @@ class MegatronAttention(nn.Module):
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, hidden: torch.Tensor, is_seen: torch.Tensor, past: Cache | None) -> torch.Tensor:
-        """`hidden [B, P, E]`, `is_seen [B, 1, P, C]` with the C tokens so far -> `[B, P, E]`; adds keys and values to
-        `past`.
-        """
+        """`hidden [B, P, E]`, `is_seen [B, 1, P, C]` with the C tokens so far -> `[B, P, E]`; extends `past`."""
         heads = self.query_key_value(hidden).unflatten(2, (self.num_heads, 3, -1)).transpose(1, 2)  # [B, H, P, 3, D]
         q, k, v = heads.unbind(3)
         if past is not None:

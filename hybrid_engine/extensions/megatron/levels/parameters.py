@@ -72,9 +72,7 @@ def check_filters(params: CommonInferenceParams, num_logits: int | None = None, 
 
 
 def mask_padding(logits: torch.Tensor, vocab_size: int | None) -> torch.Tensor:
-    """A copy of `logits [S, V]` with -inf for ids from `vocab_size` on, which pad the embedding; `logits` itself if
-    none do.
-    """
+    """`logits [S, V]` with -inf for ids from `vocab_size` on, which pad the embedding; a copy if there are any."""
     if vocab_size is None or vocab_size >= logits.shape[-1]:
         return logits
     masked = logits.clone()

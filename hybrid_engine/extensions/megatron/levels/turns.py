@@ -30,9 +30,7 @@ class Turn(NamedTuple):
 
 
 def first_decides(processes: Partners, decide: Callable[[], Result]) -> Result:
-    """Runs `decide` on the first of `processes` and returns its result on all; its error is raised on all.
-    Collective.
-    """
+    """Runs `decide` on the first of `processes`; returns its result, or raises its error, on all. Collective."""
     return processes.exchange(processes.agree(lambda: decide() if processes.rank == 0 else None))[0]  # type: ignore
 
 
@@ -95,8 +93,7 @@ class BatchStatus:
 
 
 class StrategyChoice:
-    """Draws tokens by `sample_from_logits` if it is overridden, otherwise by the engine's sampler with padding ids
-    masked.
+    """Draws tokens by an overridden `sample_from_logits`, else by the engine's sampler with padding ids masked.
 
     The first of the processes that share the model chooses for all of them.
 

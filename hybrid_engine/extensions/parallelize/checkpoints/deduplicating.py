@@ -85,8 +85,7 @@ def load_deduped_state_dict(
     *,
     device: torch.device | str | None = None,
 ) -> None:
-    """Loads this process's result of `deduped_state_dict` under the same plan; other processes send the rest.
-    Collective.
+    """Loads the process's own result of `deduped_state_dict`; other processes send the rest. Collective.
 
     The module is first moved to `device`. Raises ValueError on all processes, before anything is loaded, if one passes
     what another process, or another plan, saved.
@@ -113,9 +112,7 @@ def load_deduped_state_dict(
 
 
 def _check_own(module: Any, live: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
-    """Raises ValueError unless `given` has the names and parts that `deduped_state_dict` returns for the module here;
-    local.
-    """
+    """Raises ValueError unless `given` has the names and parts that `deduped_state_dict` returns here; local."""
     instead = (
         "give each process what deduped_state_dict gave on it under this plan; merge_state_dicts goes between plans"
     )
@@ -136,9 +133,7 @@ def _check_part(what: str, given: Any, tensor: Tensor, instead: str) -> None:
 
 
 def _check_groups(module: Any, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
-    """Raises ValueError unless `given` has the optimizer's groups, and states of parts that this process holds;
-    local.
-    """
+    """Raises ValueError unless `given` has the optimizer's groups, and states of parts that are held here; local."""
     check_group_names(given["param_groups"], "optimizer_state_dict", "what deduped_state_dict gave")
     check_keys(given, NAMES)
     own_groups = named_state_dict(optimizer)["param_groups"]

@@ -177,9 +177,7 @@ def _check_merged(
     optimizer: torch.optim.Optimizer | None,
     optimizer_state: Mapping[str, Any] | None,
 ) -> None:
-    """Raises ValueError unless the checkpoint is complete and of whole tensors. A stage needs only a part of
-    it. Local.
-    """
+    """Raises ValueError unless the checkpoint is whole. A stage needs only a part of it. Local."""
     inner: nn.Module = module.module if hasattr(module, "sharding") else module
     has_all = not any(isinstance(part, ParallelModule) and part.plan.stages for part in inner.modules())
     missing = [name for name in live if name not in given]

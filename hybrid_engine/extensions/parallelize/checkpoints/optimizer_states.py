@@ -23,9 +23,7 @@ from hybrid_engine.optim import plain_steps
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 
 NAMES, NUMBERS, GROUP = "param_names", "param_numbers", "group_number"
-"""Entries that `build_optimizer` adds to groups: names of parameters, their positions in the module, the user's group
-number.
-"""
+"""Entries that `build_optimizer` adds to groups: parameter names, their positions, the user's group number."""
 COUNTERS = ("step", "eta", "mu", "mu_product")
 """Entries that torch's optimizers keep as one number per parameter, whatever its size."""
 
@@ -109,9 +107,7 @@ def _merged(name: str, entry: str, values: Sequence[Any]) -> Any:
 
 
 def check_group_names(groups: Sequence[Mapping[str, Any]], option: str, instead: str) -> None:
-    """Raises ValueError unless each group names each of its parameters, and has as many positions as names if it has
-    any.
-    """
+    """Raises ValueError unless each group names each parameter once, and has a position per name or none."""
     for number, group in enumerate(groups):
         names = group.get(NAMES)
         if not isinstance(names, list | tuple):

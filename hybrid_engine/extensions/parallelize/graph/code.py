@@ -34,8 +34,7 @@ class Code:
         return cls(graph, leaves, {key: op for op in graph.ops.values() for key in op.outputs})
 
     def origin(self, key: str, path: str | None) -> str:
-        """The tensor that code at `path` reads as `key`: the operand of a cast if a leaf made `key` by one that changed
-        nothing.
+        """The tensor that code at `path` reads as `key`: the operand of a leaf's cast if the cast changed nothing.
 
         Such a cast returns the same tensor object that it received, which the hooks of that leaf do not change.
         """

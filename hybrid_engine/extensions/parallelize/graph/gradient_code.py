@@ -37,9 +37,7 @@ TYPES = {bool: "bool", int: "int", float: "float", str: "str", torch.dtype: "Sca
 
 
 def check_hooks(module: nn.Module, runs_code: bool) -> None:
-    """Raises ValueError for gradient hooks that would not run. `runs_code`: the module's own code runs, on whole
-    tensors.
-    """
+    """Raises ValueError for gradient hooks that would not run. `runs_code`: own code runs, on whole tensors."""
     for name, parameter in module.named_parameters():
         if any(_of_users(getattr(parameter, hooks)) for hooks in PARAMETER_HOOKS):
             raise ValueError(

@@ -85,9 +85,7 @@ class Graph:
     plain_results: tuple[Any, ...]
     """The results that are not tensors, such as numbers and strings, at their places; None elsewhere."""
     mutations: Mapping[str, str]
-    """Maps each buffer (by name) and argument (by key) that the forward pass writes into to the key of its new
-    value.
-    """
+    """Maps each buffer (by name) and argument (by key) that forward writes into to the key of its new value."""
     requires_grad: frozenset[str]
     """Names of the trained parameters."""
     aliases: Mapping[str, str]
@@ -102,9 +100,7 @@ class Graph:
     constants: Mapping[str, Tensor]
     out_spec: TreeSpec
     signature: str
-    """SHA-256 of the model: ops, their order, their operands, the parameters' shapes. Independent of the arguments'
-    shapes.
-    """
+    """SHA-256 of the model: ops, their order and operands, the parameters' shapes; not the arguments' shapes."""
     hash: str
     """SHA-256 of the same, of all shapes and of all arguments that are not tensors."""
 
@@ -140,9 +136,7 @@ def build_graph(module: nn.Module, arguments: Mapping[str, Any], runs_code: bool
 
 
 def graph_of_trace(exported: ExportedProgram, module: nn.Module) -> Graph:
-    """The graph of a traced forward pass of `module`. Changes `exported`. Raises ValueError for an op without
-    annotation.
-    """
+    """The graph of `exported`, a forward pass of `module`, which it changes; ValueError for an unannotated op."""
     normalise(exported.graph_module)
     return graph_of(exported, module)
 

@@ -1,6 +1,4 @@
-"""Stores a traced forward pass as bytes without weights, so that a file or another process can use it without
-tracing.
-"""
+"""Stores a traced forward pass as bytes without weights, for a file or another process."""
 
 import hashlib
 import inspect
@@ -21,9 +19,7 @@ from hybrid_engine.extensions.parallelize.graph.kept_state import autocast_dtype
 
 
 def dump_trace(exported: ExportedProgram) -> bytes:
-    """The bytes that `load_trace` reads; ValueError if arguments or results have types that torch.export cannot
-    write.
-    """
+    """The bytes that `load_trace` reads; ValueError for arguments or results that torch.export cannot write."""
     kept = exported._state_dict, exported._example_inputs, exported._constants
     file = io.BytesIO()
     exported._state_dict = {name: _without_data(tensor) for name, tensor in exported.state_dict.items()}
@@ -46,9 +42,7 @@ def dump_trace(exported: ExportedProgram) -> bytes:
 
 
 def _check_written(exported: ExportedProgram) -> None:
-    """Raises TypeError for results that torch.export writes but cannot read, such as strings, and for ops that only
-    this process has.
-    """
+    """Raises TypeError for results that torch.export cannot read, such as strings, and for process-local ops."""
     (results,) = next(iter(reversed(exported.graph.nodes))).args
     functions = [node.target for node in exported.graph.nodes if FUNCTIONS in str(node.target)]
     if functions:

@@ -114,9 +114,7 @@ def check_takes_sample(module_class: type[nn.Module]) -> None:
 
 
 def arguments_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of the module's forward by name, with the entries of **kwargs among them; ValueError if
-    they do not fit.
-    """
+    """The arguments of a call of the module's forward by name, **kwargs included; ValueError if they do not fit."""
     signature = inspect.signature(module.forward)
     flat: dict[str, Any] = {}
     try:
@@ -132,18 +130,14 @@ def arguments_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[
 
 
 def _device_of(module: nn.Module, arguments: Mapping[str, Any]) -> torch.device:
-    """The device that tensors on meta are traced on, so that the module can create others on it: the device of the
-    first tensor that is not on meta, otherwise the CPU.
-    """
+    """The device to trace tensors on meta on: that of the first tensor that is elsewhere, otherwise the CPU."""
     tensors = [*pytree.tree_leaves(dict(arguments)), *module.parameters(), *module.buffers()]
     devices = [tensor.device for tensor in tensors if isinstance(tensor, Tensor) and not tensor.is_meta]
     return next(iter(devices), torch.device("cpu"))
 
 
 def _fake(value: Any, mode: FakeTensorMode, device: torch.device) -> Any:
-    """The nested arguments with a fake tensor for each tensor; a tensor that appears twice gets the same fake
-    tensor.
-    """
+    """The nested arguments with fake tensors; a tensor that appears twice gets the same fake tensor."""
     with mode:
         return pytree.tree_map_only(Tensor, lambda tensor: _fake_tensor(tensor.detach(), device), value)
 
@@ -212,9 +206,7 @@ def _untraceable(module: nn.Module, error: Exception) -> str:
 
 
 def _taken_names(module: nn.Module) -> list[str]:
-    """Names of submodules, parameters and buffers that are keywords, or, in the outermost module, attributes of a
-    graph.
-    """
+    """Names of submodules, parameters and buffers that are keywords, or, outermost, attributes of a graph."""
     names = {name for part in module.modules() for name in _names_in(part) if keyword.iskeyword(name)}
     own = {*dir(fx.GraphModule), "meta"} - set(dir(nn.Module))
     return sorted(names | (own & set(_names_in(module))))

@@ -1,5 +1,4 @@
-"""Annotations such as `"m k+, n k+ -> m n"`, which say how an op can be split: operands -> results, a name per
-dimension.
+"""Annotations such as `"m k+, n k+ -> m n"`, which name each dimension and say how an op can be split.
 
 | token | meaning |
 |---|---|
@@ -118,9 +117,7 @@ class Annotation:
         return tuple(Replicate() if p.is_partial() else Partial() if p.is_replicate() else p for p in wanted)
 
     def sizes(self, shapes: Sequence[Sequence[int] | None], keywords: Mapping[str, int]) -> dict[str, int]:
-        """The size of each name, from the shapes of the operands (None: no tensor) and the keywords; ValueError if they
-        disagree.
-        """
+        """The size of each name, from operand shapes (None: no tensor) and keywords; ValueError on conflicts."""
         known = {name: size for name, size in keywords.items() if name in self._names}
         for pattern, shape in zip(self.inputs, shapes, strict=True):
             if pattern.dims is None or shape is None:
@@ -192,9 +189,7 @@ def check_results(annotation: Annotation, text: str) -> None:
 def _pattern(
     part: str, num_dims: int | None, marks: dict[str, set[str]], num_leading: list[int], text: str
 ) -> TensorPattern:
-    """The pattern of one operand (of `num_dims` dimensions) or result. Records the marks and the number of dimensions
-    of `*`.
-    """
+    """The pattern of one operand (with `num_dims` dimensions) or result. Records marks and the length of `*`."""
     tokens = list(TOKEN.finditer(part))
     if any(match[9] for match in tokens) and len(tokens) == 1:
         return TensorPattern(None)
@@ -218,9 +213,7 @@ def _pattern(
 
 
 def _leading_dims(num_dims: int | None, others: int, num_leading: list[int], text: str) -> int:
-    """Number of dimensions that `*` stands for: those of the operand beyond its `others`, or as many as in earlier
-    operands.
-    """
+    """Number of dimensions of `*`: those of the operand beyond its `others`, or as many as in earlier operands."""
     if num_dims is None:
         if not num_leading:
             raise ValueError(f"annotation {text!r} has a * in its results alone")

@@ -1,5 +1,4 @@
-"""Rules for norms, softmax, dropout, embeddings, losses, convolutions, pooling, recurrent layers, products and
-attention.
+"""Rules for norms, softmax, dropout, embeddings, losses, convolutions, pooling, products and attention.
 
 Some ops run other code if they are split along a dimension of which each process has a part; that code is here too.
 """
@@ -39,9 +38,7 @@ def batch_norm(call: Call) -> OpRule:
 
 @annotate("_native_batch_norm_legit_functional", "_native_batch_norm_legit")
 def batch_norm_in_training(call: Call) -> OpRule:
-    """Only channels can be split, because statistics cover all samples: result, mean, deviation, two running
-    statistics.
-    """
+    """Only channels can be split, as statistics cover all samples: result, mean, deviation, two running ones."""
     rest = " ".join(f"{letter}^" for letter in ascii_lowercase[3 : 1 + len(call.shapes[0])])
     results = ", c" * (len(call.outputs) - 1)
     return of_text(call, f"n^ c {rest}{', c' * (len(call.tensors) - 1)} -> n^ c {rest}{results}")
@@ -103,8 +100,7 @@ def embedding(call: Call) -> OpRule:
 
 @annotate("cross_entropy_loss", "nll_loss_nd", "nll_loss")
 def cross_entropy(call: Call) -> OpRule:
-    """Samples can be split if the loss is their sum or not reduced; `normalise` has already rewritten most means as
-    sums.
+    """Samples can be split if the loss is a sum or not reduced; `normalise` rewrites most means as sums.
 
     Classes can be split too if all of them have the same weight.
     """
@@ -168,8 +164,7 @@ def pooled(call: Call) -> OpRule:
 
 
 def embedding_on_part(weight: Tensor, indices: Tensor, *, part: Part, padding_idx: int = -1, **_: Any) -> Tensor:
-    """The rows `indices` of the whole weight that are in this part, zeros for the others; IndexError for an index
-    outside all parts.
+    """The rows `indices` of the whole weight, zeros for rows of other parts; IndexError if no part has one.
 
     The row `padding_idx` gets no gradient.
     """
@@ -292,9 +287,7 @@ def baddbmm(call: Call) -> OpRule:
 
 @annotate("_grouped_mm", "grouped_mm_fallback")
 def grouped_mm(call: Call) -> OpRule:
-    """Rows that are sorted by expert, each multiplied by its expert's matrix, as transformers computes mixtures of
-    experts.
-    """
+    """Rows sorted by expert, each multiplied by its expert's matrix, as in transformers' mixtures of experts."""
     if [len(shape) for shape in call.shapes] != [2, 3, 1]:
         return whole(call)
     return of_text(call, "m^ k+, e^ k+ n, ? -> m^ n")
@@ -329,9 +322,7 @@ def einsum(call: Call) -> OpRule:
 
 @annotate("scaled_dot_product_attention")
 def attention(call: Call) -> OpRule:
-    """Queries `* l d`, keys `* s d`, values `* s e`: can be split along samples and heads, and along queries if not
-    causal.
-    """
+    """Queries `* l d`, keys `* s d`, values `* s e`: split along samples, heads, and queries if not causal."""
     if call["dropout_p"]:
         return whole(call)
     query, key = call["query"], call["key"]

@@ -65,9 +65,7 @@ class OpRule:
         return all(name in self.splits(count) for name, count in parts.items())
 
     def on_part_of(self, names: Sequence[str | None]) -> tuple[OnPart, list[int]] | None:
-        """The function that replaces the op if it is split along `names`, and the mesh axes it spans; None for the op
-        itself.
-        """
+        """The function for an op split along `names`, and the mesh axes it spans; None for the op itself."""
         split = [name for name in names if name in self.on_part]
         return (self.on_part[split[0]], [i for i, name in enumerate(names) if name == split[0]]) if split else None  # type: ignore[index]
 

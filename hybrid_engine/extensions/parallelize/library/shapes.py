@@ -50,9 +50,7 @@ def reduced(call: Call) -> OpRule:
 
 @annotate("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
 def viewed(call: Call) -> OpRule:
-    """Can be split along dimensions that input and result have in common, also as the outer factor of another
-    dimension.
-    """
+    """Can be split along dimensions of both input and result, also as the outer factor of another dimension."""
     before, after, sizes = view_texts(call.shapes[0], list(call.outputs[0].shape))
     name = op_name(call.op)
     if name == "squeeze" and not _drops_all_it_names(call):
@@ -108,9 +106,7 @@ def broadcast(call: Call) -> OpRule:
 
 @annotate("zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "new_empty")
 def filled(call: Call) -> OpRule:
-    """A tensor of one value, of which each rank can make its part. The operand that gives dtype and device is not
-    split.
-    """
+    """A tensor of one value, of which each rank can make its part. An operand for dtype and device is not split."""
     shape = list(call.outputs[0].shape)
     names = letters(len(shape))
     operands = ", ".join("?" for _ in call.tensors)

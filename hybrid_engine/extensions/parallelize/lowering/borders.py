@@ -66,9 +66,7 @@ class Relay:
 
 
 def reachable(wanted: Placement, placement: Placement) -> Placement:
-    """The placement to redistribute to if an op needs `wanted`: DTensor does not make partial sums of other
-    placements.
-    """
+    """The placement to redistribute to for `wanted`: DTensor does not make partial sums of other placements."""
     return Replicate() if wanted.is_partial() and not placement.is_partial() else wanted
 
 
@@ -155,8 +153,7 @@ class _Reading:
         return next(iter(code.values()), self.given[key])
 
     def _summed_before(self, key: str) -> Layout | None:
-        """The gradient layout for a whole tensor that a leaf only reshapes before an op that returns partial gradients;
-        otherwise None.
+        """The gradient of a whole tensor that a leaf only reshapes before an op with a partial gradient, or None.
 
         A reshape passes partial sums on, so that they are added up where the tensor enters the leaf.
         """
@@ -167,9 +164,7 @@ class _Reading:
         return gradients.pop() if len(gradients) == 1 and gradients != {self.whole} else None
 
     def edges(self, op: Op) -> Iterator[tuple[str, Relay]]:
-        """The operands of `op` by key, with their change of layout: inside the code of its module, or across its
-        border.
-        """
+        """The operands of `op` by key, with their change of layout inside the code or across its border."""
         early = [self.summed_before[key] for key in op.outputs if key in self.summed_before]
         for key, edge in self.reads[op.key]:
             is_inside = op.path in self.leaves and self.graph.values[key].kind == "result"
@@ -270,9 +265,7 @@ def _stack(op: Op) -> Iterator[tuple[str, object]]:
 
 
 def values_with_gradient(graph: Graph) -> set[str]:
-    """Tensors that can have a gradient: trained parameters, floating-point arguments, and results computed from
-    them.
-    """
+    """Tensors that can have a gradient: trained parameters, floating-point arguments, and their results."""
     found = {
         key for key, value in graph.of_kind("input").items() if value.dtype.is_floating_point
     } | graph.requires_grad

@@ -55,9 +55,7 @@ class Hooks:
         return pytree.tree_map(lambda leaf: self._relaid(leaf, relay) if isinstance(leaf, Tensor) else leaf, value)
 
     def _relaid(self, tensor: Tensor, relay: Relay) -> Tensor:
-        """Consecutive modules that read the same tensor, such as projections, share its DTensor, so that its gradient
-        is summed once.
-        """
+        """Consecutive modules that read one tensor, such as projections, share its DTensor and one gradient sum."""
         version = None if tensor.is_inference() else tensor._version
         key = (tensor, version, relay.layout, relay.reached, torch.is_grad_enabled())
         if self._last is None or self._last[0][0] is not tensor or self._last[0][1:] != key[1:]:
@@ -148,9 +146,7 @@ def sizes_on_parts(
 
 
 def _resized_dims(op: Op, plan: Plan) -> dict[int, int]:
-    """For an op whose arguments give the shape of its result: maps each size that differs on parts to the size
-    there.
-    """
+    """For an op with the result's shape as an argument: maps sizes that differ on parts to the sizes there."""
     if op.rule.shape_argument is None or not any(plan.split_of(op)):
         return {}
     shape = plan.graph.values[op.outputs[0]].shape

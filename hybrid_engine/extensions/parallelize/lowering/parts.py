@@ -60,9 +60,7 @@ def kind_of(dtype: torch.dtype) -> str:
 
 
 def check_values(what: str, given: Tensor, live: Tensor) -> None:
-    """Raises ValueError unless `given` is dense with values of the kind that `live` has; others would be lost or
-    rounded.
-    """
+    """Raises ValueError unless `given` is dense with numbers of `live`'s kind; others would be lost or rounded."""
     if given.is_meta or given.layout is not torch.strided:
         raise ValueError(f"{what} must be a dense tensor with values, not one on {given.device} of {given.layout}")
     if kind_of(given.dtype) != kind_of(live.dtype):

@@ -102,9 +102,7 @@ class StageRunner(nn.Module):
         return tuple(output for output in outputs if output is not None)
 
     def _zeros(self, read: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Zeros in the shapes of the results, used after an error; they give gradients to the tensors that this stage
-        reads.
-        """
+        """Zeros in the shapes of the results, after an error; their gradients reach the tensors that are read here."""
         device, nothing = default_device(), _nothing_of(read)
         if not self.stage.is_last:
             zeros = [torch.zeros_like(tensor, device=device) for tensor in self.like(self.stage.sent)]

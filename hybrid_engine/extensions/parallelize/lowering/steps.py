@@ -139,8 +139,7 @@ class Steps:
         self._folded: dict[str, Tensor] | None = None
 
     def run(self, held: Mapping[str, Tensor], arguments: Mapping[str, Tensor]) -> tuple[list[Tensor | None], Any]:
-        """The results of the forward pass, whole on every rank, and the new values of the tensors it writes into, by
-        key.
+        """The results of the forward pass, whole on every rank, and the new values of what it writes into, by key.
 
         `held` has the parameters (DTensors if there is a mesh) and buffers by name, `arguments` has the tensors among
         the arguments by the names of their values. Local tensors are read, not changed.
@@ -172,9 +171,7 @@ class Steps:
         return self._folded
 
     def outputs(self, values: "Values") -> list[Tensor | None]:
-        """The results of the forward pass, whole on every rank; none shares memory with values that are kept between
-        runs.
-        """
+        """The results, whole on every rank; none shares memory with values that are kept between runs."""
         kept = {_memory(tensor) for tensor in (self._folded or {}).values()} - {None}
         found = [self._whole(values, key) if key is not None else None for key in self.graph.outputs]
         return [out.clone() if out is not None and kept and _memory(out) in kept else out for out in found]

@@ -19,9 +19,7 @@ from hybrid_engine.extensions.parallelize.planning.plan import Plan
 
 
 class HeldModule(nn.Module):
-    """This process's parameters and buffers of a module, as `plan` divides them; base class of all modules with
-    a plan.
-    """
+    """This process's parameters and buffers of a module, as `plan` divides them; base of all with a plan."""
 
     plan: Plan
     meshes: Meshes
@@ -141,9 +139,7 @@ class HeldModule(nn.Module):
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads a state dict from this rank's `state_dict()`; ValueError for whole tensors where this module
-        has parts.
-        """
+        """Loads this rank's `state_dict()`; ValueError for whole tensors where this module has parts."""
         own = self.state_dict()
         is_whole = {n for n, t in state_dict.items() if isinstance(t, Tensor) and not isinstance(t, DTensor)}
         for name in sorted(is_whole):

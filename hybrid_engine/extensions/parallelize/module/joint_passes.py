@@ -50,9 +50,7 @@ class JointPasses:
         self._is_parted = False
 
     def adopt(self, mesh: DeviceMesh) -> None:
-        """Adds another mesh of the same processes. DTensor may still use the groups of earlier meshes, which are equal
-        to it.
-        """
+        """Adds another mesh of the same processes. DTensor may still use the groups of earlier, equal meshes."""
         self._meshes.append(mesh)
 
     @contextmanager

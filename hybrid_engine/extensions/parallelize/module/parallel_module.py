@@ -46,8 +46,7 @@ class Latest(dict[Hashable, Any]):
 
 
 class ParallelModule(HeldModule):
-    """The module that `parallelize` returns. `plan` and `compute_config` describe how it runs; changes to `plan` have
-    no effect.
+    """The result of `parallelize`. `plan` and `compute_config` describe it; changes to `plan` have no effect.
 
     A sample with arguments of new shapes is traced once more and runs under the same plan; so is the next sample after
     a change of modes or plain attributes of a submodule. `sample` has the arguments of the graph in `plan`.
@@ -105,9 +104,7 @@ class ParallelModule(HeldModule):
         engine_checks.check_options(self.compute_config, self.plan, config.zero_optimization.stage)
 
     def groups_of_holders(self) -> list[tuple[list[str], dist.ProcessGroup]]:
-        """Names of parameters that several stages hold, each with the group of processes that hold copies;
-        collective.
-        """
+        """Names of parameters that several stages hold, with the group of the holders; collective."""
         return []
 
     def _check_runs(self) -> None:
@@ -224,9 +221,7 @@ class ParallelModule(HeldModule):
         check_samples(samples, is_dummy_batch, scale_fn)
 
     def _check_counts(self, num_samples: int) -> None:
-        """Raises ValueError on all processes if those that communicate within a pass have different numbers of
-        samples.
-        """
+        """Raises ValueError on all processes if those of one pass have different numbers of samples."""
         if everyone().highest([num_samples, -num_samples]) == [num_samples, -num_samples]:
             return
         counts = gather_objects(num_samples)
@@ -247,9 +242,7 @@ class ParallelModule(HeldModule):
         return self._run_samples(samples, None)
 
     def _run_samples(self, samples: Sequence[Any], loss: Callable[[Any, int], Tensor] | None) -> list[Any]:
-        """The results of each sample. With `loss`, which maps a result and its index to a loss, gradients are
-        accumulated.
-        """
+        """The results of each sample. With `loss`, a function of a result and its index, accumulates gradients."""
         if loss is None:
             with torch.no_grad():
                 return [self._call(sample) for sample in samples]

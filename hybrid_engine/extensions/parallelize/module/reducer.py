@@ -122,9 +122,7 @@ class FlatSum:
 
     @torch.no_grad()
     def end(self, reducer: Reducer) -> None:
-        """Writes the sums into the gradients that `begin` read, after the post-hooks, unless `reducer` keeps an
-        error.
-        """
+        """Writes the sums into the gradients that `begin` read, after the post-hooks, unless there is an error."""
         try:
             self._wait()
             reducer.run_hooks(reducer.post_hooks, self._flat[: -len(self.parameters)])
@@ -154,9 +152,7 @@ class FlatSum:
 
 
 def in_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[list[nn.Parameter]]:
-    """The parameters in buckets of one dtype, in order. The last ones, whose gradients come first, are in the first
-    bucket.
-    """
+    """The parameters in buckets of one dtype. The first has the last parameters, whose gradients come first."""
     buckets: list[list[nn.Parameter]] = []
     filling: dict[torch.dtype, list[nn.Parameter]] = {}
     num_bytes: dict[torch.dtype, int] = {}
@@ -197,9 +193,7 @@ class OverlappingReducer(Reducer):
 
     @property
     def may_fail(self) -> bool:
-        """Whether an error can occur on this process alone; always, because user code may change a gradient that is
-        summed.
-        """
+        """Whether an error can occur on this process alone; True, as user code may change a gradient meanwhile."""
         return True
 
     def check(self) -> None:

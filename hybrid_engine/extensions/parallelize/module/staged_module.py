@@ -83,9 +83,7 @@ class StagedModule(ParallelModule):
         return found
 
     def groups_of_holders(self) -> list[tuple[list[str], dist.ProcessGroup]]:
-        """Names of parameters that several stages hold, each with the group of processes that hold copies;
-        collective.
-        """
+        """Names of parameters that several stages hold, with the group of the holders; collective."""
         found = []
         num_processes = self.unit_size // self.num_stages
         starts = range(0, self.compute_config.runtime_ngpus, self.compute_config.plan_ngpus)
@@ -205,9 +203,7 @@ class StagedBatches:
                 training.optimizer.norms.count_holders({t.name: dist.get_world_size(group) for t in shared})
 
     def train(self, batches: Iterable[Any], loss_fn: LossFunction | None) -> Tensor:
-        """Passes the micro-batches through the stages and steps. See `Batches`; after an error gradients are
-        dropped.
-        """
+        """Runs the micro-batches through the stages, and the step. See `Batches`; an error drops gradients."""
         training = self._training
         given = agree(lambda: self._checked(batches))
         try:

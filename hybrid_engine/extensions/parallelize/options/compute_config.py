@@ -1,6 +1,4 @@
-"""`ComputeConfig`, the config of `parallelize`: the number of processes, how a plan runs, and what is reused from
-earlier runs.
-"""
+"""`ComputeConfig`, the config of `parallelize`: number of processes, lowering, and reuse of earlier runs."""
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
@@ -51,25 +49,17 @@ class BroadcastGenFilesStrategy(Enum):
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """Options for running a module. A *unit* is a group of `plan_ngpus` processes that together hold the module and
-    take the same input.
-    """
+    """How a module runs. A *unit* is `plan_ngpus` processes that hold it together and take the same input."""
 
     plan_ngpus: int
     """Number of processes of a unit."""
     runtime_ngpus: int = field(default_factory=get_world_size)
-    """Number of processes of all units, which take different inputs; a multiple of `plan_ngpus`. Default: the world
-    size.
-    """
+    """Processes of all units, which take different inputs; a multiple of `plan_ngpus`. Default: the world size."""
     _: KW_ONLY
     constant_folding: bool = False
-    """Whether ops that read only constants, such as those of a mask, are computed once for all passes with one
-    shape.
-    """
+    """Whether ops that read only constants, such as those of a mask, are computed once for each input shape."""
     trace_strategy: str = "cuda_run_cpu_offload"
-    """Accepted for compatibility with existing scripts. Tracing never runs the module, so all strategies are
-    the same.
-    """
+    """Accepted for existing scripts. Tracing never runs the module, so all strategies are the same."""
     use_zero: bool = False
     """Whether the optimizer's state, gradients and parameters are sharded over units."""
     zero_ngroups: int = 1

@@ -160,9 +160,7 @@ class _Planner:
         return plan
 
     def _staged(self, mesh: tuple[int, ...], num_stages: int, recompute: tuple[str, ...]) -> Plan | None:
-        """The best division into stages for the fastest splits, or for those with the least memory if that does not
-        fit.
-        """
+        """The best division into stages for the fastest splits; for those with the least memory if it does not fit."""
         unlimited = replace(self.setting, memory_bytes=float("inf"))
         space = self._space(mesh, unlimited, recompute)
         for find in (solve, frugal):
@@ -229,9 +227,7 @@ def _joined(
 
 
 def meshes(size: int, setting: Setting) -> list[tuple[int, ...]]:
-    """The meshes to try: one axis for any split, and all pairs of axes whose first axis splits the batch. Eager: one
-    axis only.
-    """
+    """One axis for any split, and all pairs of axes whose first axis splits the batch. Eager: one axis only."""
     limit = setting.max_partition_degree
     if setting.is_eager:
         return [(size,)]

@@ -47,8 +47,7 @@ def batch_choices(graph: Graph, mesh: Sequence[int], setting: Setting) -> Callab
 
 
 def eager_choices(graph: Graph, size: int) -> Callable[[Op], list[Names]]:
-    """Splits over one axis that module hooks can carry out: columns of products with parameters, splits that follow
-    from them, and rows.
+    """Splits that module hooks support: columns of products with parameters, splits that follow, and rows.
 
     A module's own code works on parts of features and heads. It would take parts of samples or positions for all of
     them.
@@ -88,9 +87,7 @@ def choices_of(plan: Plan) -> Callable[[Op], list[Names]]:
 
 @dataclass(frozen=True)
 class Constraint:
-    """Requires that ops of modules that match `modules` are split along one of `splits`, if they have any of these
-    names.
-    """
+    """Requires that ops of modules that match `modules` are split along one of `splits`, if they have one."""
 
     modules: str
     ops: str

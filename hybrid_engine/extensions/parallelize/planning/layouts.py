@@ -14,9 +14,7 @@ from hybrid_engine.extensions.parallelize.planning.plan import Plan
 
 @dataclass(frozen=True)
 class Edge:
-    """One operand of one op: the tensor, the layout that the op needs, and the layout of the gradient that it
-    returns.
-    """
+    """One operand of one op: the tensor, the layout that the op needs, and that of the gradient it returns."""
 
     key: str
     wanted: Layout
@@ -109,9 +107,7 @@ def layers_of(graph: Graph) -> list[str]:
 
 
 def segments_of(graph: Graph) -> list[tuple[tuple[str, ...], list[Op]]]:
-    """The graph cut wherever a stage may begin: names of blocks, and their ops. No block has ops on both sides of a
-    cut.
-    """
+    """The graph cut wherever a stage may begin: block names and ops. A cut never divides a block's ops."""
     blocks = blocks_of(graph)
     ops = list(graph.ops.values())
     last = {blocks[op.key]: position for position, op in enumerate(ops)}
@@ -142,9 +138,7 @@ def stage_ops(plan: Plan) -> list[list[Op]]:
 
 
 def recomputed_ops(graph: Graph, patterns: Sequence[str]) -> dict[str, str]:
-    """Maps the key of an op to the outermost module around it that matches a glob; ValueError for a glob without a
-    match.
-    """
+    """Maps an op's key to the outermost module around it that matches a glob; ValueError for an unused glob."""
     found: dict[str, str] = {}
     unused = set(patterns)
     for key, op in graph.ops.items():

@@ -136,9 +136,7 @@ def sent_bytes(kind: str, num_bytes: float, size: int) -> float:
 
 
 def _table(name: str, source: str, memory_gb: float, rates: Mapping[str, float], memory: float, links: Any) -> Machine:
-    """A machine with published peak figures. Latencies are assumed: 10 us per round, 20 us between nodes, 5 us
-    per op.
-    """
+    """Published peaks. Latencies are assumed: 10 us per round, 20 us between nodes, 5 us per op."""
     near, far = links
     return Machine(
         name=name,
@@ -196,9 +194,7 @@ TABLES: Mapping[str, Machine] = {
 
 
 def measure_machine(num_bytes: int, repeats: int) -> Machine:
-    """Measures device and links; the result is the same on every process; collective. ValueError for a single
-    process.
-    """
+    """Measures device and links; all processes get the same result. Collective; ValueError for one process."""
     size = get_world_size()
     if size < 2:
         raise ValueError(
@@ -237,9 +233,7 @@ def measure_links(group: dist.ProcessGroup | None, num_bytes: int, repeats: int)
 
 
 def _collective(kind: str, num_bytes: int, size: int, group: dist.ProcessGroup | None) -> Callable[[], object]:
-    """A function that runs one collective. `num_bytes` is the size of the whole tensor, also for all-gather and
-    reduce-scatter.
-    """
+    """A function that runs one collective; `num_bytes` is the size of the whole tensor for each kind."""
     device = default_device()
     part = torch.ones(max(num_bytes // 4 // size, 1), device=device)
     whole = torch.ones(part.numel() * size, device=device)

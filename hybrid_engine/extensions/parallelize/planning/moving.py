@@ -35,9 +35,7 @@ def gradient_layout(layout: Layout) -> Layout:
 
 
 def kept_layout(wanted: Iterable[Layout], whole: Layout) -> Layout:
-    """The layout in which a parameter is kept: of the layouts that its ops need, the first one that cuts it over most
-    axes.
-    """
+    """The layout in which a parameter is kept: the first of those needed that cuts it over most axes."""
     layouts = [gradient_layout(layout) for layout in wanted]
     return max(layouts, key=lambda layout: sum(p.is_shard() for p in layout), default=whole)
 
@@ -119,9 +117,7 @@ class Copies:
         return sum(self._copied(shape, layout, cut) for cut in self._reads.get(name, ()))
 
     def _copied(self, shape: Sequence[int], layout: Layout, cut: Cut | None) -> int:
-        """Number of elements copied for one part; 0 if each rank reads one range of what its process holds, which is a
-        view.
-        """
+        """Number of elements copied; 0 if each rank reads one range of its process's part, which is a view."""
         held = [bounds_of(shape, layout, self._sizes, coordinate) for coordinate in self._coordinates]
         inside = [inside_of(bounds, cut, rank, shape) for rank, bounds in enumerate(held)]
         if all(part is not None and all(len(ranges) == 1 for ranges in part.ranges) for part in inside):
@@ -130,8 +126,7 @@ class Copies:
 
 
 def reads_of(module: nn.Module, num_parts: int) -> Reads:
-    """The parts of the parameters of `module` that `num_parts` processes read to generate; empty for a model without
-    containers.
+    """The parts of `module`'s parameters that `num_parts` processes read to generate; {} without containers.
 
     Adapters are not included, because they are fused into weights.
     """

@@ -67,9 +67,7 @@ def differentiable(graph: Graph, trains: bool) -> frozenset[str]:
 
 
 def kept_by(op: Op, graph: Graph, with_gradient: frozenset[str]) -> Kept:
-    """The tensors that `op` saves. Unknown ops are assumed to save their floating-point operands and, outside aten,
-    results.
-    """
+    """The tensors that `op` saves; by default floating-point operands and, outside aten, results."""
     if not any(key in with_gradient for key in op.outputs) or is_alias(op):
         return NOTHING
     if op.name == ATTENTION:

@@ -77,9 +77,7 @@ class Options:
     transient_mem_coef: float = 2.0
     """Memory for temporary tensors, as a multiple of the largest tensor's size."""
     costs: str | None = None
-    """A table of published figures, or a measured file. Default: the file of measure-links, otherwise the table
-    h100.
-    """
+    """A table of published figures, or a measured file. Default: measure-links' file, otherwise table h100."""
     generation: Mapping[str, int] | None = None
     """`num_tokens`: tokens whose keys and values a unit holds at once during generation; `tensor_parallel`: number of
     processes that generate together.

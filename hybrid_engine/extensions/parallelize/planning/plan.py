@@ -76,8 +76,7 @@ class Plan:
         return self.splits.get(op.key, (None,) * len(self.mesh))
 
     def place(self, path: str, *, out: str | None, op: str = "*", axis: int = 0) -> list[str]:
-        """Splits the ops of the modules that match the glob `path` along `out` (None: not at all) and returns their
-        keys.
+        """Splits the ops of modules that match the glob `path` along `out` (None: not at all); returns their keys.
 
         `out` is a name of the op's annotation, or `+` for a sum that stays partial. `op` is a glob of op names. Ops
         without the name are unchanged. Raises ValueError if no op has it, or if it does not divide by the size of the
@@ -128,9 +127,7 @@ class Plan:
             check_split(self.graph.ops[key], names, self.mesh)
 
     def check_runs(self) -> None:
-        """Raises ValueError for stages, schedules and micro-batches that cannot run, and for settings without
-        effect.
-        """
+        """Raises ValueError for stages, schedules and micro-batches that cannot run or have no effect."""
         if self.stages:
             check_schedule(self.schedule, len(self.stages), self.num_micro_batches)
             self._check_stages()
@@ -338,9 +335,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_content(content: Any, graph: Graph, source: str) -> None:
-    """Raises ValueError unless `content`, from the file `source`, is a plan for `graph` and its splits are lists of
-    names.
-    """
+    """Raises ValueError unless `content`, of the file `source`, is a plan for `graph` with lists as splits."""
     if not isinstance(content, dict):
         raise ValueError(f"{source} must be an object with the keys {sorted(FIELDS)}")
     if not is_count(content.get("version")) or content["version"] != VERSION:

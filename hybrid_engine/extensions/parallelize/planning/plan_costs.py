@@ -17,9 +17,7 @@ from hybrid_engine.extensions.parallelize.planning.setting import Cost, Setting,
 from hybrid_engine.extensions.parallelize.planning.space import Space
 
 Seconds = Callable[[int, int, int], float | None]
-"""Seconds of a micro-batch in a stage: (start segment, end segment, number of the stage) -> seconds; None: does not
-fit.
-"""
+"""Seconds of a micro-batch in a stage, for (start segment, end segment, stage number); None: does not fit."""
 
 
 @dataclass(frozen=True)

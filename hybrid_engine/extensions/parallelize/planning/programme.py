@@ -200,9 +200,7 @@ def _charge_maker(
 
 
 def _made(space: Space, tensor: TensorClass, chosen: list[list[int]]) -> dict[Layout, Variables]:
-    """Maps a layout to the variables of the choices that make the tensor in it; empty if the tensor is a whole
-    input.
-    """
+    """Maps a layout to the variables of the choices that make the tensor in it; () for an input of the graph."""
     if tensor.maker is None:
         return {space.whole: ()}
     number, position = tensor.maker
@@ -249,9 +247,7 @@ def _ways(
 
 
 def _enter_shared(programme: Programme, space: Space, tensor: TensorClass, chosen: list[list[int]]) -> None:
-    """Makes readers that need a tensor in one common layout agree with the first; whole if it is a result of
-    the graph.
-    """
+    """Makes readers that need one common layout agree with the first; whole for a result of the graph."""
     by_layout: list[dict[Layout, Variables]] = []
     for reader in (one for one in tensor.readers if one.way == SHARED):
         found: dict[Layout, Variables] = {}

@@ -107,9 +107,7 @@ class Space:
             one.outputs.append(op.rule.output_placements(names))
 
     def _variants(self, ops: Sequence[Op]) -> Iterable[tuple[Op, int, int]]:
-        """Ops of a class that differ in which tensors have a gradient (as in the first layer): op, number, number
-        recomputed.
-        """
+        """Ops of a class that differ in which tensors have a gradient: an op, their number, number recomputed."""
         groups: dict[object, list[Op]] = {}
         for op in ops:
             groups.setdefault(tuple(key in self.gradients for key in (*op.inputs, *op.outputs)), []).append(op)
@@ -117,9 +115,7 @@ class Space:
             yield group[0], len(group), sum(op.key in self.recomputed for op in group)
 
     def _op_cost(self, op: Op, names: Names, count: int, repeated: int) -> tuple[Cost, float]:
-        """The cost of `count` ops like `op`, `repeated` of which are recomputed, and the bytes of the largest
-        tensor.
-        """
+        """The cost of `count` ops like `op`, `repeated` of them recomputed, and bytes of the largest tensor."""
         done = work(op, self.graph, names, self.mesh, self.setting, self.gradients)
         kept = kept_by(op, self.graph, self.gradients).extra_bytes_per_element
         if kept:
@@ -244,9 +240,7 @@ class Space:
         return total
 
     def by_op(self, assignment: Sequence[int]) -> dict[str, Cost]:
-        """The cost of a plan by the op that computes or makes a tensor; parameters count for the first op that reads
-        them.
-        """
+        """The cost of a plan by the op that makes a tensor; a parameter counts for the first op that reads it."""
         found = {op.key: ZERO for op in self.ops}
         for one, choice in zip(self.classes, assignment, strict=True):
             for op in one.ops:

@@ -85,9 +85,7 @@ def equal_stages(graph: Graph, num_stages: int) -> tuple[tuple[str, ...], ...]:
 
 
 def _apart(graph: Graph, paths: Sequence[str]) -> list[list[str]]:
-    """The modules in groups. Modules that must be in the same stage, because one reads a later one's result, form a
-    group.
-    """
+    """The modules in groups that must stay in one stage, because one reads a later one's result."""
     single = tuple((path,) for path in paths)
     latest: dict[str, int] = {}  # for each tensor, the last module that was needed to make it
     with_next = set[int]()
@@ -153,8 +151,7 @@ def replicated_plan(graph: Graph, mesh: Sequence[int]) -> Plan:
 
 
 def random_plan(graph: Graph, mesh: Sequence[int], seed: int = 1) -> Plan:
-    """A plan that splits every op along a name drawn with `seed`, over each axis; ops that do not divide are
-    replicated.
+    """A plan that splits every op along a name drawn with `seed`, over each axis; replicates the others.
 
     It is a stress test of the lowering and not useful for training: nearly every edge changes a layout.
     """

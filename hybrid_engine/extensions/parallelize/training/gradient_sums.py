@@ -101,9 +101,7 @@ class GradientSums:
 
     @contextmanager
     def entering(self) -> Iterator[None]:
-        """Context around code that sums all gradients or changes sums; records the gradients if an error leaves some
-        unsummed.
-        """
+        """Context around code that makes or changes sums; on an error records gradients that may be unsummed."""
         try:
             yield
         except BaseException:

@@ -145,8 +145,7 @@ def _between_stages(part: ParallelModule) -> list[Reducer]:
 def _of_one_kind(
     groups: list[dict[str, Any]], places: Mapping[int, tuple[str, int]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The groups, each divided by the device mesh of its parameters: optimizers step only parameters of one kind at
-    once.
+    """The groups, each divided by the device mesh of its parameters, since optimizers step one kind at once.
 
     The second list has the checkpoint entries of each group: names of the parameters, their positions, the number of
     the user's group. A group without trained parameters on this process, such as in a frozen stage, stays as an empty
@@ -205,9 +204,7 @@ class _Additions:
         optimizer.zero_grad = MethodType(zero_and_begin, optimizer)
 
     def _step_with(self, step: Callable[..., Any]) -> MethodType:
-        """Replaces `step` by `plain_steps`, which calls it several times if torch has no sharded form of the
-        optimizer.
-        """
+        """Replaces `step` by `plain_steps`, which calls it several times if torch has no sharded form of it."""
 
         def stepped(optimizer: torch.optim.Optimizer, closure: Callable[[], float] | None = None) -> Any:
             if closure is not None:
@@ -351,9 +348,7 @@ def made_by(
 
 
 def check_steps_parts(optimizer: torch.optim.Optimizer, parts: Sequence[ParallelModule]) -> None:
-    """Raises ValueError for an optimizer whose step needs the gradients of all parameters if the process has only some;
-    local.
-    """
+    """Raises ValueError for an optimizer that needs all gradients if the process has only some; local."""
     if isinstance(optimizer, torch.optim.LBFGS) and any(part.plan.stages for part in parts):
         raise ValueError(
             "optimizer_fn=LBFGS looks along one line for all parameters at once, and with stages no process has all; "
@@ -362,9 +357,7 @@ def check_steps_parts(optimizer: torch.optim.Optimizer, parts: Sequence[Parallel
 
 
 def checked_groups(groups: Any, places: Mapping[int, Any]) -> list[dict[str, Any]]:
-    """The groups of `param_groups`, with lists of parameters; ValueError for invalid groups and for unknown
-    parameters.
-    """
+    """The groups of `param_groups`, with lists of parameters; ValueError for invalid groups and parameters."""
     check("param_groups' result", groups, GROUPS)
     seen: set[int] = set()
     found = []
@@ -385,9 +378,7 @@ def checked_groups(groups: Any, places: Mapping[int, Any]) -> list[dict[str, Any
 
 
 def options_of(groups: Sequence[Mapping[str, Any]], number: str, without: Sequence[str]) -> dict[str, str]:
-    """Descriptions of the options of an optimizer's groups; `number` is the key under which a group has the user's
-    number.
-    """
+    """Descriptions of the options of an optimizer's groups; `number` is the key of the user's group number."""
     return {
         f"group {group[number]} of the optimizer: {name}": words_of(value)
         for group in groups

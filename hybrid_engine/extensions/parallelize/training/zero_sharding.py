@@ -84,9 +84,7 @@ class ZeroBucket(Bucket):
 
 
 def zero_buckets(part: ParallelModule) -> list[ZeroBucket]:
-    """The buckets that FSDP2 reduces for a part, layers first, without hooks. They replace those of an earlier
-    optimizer.
-    """
+    """The buckets that FSDP2 reduces for a part, layers first, without hooks; they replace earlier ones."""
     if not isinstance(part, FSDPModule):
         return []
     assert part.meshes.data is not None and part.meshes.zero is not None
