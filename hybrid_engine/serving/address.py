@@ -1,4 +1,7 @@
-"""Checks and binds the address that a server listens at."""
+"""Checks and binds the address that a server listens at.
+
+`Server` and the `serve` recipe refuse an address that other machines can reach without a key.
+"""
 
 import ipaddress
 import socket

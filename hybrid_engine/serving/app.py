@@ -1,4 +1,8 @@
-"""The web application: paths, keys, limits, and whole or streamed answers."""
+"""The web application: paths, keys, limits, and whole or streamed answers.
+
+`Server` makes one `App` and runs it with uvicorn. The first line of each handler's docstring is published by
+`openapi.py`.
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,7 @@
-"""Closes idle and stalled connections, which uvicorn leaves open for as long as the client does."""
+"""Closes idle and stalled connections, which uvicorn leaves open for as long as the client does.
+
+`Server` runs uvicorn with `BoundedConnection` as its HTTP protocol.
+"""
 
 import asyncio
 import logging

@@ -1,4 +1,7 @@
-"""Stores a traced forward pass as bytes without weights, for a file or another process."""
+"""Stores a traced forward pass as bytes without weights, for a file or another process.
+
+`parallelize` uses this for `reuse='graph'` and for broadcasts of the graph.
+"""
 
 import hashlib
 import inspect

@@ -1,4 +1,4 @@
-"""The annotations of the ops that traced models are made of; `register_op` adds more."""
+"""The annotations of the ops that traced models consist of; `register_op` adds more."""
 
 # The modules fill LIBRARY when they are imported.
 from hybrid_engine.extensions.parallelize.library import layers, shapes  # noqa: F401

@@ -1,4 +1,7 @@
-"""The parts of tensors that processes hold, whole tensors from parts, and checks of saved tensors and states."""
+"""The parts of tensors that processes hold, whole tensors from parts, and checks of saved tensors and states.
+
+The checkpoint functions use this; reducers and pipelines use `local_part`.
+"""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,4 +1,7 @@
-"""A module as one process holds it: its parts of the parameters, under the names of the original module."""
+"""A module as one process holds it: its parts of the parameters, under the names of the original module.
+
+`HeldModule` is the base of `ParallelModule` and handles copies, state dicts and extra state.
+"""
 
 import copy
 from collections.abc import Callable, Collection, Mapping

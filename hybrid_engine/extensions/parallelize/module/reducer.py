@@ -1,4 +1,7 @@
-"""Sums gradients over units, whose processes computed different inputs, after or during the backward pass."""
+"""Sums gradients over units, whose processes computed different inputs, after or during the backward pass.
+
+`build_optimizer` makes the reducers; `train_step` runs an `OverlappingReducer` around its backward passes.
+"""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence

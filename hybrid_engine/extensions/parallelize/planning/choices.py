@@ -1,4 +1,7 @@
-"""The splits of an op that a planner considers, and the user's constraints on them."""
+"""The splits of an op that a planner considers, and the user's constraints on them.
+
+`autodist` and `plan_costs` pass these functions to `Space`.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""Splits that follow from others: an op is split to fit the layout of the tensors that it reads."""
+"""Splits that follow from others: an op is split to fit the layout of the tensors that it reads.
+
+`Plan.follow`, the batch policies and the eager choices use this.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol

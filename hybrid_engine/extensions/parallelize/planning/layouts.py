@@ -1,4 +1,7 @@
-"""The layouts of tensors under a plan, and the grouping of a graph's ops into blocks and stages."""
+"""The layouts of tensors under a plan, and the grouping of a graph's ops into blocks and stages.
+
+The planner computes costs from them, and the lowering places parameters and results by them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""Layouts of tensors, and the collectives that change one layout to another, as in DTensor's redistribution."""
+"""Layouts of tensors, the collectives that change them as DTensor's redistribution does, and copies for generation.
+
+Planner and lowering share these layouts; `Setting` and `Space` compute costs from the moves and copies.
+"""
 
 from collections.abc import Iterable, Sequence
 from functools import cache

@@ -1,4 +1,7 @@
-"""The policies by name, the options that each accepts, and the checks of the plans that they make."""
+"""The policies by name, the options that each accepts, and the checks of the plans that they make.
+
+`parallelize` makes its plan by `plan_by`.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Mapping

@@ -1,4 +1,7 @@
-"""The conditions that a plan is made for: machine, processes, weights and memory. Also `Cost` and peak memory."""
+"""The conditions that a plan is made for (machine, processes, weights, memory), costs, and peak memory.
+
+All cost functions of the planner take a `Setting` and return a `Cost`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
