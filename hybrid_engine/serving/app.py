@@ -436,7 +436,7 @@ class _WholeResponse(JSONResponse):
 def read_json(raw: bytes) -> dict[str, Any]:
     """The JSON object in `raw`, at most 200 levels deep.
 
-    Raises RequestError for anything else, for invalid UTF-8, and for too many lists or values.
+    Raises RequestError for anything else, for text that UTF-8 cannot encode, and for too many lists or values.
     """
     _check_counts(raw)
     try:

@@ -139,7 +139,7 @@ class MegatronLayer(nn.Module):
         self.mlp = MegatronMoE(config, num_experts) if num_experts else MegatronMLP(config)
 
     def forward(self, hidden: torch.Tensor, is_seen: torch.Tensor, past: Cache | None) -> torch.Tensor:
-        """`[B, T, E]` -> `[B, T, E]`."""
+        """`[B, P, E]` -> `[B, P, E]`."""
         hidden = hidden + self.self_attention(self.input_layernorm(hidden), is_seen, past)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
