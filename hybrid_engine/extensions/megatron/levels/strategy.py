@@ -163,7 +163,7 @@ class Tokenizing:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids that are text. A model may have more logits, which pad its embedding."""
+        """Number of token ids that are text, from 0 on. A model may have more logits, which pad its embedding."""
         return int(self.tokenizer.vocab_size if self._is_megatrons else len(self.tokenizer))
 
     def encode(self, text: str) -> list[int]:
