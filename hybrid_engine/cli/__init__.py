@@ -1,1 +1,1 @@
-"""The `hybrid-engine` command, the launcher, and what reads options from sources."""
+"""The `hybrid-engine` command and its launcher, with the modules that read options from source files."""

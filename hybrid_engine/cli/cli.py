@@ -1,4 +1,4 @@
-"""The `hybrid-engine` command: a subcommand per recipe, with an option per field of its `Config`, and some others.
+"""The `hybrid-engine` command: a subcommand per recipe, with an option per field of its `Config`, and other commands.
 
     hybrid-engine ppo --steps 20 --kl-coef 0.1
     hybrid-engine launch --num_gpus 2 train.py
@@ -6,8 +6,8 @@
     hybrid-engine report runs/a runs/b
     hybrid-engine plan ppo --steps 20 --kl-coef 0.1
 
-The command stands below the recipes it starts, so it imports them by name, and only to run them: what it says about
-them (`--help`, an unknown option) is read from their source.
+The command is a layer below the recipes that it starts. It imports a recipe by name and only to run or plan it;
+`--help` and the checks of option names read the recipe's source instead.
 """
 
 import argparse
@@ -48,22 +48,22 @@ OTHERS: dict[str, Any] = {
     "doctor": doctor,
     "real-model": real_model,
 }
-"""Commands that are no recipes: modules with a DESCRIPTION and a `main` of the arguments behind the name."""
+"""Commands that are not recipes: modules with a DESCRIPTION and a `main` that takes the arguments after the name."""
 PLAN = "plan"
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
-"""Exit statuses: of a disk that takes no more, of input that is refused, and of Ctrl-C."""
+"""Exit statuses for a disk that is full, for input that is refused, and for Ctrl-C."""
 NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the recipe that `arguments` (default: the command line) name; returns the exit status.
 
-    A ValueError that one of our modules raised, which is how they refuse bad input, becomes one line on stderr and the
-    status 2, a disk that is full one line and the status 1, Ctrl-C one line and the status 130. Any other error leaves
-    with its traceback: it may be in the user's own reward or data.
+    A ValueError raised by a module of this package means bad input: it becomes one line on stderr and status 2. A full
+    disk gives one line and status 1, Ctrl-C one line and status 130. Any other error leaves with its traceback, because
+    it may come from the user's own reward or data.
     """
     status = _run_command(sys.argv[1:] if arguments is None else list(arguments))
-    if arguments is None and status == INTERRUPTED:  # what is left is Python's own end, which may wait for threads
+    if arguments is None and status == INTERRUPTED:  # only Python's shutdown is left, which may wait for threads
         sys.stdout.flush()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_command(arguments: list[str]) -> int:
-    """`main` of a list."""
+    """Runs `main` on a list of arguments."""
     try:
         if arguments and arguments[0] == PLAN:
             wishes, command = plan.read_wishes(arguments[1:])
@@ -81,7 +81,7 @@ def _run_command(arguments: list[str]) -> int:
                 return REFUSED
             return run(command, partial(plan_recipe, wishes))
         return run_other(arguments[0], arguments[1:]) if arguments and arguments[0] in OTHERS else run(arguments)
-    except KeyboardInterrupt:  # in a command that is no recipe, or before a recipe began
+    except KeyboardInterrupt:  # in a command that is not a recipe, or before a recipe began
         print("hybrid-engine: interrupted", file=sys.stderr)
         return INTERRUPTED
 
@@ -111,7 +111,7 @@ def run(arguments: Sequence[str], act: Callable[..., int] | None = None) -> int:
 
 
 def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
-    """The recipe and the options that `arguments` give it; SystemExit, after a line, for what it does not take."""
+    """Returns the recipe and its options; prints a line and raises SystemExit for an argument that it does not take."""
     parser = build_parser()
     found, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -126,7 +126,7 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _failed_writing(error: OSError) -> int:
-    """Says that the disk takes no more and returns the exit status; raises what is anything else."""
+    """Prints that the disk is full and returns the exit status; raises any other error again."""
     if error.errno not in NO_PLACE or not is_ours(error):
         raise error
     print(f"hybrid-engine: {error}", file=sys.stderr)
@@ -134,13 +134,12 @@ def _failed_writing(error: OSError) -> int:
 
 
 def names_of(options: Sequence[Option]) -> list[str]:
-    """The names of a recipe's options."""
     return [option.name for option in options]
 
 
 @contextmanager
 def speaking_of(options: Sequence[Option]) -> Iterator[None]:
-    """Inside, notices call what the user gave as it was given."""
+    """Makes log lines name options as the user typed them, while the context is open."""
     logger, words = logging.getLogger("hybrid_engine"), InOptions(names_of(options))
     logger.addFilter(words)
     try:
@@ -150,7 +149,7 @@ def speaking_of(options: Sequence[Option]) -> Iterator[None]:
 
 
 def run_other(name: str, arguments: Sequence[str]) -> int:
-    """Runs a command that is no recipe; returns the exit status."""
+    """Runs a command that is not a recipe; returns the exit status."""
     try:
         return int(OTHERS[name].main(arguments))
     except ValueError as error:
@@ -163,7 +162,7 @@ def run_other(name: str, arguments: Sequence[str]) -> int:
 
 
 def run_recipe(name: str, options: Sequence[Option], given: Mapping[str, Any]) -> int:
-    """Runs the recipe with the options that were given."""
+    """Runs the recipe with the options that the user gave."""
     keep_freed_memory()
     recipe = import_recipe(name)
     recipe.run(build_config(recipe.Config, options, given))
@@ -171,18 +170,18 @@ def run_recipe(name: str, options: Sequence[Option], given: Mapping[str, Any]) -
 
 
 def plan_recipe(wishes: plan.Wishes, name: str, options: Sequence[Option], given: Mapping[str, Any]) -> int:
-    """Says what memory the recipe with these options takes; returns the exit status."""
+    """Prints the memory that the recipe takes with these options; returns the exit status."""
     recipe = import_recipe(name)
     planning = importlib.import_module("hybrid_engine.rlhf.planning.fitting")
     return plan.show(planning.plan(name, build_config(recipe.Config, options, given), wishes), wishes)
 
 
 def import_recipe(name: str) -> Any:
-    """The module of a recipe; with `plan_recipe` the one place where an import goes up."""
+    """Returns the module of a recipe; this function and `plan_recipe` hold the only imports of a higher layer."""
     with _interrupted_at_once():
         recipe = importlib.import_module(f"hybrid_engine.recipes.{name.replace('-', '_')}")
     transformers_logging = importlib.import_module("transformers.utils.logging")
-    # A classifier's new head and every saved file would each interrupt the progress bar with lines of their own.
+    # A classifier's new head and each saved file would interrupt the progress bar with lines of their own.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     return recipe
@@ -190,7 +189,7 @@ def import_recipe(name: str) -> Any:
 
 @contextmanager
 def _interrupted_at_once() -> Iterator[None]:
-    """Inside, Ctrl-C ends the process: a module that is being imported may swallow a KeyboardInterrupt, and go on."""
+    """Makes Ctrl-C end the process during an import: the imported module may swallow a KeyboardInterrupt."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield
@@ -208,7 +207,7 @@ def _interrupted_at_once() -> Iterator[None]:
 
 
 def build_config(config_class: Any, options: Sequence[Option], given: Mapping[str, Any]) -> Any:
-    """The `Config` of a recipe; a field with options of its own is built by its class's `from_options`."""
+    """The `Config` of a recipe; a field whose type has options is built by that type's `from_options`."""
     groups: dict[str, dict[str, Any]] = {option.group: {} for option in options if option.group}
     own: dict[str, Any] = {}
     for option in options:
@@ -220,13 +219,13 @@ def build_config(config_class: Any, options: Sequence[Option], given: Mapping[st
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether a module of this package raised `error`, and not a library or the user's own code that it called."""
+    """Whether a module of this package raised `error`, and not a library or the user's own code."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return str(frames[-1].f_globals.get("__name__")).startswith("hybrid_engine.")
 
 
 def how_to_go_on(recipe: str, options: Mapping[str, Any]) -> list[str]:
-    """What to do after Ctrl-C, if anything; a checkpoint that was being written does not count until it is complete."""
+    """Advice to print after Ctrl-C, or an empty list; a checkpoint that was being written does not count."""
     if recipe == "generate" and options["out"] not in (None, "-"):
         return ["finished rows stay, the same command goes on with the others"]
     if recipe in ("generate", "serve"):
@@ -268,13 +267,13 @@ def build_parser() -> argparse.ArgumentParser:
         )
         for option in recipe.options:
             _add_option(command, option)
-    for name, module in (OTHERS | {PLAN: plan}).items():  # only for the overview: they read their arguments themselves
+    for name, module in (OTHERS | {PLAN: plan}).items():  # only for the overview: they parse their own arguments
         commands.add_parser(name, help=module.DESCRIPTION.splitlines()[0], add_help=False)
     return parser
 
 
 class _Once(argparse.Action):
-    """Stores a value; a second one is an error, not what takes the first one's place."""
+    """Stores a value; a second value is an error and does not replace the first."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if hasattr(namespace, self.dest):
@@ -284,14 +283,14 @@ class _Once(argparse.Action):
 
 
 def flags_of(option: Option) -> list[str]:
-    """The flags by which an option is typed."""
+    """The flags of an option on the command line."""
     flags = ["--" + option.name.replace("_", "-")]
     return [f"-{option.name}", *flags] if len(option.name) == 1 else flags
 
 
 def _add_option(parser: argparse.ArgumentParser, option: Option) -> None:
     text = option.meaning.replace("%", "%%")
-    settings: dict[str, Any] = {"default": argparse.SUPPRESS}  # what was given is told from what was not
+    settings: dict[str, Any] = {"default": argparse.SUPPRESS}  # distinguishes options that the user gave from defaults
     if option.kind is bool and option.default is False:
         settings |= {"action": "store_true"}
     elif option.kind is bool:

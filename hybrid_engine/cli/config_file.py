@@ -1,4 +1,4 @@
-"""`--config file.yaml`: the options of a recipe from a file, each by its name; options on the command line win."""
+"""`--config file.yaml`: reads the options of a recipe from a file by name; options on the command line win."""
 
 import difflib
 from collections import Counter
@@ -12,11 +12,11 @@ from hybrid_engine.cli.recipe_options import Option
 
 
 def read_config_file(path: str, options: Sequence[Option]) -> dict[str, Any]:
-    """The options that the file gives, by name; `kl-coef` and `kl_coef` are the same.
+    """The options in the file, by name; `kl-coef` and `kl_coef` are the same option.
 
     Raises:
-        ValueError: the file cannot be read as YAML, is no mapping, names an option that the recipe has not or twice, or
-            gives a value of the wrong type.
+        ValueError: the file cannot be read as YAML, is not a mapping, names an option twice or one that the recipe does
+            not have, or gives a value of the wrong type.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -51,7 +51,7 @@ def _read_value(path: str, option: Option, value: Any) -> Any:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if option.kind is float and isinstance(value, str):
         try:
-            return float(value)  # YAML 1.1 reads 1e-5, without a point, as text
+            return float(value)  # YAML 1.1 reads 1e-5, without a decimal point, as text
         except ValueError:
             pass
     if option.kind is float and is_number:

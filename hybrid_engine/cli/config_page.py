@@ -1,4 +1,4 @@
-"""Writes `docs/config.md`: every key of DeepSpeed's ds_config, and what becomes of it here.
+"""Writes `docs/config.md`: each key of DeepSpeed's ds_config and its status in this engine.
 
 python -m hybrid_engine.cli.config_page > docs/config.md
 """
@@ -33,7 +33,7 @@ WORKING: dict[str, Any] = {
 }
 """The dataclass that reads each block."""
 NOT_KEYS = ("block", "given")
-"""Fields that no key of the config sets: an OffloadConfig's own name, and the config as it was given."""
+"""Fields that no key of the config sets: an OffloadConfig's own name, and the config as the user gave it."""
 PARAMS = {"optimizer.params": OPTIMIZER_PARAMS, "scheduler.params": SCHEDULER_PARAMS}
 TORCH_CLASSES = {"optimizer": TORCH_OPTIMIZERS, "scheduler": TORCH_SCHEDULERS}
 BLOCKS = [*WORKING, *PARAMS, *(path for path in {**NO_MEANING, **NOT_SUPPORTED} if path not in {**WORKING, **PARAMS})]
@@ -54,7 +54,7 @@ trailing commas are read past; the rest of Hjson, which DeepSpeed reads too, is 
 
 
 def render() -> str:
-    """The text of the page about the config."""
+    """The text of `docs/config.md`."""
     parts = [HEADER, *(_render_block(path) for path in sorted(BLOCKS)), _render_auto()]
     return "\n".join(parts)
 

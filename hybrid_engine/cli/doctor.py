@@ -1,4 +1,4 @@
-"""`hybrid-engine doctor`: what this machine and this installation have, and what is missing for what."""
+"""`hybrid-engine doctor`: reports what this machine and this installation have, and what each feature lacks."""
 
 import argparse
 import importlib
@@ -43,12 +43,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _examine_gpu() -> Iterable[Any]:
-    # Needs torch and transformers, which `--help` does not wait for.
+    # Needs torch and transformers; `--help` does not wait for them.
     return importlib.import_module("hybrid_engine.cli.gpu_doctor").examine_gpu()
 
 
 def _examine() -> Iterable[Any]:
-    """All kinds in their order, a decode layer on each device among the kernels."""
+    """All kinds of findings in order, with a decode layer on each device among the kernels."""
     health = importlib.import_module("hybrid_engine.metrics.health")
     layers = importlib.import_module("hybrid_engine.cli.gpu_doctor").try_layers
     tried = False
@@ -61,7 +61,7 @@ def _examine() -> Iterable[Any]:
 
 
 def _show(findings: Iterable[Any]) -> list[Any]:
-    """Prints each as soon as it is known; returns them."""
+    """Prints each finding as soon as it is known; returns all of them."""
     shown: list[Any] = []
     for finding in findings:
         if not shown or finding.kind != shown[-1].kind:

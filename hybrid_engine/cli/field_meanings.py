@@ -1,4 +1,4 @@
-"""The documentation of a dataclass's fields, which Python itself drops: the string below each of them."""
+"""Documentation of a dataclass's fields: the string below each of them, which Python itself drops."""
 
 import ast
 import inspect
@@ -9,7 +9,7 @@ from hybrid_engine.cli.source_tree import parse_source
 
 
 def field_meanings(config_class: type) -> dict[str, str]:
-    """The string below each field of a dataclass and of those it derives from, by the field's name, from the source."""
+    """The string below each field of a dataclass and of its base classes, by field name, read from the source."""
     classes = [base for base in reversed(config_class.__mro__) if is_dataclass(base)]
     return {name: text for base in classes for name, text in _own_meanings(base).items()}
 

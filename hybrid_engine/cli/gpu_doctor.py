@@ -1,11 +1,11 @@
-"""`hybrid-engine doctor --gpu`: whether this card generates and trains as it should, in about a minute.
+"""`hybrid-engine doctor --gpu`: checks in about a minute that this card generates and trains correctly.
 
-    the card            what kernels need of it and of its driver, and who else has memory on it
-    a decode layer      kernels compiled, run and held against the model's own forward, in fp32 and bf16
-    greedy tokens       a small model's, against its own generate()
-    log-probabilities   of sampled tokens, and straight from hidden states with their gradients, against the logits
-    a training step     the loss falls, and the next rollout is that of the new weights
-    decode bandwidth    bytes of weights that a decode step reads a second, beside those of a copy
+    the card            what kernels need of it and of its driver, and other processes with memory on it
+    a decode layer      kernels compiled, run and compared with the model's own forward, in fp32 and bf16
+    greedy tokens       those of a small model, compared with its own generate()
+    log-probabilities   of sampled tokens, and of `linear_log_prob` with its gradients, compared with the logits
+    a training step     the loss falls, and the next rollout uses the new weights
+    decode bandwidth    bytes of weights that a decode step reads per second, compared with a copy
 
 `doctor` without `--gpu` tries the layer alone, on each device. Weights are random: nothing is downloaded.
 """
@@ -27,12 +27,12 @@ from hybrid_engine.ops.linear_log_prob import linear_log_prob
 
 KIND = "gpu"
 DTYPES = {"cpu": (torch.float32,), "cuda": (torch.float32, torch.bfloat16)}
-"""In which a layer is tried, by the kind of device."""
+"""Dtypes in which a layer is tried, by kind of device."""
 VOCAB, PROMPT_TOKENS, NEW_TOKENS = 1024, 24, 40
 MOST_APART = 1e-3
-"""Of log-probabilities and gradients in fp32, whose sums differ in their order alone."""
+"""Largest difference of log-probabilities and gradients in fp32, whose sums differ only in their order."""
 LEAST_SHARE = 0.2
-"""Of the bandwidth, at one row of a model of a billion parameters: less says that something holds steps up."""
+"""Least share of the bandwidth at one row of a model of a billion parameters; less means that steps are held up."""
 ENGINE_CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -41,7 +41,7 @@ ENGINE_CONFIG = {
 
 
 def examine_gpu() -> Iterator[Finding]:
-    """One finding after the other, each as soon as it is known; ends after a card that cannot be used.
+    """Yields one finding after another, each as soon as it is known; ends after a card that cannot be used.
 
     Raises:
         ValueError: there is no GPU.
@@ -56,7 +56,7 @@ def examine_gpu() -> Iterator[Finding]:
 
 
 def examine_device(device: torch.device) -> Iterator[Finding]:
-    """The same of any device, without the card itself."""
+    """The same findings for any device, without the one about the card."""
     yield from try_layers(device)
     for name, check in (
         ("greedy tokens", greedy_tokens),
@@ -68,20 +68,20 @@ def examine_device(device: torch.device) -> Iterator[Finding]:
 
 
 def try_layers(device: torch.device, kind: str = KIND) -> Iterator[Finding]:
-    """A whole decode layer in each dtype of the device."""
+    """Tries a whole decode layer in each dtype of the device."""
     for dtype in DTYPES[device.type]:
         name = f"a decode layer in {str(dtype).removeprefix('torch.')}, on {device}"
         yield _finding(kind, name, lambda dtype=dtype: _try_layer(device, dtype))  # type: ignore[misc]
 
 
 def _finding(kind: str, name: str, check: Callable[[], str]) -> Finding:
-    """The words of `check`, or its error."""
+    """The finding of one check: the text that it returns, or its error."""
     start = time.perf_counter()
     try:
         text, state = check(), "ok"
         if replaced := replaced_kernels():
             text, state = "; ".join([*replaced, "torch's operations run in place of these kernels"]), "broken"
-    except Exception as error:  # a compiler's, a driver's, the engine's: whatever it is, it is the finding
+    except Exception as error:  # whatever the compiler, the driver or the engine raises is the finding
         text, state = f"{type(error).__name__}: {error}", "broken"
     return Finding(kind=kind, name=name, state=state, text=f"{text} ({time.perf_counter() - start:.1f} s)")
 
@@ -96,7 +96,7 @@ def _card(device: torch.device) -> Finding:
 
 
 def build_llama(device: torch.device, dtype: torch.dtype, hidden: int = 256, layers: int = 2) -> LlamaForCausalLM:
-    """A Llama with random weights and heads of 64, two of which share keys and values."""
+    """A Llama with random weights and heads of dimension 64; two query heads share one key/value head."""
     torch.manual_seed(0)
     sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers, "vocab_size": VOCAB}
     heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128}
@@ -105,7 +105,7 @@ def build_llama(device: torch.device, dtype: torch.dtype, hidden: int = 256, lay
 
 
 def _try_layer(device: torch.device, dtype: torch.dtype) -> str:
-    """RuntimeError where no containers run, which are held against the model's forward as they are built."""
+    """Compares containers with the model's forward as they are built; RuntimeError where no containers run."""
     attached = hybrid_engine.attach(build_llama(device, dtype, layers=1), max_out_tokens=256)
     difference = attached.logprob_difference
     assert attached.generator is not None and difference is not None
@@ -115,20 +115,20 @@ def _try_layer(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _engine(device: torch.device) -> HybridEngine:
-    """For a small model, in fp32."""
+    """An engine for a small model in fp32."""
     engine = hybrid_engine.initialize(model=build_llama(device, torch.float32), config=ENGINE_CONFIG)[0]
     assert isinstance(engine, HybridEngine)
     return engine
 
 
 def _prompts(device: torch.device, rows: int = 4) -> torch.Tensor:
-    """`[rows, PROMPT_TOKENS]`."""
+    """Random token ids, `[rows, PROMPT_TOKENS]`."""
     generator = torch.Generator().manual_seed(1)
     return torch.randint(3, VOCAB, (rows, PROMPT_TOKENS), generator=generator).to(device)
 
 
 def _compare_tokens(engine: HybridEngine, device: torch.device) -> tuple[torch.Tensor, int]:
-    """A greedy rollout, and how many tokens were drawn; RuntimeError where they are not the model's own."""
+    """A greedy rollout and its number of new tokens; RuntimeError where they differ from the model's own generate()."""
     ids = _prompts(device)
     options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "pad_token_id": 0}
     found = engine.eval().generate(ids, attention_mask=torch.ones_like(ids), **options)
@@ -141,7 +141,7 @@ def _compare_tokens(engine: HybridEngine, device: torch.device) -> tuple[torch.T
 
 
 def greedy_tokens(device: torch.device) -> str:
-    """RuntimeError where a rollout in fp32 is not the model's own."""
+    """Checks a greedy rollout in fp32; RuntimeError where it differs from the model's own."""
     engine = _engine(device)
     if (reason := engine.generator.fallback_reason) is not None:
         raise RuntimeError(reason)
@@ -149,7 +149,7 @@ def greedy_tokens(device: torch.device) -> str:
 
 
 def log_probabilities(device: torch.device) -> str:
-    """RuntimeError where those of a sampled rollout, or of `linear_log_prob`, are not those of the logits."""
+    """Checks log-probabilities; RuntimeError where a sampled rollout or `linear_log_prob` differs from the logits."""
     engine, ids = _engine(device).eval(), _prompts(device)
     options = {"do_sample": True, "top_k": 50, "max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
     output = engine.generate(ids, attention_mask=torch.ones_like(ids), seed=7, pad_token_id=0, **options)
@@ -166,7 +166,7 @@ def log_probabilities(device: torch.device) -> str:
 
 
 def _linear_log_prob_difference(device: torch.device) -> float:
-    """The largest difference of log-probabilities and gradients, in fp32, from torch's own in fp64."""
+    """The largest difference of log-probabilities and gradients in fp32 from torch's own in fp64."""
     torch.manual_seed(0)
     hidden, weight = (torch.randn(rows, 64, device=device).div_(8).requires_grad_() for rows in (100, 1000))
     targets = torch.arange(100, device=device) * 7
@@ -178,7 +178,7 @@ def _linear_log_prob_difference(device: torch.device) -> float:
 
 
 def training_step(device: torch.device) -> str:
-    """RuntimeError where the loss does not fall or the next rollout is that of other weights."""
+    """Trains two steps; RuntimeError where the loss does not fall or the next rollout uses other weights."""
     engine = _engine(device)
     sequences, losses = _compare_tokens(engine, device)[0], []
     engine.train()
@@ -194,7 +194,7 @@ def training_step(device: torch.device) -> str:
 
 
 def decode_bandwidth(device: torch.device) -> str:
-    """RuntimeError where a step reads its weights at less than LEAST_SHARE of what a copy reaches."""
+    """Measures a decode step; RuntimeError where it reads weights at less than LEAST_SHARE of a copy's bandwidth."""
     hidden, layers = (2048, 16) if device.type == "cuda" else (256, 2)
     dtype = DTYPES[device.type][-1]
     model = build_llama(device, dtype, hidden, layers)
@@ -211,7 +211,7 @@ def decode_bandwidth(device: torch.device) -> str:
 
 
 def _seconds_per_step(engine: HybridEngine, device: torch.device) -> float:
-    """The median of three rollouts of one row, after one that compiles and records."""
+    """Median seconds of a decode step over three rollouts of one row, after one that compiles and captures graphs."""
     ids, seconds = _prompts(device, 1), []
     for number in range(4):
         engine.latency.begin()
@@ -224,7 +224,7 @@ def _seconds_per_step(engine: HybridEngine, device: torch.device) -> float:
 
 
 def _copied_bytes_per_second(device: torch.device) -> float:
-    """Bytes read and written, of the fastest of three copies of 1 GiB, on a CPU of 64 MiB."""
+    """Bytes read and written per second in the fastest of three copies of 1 GiB (64 MiB on a CPU)."""
     source = torch.ones(GIB if device.type == "cuda" else GIB // 16, dtype=torch.uint8, device=device)
     target, seconds = torch.empty_like(source), []
     for _ in range(4):

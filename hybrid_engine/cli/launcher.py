@@ -1,4 +1,4 @@
-"""Starts a script on several processes: the flags of DeepSpeed's launcher become torchrun's, which does the work."""
+"""Starts a script on several processes: translates the flags of DeepSpeed's launcher for torchrun, and runs it."""
 
 import argparse
 import importlib.util
@@ -25,7 +25,7 @@ the script, unless --no_local_rank is given; the variable LOCAL_RANK has it too.
 """
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 LOCAL_RANK = "--local_rank=${local_rank}"
-"""What each process gets before the script's own arguments; torchrun fills the number in."""
+"""An argument that each process gets before the script's own arguments; torchrun fills in the number."""
 SSH = "this launcher never logs in to another machine"
 NO_MEANING = {
     "--bind_core_list": "OMP_NUM_THREADS and numactl say which cores are used",
@@ -57,16 +57,16 @@ WITH_VALUE = (
     "--ssh_port",
     "--venv_script",
 )
-"""Those of both that are followed by a value."""
+"""Flags in `NO_MEANING` and `NOT_SUPPORTED` that are followed by a value."""
 UNSET = -1
-"""DeepSpeed's value of a number that is not given."""
+"""DeepSpeed's value for a number that is not given."""
 MAX_PORT = 65535
 DEFAULT_HOSTFILE = "/job/hostfile"
 LOCALHOST = "localhost"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags of DeepSpeed's launcher that mean something here; the script and its arguments come last."""
+    """The parser of the supported flags of DeepSpeed's launcher; the script and its arguments come last."""
     parser = argparse.ArgumentParser(
         prog="hybrid-engine launch",
         description=DESCRIPTION,
@@ -109,9 +109,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs torchrun and returns its exit status, after a signal that of the signal.
+    """Runs torchrun and returns its exit status, or the status of the signal that ended it.
 
-    One line on stderr says what cannot be meant (2), and that Ctrl-C ended it (130).
+    Flags that contradict each other or are not supported give one line on stderr and status 2; Ctrl-C gives one line
+    and status 130.
     """
     options = build_parser().parse_args(arguments)
     try:
@@ -128,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_script(options: argparse.Namespace) -> None:
-    """Raises ValueError unless there is something to start on this machine."""
+    """Raises ValueError unless the script, module or program exists on this machine."""
     script = options.user_script
     if options.module:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
@@ -144,9 +145,9 @@ def check_script(options: argparse.Namespace) -> None:
 
 
 def run_torchrun(arguments: list[str]) -> int:
-    """torchrun in this process, so that a signal ends it without its tracebacks; returns the exit status.
+    """Runs torchrun in this process, so that a signal ends it without its tracebacks; returns the exit status.
 
-    The processes it started get the signal from it, and as long as torchrun gives them.
+    The processes that it started get the signal from torchrun, and the time that torchrun gives them to end.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -175,11 +176,11 @@ def _ended_by(received: signal.Signals) -> int:
 
 
 def build_command(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    """torchrun's command line on this machine, and the variables to set for it.
+    """torchrun's command line on this machine, and the environment variables to set for it.
 
     Raises:
-        ValueError: a flag that is not supported, hosts or GPUs that there are not, contradicting flags, or several
-            machines of which this is none.
+        ValueError: a flag is not supported, hosts or GPUs do not exist, flags contradict each other, or this machine is
+            not one of several.
     """
     for flag, why in NOT_SUPPORTED.items():
         if getattr(options, flag.removeprefix("--")):
@@ -223,14 +224,14 @@ def _check_numbers(options: argparse.Namespace) -> None:
 
 
 def count_gpus() -> int:
-    """GPUs of this machine, and 1 where there is none: as many processes are started."""
+    """The number of GPUs of this machine, at least 1: as many processes are started."""
     import torch  # takes seconds, which --help and refused flags do not wait for
 
     return max(1, torch.cuda.device_count())
 
 
 def choose_hosts(options: argparse.Namespace) -> dict[str, list[int]]:
-    """Host names in order, each with the GPUs to use; empty when there is only this machine and nothing is chosen."""
+    """Host names in order, each with the GPUs to use; empty if there is only this machine and nothing is selected."""
     if options.include and options.exclude:
         raise ValueError("--include and --exclude contradict each other; give one of them")
     if (options.include or options.exclude) and max(options.num_nodes, options.num_gpus) > 0:
@@ -249,7 +250,7 @@ def choose_hosts(options: argparse.Namespace) -> dict[str, list[int]]:
 
 
 def read_hostfile(path: Path, is_required: bool) -> dict[str, list[int]]:
-    """The hosts of a file of lines `<host> slots=<n>`, each with its slots; empty without such a file."""
+    """The hosts in a file of lines `<host> slots=<n>`, each with its slots; empty if there is no such file."""
     if not path.is_file():
         if is_required:
             raise ValueError(f"--hostfile={path} is not a file; give one with lines of `<host> slots=<processes>`")
@@ -267,7 +268,7 @@ def read_hostfile(path: Path, is_required: bool) -> dict[str, list[int]]:
 
 
 def _filter(hosts: dict[str, list[int]], text: str, keeps: bool) -> dict[str, list[int]]:
-    """Applies `host1@host2:0,2`: hosts, each with the slots that are meant; without slots all of them."""
+    """Applies `host1@host2:0,2`: hosts, each with the selected slots, or with all slots if none are named."""
     chosen: dict[str, list[int]] = {}
     for part in text.split("@"):
         name, _, slots = part.partition(":")

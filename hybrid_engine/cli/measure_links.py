@@ -1,4 +1,4 @@
-"""Measures what the planner of `parallelize` wants to know of a machine, and writes it to a file."""
+"""Measures the links and devices of a machine for the planner of `parallelize`, and writes the figures to a file."""
 
 import argparse
 import importlib
@@ -17,7 +17,6 @@ Nothing else should run meanwhile. Without --out the file is the one that autodi
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The options of the command."""
     parser = argparse.ArgumentParser(
         prog="hybrid-engine measure-links",
         description=DESCRIPTION,
@@ -33,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures on all processes; rank 0 writes the file and prints the figures. Returns the exit status.
 
-    ValueError for options that mean nothing, and for a single process.
+    Raises ValueError for options out of range, and for a single process.
     """
     options = build_parser().parse_args(arguments)
     if options.megabytes < 1:

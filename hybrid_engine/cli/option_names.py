@@ -1,4 +1,4 @@
-"""What the engine says in the words of a command's user: `--exact`, and not the `hybrid_engine.exact` of a config."""
+"""Rewrites the engine's messages for a command's user: `--exact` in place of the config's `hybrid_engine.exact`."""
 
 import logging
 import re
@@ -13,13 +13,14 @@ OPTIONS = {
     "tensor_parallel.tp_size": "tp",
     "zero_optimization.stage": "zero_stage",
 }
-"""By the name of a key of the engine's config, or of an argument of `generate()`, the option that a command has."""
+"""The option of a command, by the name of a key of the engine's config or of an argument of `generate()`."""
 
 
 def in_options(text: str, names: Iterable[str]) -> str:
-    """`text`, in which what the options `names` of a command say is called as they are typed.
+    """Returns `text` with names of the engine's options replaced by the flags of a command that has the options
+    `names`.
 
-    A key is one wherever it stands, any other name where a value follows: `max_new_tokens=8`.
+    A key of the config is replaced wherever it stands, any other name only where a value follows: `max_new_tokens=8`.
     """
     flags = {name: f"--{name.replace('_', '-')}" for name in names}
     keys = {key: flags[name] for key, name in OPTIONS.items() if name in flags}
@@ -29,7 +30,7 @@ def in_options(text: str, names: Iterable[str]) -> str:
 
 
 class InOptions(logging.Filter):
-    """Has the lines of a logger in the words of a command with the options `names`."""
+    """Rewrites the lines of a logger with the flags of a command that has the options `names`."""
 
     def __init__(self, names: Iterable[str]):
         super().__init__()

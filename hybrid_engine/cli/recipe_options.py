@@ -1,9 +1,9 @@
-"""The options of a recipe, read from its source: importing a recipe takes the seconds that torch and transformers take.
+"""Reads the options of a recipe from its source, because importing a recipe waits seconds for torch and transformers.
 
-A recipe has a dataclass `Config`, whose docstring is written for those who read `--help`; each field has a type of
-`KINDS`, a literal as default, and a string below it that says what it means. `Config` may derive from dataclasses of
-`hybrid_engine` that have such fields, and may have a field whose type is one: the fields of that class are
-options like all others, and the command hands those that were given to its `from_options`.
+A recipe has a dataclass `Config`, whose docstring is the text of `--help`. Each field has a type in `KINDS`, a literal
+default, and a string below it that describes it. `Config` may derive from dataclasses of `hybrid_engine` with such
+fields. It may also have a field whose type is such a class: the fields of that class are options like all others, and
+the command passes the ones that were given to its `from_options`.
 """
 
 import ast
@@ -28,7 +28,7 @@ KINDS: dict[str, type] = {
     "str | tuple[str, ...] | None": str,
     "tuple[float, ...]": float,
 }
-"""What a field may be annotated with, and what its value, or each value of a list, is read as."""
+"""Annotations that a field may have, and the type of its value, or of each value of a list."""
 RECIPES_PACKAGE = "hybrid_engine.recipes"
 PACKAGE = "hybrid_engine"
 
@@ -38,19 +38,19 @@ class Option:
     """One option of a recipe."""
 
     name: str
-    """as the field is called, with underscores"""
+    """The field's name, with underscores."""
     kind: type
-    """of the value, or of each value of a list"""
+    """Type of the value, or of each value of a list."""
     is_list: bool
     default: Any
     meaning: str
     group: str | None = None
-    """the field of `Config` whose own field this is; None for a field of `Config` itself"""
+    """The field of `Config` that holds this option; None for a field of `Config` itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeHelp:
-    """What `--help` shows of a recipe."""
+    """The content of a recipe's `--help`."""
 
     text: str
     options: list[Option]
@@ -63,9 +63,9 @@ def read_recipe_help(recipe: str) -> RecipeHelp:
 
 
 def read_options(source: "_SourceClass") -> Iterator[Option]:
-    """The options of a class, those of the classes that it derives from first; a field declared again keeps its place.
+    """The options of a class, with those of its base classes first; a field that is declared again keeps its place.
 
-    A field that is declared again only for another default need not say again what it means.
+    A field that is declared again only to change its default need not repeat its description.
     """
     found = {option.name: option for base in source.bases for option in read_options(base)}
     documented = documented_fields(source.definition)
@@ -92,14 +92,14 @@ def read_options(source: "_SourceClass") -> Iterator[Option]:
 
 @dataclass(frozen=True)
 class _SourceClass:
-    """A class as it stands in the source of a module of `hybrid_engine`."""
+    """A class in the source of a module of `hybrid_engine`."""
 
     module: str
     name: str
 
     @cached_property
     def _tree(self) -> ast.Module:
-        # The folder of the recipes is mapped into the package; importing any other package below it would take seconds.
+        # The recipes folder is mapped into the package; importing any other package below it would take seconds.
         root = RECIPES_PACKAGE if self.module.startswith(f"{RECIPES_PACKAGE}.") else PACKAGE
         file = self.module.removeprefix(f"{root}.").replace(".", "/") + ".py"
         path = resources.files(root).joinpath(file)
@@ -111,11 +111,11 @@ class _SourceClass:
 
     @property
     def bases(self) -> list["_SourceClass"]:
-        # The last named comes first, as in the order of a dataclass's fields.
+        # The last base comes first, as in the order of a dataclass's fields.
         return [self.imported(ast.unparse(base)) for base in reversed(self.definition.bases)]
 
     def imported(self, name: str) -> "_SourceClass":
-        """The class that this module calls `name`: one of its own, or imported from another recipe module."""
+        """The class that this module calls `name`: its own, or one imported from another module of the package."""
         for node in self._tree.body:
             if isinstance(node, ast.ClassDef) and node.name == name:
                 return _SourceClass(self.module, name)

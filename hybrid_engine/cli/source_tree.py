@@ -1,14 +1,14 @@
-"""Python source as a tree."""
+"""Parses Python source into a tree."""
 
 import ast
 import gc
 
 
 def parse_source(source: str | bytes) -> ast.Module:
-    """`ast.parse` while the garbage collector rests.
+    """`ast.parse` with the garbage collector disabled.
 
-    Python 3.11 and 3.12 fail with `SystemError: AST constructor recursion depth mismatch` where a collection in the
-    midst of it runs code that parses too, and printing a traceback does (CPython's gh-106905).
+    Python 3.11 and 3.12 fail with `SystemError: AST constructor recursion depth mismatch` if a collection during the
+    parse runs code that parses too, such as printing a traceback (CPython's gh-106905).
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,1 +1,1 @@
-"""The algorithms of GRPO's family: their choices, the presets of the frameworks, and what both compute."""
+"""The algorithms of GRPO's family: their choices, the presets of the frameworks, advantages and losses."""

@@ -1,10 +1,10 @@
-"""From the scores of sampled groups to an advantage per token, as an `Algorithm` says.
+"""Computes an advantage per token from the scores of sampled groups, as an `Algorithm` says.
 
-N: responses of this process, G: samples of each prompt (neighbouring rows), T: response tokens.
+N: responses of this process, G: samples of each prompt (neighboring rows), T: response tokens.
 
-    score -> less the sequence's KL -> less the group's baseline, by the group's scale       one number a response
-          -> on its tokens, less each token's KL, summed from the token on                   one number a token
-          -> less the batch's mean, by the batch's deviation                                  over all processes
+    score -> minus the sequence's KL -> minus the group's baseline, over the group's scale   one number per response
+          -> on its tokens, minus each token's KL, summed from the token on                  one number per token
+          -> minus the batch's mean, over the batch's deviation                              over all processes
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ BASELINES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "group-then-batch-mean": group_mean,
     "none": _nothing,
 }
-"""What is taken off `[B, G]` scores; the mean of the batch goes off the tokens, later."""
+"""The value that is subtracted from `[B, G]` scores; the mean of the batch is subtracted from the tokens later."""
 
 SCALES: dict[str, Callable[[Algorithm, torch.Tensor, dist.ProcessGroup | None], torch.Tensor]] = {
     "group-std": _group_std,
@@ -65,16 +65,16 @@ SCALES: dict[str, Callable[[Algorithm, torch.Tensor, dist.ProcessGroup | None], 
     "batch-whiten-biased": _one,
     "none": _one,
 }
-"""What `[B, G]` differences are divided by; the deviation of the batch's tokens comes later."""
+"""The divisor of `[B, G]` differences; the deviation of the batch's tokens comes later."""
 
 BATCH_BASELINES = ("batch-mean", "group-then-batch-mean")
-"""The baselines that take the mean over the batch's tokens off each token."""
+"""The baselines that subtract the mean over the batch's tokens from each token."""
 
 BATCH_SCALES: dict[str, Callable[[Moments], torch.Tensor]] = {
     "batch-whiten": whitening_deviation,
     "batch-whiten-biased": whitening_deviation_biased,
 }
-"""The scales over the batch's tokens."""
+"""The scales that are computed over the batch's tokens."""
 
 
 @torch.no_grad()
@@ -92,11 +92,11 @@ def compute_advantages(
 
     Args:
         algorithm: the choices.
-        scores: `[N]` fp32, the reward of each response; nan for one without, which gets advantages of 0.
+        scores: `[N]` fp32, the reward of each response; nan for a response without one, which gets advantages of 0.
         group_size: G; rows i * G to (i + 1) * G are samples of one prompt, and G divides N.
         logprobs_old: `[N, T]`, of the policy that sampled.
         logprobs_ref: `[N, T]`, of the reference; read where the KL counts in the reward.
-        mask: `[N, T]` bool, all response tokens: those of responses that the loss leaves out too.
+        mask: `[N, T]` bool, all response tokens, including those of responses that the loss leaves out.
         kl_coef: the present weight of the KL.
         process_group: collective over these processes wherever a statistic is the batch's; None for one process.
 
@@ -126,7 +126,7 @@ def compute_step_advantages(
     mask: torch.Tensor,
     kl_coef: float,
 ) -> torch.Tensor:
-    """The advantage of each response token where the steps of answers have rewards, as from `normalised_steps`.
+    """The advantage of each response token where rewards belong to the steps of answers, as from `normalised_steps`.
 
     Args:
         algorithm: the choices, checked by `check_steps`.
@@ -143,7 +143,7 @@ def compute_step_advantages(
 
 
 def check_steps(algorithm: Algorithm) -> None:
-    """ValueError for choices that have no meaning where a reward gives numbers to the steps of an answer."""
+    """Raises ValueError for choices that have no meaning where a reward scores the steps of an answer."""
     for name, known in (
         ("baseline", ("group-mean",)),
         ("scale", ("group-std", "none")),
@@ -169,7 +169,7 @@ def reward_kl(
 
 
 def rewards_by_token(scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`token_rewards` of scores `[N]` and weighted KL `[N, T]`, also for rows without a token: they are all 0."""
+    """`token_rewards` of scores `[N]` and weighted KL `[N, T]`; a row without a token gets 0 everywhere."""
     first = torch.zeros_like(mask)
     first[:, 0] = ~mask.any(dim=1)
     return torch.where(mask, token_rewards(scores, kl, mask | first, 1.0), 0.0)
@@ -178,7 +178,7 @@ def rewards_by_token(scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor)
 def batch_normalised(
     algorithm: Algorithm, advantages: torch.Tensor, mask: torch.Tensor, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """`advantages` `[N, T]` less the mean of all tokens, by their deviation, as far as the algorithm has them."""
+    """`advantages` `[N, T]` minus the mean of all tokens, over their deviation, where the algorithm has them."""
     is_shifted, scale = algorithm.baseline in BATCH_BASELINES, BATCH_SCALES.get(algorithm.scale)
     if not is_shifted and scale is None:
         return advantages

@@ -1,7 +1,7 @@
-"""What GRPO leaves open, as one frozen dataclass: "GRPO" means something else in each framework.
+"""The choices that GRPO leaves open, as one frozen dataclass: frameworks differ in what they call "GRPO".
 
-The words are those of the command line. `PRESETS` has what frameworks and papers chose; `advantages.py` and
-`objective.py` compute it.
+The words are those of the command line. `PRESETS` has the choices of frameworks and papers; `advantages.py` and
+`objective.py` compute them.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ GROUP_SCALES = ("group-std", "leave-one-out-std")
 GROUP_NORMALISED: dict[str, Any] = {"baseline": "group-mean", "scale": "group-std", "scale_divisor": "n-1"}
 PRESETS: dict[str, dict[str, Any]] = {
     # Shao et al., "DeepSeekMath", arXiv 2402.03300, equation 3 and section 4.2 (KL 0.04). The paper gives neither the
-    # clip range nor what is added to the deviation: PPO's 0.2 and verl's 1e-6.
+    # clip range nor the epsilon added to the deviation: they are PPO's 0.2 and verl's 1e-6.
     "deepseekmath": GROUP_NORMALISED
     | {
         "scale_eps": 1e-6,
@@ -166,14 +166,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl_coef": 0.01,
     },
 }
-"""Choices by preset, then by the field of `Algorithm`."""
+"""Choices by preset, then by field of `Algorithm`."""
 KL_AT: dict[str, dict[str, Any]] = {
     "none": {"kl_coef": 0.0, "kl_target": 0.0, "kl_unbiased": False},
     "reward": {"kl_estimator": "k1", "kl_unbiased": False},
     "token-reward": {"kl_estimator": "k1", "kl_unbiased": False},
     "loss": {"kl_estimator": "k3"},
 }
-"""What a KL has at each place that it is moved to, unless the user says otherwise."""
+"""Defaults of a KL by the place that the user moves it to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,10 +245,10 @@ class Algorithm:
 
     @classmethod
     def from_options(cls, given: Mapping[str, Any]) -> "Algorithm":
-        """The algorithm of the options that the user gave, by the names of the fields, among them maybe a preset.
+        """The algorithm for the options that the user gave, by field name; they may include a preset.
 
         Raises:
-            ValueError: no such preset, option or choice, or choices that contradict each other.
+            ValueError: a preset, option or choice does not exist, or choices contradict each other.
         """
         known = [field.name for field in fields(cls)]
         for name in given:
@@ -272,7 +272,8 @@ class Algorithm:
         return self.kl_place != "none"
 
     def check_group_size(self, name: str, group_size: int) -> None:
-        """ValueError if groups of `group_size` samples, the option `name`, are too small for baseline and scale."""
+        """Raises ValueError if groups of `group_size` samples (the option `name`) are too small for baseline and scale.
+        """
         if group_size < 2 and (self.baseline in GROUP_BASELINES or self.scale in GROUP_SCALES):
             raise ValueError(
                 f"{flag(name)}={group_size} leaves nothing to compare a sample with, as --baseline={self.baseline} "
@@ -286,7 +287,7 @@ class Algorithm:
 
 
 def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    """ValueError unless the option `name` has one of the `known` words."""
+    """Raises ValueError unless the option `name` has one of the `known` words."""
     if value not in known:
         nearest = find_nearest(str(value), known)
         advice = f"did you mean {nearest}?" if nearest else f"use {', '.join(known)}"
@@ -294,7 +295,7 @@ def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def check_numbers(algorithm: Algorithm) -> None:
-    """ValueError for a number that is out of its range."""
+    """Raises ValueError for a number that is out of its range."""
     for field in fields(algorithm):
         if isinstance(field.default, float):
             check_at_least(field.name, getattr(algorithm, field.name), 0)
@@ -314,7 +315,7 @@ def check_numbers(algorithm: Algorithm) -> None:
 
 
 def check_kl(algorithm: Algorithm) -> None:
-    """ValueError for a KL term that says nothing, or something else than it seems to."""
+    """Raises ValueError for a KL term that has no effect, or a different one than it seems to have."""
     place, estimator = algorithm.kl_place, algorithm.kl_estimator
     if place == "none" and (algorithm.kl_coef or algorithm.kl_target):
         name = "kl_coef" if algorithm.kl_coef else "kl_target"
@@ -345,7 +346,7 @@ def check_kl(algorithm: Algorithm) -> None:
 
 
 def check_agreement(algorithm: Algorithm) -> None:
-    """ValueError for choices that contradict each other."""
+    """Raises ValueError for choices that contradict each other."""
     if algorithm.baseline == "batch-mean" and algorithm.scale in GROUP_SCALES:
         raise ValueError(
             f"--scale={algorithm.scale} is a group's deviation from its mean, which --baseline=batch-mean does not "
@@ -368,14 +369,14 @@ def check_agreement(algorithm: Algorithm) -> None:
 
 
 def with_preset(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The choices that follow from the options that the user gave, by the names of `Algorithm`'s fields.
+    """The choices that follow from the options that the user gave, by field name of `Algorithm`.
 
-    They are the preset's where `given` has one, and the given ones win. A choice of the preset that has no meaning
-    beside a given one goes: the weight of a KL that is turned off, the estimator of one that is moved, the dual clip
-    of another policy loss.
+    They are the preset's if the options name one, and given options win. A choice of the preset that has no meaning
+    next to a given one is dropped: the weight of a KL that is turned off, the estimator of one that is moved, the dual
+    clip of another policy loss.
 
     Raises:
-        ValueError: there is no such preset.
+        ValueError: the preset does not exist.
     """
     chosen = preset_choices(given.get("preset"))
     moved = KL_AT.get(given.get("kl_place", ""), {}) if given.get("kl_place") != chosen.get("kl_place") else {}
@@ -384,7 +385,7 @@ def with_preset(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def preset_choices(preset: str | None) -> dict[str, Any]:
-    """The choices of a preset; none without one."""
+    """The choices of a preset; empty without one."""
     if preset is None:
         return {}
     if preset not in PRESETS:

@@ -1,4 +1,4 @@
-"""How a policy's update goes: what is logged beside its loss, as means over the tokens of a micro-batch."""
+"""Metrics of a policy update that are logged with its loss, as means over tokens, and a description of the choices."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -49,17 +49,17 @@ CLIPPED: dict[str, Callable[[Algorithm, PolicyBatch], torch.Tensor]] = {
     "reinforce": _nowhere,
     "sequence-clip": _sequence_clip,
 }
-"""`[N, T]` bool: the tokens whose loss, or whose weight under cispo, is the clipped one."""
+"""`[N, T]` bool: the tokens whose loss, or whose weight under cispo, is clipped."""
 
 
 @torch.no_grad()
 def policy_figures(algorithm: Algorithm, batch: PolicyBatch) -> dict[str, torch.Tensor]:
-    """Figures of a micro-batch as means over its tokens, 0-dimensional; nan without any.
+    """Metrics of a micro-batch as 0-dimensional means over its tokens; nan without any token.
 
     Returns:
-        `ratio` (1 before the first update of a rollout), `clip_fraction`, `approx_kl` (of the policy that sampled to
-        the present one), `entropy` (as given, or estimated); with a reference `kl`, the k3 estimate of the policy to
-        it; with weights `correction_weight`.
+        `ratio` (1 before the first update of a rollout), `clip_fraction`, `approx_kl` (from the policy that sampled to
+        the present one), `entropy` (as given, or estimated); with a reference also `kl`, the k3 estimate of the
+        policy's KL to it; with weights also `correction_weight`.
     """
     batch = without_padding(batch)
     figures = policy_metrics(batch.logprobs, batch.logprobs_old, batch.advantages, batch.mask)
@@ -74,7 +74,7 @@ def policy_figures(algorithm: Algorithm, batch: PolicyBatch) -> dict[str, torch.
 
 
 def _beside(cause: str, has_effect: Callable[[Algorithm], Any]) -> Cause:
-    """The cause, with the algorithm's choices in place of their names, unless `has_effect`."""
+    """Fills the algorithm's choices into `cause`; the result is None where `has_effect`."""
     return lambda algorithm: None if has_effect(algorithm) else cause.format_map(vars(algorithm))
 
 
@@ -90,11 +90,11 @@ IDLE: dict[str, Cause] = {
     "correction_high": _beside("--correction {correction}", lambda a: a.correction != "none"),
     "correction_threshold": _beside("--correction {correction}", lambda a: a.correction != "none"),
 }
-"""Beside which choice an option does nothing; None where it does something."""
+"""The choice that makes an option ineffective; None where the option has an effect."""
 
 
 def describe(algorithm: Algorithm) -> list[str]:
-    """What the preset sets, what stands in place of a choice of the preset, and what does nothing; a line each."""
+    """Lines that say what the preset sets, what replaces a choice of the preset, and what has no effect."""
     preset, chosen = algorithm.preset, preset_choices(algorithm.preset)
     lines = [f"preset {preset}: {as_options(chosen)}" if preset else f"no preset: {as_options(all_choices(algorithm))}"]
     lines += [
@@ -106,13 +106,13 @@ def describe(algorithm: Algorithm) -> list[str]:
 
 
 def all_choices(algorithm: Algorithm) -> dict[str, Any]:
-    """The choices that do something, by the names of the fields."""
+    """The choices that have an effect, by field name."""
     names = [field.name for field in fields(algorithm) if field.name != "preset"]
     return {name: getattr(algorithm, name) for name in names if name not in IDLE or not IDLE[name](algorithm)}
 
 
 def idle_lines(algorithm: Algorithm, chosen: Mapping[str, Any]) -> list[str]:
-    """A line for each choice that is neither the default nor the preset's, and does nothing beside the others."""
+    """A line for each choice that is neither the default nor the preset's, and has no effect with the others."""
     usual = {field.name: field.default for field in fields(algorithm)} | dict(chosen)
     return [
         f"{as_options({name: getattr(algorithm, name)})} does nothing beside {cause(algorithm)}"

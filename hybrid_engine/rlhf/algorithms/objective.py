@@ -1,4 +1,4 @@
-"""The loss of a policy's update, as an `Algorithm` says: policy loss, KL and entropy of the tokens, then their mean.
+"""The loss of a policy update, as an `Algorithm` says: policy loss, KL and entropy per token, then their mean.
 
 N: responses of a micro-batch, T: response tokens.
 """
@@ -33,22 +33,22 @@ from hybrid_engine.rlhf.algorithms.choices import Algorithm
 
 
 class PolicyBatch(NamedTuple):
-    """What the loss of a micro-batch reads; `[N, T]` each, anything outside the mask."""
+    """Inputs of the loss of a micro-batch; `[N, T]` each, with any values outside the mask."""
 
     logprobs: torch.Tensor
-    """of the policy being trained, with its gradient"""
+    """Of the policy that is trained, with its gradient."""
     logprobs_old: torch.Tensor
-    """of the policy that sampled"""
+    """Of the policy that sampled."""
     advantages: torch.Tensor
-    """as from `compute_advantages`"""
+    """As from `compute_advantages`."""
     mask: torch.Tensor
-    """bool, True on the response tokens that count"""
+    """bool, True on the response tokens that count."""
     logprobs_ref: torch.Tensor | None = None
-    """of the reference, where the KL counts in the loss"""
+    """Of the reference, where the KL counts in the loss."""
     weights: torch.Tensor | None = None
-    """of the importance correction, as from `correction_weights`; None for none"""
+    """Importance weights, as from `correction_weights`; None for none."""
     entropy: torch.Tensor | None = None
-    """of the policy's distributions, with its gradient (`token_entropy`), where a bonus is on it; None: estimated"""
+    """Entropy of the policy's distributions, with its gradient (`token_entropy`), for a bonus; None: estimated."""
 
 
 def _clip(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
@@ -110,16 +110,16 @@ CORRECTIONS: dict[str, Correction] = {
 
 
 def policy_objective(algorithm: Algorithm, batch: PolicyBatch, step: StepCounts, kl_coef: float) -> torch.Tensor:
-    """This micro-batch's share of the loss of an optimizer step, a scalar to be minimised.
+    """This micro-batch's share of the loss of an optimizer step, a scalar to be minimized.
 
         aggregate(weight * policy_loss + kl_coef * KL - entropy_coef * entropy)
 
     Args:
         algorithm: the choices.
         batch: the tokens of the micro-batch.
-        step: the counts of the whole optimizer step, over all micro-batches and processes (`count_step`): the shares
-            of all of them sum to its loss. An engine that averages over micro-batches and processes gets the share
-            times their number.
+        step: the counts of the whole optimizer step, over all micro-batches and processes (`count_step`): the shares of
+            all of them sum to its loss. An engine that averages over micro-batches and processes needs the share times
+            their number.
         kl_coef: the present weight of the KL, read where it counts in the loss.
     """
     batch = without_padding(batch)
@@ -155,9 +155,9 @@ def next_kl_coef(algorithm: Algorithm, kl_coef: float, measured: float, num_answ
 
     Args:
         algorithm: the choices.
-        kl_coef: the weight in the step that was done.
-        measured: the KL to the reference in it, nats an answer; read where there is a target.
-        num_answers: of that step, over all processes.
+        kl_coef: the weight in the last step.
+        measured: the KL to the reference in that step, nats per answer; read where there is a target.
+        num_answers: answers of that step, over all processes.
     """
     if not algorithm.kl_target:
         return kl_coef
@@ -171,11 +171,11 @@ def correction_weights(
     logprobs_sampler: torch.Tensor,
     mask: torch.Tensor,
 ) -> torch.Tensor | None:
-    """The weights of the importance correction, `[N, T]`; None when there is nothing to correct.
+    """The weights of the importance correction, `[N, T]`; None if there is nothing to correct.
 
     Args:
         algorithm: the choices; no correction, or a difference up to its threshold, gives None.
-        difference: the measured mean of |logprobs_trainer - logprobs_sampler| over all processes, nats a token.
+        difference: the measured mean of |logprobs_trainer - logprobs_sampler| over all processes, nats per token.
         logprobs_trainer, logprobs_sampler: `[N, T]`, of the same weights.
         mask: `[N, T]` bool, True on response tokens.
     """

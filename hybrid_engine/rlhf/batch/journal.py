@@ -1,7 +1,8 @@
-"""Answers on their way to a file: written down as they come, put in order at the end.
+"""Writes answers to a file: each is journaled when it finishes, and all are put in order at the end.
 
-`FILE.part` holds a line of what the answers depend on and then a line for each finished row, in the order in which rows
-finish. A kill loses at most the line that was being written. The file itself appears at the end, whole and in order.
+`FILE.part` holds a line with what the answers depend on and then a line per finished row, in the order in which rows
+finish. A killed run loses at most the line that was being written. The file itself appears at the end, complete and in
+order. The functions at the end of the module answer prompts that are typed in a terminal.
 """
 
 import json
@@ -26,22 +27,22 @@ from hybrid_engine.rlhf.runs.options import RowOptions
 from hybrid_engine.rlhf.runs.run_folder import set_aside
 
 TERMINAL = "-"
-"""What stands for the terminal in place of a file."""
+"""The name that stands for the terminal in place of a file."""
 FOR_FILES = ("split", "dataset_config", "columns")
-"""Options that say nothing of lines that are typed."""
+"""Options that have no meaning for lines that are typed."""
 
 
 class Journal:
     """The answers of one run over the rows of a file.
 
     Args:
-        target: the file that the answers go to.
-        identity: what they depend on; a journal of something else is refused.
+        target: the file for the answers.
+        identity: what the answers depend on; a journal with another identity is refused.
         restart: move an earlier result and an unfinished journal aside.
-        defaults: what holds for a journal that was begun before there was such an option.
+        defaults: values for a journal that was begun before an option existed.
 
     Raises:
-        ValueError: there is an earlier result, or a journal of another run, or the folder cannot be written to.
+        ValueError: there is an earlier result or a journal of another run, or the folder cannot be written to.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Journal:
         if target.exists():
             raise ValueError(f"--out={str(target)!r} is there already; --restart moves it aside, or name another file")
         self.finished: dict[int, dict[str, Any]] = self._read(identity, defaults or {})
-        """By row."""
+        """Answers by row."""
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=target.parent).close()
@@ -65,17 +66,17 @@ class Journal:
         self._file: IO[str] | None = None
 
     def _read(self, identity: dict[str, Any], defaults: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-        """The finished rows of an earlier run; what a kill left half-written is cut off."""
+        """The finished rows of an earlier run; a line that a kill left half-written is cut off."""
         if not self.part.exists():
             return {}
         text = self.part.read_bytes()
         whole = text[: text.rfind(b"\n") + 1]
         if len(whole) < len(text):
             os.truncate(self.part, len(whole))
-        lines = whole.split(b"\n")[:-1]  # texts may hold other ends of lines, which JSON leaves as they are
+        lines = whole.split(b"\n")[:-1]  # texts may contain other line breaks, which JSON leaves as they are
         if not lines:
             return {}
-        options = json.loads(json.dumps(identity))  # tuples are lists then, as in the journal
+        options = json.loads(json.dumps(identity))  # turns tuples into lists, as in the journal
         begun = json.loads(json.dumps({name: defaults[name] for name in identity if name in defaults}))
         begun |= json.loads(lines[0])
         if begun != options:
@@ -87,14 +88,14 @@ class Journal:
         return {line["row"]: line for line in map(json.loads, lines[1:])}
 
     def add(self, row: int, answer: dict[str, Any]) -> None:
-        """Keeps a finished row; OSError, which says how to go on, where it cannot be written."""
+        """Stores a finished row; where it cannot be written, raises an OSError that says how to continue."""
         line = {"row": row} | answer
         with self._writing():
             self._write(line)
         self.finished[row] = line
 
     def publish(self) -> None:
-        """Puts all rows into the file, in order; errors as of `add`."""
+        """Writes all rows to the file, in order; raises the same errors as `add`."""
         unfinished = self.target.with_name(f".{self.target.name}.writing")
         with self._writing():
             if self._file is not None:
@@ -128,7 +129,7 @@ class Journal:
 
 
 def check_row_options(options: RowOptions) -> None:
-    """ValueError for an option that needs columns, where the prompts are lines of the terminal."""
+    """Raises ValueError for an option that needs columns where the prompts are lines of the terminal."""
     for name in FOR_FILES:
         if value := getattr(options, name):
             shown = " ".join(value) if isinstance(value, tuple) else value
@@ -145,7 +146,7 @@ def check_row_options(options: RowOptions) -> None:
 
 
 def read_lines(source: DataSource) -> Iterator[PromptRow]:
-    """The terminal's lines as they are written, with what the options put around them; empty ones are passed over."""
+    """The terminal's lines as they are written, wrapped as the options say; empty lines are skipped."""
     for number, line in enumerate(sys.stdin, 1):
         if line.strip():
             yield wrap_row(source, PromptRow(prompt=line.rstrip("\n"), place=f"line {number}"))
@@ -153,7 +154,7 @@ def read_lines(source: DataSource) -> Iterator[PromptRow]:
 
 @contextmanager
 def opened(out: str) -> Iterator[IO[str]]:
-    """The terminal, or a new file; ValueError where that is there already or cannot be written."""
+    """The terminal, or a new file; ValueError if the file exists already or cannot be written."""
     if out == TERMINAL:
         yield sys.stdout
         return
@@ -166,7 +167,7 @@ def opened(out: str) -> Iterator[IO[str]]:
 
 
 def write_answer(batch: LiveBatch, sequence: Sequence, tokenizer: PreTrainedTokenizerBase, out: IO[str]) -> None:
-    """Runs one sequence and writes its text as it comes, without its end, then a new line."""
+    """Runs one sequence and writes its text as it is decoded, without its end token, then a line break."""
     detokenizer, ends = IncrementalDetokenizer(tokenizer), sequence.options.eos_token_ids
     batch.add([sequence])
     while batch.has_work:

@@ -1,4 +1,4 @@
-"""The model that `generate` and `serve` answer with: a folder or hub name, an adapter fused, no training."""
+"""Loads the model that `generate` and `serve` answer with, its tokenizer and adapters, and runs sequences on it."""
 
 import json
 import math
@@ -28,7 +28,7 @@ from hybrid_engine.rlhf.runs.precision import DtypeOptions, apply_tf32, choose_d
 from hybrid_engine.rlhf.runs.stages import explained, load_model, load_tokenizer
 
 MOST_TOKENS_WITHOUT_LIMIT = 32768
-"""Of a prompt and its answer, for a model whose config names no most."""
+"""Largest number of tokens of a prompt and its answer, for a model whose config names no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,19 +64,19 @@ def load_answering(config: ModelOptions) -> tuple[Any, PreTrainedTokenizerBase]:
 
 
 def build_answering(model: nn.Module, config: DtypeOptions, **options: Any) -> Any:
-    """An InferenceEngine for prompts and answers as long as `model` takes them; `options` of `init_inference`."""
+    """An InferenceEngine for prompts and answers as long as `model` takes them; `options` go to `init_inference`."""
     apply_tf32(config)
     dtype = choose_dtype(config.dtype)
     return hybrid_engine.init_inference(model.eval(), dtype=dtype, max_out_tokens=most_tokens(model.config), **options)
 
 
 def most_tokens(config: PretrainedConfig) -> int:
-    """The tokens of a prompt and its answer together that a model of this config takes."""
+    """The tokens of a prompt and its answer together that a model with this config takes."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or MOST_TOKENS_WITHOUT_LIMIT
 
 
 def load_answering_tokenizer(config: BaseModelOptions) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with the chat template that was asked for."""
+    """The model's tokenizer, with the chat template of `--chat-template` if there is one."""
     tokenizer = load_tokenizer(str(config.model))
     if config.chat_template is not None:
         try:
@@ -87,7 +87,7 @@ def load_answering_tokenizer(config: BaseModelOptions) -> PreTrainedTokenizerBas
 
 
 def with_adapter(model: nn.Module, folder: str, name: str = "default") -> PeftModel:
-    """`model`, which may be on the meta device, with a further adapter; ValueError for what does not load."""
+    """`model`, which may be on the meta device, with another adapter; ValueError for an adapter that does not load."""
     if not (Path(folder) / "adapter_config.json").exists():
         raise ValueError(f"--adapter={folder!r} has no adapter_config.json; name a folder that peft wrote")
     is_empty = any(parameter.is_meta for parameter in model.parameters())
@@ -102,22 +102,22 @@ def with_adapter(model: nn.Module, folder: str, name: str = "default") -> PeftMo
 
 
 def _fill(model: PeftModel, folder: str, name: str) -> None:
-    """Gives an adapter its weights that peft left on the meta device, where the model's are."""
+    """Loads the weights of an adapter that peft left on the meta device, because the model's are there."""
     for key, tensor in load_peft_weights(folder, device="cpu").items():
         path, _, kind = key.rpartition(".")
         setattr(model.get_submodule(f"{path}.{name}"), kind, nn.Parameter(tensor, requires_grad=False))
 
 
 class NamedAdapter(NamedTuple):
-    """A folder that peft wrote."""
+    """A folder that peft wrote, with its name."""
 
     name: str
-    """What clients call it."""
+    """The model name that clients use for it."""
     folder: str
 
 
 def read_adapters(given: tuple[str, ...], model: str, model_name: str) -> list[NamedAdapter]:
-    """Each of `given`, `name=folder` or a folder whose name it is, as peft wrote it for `model`.
+    """Each of `given`, which is `name=folder` or a folder with that name, as peft wrote it for `model`.
 
     Raises:
         ValueError: a folder holds no adapter or one of another model, or a name is used twice.
@@ -160,7 +160,7 @@ def _check_config(adapter: NamedAdapter, model: str) -> None:
 
 
 def peft_names(adapters: list[NamedAdapter]) -> dict[str, str]:
-    """peft's names by those of clients: they are those of modules, which may have no dots."""
+    """peft's names by those of clients: peft's are names of modules, which may not contain dots."""
     return {adapter.name: f"adapter_{number}" for number, adapter in enumerate(adapters)}
 
 
@@ -177,7 +177,7 @@ def load_with_adapters(
 
 
 def join(tp: int, pp: int, command: str) -> None:
-    """Joins the processes started for `command`; collective. ValueError where they are not `tp` times `pp`."""
+    """Joins the processes started for `command`; collective. ValueError unless there are `tp` times `pp` of them."""
     init_distributed()
     if get_world_size() != tp * pp:
         raise ValueError(
@@ -189,7 +189,7 @@ def join(tp: int, pp: int, command: str) -> None:
 def load_shared(
     config: BaseModelOptions, tp: int, pp: int, adapters: Mapping[str, str]
 ) -> tuple[Any, PreTrainedTokenizerBase]:
-    """A model that answers, and its tokenizer, where each process reads its part of the weights; collective.
+    """A model that answers and its tokenizer, where each process reads its part of the weights; collective.
 
     `adapters`: folders by peft's names; the first is active. Raises ValueError for a model without containers.
     """
@@ -209,7 +209,7 @@ def load_shared(
 
 
 def _local_folder(source: str) -> str:
-    """The folder of a model, fetched where `source` is a name."""
+    """The folder of a model, downloaded if `source` is a name."""
     if Path(source).is_dir():
         return source
     try:
@@ -219,7 +219,7 @@ def _local_folder(source: str) -> str:
 
 
 def telling(sequences: dict[int, list[Sequence]], add: Callable[[int], None]) -> Callable[[], None]:
-    """What calls `add` on rank 0 for each row of `sequences` that has ended since it was called last.
+    """A function that calls `add` on rank 0 for each row of `sequences` that finished since its last call.
 
     It raises RuntimeError where the logits of a row were not finite.
     """
@@ -243,12 +243,12 @@ def _is_finished(sequence: Sequence) -> bool:
 def run_sequences(
     generator: Generator, sequences: list[Sequence], max_running: int | None, tell: Callable[[], None]
 ) -> None:
-    """Runs `sequences`, the same on all processes and of the same options, until all have ended; collective.
+    """Runs `sequences`, the same on all processes and with the same options, until all have finished; collective.
 
     Args:
-        max_running: that decode at once; None: as many as in a rollout.
-        tell: called again and again, on every process; those that have a `finish_reason` and as many log-probabilities
-            as tokens have ended. Its error ends the rollout on all.
+        max_running: sequences that decode at once; None: as many as in a rollout.
+        tell: called repeatedly on every process. A sequence has finished once it has a `finish_reason` and as many
+            log-probabilities as tokens. An error of `tell` ends the rollout on all processes.
 
     Raises:
         ValueError: the model has no containers, a sequence is too long or there is no memory for one.

@@ -1,10 +1,9 @@
-"""The passes of an optimizer step: rows dealt out to them, run, and made smaller where memory ends.
+"""The passes of an optimizer step: assigns rows to them, runs them, and makes them smaller when memory runs out.
 
-A loss must be a share of the step's, so that it does not depend on how the rows are dealt out.
+A loss must be a share of the step's, so that it does not depend on how the rows are divided.
 
-After each forward and each backward pass the processes tell each other of errors. Where memory ended on one of them all
-begin the step again, with passes of half the size, and later steps keep to that size; any other error ends the run on
-all.
+After each forward and each backward pass the processes exchange their errors. If one of them ran out of memory, all
+begin the step again with passes of half the size, and later steps keep that size. Any other error ends the run on all.
 """
 
 from bisect import bisect_right
@@ -29,16 +28,17 @@ from hybrid_engine.rlhf.passes.pass_memory import PassShape
 Figures = dict[str, tuple[float, float]]
 """(sum, count) of each figure of a pass, as `experience.evaluation.step_means` takes them."""
 DeviceFigures = dict[str, tuple[torch.Tensor | float, torch.Tensor | float]]
-"""The same, where 0-dimensional tensors are still to be read: reading one waits for all that the device has to do."""
+"""The same with 0-dimensional tensors that are still to be read: reading one waits for all work of the device."""
 LossOf = Callable[[list[int]], tuple[torch.Tensor, DeviceFigures]]
-"""Given the indices of items, runs a forward pass over them: their share of the step's loss, and figures of it."""
+"""Runs a forward pass over the items at the given indices: returns their share of the step's loss, and its figures."""
 _fitting: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""Of models whose passes ran out of memory: tokens of the largest pass after that, or items where there is no budget.
-Alike on all processes."""
+"""Models whose passes ran out of memory: tokens of the largest pass after that, or items where there is no budget. The
+same on all processes.
+"""
 
 
 def check_budget(budget: int, lengths: Iterable[tuple[int, ...]]) -> None:
-    """Raises ValueError where the largest of the items of these lengths does not fit into `--tokens-per-micro-batch`.
+    """Raises ValueError if the largest item of these lengths does not fit into `--tokens-per-micro-batch`.
 
     A budget of 0 has no limit.
     """
@@ -51,14 +51,14 @@ def check_budget(budget: int, lengths: Iterable[tuple[int, ...]]) -> None:
 
 
 def deal(items: Items, engine: Any, budget: int) -> list[list[int]]:
-    """Indices of `items` by forward pass, alike in length within a pass; as many passes on every process. Collective.
+    """Indices of `items` by forward pass, of similar length within a pass; as many passes on every process. Collective.
 
     Args:
-        items: of this process, of which all have as many. Those of one prompt go into the same pass, where there is
-            room, if passes share prompts, and padded rows are padded on both sides of the prompts' end.
-        engine: its `train_micro_batch_size_per_gpu()` items are a pass where there is no budget, or fewer where so
-            many ran out of memory before.
-        budget: tokens of a pass, padding included; the passes have as equal ones as can be. 0: there is none.
+        items: of this process; all processes have the same number. If passes share prompts, items with one prompt go
+            into the same pass where there is room. Padded rows are padded on both sides of the prompts' end.
+        engine: without a budget a pass has its `train_micro_batch_size_per_gpu()` items, or fewer if that many ran out
+            of memory before.
+        budget: tokens of a pass, padding included; the passes are as equal as possible. 0: there is none.
     """
     if not budget:
         size = engine.train_micro_batch_size_per_gpu()
@@ -83,13 +83,13 @@ def fill_evenly(items: Items, layout: Layout, budget: int) -> list[list[int]]:
 
 
 def filling(items: Items, layout: Layout) -> Callable[[int], list[list[int]]]:
-    """What puts `items`, the longest first, into passes of at most so many tokens, or of one item; none is empty."""
+    """A function from a budget in tokens to passes of `items`, the longest first; a pass holds at least one item."""
     order = _by_length(items)[::-1]
     if layout is Layout.PADDED:
         return partial(_fill_padded, [items.take([index]).shape(layout) for index in range(len(items))], order)
     if layout is not Layout.SPANS:
         return partial(_fill, items, order, layout)
-    numbers: dict[Prompt, Prompt] = {}  # in the place of tokens, which would be hashed again and again
+    numbers: dict[Prompt, Prompt] = {}  # stands in for tokens, which would be hashed repeatedly
     for index in order:
         for prompt in items.prompts[index]:
             numbers.setdefault(prompt, Prompt(len(numbers), prompt.length))
@@ -108,14 +108,14 @@ def _by_length(items: Items) -> list[int]:
 def _evenly(fill: Callable[[int], list[list[int]]], budget: int, num_parts: int) -> list[list[int]]:
     """The parts of the smallest budget, up to `budget`, that makes at most `num_parts` of them."""
     low, high = 1, budget
-    while num_parts > 1 and low < high:  # one part is the same by any budget
+    while num_parts > 1 and low < high:  # a single part is the same for any budget
         middle = (low + high) // 2
         low, high = (low, middle) if len(fill(middle)) <= num_parts else (middle + 1, high)
     return fill(high)
 
 
 def _as_many(parts: list[list[int]], num_parts: int) -> list[list[int]]:
-    """`parts`, the largest halved until there are `num_parts`, which the items must suffice for."""
+    """`parts` with the largest halved until there are `num_parts`; there must be at least as many items."""
     while len(parts) < num_parts:
         largest = max(parts, key=len)
         parts[parts.index(largest) : parts.index(largest) + 1] = _halves(largest)
@@ -127,11 +127,11 @@ def _cells(layout: Layout, lengths: Iterable[tuple[int, ...]]) -> int:
 
 
 def _fill(items: Items, order: list[int], layout: Layout, budget: int) -> list[list[int]]:
-    """The items in `order` in passes in which nothing is shared."""
+    """Fills passes in which nothing is shared with the items in `order`."""
     tokens = [0, *accumulate(sum(items.lengths[index]) for index in order)]
     parts, first = list[list[int]](), 0
     while first < len(order):
-        # Rows that are left over in part make it fewer items than tokens alone would.
+        # Partly empty rows make it fewer items than tokens alone would.
         low, high = first + 1, max(first + 1, bisect_right(tokens, tokens[first] + budget) - 1)
         while low < high:
             middle = (low + high + 1) // 2
@@ -143,9 +143,9 @@ def _fill(items: Items, order: list[int], layout: Layout, budget: int) -> list[l
 
 
 def _fill_padded(shapes: list[PassShape], order: list[int], budget: int) -> list[list[int]]:
-    """`_fill` of padded rows: prompts to the left, the rest to the right of one column, the longest of both wide.
+    """Fills passes of padded rows: prompts left of one column, responses right of it, each as wide as the longest.
 
-    `shapes`: of each item by itself.
+    `shapes`: the shape of each item by itself.
     """
     parts = list[list[int]]()
     num_rows = prompt = response = 0
@@ -162,7 +162,7 @@ def _fill_padded(shapes: list[PassShape], order: list[int], budget: int) -> list
 
 
 def _fill_sharing(items: Items, order: list[int], budget: int) -> list[list[int]]:
-    """`_fill` along spans, where sequences with one prompt stand behind one of it."""
+    """Fills passes along spans, where sequences with one prompt follow a single copy of it."""
     parts, cells = list[list[int]](), 0
     number_of = Counter[Prompt]()
     for index in order:
@@ -178,7 +178,7 @@ def _fill_sharing(items: Items, order: list[int], budget: int) -> list[list[int]
 
 
 def _added(items: Items, index: int, number_of: Counter[Prompt]) -> int:
-    """Cells that an item adds to a pass in which there are so many sequences of each prompt."""
+    """Cells that an item adds to a pass that already has `number_of` sequences of each prompt."""
     added = sum(items.lengths[index])
     for prompt, number in Counter(items.prompts[index]).items():
         before = number_of[prompt]
@@ -194,20 +194,20 @@ def _halves(part: list[int]) -> list[list[int]]:
 def train_in_parts(
     engines: Sequence[Any], items: Items, budget: int, losses: Sequence[tuple[Any, LossOf]]
 ) -> list[Figures]:
-    """One optimizer step of `engines` on `items`, by a forward and a backward pass for each part of them; collective.
+    """One optimizer step of `engines` on `items`, with a forward and a backward pass for each part of them; collective.
 
-    Where the memory of a process is not enough, all begin again with parts of half the size; the sum of their losses
-    and gradients is the same.
+    If a process runs out of memory, all begin again with parts of half the size; the sum of losses and gradients is the
+    same.
 
     Args:
-        engines: those that step; of the first is what passes look like.
-        items, budget: as of `deal`.
-        losses: what runs backward, engines or roles of one, each with its loss. One after the other goes forward and
-            backward over a part. A loss must either meet the other processes nowhere but in the engine's forward pass,
-            or fail on all of them alike; it may run several times on the same items.
+        engines: those that step; the first determines the layout of passes.
+        items, budget: as in `deal`.
+        losses: objects that run backward (engines, or roles of one), each with its loss. Each in turn goes forward and
+            backward over a part. A loss may meet the other processes only in the engine's forward pass, or must fail on
+            all of them alike; it may run several times on the same items.
 
     Returns:
-        The figures of each part, which were read together after the step.
+        The figures of each part, which are read together after the step.
 
     Raises:
         RuntimeError: each part has a single item already.
@@ -221,7 +221,7 @@ def train_in_parts(
         return _run(engines, parts, [passes.shape_of(part) for part in parts], losses)
 
     for engine in engines:
-        engine.begin_step_again()  # a gradient that was left from before is none of this step's
+        engine.begin_step_again()  # discards a gradient that was left from before this step
     figures = passes.run(run, dealt)
     for engine in engines:
         engine.step()
@@ -229,9 +229,9 @@ def train_in_parts(
 
 
 def read_figures(parts: Sequence[DeviceFigures]) -> list[Figures]:
-    """`parts` as numbers, by one read of the device."""
+    """`parts` as numbers, with a single read of the device."""
     tensors = [number.detach() for part in parts for pair in part.values() for number in pair if _is_tensor(number)]
-    # fp64 holds a number of any dtype that there is here as it is.
+    # fp64 represents every dtype that occurs here exactly.
     numbers = iter(torch.stack([tensor.double() for tensor in tensors]).tolist() if tensors else [])
 
     def read(number: torch.Tensor | float) -> float:
@@ -245,10 +245,10 @@ def _is_tensor(number: torch.Tensor | float) -> TypeGuard[torch.Tensor]:
 
 
 def measure_in_parts(engine: Any, items: Items, budget: int, compute: Callable[[list[int]], Result]) -> list[Result]:
-    """What `compute` gives of each part of `items` in which a step would train on them; collective.
+    """The result of `compute` for each part of `items`, divided as a training step would divide them; collective.
 
-    Begins again with halves where memory ends, as `train_in_parts` does, whose arguments these are; `compute` is held
-    to what is said of a loss there.
+    Begins again with halves when memory runs out, as `train_in_parts` does, whose arguments these are. `compute` must
+    meet the same conditions as a loss there.
     """
 
     def run(parts: list[list[int]]) -> list[Result]:
@@ -258,18 +258,18 @@ def measure_in_parts(engine: Any, items: Items, budget: int, compute: Callable[[
 
 
 class _Passes(NamedTuple):
-    """What passes over the items of a step are made by, of `engine`, until memory holds them."""
+    """Divides the items of a step of `engine` into passes that fit into memory."""
 
     engine: Any
     items: Items
     budget: int
 
     def run(self, run: Callable[[list[list[int]]], Result], parts: list[list[int]]) -> Result:
-        """`run(parts)`, or of halves of them where memory ends; collective."""
+        """`run(parts)`, or of halves of them where memory runs out; collective."""
         return until_it_fits(run, parts, self.smaller, self.line)
 
     def smaller(self, parts: list[list[int]]) -> list[list[int]] | None:
-        """`parts` in halves, as many on each process, to whose size later steps keep; None of single items."""
+        """`parts` in halves, as many on each process, to whose size later steps keep; None for single items."""
         halves = [half for part in parts for half in (_halves(part) if len(part) > 1 else [part])]
         number = max(gather_objects(len(halves)))
         if number == len(parts):
@@ -280,10 +280,10 @@ class _Passes(NamedTuple):
         return less
 
     def line(self, parts: list[list[int]]) -> str:
-        """What is said of `parts` that ran out of memory."""
+        """The log line about `parts` that ran out of memory."""
         fitting = _fitting[self.engine.module]
         advice = f"--micro-batch-size {fitting} avoids it"
-        if self.budget:  # for one sequence alone the option may have to be larger
+        if self.budget:  # a single long sequence may need a larger value
             advice = f"a smaller --tokens-per-micro-batch avoids it, {fitting} if the longest sequence allows that"
         return (
             f"out of memory in a pass over up to {self.size(parts)} {'tokens' if self.budget else 'rows'}: redone in "
@@ -291,18 +291,18 @@ class _Passes(NamedTuple):
         )
 
     def size(self, parts: list[list[int]]) -> int:
-        """Of the largest of the parts of all processes, as `_fitting` counts it."""
+        """Size of the largest part over all processes, counted as in `_fitting`."""
         return max(gather_objects(max(self.shape_of(part).num_cells if self.budget else len(part) for part in parts)))
 
     def shape_of(self, part: list[int]) -> PassShape:
-        """Of the pass over a part."""
+        """The shape of the pass over a part."""
         return self.items.take(part).shape(layout_of(self.engine))
 
 
 def _run(
     engines: Sequence[Any], parts: list[list[int]], shapes: list[PassShape], losses: Sequence[tuple[Any, LossOf]]
 ) -> list[DeviceFigures]:
-    """All passes of an optimizer step, with the shape of each, and the end of each but the last."""
+    """Runs all passes of an optimizer step, and ends each micro-step but the last."""
     figures = []
     for number, part in enumerate(parts):
         for engine in engines:
@@ -311,7 +311,8 @@ def _run(
             found: DeviceFigures = {}
             for trained, loss_of in losses:
                 loss, found_here = agree(partial(loss_of, part))
-                # The losses are shares of the step's; an engine divides by the micro-batches and averages processes.
+                # The losses are shares of the step's; an engine divides by the micro-batches and averages over
+                # processes.
                 scaled = loss * (engines[0].gradient_accumulation_steps() * get_world_size())
                 agree(partial(trained.backward, scaled))
                 del loss, scaled
@@ -324,9 +325,9 @@ def _run(
 
 
 def measured_pass(engine: Any, shape: PassShape, *, has_gradients: bool) -> AbstractContextManager[None]:
-    """Around the forward and backward passes of this shape, of which `engine` trains the first.
+    """Measures the forward and backward passes of this shape, of which `engine` trains the first.
 
-    Measures nothing where the engine's memory is not followed.
+    Measures nothing where the engine's memory is not tracked.
     """
     use: MemoryUse | None = getattr(engine, "memory_use", None)
     if use is None:

@@ -1,4 +1,4 @@
-"""Whether a model computes the same of packed sequences as of padded ones: tried on a few tokens, once per model."""
+"""Tests whether a model computes the same for packed sequences as for padded ones: on a few tokens, once per model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,25 +16,25 @@ from hybrid_engine.rlhf.batches.spans import ATTENTION
 from hybrid_engine.rlhf.runs.run_log import say
 
 LENGTHS = (5, 2, 7, 3, 6)
-"""Of the sequences that are tried; the last has the third's prompt."""
+"""Lengths of the test sequences; the last has the third's prompt."""
 PROMPT_LENGTHS = (1, 1, 4, 1, 4)
 WINDOWS = ("layer_types", "sliding_window", "attention_layers", "attention_chunk_size")
-"""Keys of configs by which some layers do not see the whole sequence, which so few tokens might not show."""
+"""Keys of configs that let some layers see only part of the sequence, which so few tokens might not show."""
 ALLOWED = {torch.float32: 1e-4}
-"""How far hidden states may lie apart for rounding, relative to the largest."""
+"""Largest rounding difference of hidden states, relative to the largest value."""
 ALLOWED_IN_16_BITS = 3e-2
 
 
 @torch.no_grad()
 def pack_where_exact(model: nn.Module, config: Any) -> Layout:
-    """Packs the passes of `model` from now on, under `--tokens-per-micro-batch`; a line says why where it does not.
+    """Packs the passes of `model` from now on, under `--tokens-per-micro-batch`; logs why where it does not.
 
-    Those without gradients have at most `--rows-per-pass` rows. Collective: rows are packed where every process finds
-    that exact.
+    Passes without gradients have at most `--rows-per-pass` rows. Collective: rows are packed if every process finds
+    that packing is exact.
 
     Args:
         model: a causal model, a classifier or a `ValueModel`, or an engine around one.
-        config: with `tokens_per_micro_batch`, 0 packs nothing, and `rows_per_pass`.
+        config: with `tokens_per_micro_batch`, where 0 packs nothing, and `rows_per_pass`.
     """
     limit_rows(model, config.rows_per_pass)
     if not config.tokens_per_micro_batch:
@@ -56,7 +56,7 @@ def pack_where_exact(model: nn.Module, config: Any) -> Layout:
 
 
 def expected_layout(config: Any, model: PretrainedConfig) -> Layout:
-    """How passes are laid out under `--tokens-per-micro-batch` if what a model's config says is all that matters."""
+    """The layout of passes under `--tokens-per-micro-batch`, predicted from the model's config alone."""
     if getattr(config, "exact", False):
         return Layout.PADDED
     if not supports_attention_backend(model):
@@ -66,7 +66,7 @@ def expected_layout(config: Any, model: PretrainedConfig) -> Layout:
 
 
 def supports_attention_backend(model: PretrainedConfig) -> bool:
-    """Whether transformers' functions compute attention of such a model; else it has its own, as with ALiBi."""
+    """Whether transformers' attention functions compute the attention of such a model; else it has its own (ALiBi)."""
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model), None)
     return bool(getattr(kind, "_supports_attention_backend", True))
 
@@ -79,7 +79,7 @@ def _innermost(model: nn.Module) -> nn.Module:
 
 
 def _takes_spans(model: nn.Module) -> bool:
-    """Whether attention along spans is exact for `model`, which then has it from now on."""
+    """Whether attention along spans is exact for `model`; if so, the model uses it from now on."""
     module: Any = _innermost(model)
     config = module.config.get_text_config()
     if _attention_of(model) not in ("sdpa", ATTENTION) or any(_is_windowed(config, name) for name in WINDOWS):
@@ -106,7 +106,7 @@ def _layout_for(model: nn.Module) -> Layout:
 
 
 def _reason_not_to(model: nn.Module, layout: Layout) -> str | None:
-    """Why packed sequences are not what padded ones are, on this or another process; None where they are."""
+    """The reason that packed sequences differ from padded ones, on this or another process; None if they do not."""
     found = gather_objects(_own_reason_not_to(model, layout))
     return next(filter(None, found), None)
 
@@ -143,7 +143,7 @@ def _run(model: nn.Module, batch: Sequences, layout: Layout) -> None:
 
 
 def _hidden_states(model: nn.Module, run: Callable[[], None]) -> torch.Tensor:
-    """`[rows, columns, E]`: what the head of `model` is given in `run`."""
+    """`[rows, columns, E]`: the input of the head of `model` during `run`."""
     module: Any = getattr(model, "module", model)
     base: Any = _innermost(model)
     head = module.head if isinstance(module, ValueModel) else base.get_output_embeddings() or base.score

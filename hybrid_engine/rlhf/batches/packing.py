@@ -1,10 +1,10 @@
-"""Sequences in rows of a forward pass without padding: their tokens behind each other, positions beginning anew.
+"""Packs sequences into rows of a forward pass without padding: one after another, with positions that restart at 0.
 
-Attention is kept apart along spans (`spans.py`), and then the answers to a prompt share its tokens, all but the last:
-each answer has a copy of that before it, from which its first token is predicted. Where a model's attention is another,
-transformers keeps the sequences apart, which it finds by positions that begin anew where no mask is given
-(`masking_utils.find_packed_sequence_indices`; flash attention by the same in a single row). Which models that is exact
-for is tried, not assumed: `packable.py`.
+Along spans (`spans.py`), attention is separate per sequence, and the answers to a prompt share all of its tokens but
+the last: each answer has its own copy of that one, from which its first token is predicted. For other attention
+implementations transformers keeps the sequences apart: if no mask is given, it finds them by positions that restart
+(`masking_utils.find_packed_sequence_indices`; flash attention does the same in a single row). `packable.py` tests for
+which models that is exact.
 
 B sequences, C columns of the padded batch, R packed rows, W columns of these.
 """
@@ -24,19 +24,19 @@ from hybrid_engine.rlhf.batches.spans import Span, Spans
 
 
 class Layout(Enum):
-    """How the sequences of a forward pass lie in it."""
+    """The layout of the sequences in a forward pass."""
 
     PADDED = "padded"
     ROWS = "rows"
-    """In rows as wide as the longest sequence: a mask of attention over one row of all would cost its square."""
+    """Rows as wide as the longest sequence: an attention mask over a single row would cost its square."""
     ONE_ROW = "one row"
-    """For flash attention, which goes along sequences."""
+    """One row for flash attention, which handles sequences separately."""
     SPANS = "spans"
-    """In one row, where attention goes along spans; prompts are shared."""
+    """One row, with attention along spans; prompts are shared."""
 
     @property
     def is_one_row(self) -> bool:
-        """Whether the sequences lie in one row, and nothing is padded."""
+        """Whether the sequences lie in one row without padding."""
         return self in (Layout.ONE_ROW, Layout.SPANS)
 
     def num_cells(self, lengths: Sequence[int]) -> int:
@@ -48,14 +48,14 @@ class Layout(Enum):
 
 
 class Prompt(NamedTuple):
-    """What sequences begin with and may share."""
+    """The beginning of a sequence, which other sequences may share."""
 
     key: Hashable
-    """Equal where prompts are."""
+    """Equal if the prompts are equal."""
     length: int
 
     def cells_spared(self, num_sequences: int) -> int:
-        """By how many cells fewer so many sequences with this prompt lie in a pass along spans."""
+        """Cells that a pass along spans saves by sharing this prompt among `num_sequences` sequences."""
         return max(0, num_sequences - 1) * max(0, self.length - 1)
 
 
@@ -63,17 +63,17 @@ _layouts: WeakKeyDictionary[nn.Module, Layout] = WeakKeyDictionary()
 
 
 def layout_of(model: nn.Module) -> Layout:
-    """How passes of a model, or of the model of an engine, are laid out: padded unless `set_layout` said otherwise."""
+    """The layout of passes of a model, or of an engine's model: padded unless `set_layout` said otherwise."""
     return _layouts.get(getattr(model, "module", model), Layout.PADDED)
 
 
 def set_layout(model: nn.Module, layout: Layout) -> None:
-    """From now on passes of `model`, or of the model of an engine, are laid out so."""
+    """Sets the layout of passes of `model`, or of an engine's model, from now on."""
     _layouts[getattr(model, "module", model)] = layout
 
 
 def fit_rows(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of `lengths` in rows as wide as the longest, each where least room is left; the longest come first."""
+    """Indices of `lengths` in rows as wide as the longest, longest first: each goes where it leaves least room."""
     width, rows, open_rows = max(lengths, default=0), list[list[int]](), list[tuple[int, int]]()
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         place = bisect_left(open_rows, (lengths[index], 0))
@@ -88,16 +88,16 @@ def fit_rows(lengths: Sequence[int]) -> list[list[int]]:
 
 
 class Packed(NamedTuple):
-    """What a model is given, and where everything is in it."""
+    """Inputs of a model for packed sequences, and the place of each token in them."""
 
     input_ids: torch.Tensor  # [R, W]
-    position_ids: torch.Tensor  # [R, W]; 0 at every column that is left over, which begins a sequence of its own
+    position_ids: torch.Tensor  # [R, W]; 0 at every unused column, which begins a sequence of its own
     places: torch.Tensor  # [B, C]: where each token lies in the flattened rows; 0 for padding
     spans: Spans | None = None
-    places_on_host: torch.Tensor | None = None  # the same as `places`, where that lies on a device
+    places_on_host: torch.Tensor | None = None  # `places` in host memory, if `places` is on a device
 
     def to(self, device: torch.device) -> "Packed":
-        """What was packed on the host, on `device`, without waiting for it."""
+        """Copies tensors that were packed on the host to `device`, without waiting for the copy."""
         return Packed(
             send_to_device(self.input_ids, device),
             send_to_device(self.position_ids, device),
@@ -112,7 +112,7 @@ class Packed(NamedTuple):
         inputs: dict[str, Any] = {"input_ids": self.input_ids, "position_ids": self.position_ids}
         if self.spans is None:
             return inputs
-        # A mask that nobody reads, of a shape that transformers takes for complete: it would make one of [N, N].
+        # An unused mask whose shape transformers takes as complete; without it, it would make one of [N, N].
         nothing = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.input_ids.device)
         return inputs | {"spans": self.spans, "attention_mask": nothing}
 
@@ -122,9 +122,9 @@ class Packed(NamedTuple):
         return torch.where(mask, values.flatten()[places], 0.0)
 
     def scatter(self, mask: torch.Tensor) -> torch.Tensor:
-        """`[R, W]` bool: True at the places of the last T columns of the padded batch where `mask [B, T]` is.
+        """`[R, W]` bool: True at the places of the last T columns of the padded batch where `mask [B, T]` is True.
 
-        Mask and result lie on the host.
+        Mask and result are on the host.
         """
         places = self.places if self.places_on_host is None else self.places_on_host
         found = torch.zeros(self.input_ids.numel(), dtype=torch.bool)
@@ -133,16 +133,16 @@ class Packed(NamedTuple):
 
 
 def prompts_of(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> list[Prompt]:
-    """The prompts `[B, P]`, padded on the left."""
+    """The prompts in `input_ids [B, P]`, padded on the left."""
     lengths = attention_mask.sum(dim=1).tolist()
     rows = torch.where(attention_mask.bool(), input_ids, 0).cpu().numpy()
     return [Prompt((length, row.tobytes()), length) for length, row in zip(lengths, rows, strict=True)]
 
 
 def pack(input_ids: torch.Tensor, attention_mask: torch.Tensor, layout: Layout, prompt_columns: int = 0) -> Packed:
-    """Sequences `[B, C]` of the host, whose tokens `attention_mask` marks without a gap, behind each other; see `to`.
+    """Packs sequences `[B, C]` on the host, whose tokens `attention_mask` marks without a gap; see `to`.
 
-    `prompt_columns`: the first columns, which sequences may share where the layout is along spans; 0: nothing.
+    `prompt_columns`: the number of leading columns that sequences may share if the layout is along spans; 0: none.
     """
     is_token = attention_mask.bool()
     lengths = attention_mask.sum(dim=1).tolist()
@@ -175,7 +175,7 @@ def pack(input_ids: torch.Tensor, attention_mask: torch.Tensor, layout: Layout, 
 
 
 def _starts(rows: list[list[int]], lengths: list[int], width: int) -> list[int]:
-    """Where each sequence begins in the flattened rows."""
+    """The start of each sequence in the flattened rows."""
     starts = [0] * len(lengths)
     for number, row in enumerate(rows):
         place = number * width
@@ -185,7 +185,7 @@ def _starts(rows: list[list[int]], lengths: list[int], width: int) -> list[int]:
 
 
 def lay_out_spans(lengths: list[int], prompts: list[Prompt]) -> list[Span]:
-    """A span for each sequence, then one for each prompt that several of them share, but for its last token."""
+    """A span for each sequence, then one for each prompt that several of them share, without its last token."""
     sharing = defaultdict[Prompt, list[int]](list)
     for index, prompt in enumerate(prompts):
         sharing[prompt].append(index)

@@ -1,8 +1,8 @@
-"""Passes that memory does not hold are begun again by halves, on all processes alike; passes without gradients, which
-then keep to the rows that fitted.
+"""Runs passes that may exceed memory: retries them with half the size, on all processes alike.
 
-After each pass the processes tell each other of errors (`distributed/verdict.py`): where memory ended on one of them,
-all begin again with less; any other error ends the run on all.
+After each pass the processes exchange their errors (`distributed/verdict.py`): if one of them ran out of memory, all
+begin again with less; any other error ends the run on all. Passes without gradients keep the number of rows that fit.
+`Items` and `Extent` describe what a pass holds and how large it is.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +21,7 @@ from hybrid_engine.rlhf.passes.pass_memory import PassShape
 from hybrid_engine.rlhf.runs.run_log import say
 
 ROWS_PER_PASS = 32
-"""Rows of a forward pass without gradients, if nothing else is said."""
+"""Default number of rows of a forward pass without gradients."""
 Size = TypeVar("Size")
 Part = TypeVar("Part")
 Result = TypeVar("Result")
@@ -34,12 +34,12 @@ def until_it_fits(
     smaller: Callable[[Size], Size | None],
     line: Callable[[Size], str],
 ) -> Result:
-    """`run(size)`; where its memory is not enough, again with what is `smaller`, after a line about the size before.
+    """`run(size)`; when it runs out of memory, logs a line and runs again with `smaller(size)`.
 
-    Collective where `run` is, which then must run out of memory on all processes alike.
+    Collective if `run` is; it must then run out of memory on all processes alike.
 
     Raises:
-        RuntimeError: there is no smaller size: `smaller` gave None.
+        RuntimeError: `smaller` returned None, because there is no smaller size.
     """
     while True:
         try:
@@ -56,13 +56,13 @@ def until_it_fits(
 
 
 def limit_rows(model: nn.Module, most: int) -> None:
-    """From now on passes without gradients of `model`, or of the model of an engine, have so many rows; 0: no limit."""
+    """Limits passes without gradients of `model`, or of an engine's model, to `most` rows from now on; 0: no limit."""
     if most:
         _limits[getattr(model, "module", model)] = most
 
 
 def rows_per_pass(model: nn.Module, most: int = ROWS_PER_PASS) -> int:
-    """Rows of a forward pass of `model` without gradients: `most`, or fewer where `limit_rows` said so."""
+    """Rows of a forward pass of `model` without gradients: `most`, or fewer if `limit_rows` said so."""
     return min(most, _limits.get(getattr(model, "module", model), most))
 
 
@@ -72,19 +72,20 @@ def in_passes(
     run: Callable[[Part], Result],
     most: int = ROWS_PER_PASS,
 ) -> list[Result]:
-    """What `run` gives of each of `parts_of(rows)`, whose parts have so many rows at most; collective.
+    """The result of `run` for each of `parts_of(rows)`, whose parts have at most `rows` rows; collective.
 
-    Where memory ends on one process, all begin again with half as many rows, and keep to that in later passes.
+    If one process runs out of memory, all begin again with half as many rows, and keep that number in later passes.
 
     Args:
-        model: or an engine, whose passes they are.
-        parts_of: one part at least; a process with fewer than others runs its last once more, whose result is dropped.
-        run: a forward pass without gradients. It meets the other processes nowhere but in the model's forward pass, or
-            fails on all of them alike; it may run several times on the same rows.
-        most: rows of a part, or fewer as `rows_per_pass` says; alike on every process.
+        model: the model, or an engine, that runs the passes.
+        parts_of: returns at least one part; a process with fewer parts than others runs its last one again and drops
+            the result.
+        run: a forward pass without gradients. It may meet the other processes only in the model's forward pass, or must
+            fail on all of them alike; it may run several times on the same rows.
+        most: rows of a part, or fewer as `rows_per_pass` says; the same on every process.
 
     Raises:
-        RuntimeError: the memory of one process does not hold a single row.
+        RuntimeError: one process does not have memory for a single row.
     """
 
     def run_all(rows: int) -> list[Result]:
@@ -96,9 +97,9 @@ def in_passes(
 
 
 def until_fewer_rows_fit(model: nn.Module, run: Callable[[int], Result], most: int = ROWS_PER_PASS) -> Result:
-    """`run(rows)` with as many rows as `rows_per_pass` says, or half as many as often as memory ends, with a line.
+    """`run(rows)` with `rows_per_pass` rows, halved with a log line each time memory runs out.
 
-    Passes of `model` have no more rows from then on.
+    Passes of `model` keep that number of rows from then on.
 
     Raises:
         RuntimeError: memory does not hold a single row.
@@ -119,21 +120,22 @@ def _fewer_rows_line(rows: int) -> str:
 
 
 def split(items: Sequence[Part], size: int) -> list[Sequence[Part]]:
-    """`items` in parts of `size`, the last of what is left."""
+    """`items` in parts of `size`; the last part may be smaller."""
     return [items[first : first + size] for first in range(0, len(items), size)]
 
 
 def turns(parts: Sequence[Part]) -> list[tuple[Part, bool]]:
-    """This process's of `parts`, which are alike on all processes: as many on each, since they gather weights together.
+    """This process's share of `parts`, which are the same on all processes; each gets as many, to gather weights
+    together.
 
-    Beside each part stands whether it counts; one that does not is the last once more.
+    Each part comes with a flag: False for a repetition of the last part, whose result does not count.
     """
     mine = range(get_rank(), -(-len(parts) // get_world_size()) * get_world_size(), get_world_size())
     return [(parts[min(turn, len(parts) - 1)], turn < len(parts)) for turn in mine]
 
 
 class Item(Protocol):
-    """What stays together in a pass: a sequence, or the two of a pair."""
+    """Sequences that stay together in a pass: a single one, or the two of a pair."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -141,21 +143,21 @@ class Item(Protocol):
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
-        """What each begins with."""
+        """The prompt of each sequence."""
 
 
 @dataclass(frozen=True)
 class Items:
-    """Items that are learned from at once."""
+    """Items that one step learns from."""
 
     lengths: Sequence[tuple[int, ...]]
     """Tokens of each item's sequences."""
     prompts: Sequence[tuple[Prompt, ...]]
-    """What each of them begins with; the rest is a response."""
+    """The prompt of each sequence; the rest of it is a response."""
 
     @classmethod
     def of(cls, items: Iterable[Item]) -> "Items":
-        """Answers behind their prompts, or pairs of them, as they are encoded."""
+        """The items for encoded answers with their prompts, or for pairs of them."""
         given = list(items)
         return cls([item.lengths for item in given], [item.prompts for item in given])
 
@@ -164,7 +166,7 @@ class Items:
 
     @property
     def num_tokens(self) -> int:
-        """Of all sequences, whatever they share."""
+        """Tokens of all sequences, counting shared prompts each time."""
         return sum(map(sum, self.lengths))
 
     def take(self, indices: Iterable[int]) -> "Items":
@@ -173,11 +175,13 @@ class Items:
         return Items([self.lengths[index] for index in chosen], [self.prompts[index] for index in chosen])
 
     def shape(self, layout: Layout) -> PassShape:
-        """Of a pass over all of them; where rows hold several sequences, with the responses' share of all tokens."""
+        """The shape of a pass over all items; rows with several sequences are split by the responses' share of all
+        tokens.
+        """
         lengths = [length for item in self.lengths for length in item]
         prompts = [prompt for item in self.prompts for prompt in item]
         responses = [length - prompt.length for length, prompt in zip(lengths, prompts, strict=True)]
-        if layout is Layout.PADDED:  # prompts to the left, the rest to the right of one column
+        if layout is Layout.PADDED:  # prompts left of one column, responses right of it
             prompt, response = max((prompt.length for prompt in prompts), default=0), max(responses, default=0)
             padding = len(lengths) * response - sum(responses)
             return PassShape(len(lengths), prompt, response, padding=padding)
@@ -192,20 +196,19 @@ class Items:
 
 
 class Extent(NamedTuple):
-    """How much there is in a pass of all that takes memory; a pass with less of each is smaller."""
+    """The amount of each thing in a pass that takes memory; a pass with less of each is smaller."""
 
     cells: int
     """Tokens that the model reads, padding included."""
     responses: int
-    """Those of them that the head reads."""
+    """Tokens that the head reads."""
     copied: int
     """Tokens of prompts whose keys and values are copied."""
     pairs: int
-    """Pairs of tokens in masks of attention, or in its scores."""
+    """Pairs of tokens in attention masks, or in attention scores."""
 
 
 def extent_of(shape: PassShape) -> Extent:
-    """The extent of a pass."""
     width = shape.prompt + shape.response
     copied, pairs = count_copied([Span(*span) for span in shape.spans]) if shape.spans else (0, shape.rows * width**2)
     return Extent(shape.num_cells, shape.num_asked, copied, pairs)
