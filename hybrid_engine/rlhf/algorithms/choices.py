@@ -272,8 +272,7 @@ class Algorithm:
         return self.kl_place != "none"
 
     def check_group_size(self, name: str, group_size: int) -> None:
-        """Raises ValueError if groups of `group_size` samples (the option `name`) are too small for baseline and scale.
-        """
+        """Raises ValueError if groups of `group_size` samples (option `name`) are too small for baseline and scale."""
         if group_size < 2 and (self.baseline in GROUP_BASELINES or self.scale in GROUP_SCALES):
             raise ValueError(
                 f"{flag(name)}={group_size} leaves nothing to compare a sample with, as --baseline={self.baseline} "

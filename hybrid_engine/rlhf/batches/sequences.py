@@ -1,4 +1,4 @@
-"""Prompts with their responses as padded tensors, and what a model says about the response tokens.
+"""Prompts with their responses as padded tensors, and a model's log-probabilities and values of the response tokens.
 
 The prompt is padded on its left and the response on its right, so that all responses begin in one column and a forward
 pass needs logits only from there on. Padding is known from lengths, never from token ids: pad may equal EOS.
@@ -22,15 +22,15 @@ from hybrid_engine.rlhf.batches.passes import ROWS_PER_PASS, Items, in_passes
 from hybrid_engine.rlhf.passes.head_log_probs import Asked, TokenLogProbs, token_log_probs
 
 ROWS_PER_PASS_ON_CPU = 8
-"""Rows of a forward pass without gradients on a CPU, whose caches hold the activations of fewer."""
+"""Rows of a forward pass without gradients on a CPU, whose caches hold the activations of fewer rows."""
 NUM_POOLED = 16
-"""Batches whose examples are sorted by length together."""
+"""Number of batches whose examples are sorted by length together."""
 LARGEST_ORDER = 10**8
-"""Examples of all epochs together, whose order is one list."""
+"""Largest number of examples of all epochs together, whose order is a single list."""
 
 
 class HostRows(NamedTuple):
-    """Tensors of `Sequences` in the host's memory, which are read without waiting for the device."""
+    """Tensors of `Sequences` in host memory, which are read without waiting for the device."""
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
@@ -44,7 +44,7 @@ class HostRows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """Token ids of prompts and responses, with the masks that say which columns are real."""
+    """Token ids of prompts and responses, with masks that mark the real columns."""
 
     input_ids: torch.Tensor
     """`[B, P+T]` int64."""
@@ -54,23 +54,23 @@ class Sequences:
     """`[B, T]` bool, True on response tokens, the end-of-sequence token included; False on gaps and padding."""
 
     def to(self, device: torch.device) -> "Sequences":
-        """These rows of the host on `device`, without waiting for it."""
+        """Copies rows on the host to `device`, without waiting for the copy."""
         ids, mask, responses = (send_to_device(part, device) for part in self.on_host)
         return _with_host_rows(Sequences(input_ids=ids, attention_mask=mask, response_mask=responses), self.on_host)
 
     @property
     def position_ids(self) -> torch.Tensor:
-        """`[B, P+T]`: the first real token of a row has position 0, whatever was padded before it."""
+        """`[B, P+T]`: the first real token of a row has position 0, regardless of padding before it."""
         return (self.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
 
     @property
     def responses(self) -> torch.Tensor:
-        """`[B, T]`, the response columns of `input_ids`."""
+        """The response columns of `input_ids`, `[B, T]`."""
         return self.input_ids[:, -self.response_mask.shape[1] :]
 
     @cached_property
     def on_host(self) -> HostRows:
-        """The same in the host's memory; `rows` hands its part on, so that a rollout is read from the device once."""
+        """The tensors in host memory; `rows` passes its part on, so that a rollout is read from the device once."""
         return HostRows(self.input_ids.cpu(), self.attention_mask.cpu(), self.response_mask.cpu())
 
     @property
@@ -83,7 +83,7 @@ class Sequences:
     def rows(self, index: torch.Tensor) -> "Sequences":
         """The rows `index`, without the columns on either side that are padding in all of them.
 
-        An `index` on the host spares a wait for the device.
+        An `index` on the host avoids a wait for the device.
         """
         index = index.cpu()
         prompt_width = self.input_ids.shape[1] - self.response_mask.shape[1]
@@ -103,13 +103,13 @@ class Sequences:
 
 
 def _with_host_rows(sequences: Sequences, on_host: HostRows) -> Sequences:
-    vars(sequences)["on_host"] = on_host  # where cached_property keeps it
+    vars(sequences)["on_host"] = on_host  # the key under which cached_property stores it
     return sequences
 
 
 def pad_prompts(prompts: list[list[int]], pad_token: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """`prompts` padded on the left: ids and mask, each `[B, P]` int64."""
-    if not prompts:  # a process may have none while others have some
+    if not prompts:  # a process may have no prompts while others have some
         return (empty := torch.zeros(0, 1, dtype=torch.int64, device=device)), empty
     width = max(len(prompt) for prompt in prompts)
     ids = [[pad_token] * (width - len(prompt)) + prompt for prompt in prompts]
@@ -124,9 +124,9 @@ def build_sequences(
     device: torch.device,
     learned: list[list[bool] | None] | None = None,
 ) -> Sequences:
-    """Pads given prompts and responses; a response that ended on its own includes its end-of-sequence token.
+    """Pads prompts and responses; a response that ended on its own includes its end-of-sequence token.
 
-    `learned` says for each response which of its tokens are the model's, None for all of them; the others are gaps.
+    `learned` marks for each response the tokens that the model wrote, None for all of them; the others are gaps.
     """
     prompt_ids, prompt_mask = pad_prompts(prompts, pad_token, torch.device("cpu"))
     width = max(len(response) for response in responses)
@@ -141,7 +141,7 @@ def build_sequences(
 
 
 def attach_responses(prompt_mask: torch.Tensor, sequences: torch.Tensor, lengths: torch.Tensor) -> Sequences:
-    """What `engine.generate()` returned, with its masks.
+    """The result of `engine.generate()` with its masks.
 
     Args:
         prompt_mask: `[B, P]`, as given to `generate()`.
@@ -165,7 +165,7 @@ def response_logprobs(model: nn.Module, batch: Sequences, temperature: float = 1
 def response_logprobs_and_entropy(
     model: nn.Module, batch: Sequences, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[B, T]` fp32 each: `response_logprobs`, and the entropy in nats of what each token was drawn from; 0 on gaps."""
+    """`response_logprobs`, and the entropy in nats of each token's distribution, 0 on gaps; `[B, T]` fp32 each."""
     logprobs, entropy = _log_probs(model, batch, Asked(batch.response_mask, temperature, with_entropy=True))
     assert entropy is not None
     return logprobs, entropy
@@ -175,7 +175,7 @@ def _log_probs(model: nn.Module, batch: Sequences, asked: Asked) -> TokenLogProb
     mask, packed = batch.on_host.response_mask, packed_for(model, batch)
     if packed is None:
         return token_log_probs(model, asked._replace(cells=_cells(mask, asked.mask.device)), model_inputs(batch))
-    # A sequence begins with its prompt, so that no token that is asked for has one of another sequence before it.
+    # A sequence begins with its prompt, so each requested token follows a token of its own sequence.
     mask = packed.scatter(mask)[:, 1:]
     device = asked.mask.device
     asked_packed = asked._replace(mask=send_to_device(mask, device), cells=_cells(mask, device))
@@ -185,12 +185,12 @@ def _log_probs(model: nn.Module, batch: Sequences, asked: Asked) -> TokenLogProb
 
 
 def _cells(mask: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Rows and columns of the True cells of a mask of the host, on `device`."""
+    """Rows and columns of the True cells of a mask on the host, on `device`."""
     return tuple(send_to_device(mask.nonzero().T.contiguous(), device))
 
 
 def packed_for(model: nn.Module, batch: Sequences) -> Packed | None:
-    """`batch` as a forward pass of `model` takes it; None where it is padded, or nothing but first tokens."""
+    """`batch` packed for a forward pass of `model`; None if its layout is padded, or all rows have a single token."""
     layout = layout_of(model)
     if layout is Layout.PADDED or max(batch.on_host.lengths) < 2:
         return None
@@ -198,14 +198,14 @@ def packed_for(model: nn.Module, batch: Sequences) -> Packed | None:
 
 
 def packed_rows(batch: Sequences, layout: Layout) -> Packed:
-    """`batch` in a layout that is not padded."""
+    """`batch` packed in a layout that is not padded."""
     prompt_columns = batch.input_ids.shape[1] - batch.response_mask.shape[1]
     packed = pack(batch.on_host.input_ids, batch.on_host.attention_mask, layout, prompt_columns)
     return packed.to(batch.input_ids.device)
 
 
 def model_inputs(batch: Sequences, packed: Packed | None = None) -> dict[str, torch.Tensor]:
-    """What a model's forward takes: the rows as they are, or `packed`."""
+    """Arguments of a model's forward: the padded rows, or `packed`."""
     if packed is not None:
         return packed.inputs
     return {
@@ -216,10 +216,10 @@ def model_inputs(batch: Sequences, packed: Packed | None = None) -> dict[str, to
 
 
 class ValueModel(nn.Module):
-    """A transformer body and a linear head: one number for every token, the value (or score) of what was read so far.
+    """A transformer body and a linear head: a number for every token, the value (or score) of the tokens so far.
 
-    Its weights are those of a sequence-classification model of transformers with one label, which reads the same head
-    only at the last token.
+    Its weights are those of a transformers sequence-classification model with one label, which reads the same head only
+    at the last token.
     """
 
     def __init__(self, backbone: nn.Module, head: nn.Linear):
@@ -228,7 +228,7 @@ class ValueModel(nn.Module):
         self.head = head
 
     def forward(self, batch: Sequences) -> torch.Tensor:
-        """`[B, P+T]` fp32; what stands at padding means nothing."""
+        """`[B, P+T]` fp32; values at padding are undefined."""
         packed = packed_for(self, batch)
         hidden = self.backbone(**model_inputs(batch, packed), use_cache=False).last_hidden_state
         values = self.head(hidden).squeeze(-1).float()
@@ -250,10 +250,10 @@ def last_token_scores(model: Callable[[Sequences], torch.Tensor], batch: Sequenc
 
 
 def in_parts(compute: Callable[[Any, Sequences], torch.Tensor], model: Any, batch: Sequences) -> torch.Tensor:
-    """`compute(model, batch)`, which is `[B, T]` and 0 on padding, of a few rows at a time: all may not fit at once.
+    """`compute(model, batch)`, which is `[B, T]` and 0 on padding, over a few rows at a time to limit memory.
 
-    Collective, with one row at least on every process; an error of one is raised on all. Where memory ends on one of
-    them, all begin again with half as many rows at a time (`passes.py`).
+    Collective, with at least one row on every process; an error on one process is raised on all. If one of them runs
+    out of memory, all begin again with half as many rows at a time (`passes.py`).
     """
     num_rows, num_columns = batch.response_mask.shape
     most = ROWS_PER_PASS_ON_CPU if batch.input_ids.device.type == "cpu" else ROWS_PER_PASS
@@ -267,22 +267,22 @@ def in_parts(compute: Callable[[Any, Sequences], torch.Tensor], model: Any, batc
 
 
 def note_rows(table: torch.Tensor, rows: list[int], values: torch.Tensor) -> None:
-    """Writes `values [R, T]`, without their gradient, into the first columns of `rows` of `table`."""
+    """Writes `values [R, T]`, detached, into the first columns of `rows` of `table`."""
     table[send_to_device(torch.tensor(rows), table.device), : values.shape[1]] = values.detach()
 
 
 def pad_numbers(rows: list[list[float]], num_columns: int, device: torch.device) -> torch.Tensor:
-    """`[B, num_columns]` fp32: the numbers of each row, and 0 behind them."""
+    """`[B, num_columns]` fp32: the numbers of each row, followed by 0."""
     return send_to_device(torch.tensor([row + [0.0] * (num_columns - len(row)) for row in rows]), device)
 
 
 def batches_of_similar_length(
     lengths: list[int], batch_size: int, generator: torch.Generator, num_pooled: int = NUM_POOLED
 ) -> list[list[int]]:
-    """One epoch over `lengths`: batches of `batch_size` indices in random order, alike in length within a batch.
+    """One epoch over `lengths`: batches of `batch_size` indices in random order, of similar length within a batch.
 
-    They are sorted within pools of `num_pooled` batches: with 1 a batch holds whatever comes, and is sorted by itself.
-    A rest that does not fill a batch is left out of this epoch.
+    Indices are sorted within pools of `num_pooled` batches; with 1, each batch is a random one, sorted by itself.
+    Indices that do not fill a batch are left out of this epoch.
     """
     order = torch.randperm(len(lengths), generator=generator).tolist()
     batches, size = [], num_pooled * batch_size
@@ -296,7 +296,7 @@ def batches_of_similar_length(
 def epochs_of_similar_length(
     lengths: list[int], batch_size: int, num_epochs: int, seed: int, num_pooled: int = NUM_POOLED
 ) -> list[list[int]]:
-    """The batches of a whole run, step by step; the same for the same arguments, so that a resumed run can go on.
+    """The batches of a whole run, step by step; the same for the same arguments, so that a resumed run can continue.
 
     Raises:
         ValueError: there are fewer examples than one batch holds, or more in all epochs than a list should hold.
@@ -318,10 +318,10 @@ def epochs_of_similar_length(
 
 
 def recompute_activations(model: nn.Module, config: Any) -> nn.Module:
-    """`model`, whose layers keep only what goes into them under `config.activation_checkpointing`.
+    """`model`, whose layers store only their inputs if `config.activation_checkpointing` is set.
 
     Raises:
-        ValueError: transformers has no recomputation for its layers.
+        ValueError: transformers does not support recomputation for its layers.
     """
     if not config.activation_checkpointing:
         return model
@@ -330,7 +330,7 @@ def recompute_activations(model: nn.Module, config: Any) -> nn.Module:
         raise ValueError(
             f"--activation-checkpointing: transformers recomputes no layers of {type(inner).__name__}; leave it out"
         )
-    # The name since transformers 5.23 first.
+    # The name since transformers 5.23 comes first.
     enable = getattr(inner, "activation_checkpointing_enable", None) or inner.gradient_checkpointing_enable
     enable({"use_reentrant": False})
     return model

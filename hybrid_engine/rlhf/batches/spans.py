@@ -1,14 +1,16 @@
-"""Attention along spans of one long row: of sequences without padding, and of answers behind a prompt read once.
+"""Attention along spans of one long row: sequences without padding, and answers that share a single copy of a prompt.
 
-A span is a run of cells of the row in which every token sees those before it; it may also see all of a prefix, another
-span. So a prompt stands in the row once, its answers behind it see it and themselves, and nothing else of a pass is
-computed for padding or for copies of a prompt. Attention itself is a batch of lines alike in length, padded. A line is
-a span, or several short ones behind one long prefix, whose keys and values then are copied once for all of them.
+A span is a run of cells of the row in which every token attends to those before it; it may also attend to all of a
+prefix, which is another span. So a prompt is in the row once, its answers attend to it and to themselves, and nothing
+else of a pass is computed for padding or for copies of a prompt. Attention itself is a padded batch of lines of similar
+length. A line is a span, or several short spans that follow one long prefix, whose keys and values are then copied once
+for all of them.
 
-transformers' models call it by its name `ATTENTION`, for models that call their attention through
-`ALL_ATTENTION_FUNCTIONS` and hand it the arguments of their forward; without `spans` it is "sdpa".
+transformers' models call it by its name `ATTENTION`, if they call attention through `ALL_ATTENTION_FUNCTIONS` and pass
+on the arguments of their forward; without `spans` it is "sdpa".
 
-N cells, A lines of a bucket, S cells of the longest of these, P of the longest prefix, K = P + S; H heads of D numbers.
+N cells, A lines of a bucket, S cells of the longest of these, P of the longest prefix, K = P + S; H heads of dimension
+D.
 """
 
 from collections import defaultdict
@@ -28,16 +30,17 @@ from hybrid_engine.ops.grouped_attention import attend_grouped, repeat_where_not
 
 ATTENTION = "hybrid_engine_spans"
 MOST_SHARED = 256
-"""Dimension of a head up to which transformers leaves it to torch to share heads where there is no mask."""
+"""Head dimension up to which transformers leaves the sharing of key/value heads to torch where there is no mask."""
 ALIKE = 0.6
-"""Lines as long as this share of a bucket's longest, or longer, are in that bucket; so it is with their keys."""
+"""Lines at least this fraction of a bucket's longest join that bucket; the same holds for their keys."""
 TOGETHER = 0.3
-"""Of a prefix's length: about as long are several spans behind it that are one line. Of each other they see nothing,
-which is computed all the same; longer lines cost more time for that than copies of the prefix do."""
+"""Length of a line of several spans, as a fraction of their prefix's length. The spans do not attend to each other, but
+those products are computed; longer lines cost more time for them than copies of the prefix do.
+"""
 
 
 class Span(NamedTuple):
-    """Cells `start` to `start + length`, which see those of the prefix too: `prefix_length` from `prefix_start`."""
+    """Cells `start` to `start + length`, which also attend to the prefix: `prefix_length` cells from `prefix_start`."""
 
     start: int
     length: int
@@ -46,27 +49,27 @@ class Span(NamedTuple):
 
 
 Line = list[Span]
-"""Spans with one prefix, or one without."""
+"""Spans with the same prefix, or one span without a prefix."""
 
 
 class Bucket(NamedTuple):
-    """Lines that attention computes as a batch."""
+    """Lines that attention computes as one batch."""
 
     queries: torch.Tensor  # [A, S]: cells; 0 for padding
     keys: torch.Tensor  # [A, K]: cells of the prefix, then of the line; 0 for padding
-    members: torch.Tensor  # [A, S]: which span of its line a cell is of; -1 for padding
-    prefix_lengths: torch.Tensor | None  # [A]; None: there are none, and a line is a span
+    members: torch.Tensor  # [A, S]: the number of the span in its line that a cell belongs to; -1 for padding
+    prefix_lengths: torch.Tensor | None  # [A]; None: there are no prefixes, and a line is a span
 
 
 class Spans(NamedTuple):
-    """All spans of a row, which cover it without overlapping."""
+    """All spans of a row, which cover it without overlap."""
 
     buckets: tuple[Bucket, ...]
-    order: torch.Tensor  # [N]: where in the buckets' queries, one after another, each cell is
+    order: torch.Tensor  # [N]: the place of each cell in the buckets' queries, which follow one another
 
     @classmethod
     def of(cls, spans: Sequence[Span]) -> "Spans":
-        """The spans of a row, in buckets, on the host."""
+        """Sorts the spans of a row into buckets, on the host."""
         lines = _lines(spans)
         buckets = [
             _bucket(batch)
@@ -82,7 +85,7 @@ class Spans(NamedTuple):
         return cls(tuple(buckets), order)
 
     def to(self, device: torch.device) -> "Spans":
-        """These spans of the host on `device`, without waiting for it."""
+        """Copies spans on the host to `device`, without waiting for the copy."""
         sent = (
             Bucket(*(part if part is None else send_to_device(part, device) for part in bucket))
             for bucket in self.buckets
@@ -98,7 +101,7 @@ def count_copied(spans: Sequence[Span]) -> tuple[int, int]:
 
 
 def _lines(spans: Sequence[Span]) -> list[Line]:
-    """Of each prefix's spans as few lines as may be, about equal in length."""
+    """Puts the spans of each prefix on as few lines as possible, of about equal length."""
     behind = defaultdict[tuple[int, int], Line](list)
     lines: list[Line] = []
     for span in sorted(spans, key=lambda span: -span.length):
@@ -149,17 +152,17 @@ def _bucket(lines: Sequence[Line]) -> Bucket:
 
 
 def _ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Numbers from each of `starts` on, so many, one after another."""
+    """Consecutive numbers: `lengths[i]` of them from `starts[i]` on, for each i in turn."""
     before = lengths.cumsum(0) - lengths
     return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)
 
 
 _masks = WeakTensorKeyDictionary()
-"""By queries of a bucket and dtype: made in the first layer of a pass, for all of them."""
+"""Masks by queries of a bucket and dtype: made in the first layer of a pass, for all layers."""
 
 
 def _mask_of(bucket: Bucket, dtype: torch.dtype) -> torch.Tensor | None:
-    """`[A, 1, S, K]` of `dtype`: 0 where a query sees a key, -inf elsewhere; None: it sees what is before it."""
+    """`[A, 1, S, K]` of `dtype`: 0 where a query sees a key, -inf elsewhere; None means a causal mask."""
     if bucket.prefix_lengths is None:
         return None
     masks = _masks.setdefault(bucket.queries, {})
@@ -169,7 +172,7 @@ def _mask_of(bucket: Bucket, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def _make_mask(members: torch.Tensor, prefix_lengths: torch.Tensor, num_keys: int, dtype: torch.dtype) -> torch.Tensor:
-    """Padding sees the prefix and padding, so that no query sees nothing."""
+    """Makes the mask of a bucket; padding sees the prefix and padding, so that no query sees nothing."""
     steps = torch.arange(members.shape[1], device=members.device)
     own = (members[:, :, None] == members[:, None]) & (steps <= steps[:, None])  # [A, S, S]
     in_prefix = torch.arange(num_keys - members.shape[1], device=members.device) < prefix_lengths[:, None]  # [A, P]
@@ -188,13 +191,13 @@ def attend_along_spans(
     spans: Spans | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' interface of an attention function: query `[1, H, N, D]`; key and value alike, of fewer heads.
+    """Attention function with transformers' interface: query `[1, H, N, D]`; key and value alike, with fewer heads.
 
     Returns:
         `[1, N, H, D]`, and None for the weights.
 
     Raises:
-        NotImplementedError: the model's attention is more than a scaled product of what `spans` lets see each other.
+        NotImplementedError: the model's attention is more than scaled dot products within `spans`.
     """
     if spans is None:
         if attention_mask is None and key.shape[-1] <= MOST_SHARED:

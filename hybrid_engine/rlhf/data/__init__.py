@@ -1,1 +1,1 @@
-"""From files and examples to tensors: prompts, preferences, sequences."""
+"""From files and examples to token ids: rows, prompts, preferences, held-out parts."""

@@ -1,8 +1,8 @@
-"""Reading the rows of a data set: a file, a folder, a name on the Hugging Face hub or one of `NAMED`.
+"""Reads the rows of a data set: a file, a folder, a name on the Hugging Face hub or one of `NAMED`.
 
-JSON lines, JSON and CSV are read with Python's own modules, which know the line of what is wrong and take text for
-text; all the rest is read by `datasets`. A row that cannot be read is an error in its place, so that all that are wrong
-can be told together.
+JSON lines, JSON and CSV are read with Python's own modules, which know the line of an error and do not convert text;
+everything else is read by `datasets`. A row that cannot be read becomes an error in its place, so that all bad rows can
+be reported together.
 """
 
 import codecs
@@ -24,36 +24,37 @@ from hybrid_engine.rlhf.runs.checks import flag
 from hybrid_engine.rlhf.runs.columns import DataSource
 
 RowOrError = dict[str, Any] | ValueError
-"""A row's values by column, or what is wrong with it, in words that follow its place."""
+"""A row's values by column, or an error whose message follows the row's place."""
 Rows = Iterator[tuple[str, RowOrError]]
-"""Where each row stands in its file, such as "line 3", and the row."""
+"""The place of each row in its file, such as "line 3", and the row."""
 NamedReader = Callable[[str, str | None, str | None, str], Rows]
-"""From the name of a data set, a split, a configuration (None: not given) and the split's option to rows; ValueError
-for a name or a part that there is not."""
+"""Yields the rows for a name of a data set, a split, a configuration (None: not given) and the split's option; raises
+ValueError for a name or split that does not exist.
+"""
 NAMED: dict[str, NamedReader] = {SCHEME: read_questions}
-"""Readers of data sets that are made, not stored, by what stands before the colon of their names."""
+"""Readers of data sets that are generated and not stored, by the part of their names before the colon."""
 BYTE_ORDER_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The rows of a data set, nothing of them checked."""
+    """The rows of a data set, before any check."""
 
     source: str
     """The option as it is typed: `--dataset='data.jsonl'`."""
     rows: list[tuple[str, RowOrError]]
-    """Where each row stands, as `--dataset='data.jsonl': line 3`, and the row."""
+    """The place of each row, such as `--dataset='data.jsonl': line 3`, and the row."""
     columns: list[str]
     """Every column that any row has, sorted."""
 
     @classmethod
     def of(cls, source: str, rows: list[tuple[str, RowOrError]]) -> "Table":
-        """With the columns that the rows have."""
+        """A table with the columns that the rows have."""
         names = {str(name) for _, row in rows if not isinstance(row, ValueError) for name in row}
         return cls(source=source, rows=rows, columns=sorted(names))
 
     def changed(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> "Table":
-        """The table with every row as `change` makes it; a ValueError of it is what is wrong with a row."""
+        """The table with `change` applied to every row; a ValueError that it raises takes the place of the row."""
 
         def after(row: RowOrError) -> RowOrError:
             if isinstance(row, ValueError):
@@ -67,14 +68,14 @@ class Table:
 
 
 def read_table(source: DataSource) -> Table:
-    """The rows of one data set, in their order; of several splits those of `--split`, or of `train`.
+    """The rows of one data set, in order. All data sets that a recipe reads come from here.
 
-    Of several configurations, as data sets of the hub may have them, those of `--dataset-config` are read. Every data
-    set that a recipe is given becomes rows here.
+    Reads `--split`, or `train`, of several splits, and `--dataset-config` of several configurations, which data sets of
+    the hub may have.
 
     Raises:
-        ValueError: nothing can be read; there is no such split or configuration, or one of several is to be chosen,
-            with those that there are.
+        ValueError: nothing can be read; a split or configuration does not exist, or one of several must be chosen, with
+            a list of those that exist.
     """
     (dataset,), shown = source.datasets, source.shown
     rows = list(_rows_of_dataset(source, dataset))
@@ -114,7 +115,7 @@ def _read_file(source: str, path: Path) -> Rows:
 
 
 def _read_text(source: str, path: Path) -> str:
-    """UTF-8, or what a byte order mark says; ValueError with the line of the first byte that is not."""
+    """Text in UTF-8, or in the encoding of a byte order mark; ValueError with the line of the first invalid byte."""
     data = path.read_bytes()
     encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if data.startswith(mark)), "utf-8")
     try:
@@ -128,7 +129,7 @@ def _read_text(source: str, path: Path) -> str:
 
 
 def _read_json_lines(source: str, path: Path) -> Rows:
-    # Only a line feed ends a line: JSON may hold U+2028 and its kin as they are, at which splitlines() would cut.
+    # Only a line feed ends a line: JSON may contain U+2028 and similar as they are, at which splitlines() would split.
     for number, line in enumerate(_read_text(source, path).split("\n"), start=1):
         if line.strip():
             yield f"line {number}", _parse_object(line)
@@ -142,7 +143,7 @@ def _parse_object(text: str) -> RowOrError:
 
 
 def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; ValueError where a name comes twice, of whose values Python would keep the last."""
+    """A JSON object; ValueError if it has a duplicate name, of which Python would keep the last value."""
     found = dict(pairs)
     if len(found) < len(pairs):
         name, count = Counter(name for name, _ in pairs).most_common(1)[0]
@@ -155,7 +156,7 @@ def _check_object(row: Any) -> RowOrError:
 
 
 def _read_json(source: str, path: Path) -> Rows:
-    """A list of objects; many files that are called .json are JSON lines."""
+    """Reads a list of objects, or JSON lines, which many files named .json contain."""
     text = _read_text(source, path)
     if not text.lstrip().startswith("["):
         yield from _read_json_lines(source, path)
@@ -169,7 +170,7 @@ def _read_json(source: str, path: Path) -> Rows:
 
 
 def _read_csv(source: str, path: Path) -> Rows:
-    """The first line names the columns; every value is text."""
+    """Reads CSV: the first line names the columns; every value is text."""
     reader = csv.reader(io.StringIO(_read_text(source, path), newline=""), strict=True)
     try:
         names = next(reader, [])
@@ -233,12 +234,12 @@ def _rows_of(table: Dataset) -> Rows:
 
 
 class _NoSuchConfiguration(Exception):
-    """One of several configurations is to be chosen; the message names them."""
+    """One of several configurations must be chosen; the message names them."""
 
 
 @contextmanager
 def _explained(source: str) -> Iterator[None]:
-    """Turns what `datasets` raises for what it cannot read into a ValueError, and keeps its bars off the screen."""
+    """Converts errors of `datasets` for unreadable data into a ValueError, and hides its progress bars."""
     disable_progress_bars()
     try:
         yield

@@ -1,8 +1,8 @@
-"""From rows to token ids: by the tokenizer alone where a row is text, by its chat template where it is a conversation.
+"""From rows to token ids: by the tokenizer alone for text, by its chat template for a conversation.
 
-Text is encoded prompt and answer apart, so that the prompt's tokens are those that a rollout begins from, and an answer
-ends with the end-of-sequence token. A conversation is rendered as a whole, and split where it goes on from its prompt.
-Text that a template has rendered already keeps the tokens that it begins and ends with, and gets no second ones.
+Text is encoded with prompt and answer separate, so that the prompt's tokens are those that a rollout begins from, and
+an answer ends with the end-of-sequence token. A conversation is rendered as a whole, and split where it continues from
+its prompt. Text that a template has already rendered keeps its first and last special tokens and gets no second ones.
 """
 
 import inspect
@@ -33,32 +33,32 @@ from hybrid_engine.rlhf.runs.checks import flag
 from hybrid_engine.serving.tool_calls import asking_template, form_for_template
 
 RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}
-"""What a row's `chat_template_kwargs` may not say: how a conversation becomes tokens is not its business."""
+"""Names that a row's `chat_template_kwargs` may not set: a row does not decide how a conversation becomes tokens."""
 FAILURES = (TemplateError, ValueError, TypeError, KeyError)
-"""What a chat template that refuses a conversation raises."""
+"""Errors of a chat template that refuses a conversation."""
 _UNMARKED = "the chat template does not mark the assistant's tokens ({% generation %})"
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """Token ids of a prompt, which is only read, and of the response behind it."""
+    """Token ids of a prompt, which is only read, and of the response after it."""
 
     prompt_ids: list[int]
     """At least one."""
     response_ids: list[int]
     """At least one, the end-of-sequence token included."""
     loss_mask: list[bool] | None = None
-    """True on the response tokens that are learned; None: on all."""
+    """True on the response tokens that are learned; None: all of them."""
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
-        """What the one sequence begins with."""
+        """The prompt of the single sequence."""
         return (Prompt(tuple(self.prompt_ids), len(self.prompt_ids)),)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The tokens of the one sequence."""
+        """The length of the single sequence."""
         return (len(self),)
 
     @property
@@ -76,34 +76,34 @@ class Encoded:
 
 
 class EncodedPair(NamedTuple):
-    """Two responses behind one prompt."""
+    """Two responses to one prompt."""
 
     chosen: Encoded
     rejected: Encoded
 
     @classmethod
     def of_tokens(cls, prompt_ids: list[int], chosen_ids: list[int], rejected_ids: list[int]) -> "EncodedPair":
-        """A pair of responses that are learned as a whole."""
+        """A pair of responses of which every token is learned."""
         return cls(*(Encoded(prompt_ids=prompt_ids, response_ids=ids) for ids in (chosen_ids, rejected_ids)))
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The tokens of the chosen and of the rejected sequence."""
+        """The lengths of the chosen and of the rejected sequence."""
         return len(self.chosen), len(self.rejected)
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
-        """What each begins with; a template may render it otherwise before one than before the other."""
+        """The prompts of both sequences; a template may render them differently."""
         return self.chosen.prompts + self.rejected.prompts
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the longer of both sequences."""
+        """Tokens of the longer sequence."""
         return max(self.lengths)
 
 
 class _Conversation(NamedTuple):
-    """A rendered conversation: tokens, how many of them the prompt has, and which the template marks as learned."""
+    """A rendered conversation: its tokens, the prompt's length, and the tokens that the template marks as learned."""
 
     ids: list[int]
     prompt_length: int
@@ -111,10 +111,11 @@ class _Conversation(NamedTuple):
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, row: PromptRow) -> list[int]:
-    """The tokens that an answer to `row` goes on from: for a conversation with what opens the assistant's turn.
+    """The tokens that an answer to `row` continues; for a conversation they include the start of the assistant's turn.
 
     Raises:
-        ValueError: naming the row: no tokens, no chat template, or one that refuses the conversation. So do the others.
+        ValueError: naming the row: it has no tokens, there is no chat template, or the template refuses the
+            conversation. The other functions of this module raise the same.
     """
     if isinstance(row.prompt, str):
         return _encode_question(tokenizer, row, row.prompt)
@@ -122,16 +123,16 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, row: PromptRow) -> list[in
 
 
 def encode_answer(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The tokens of a finished answer given as text, and the end-of-sequence token where the text has no end."""
+    """The tokens of a finished answer, with an end-of-sequence token if the text has no end of its own."""
     return _ended(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def encode_completion(tokenizer: PreTrainedTokenizerBase, row: LearnedRow | LabelledRow) -> Encoded:
-    """What supervised training reads and learns of `row`.
+    """The tokens of `row` for supervised training, with those that are learned.
 
-    Of a conversation whose template marks the assistant's tokens (`{% generation %}`) these alone are learned, in all
-    turns; without marks it is the completion, or the last turn of `messages`. Of plain text every token but the first,
-    which nothing comes before.
+    Of a conversation whose template marks the assistant's tokens (`{% generation %}`), only these are learned, in all
+    turns; without marks it is the completion, or the last turn of `messages`. Of plain text every token is learned but
+    the first, which has no token before it.
     """
     if isinstance(row, TextRow):
         ids = _ended(tokenizer, _encode_text_prompt(tokenizer, row, row.text))
@@ -156,9 +157,9 @@ def encode_scored(tokenizer: PreTrainedTokenizerBase, row: CompletionRow | Label
 
 
 def encode_pair(tokenizer: PreTrainedTokenizerBase, row: PreferenceRow) -> EncodedPair:
-    """The prompt and both answers; in a conversation what both render alike before them is the prompt.
+    """The prompt and both answers; in a conversation the prompt is the common beginning of both renderings.
 
-    Of answers whose template marks the assistant's tokens these alone are learned, and what follows them is kept: a
+    Of answers whose template marks the assistant's tokens, only these are learned. The tokens after them are kept: a
     reward model reads its score at the last token.
     """
     if isinstance(row.prompt, str):
@@ -174,7 +175,7 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, row: PreferenceRow) -> Encod
 
 
 def read_template(path: str, option: str = "chat_template") -> str:
-    """The chat template in the file that `option` names; ValueError where there is none."""
+    """The chat template in the file that `option` names; ValueError if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -182,7 +183,7 @@ def read_template(path: str, option: str = "chat_template") -> str:
 
 
 def _owner(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The tokenizer for an error's line: one that was made on the spot has no name."""
+    """The name of the tokenizer in an error message; a tokenizer that was just trained does not have one."""
     name = tokenizer.name_or_path
     return f"the tokenizer of {name!r}" if name else "the tokenizer that is made without --model"
 
@@ -197,7 +198,7 @@ def _check_unlike(row: Row, pair: EncodedPair) -> EncodedPair:
 
 
 def _encode_question(tokenizer: PreTrainedTokenizerBase, row: Row, text: str) -> list[int]:
-    """A prompt that is text; where the model has a chat template that nobody has applied to it, this is said."""
+    """The tokens of a prompt that is text; logs a note if the model's chat template was not applied to it."""
     ids = _encode_text_prompt(tokenizer, row, text)
     if tokenizer.chat_template and not {*ids[_num_added_before(tokenizer, ids) :]} & {*tokenizer.all_special_ids}:
         say_once(
@@ -208,7 +209,7 @@ def _encode_question(tokenizer: PreTrainedTokenizerBase, row: Row, text: str) ->
 
 
 def _encode_text_prompt(tokenizer: PreTrainedTokenizerBase, row: Row, text: str) -> list[int]:
-    """With the token that the tokenizer puts before a text, without the one that some put behind it."""
+    """The tokens of a text, with the token that the tokenizer puts before it, without one that some append."""
     ids = list(tokenizer(text)["input_ids"])
     eos = tokenizer.eos_token_id
     if ids and ids[-1] == eos and (ids[-2:-1] == [eos] or not text.endswith(tokenizer.eos_token)):
@@ -223,7 +224,7 @@ def _encode_text_prompt(tokenizer: PreTrainedTokenizerBase, row: Row, text: str)
 
 
 def _num_added_before(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> int:
-    """How many of `ids`, those of a text, the tokenizer puts before any text."""
+    """The number of `ids`, the tokens of a text, that the tokenizer puts before any text."""
     of_nothing = tokenizer("")["input_ids"]
     return len([*takewhile(lambda pair: pair[0] == pair[1], zip(of_nothing, ids, strict=False))])
 
@@ -253,7 +254,7 @@ def _encode_turns(
 
 
 def _answer_behind(tokenizer: PreTrainedTokenizerBase, row: Row, whole: _Conversation, length: int) -> Encoded:
-    """What follows the first `length` tokens of a conversation, with the marks of its template."""
+    """The answer after the first `length` tokens of a conversation, with the marks of its template."""
     ids = _until_end(tokenizer, row, whole.ids[length:])
     mask = None if whole.marks is None else _check_marked(row, whole.marks[length : length + len(ids)])
     is_whole = mask is None or all(mask)
@@ -261,7 +262,7 @@ def _answer_behind(tokenizer: PreTrainedTokenizerBase, row: Row, whole: _Convers
 
 
 def _learned(row: Row, ids: list[int], first: int, marks: list[bool]) -> Encoded:
-    """The tokens up to the last that is marked, as a response from `first` on."""
+    """The tokens up to the last marked one, with a response that begins at `first`."""
     mask = _check_marked(row, marks[first:])
     length = len(mask) - mask[::-1].index(True)
     mask = mask[:length]
@@ -271,7 +272,7 @@ def _learned(row: Row, ids: list[int], first: int, marks: list[bool]) -> Encoded
 
 
 def _check_marked(row: Row, mask: list[bool]) -> list[bool]:
-    """`mask`; ValueError where nothing of it is True."""
+    """Returns `mask`; raises ValueError if no entry is True."""
     if True not in mask:
         raise ValueError(
             f"{row.place} has no token that the chat template marks as the assistant's; give it a turn of the "
@@ -283,7 +284,7 @@ def _check_marked(row: Row, mask: list[bool]) -> list[bool]:
 def _converse(
     tokenizer: PreTrainedTokenizerBase, row: Row, prompt: list[Message], completion: list[Message]
 ) -> _Conversation:
-    """Prompt and completion as one conversation, split where it ceases to be what the prompt alone renders to."""
+    """Prompt and completion as one conversation, split where it first differs from the prompt's own rendering."""
     before = _render(tokenizer, row, prompt, **_opening(prompt))[0]
     ids, marks = _render(tokenizer, row, [*prompt, *completion])
     length = next((n for n, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b), min(len(before), len(ids)))
@@ -301,19 +302,19 @@ def _converse(
 
 
 def _opening(prompt: list[Message]) -> dict[str, bool]:
-    """What makes a template render a prompt so that an answer follows, or goes on from the assistant's last turn."""
+    """Options that make a template render a prompt for an answer, or continue the assistant's last turn."""
     return {"continue_final_message" if prompt[-1]["role"] == "assistant" else "add_generation_prompt": True}
 
 
 def _until_end(tokenizer: PreTrainedTokenizerBase, row: Row, ids: list[int]) -> list[int]:
-    """The response up to the token that ends its last turn, where a rollout stops; templates put more behind it."""
+    """The response up to the token that ends its last turn, where a rollout stops; templates append more after it."""
     if not ids:
         raise ValueError(f"{row.place} has an answer without tokens; fix or remove the row")
     return ids[: _end_of_answer(tokenizer, ids)]
 
 
 def _ended(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
-    """`ids` with the end-of-sequence token behind them, or up to the end that they have."""
+    """`ids` with the end-of-sequence token appended, or cut after the end that they have."""
     length = _end_of_answer(tokenizer, ids)
     if length is None:
         return [*ids, tokenizer.eos_token_id]
@@ -324,7 +325,7 @@ def _ended(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
 
 
 def _end_of_answer(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> int | None:
-    """How many of `ids` an answer is that ends with the first end behind its text; None where no end is there."""
+    """The length of the answer in `ids`, up to the first end token after its text; None if there is no end token."""
     ends, length = answer_ends(tokenizer), len(ids)
     while length and (ids[length - 1] in ends or not tokenizer.decode([ids[length - 1]]).strip()):
         length -= 1
@@ -332,7 +333,7 @@ def _end_of_answer(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> int | 
 
 
 def _template_options(row: Row) -> dict[str, Any]:
-    """The row's own variables of the template; ValueError for what is none, or is not for a row to say."""
+    """The row's variables of the template; ValueError if they are not an object or set a reserved name."""
     given = row.columns.get("chat_template_kwargs") or {}
     if not isinstance(given, dict) or RESERVED & given.keys():
         raise ValueError(
@@ -345,7 +346,7 @@ def _template_options(row: Row) -> dict[str, Any]:
 def _as_template_takes(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Any] | None, options: dict[str, Any]
 ) -> list[Message]:
-    """The messages in the form that the template takes; as they are where it takes none, which is told later."""
+    """The messages in the form that the template takes; unchanged if it takes none, which is reported later."""
     taken = messages
 
     def render(form: list[Message]) -> str:
@@ -367,9 +368,9 @@ def _check_shown(
     tools: list[Any] | None,
     options: dict[str, Any],
 ) -> None:
-    """ValueError where the chat template leaves out the row's tools, or its calls of them: a model would learn nothing.
+    """Raises ValueError if the chat template omits the row's tools or tool calls: a model could not learn them.
 
-    A template that fails is told where the conversation is rendered for its tokens.
+    A template that fails is reported where the conversation is rendered for its tokens.
     """
     has_calls = any(turn.get("tool_calls") for turn in messages)
     bare = [{"content": "", **{key: turn[key] for key in turn if key != "tool_calls"}} for turn in messages]
@@ -388,7 +389,7 @@ def _check_shown(
 def _text_of(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Any] | None, options: dict[str, Any]
 ) -> str | None:
-    """The text that the chat template makes of the conversation; None where it fails."""
+    """The text that the chat template renders for the conversation; None if it fails."""
     try:
         return _render_text(tokenizer, messages, tools, options)
     except FAILURES:
@@ -405,7 +406,7 @@ def _render_text(
 def _render(
     tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], **opening: bool
 ) -> tuple[list[int], list[bool] | None]:
-    """The tokens of a conversation, and which the template marks as the assistant's; None where it marks nothing."""
+    """The tokens of a conversation, and a mask of the assistant's tokens; None if the template marks nothing."""
     tools = row.columns.get("tools") or None
     try:
         template = asking_template(tokenizer, tools)

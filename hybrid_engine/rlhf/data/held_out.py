@@ -1,8 +1,8 @@
-"""Which rows are kept from training, to measure on: chosen by a hash of their prompt, alike on every machine.
+"""Chooses rows that are held out from training, to measure on: by a hash of their prompt, the same on every machine.
 
-A prompt is what comes before an answer, whatever the format of the rows, so that what one recipe holds out no other
-trains on. Text is the same prompt as a conversation whose only turn it is, and a system's turn before others does not
-count: one question under two of them is one prompt.
+A prompt is the text before an answer, in any format of rows, so that a prompt that one recipe holds out is not trained
+on by another. Text is the same prompt as a conversation with it as the only turn. A system turn before others does not
+count: one question with two system turns is one prompt.
 """
 
 import hashlib
@@ -34,12 +34,12 @@ def is_held_out(prompt: str, share: float = 0.1) -> bool:
 
 
 def prompt_text(prompt: Turns) -> str:
-    """A prompt as one text that tells it from all others; a conversation as JSON."""
+    """A prompt as one text that identifies it; a conversation as JSON."""
     return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
 
 
 def prompt_key(prompt: Turns) -> str:
-    """The text whose hash says whether a prompt is held out; equal for prompts that ask the same."""
+    """The text whose hash decides whether a prompt is held out; equal for prompts that ask the same."""
     if isinstance(prompt, str):
         return prompt
     turns = [turn for turn in prompt if turn["role"] not in SYSTEM_ROLES] or prompt
@@ -49,16 +49,16 @@ def prompt_key(prompt: Turns) -> str:
 
 
 def row_prompt_key(row: DataRow) -> str:
-    """`prompt_key` of what the row's last answer follows; of plain text the whole."""
+    """`prompt_key` of the part before the row's last answer; of plain text the whole."""
     return prompt_key(_prompt(row))
 
 
 def row_keys(rows: Sequence[DataRow], columns: Collection[str] = ()) -> list[str]:
-    """For each row what tells it from rows of other tasks: rows with one key are held out, or trained on, together.
+    """For each row a key of its task: rows with one key are held out, or trained on, together.
 
-    It is the prompt's key. Of a prompt that has several values in `columns`, as a game has with every seed, each is a
-    task of its own. So whether a prompt is held out depends on no column where one prompt is one task, and is the same
-    in recipes that read other columns.
+    It is the prompt's key. If rows with one prompt have several values in `columns`, such as a game with its seeds,
+    each value is a task of its own. So where one prompt is one task, no column affects whether it is held out, and
+    recipes that read different columns agree.
     """
     prompts = [row_prompt_key(row) for row in rows]
     values = [_values(row, columns) for row in rows]
@@ -70,7 +70,7 @@ def row_keys(rows: Sequence[DataRow], columns: Collection[str] = ()) -> list[str
 
 
 def earlier_prompt_keys(row: DataRow) -> Iterator[str]:
-    """`prompt_key` of what comes before every answer of the row but the last: they may be learned too."""
+    """`prompt_key` of the part before each answer of the row but the last: these answers may be learned too."""
     if isinstance(row, (PromptRow, TextRow)):
         return
     for turns, num_read in _conversations(row):

@@ -1,7 +1,7 @@
-"""Public data sets as they are found: each layout is told by its columns and turned into those of `rows.py`.
+"""Public data sets in their own layouts: each layout is recognized by its columns and converted to those of `rows.py`.
 
-A layout adds columns and keeps those that there are, so that rewards read what they know. It comes into play only where
-the columns that a recipe needs are not there; verl's also where they are, for the reference answer.
+A layout adds columns and keeps the existing ones, so that rewards can read them. It applies only if the columns that a
+recipe needs are missing; verl's also applies otherwise, for the reference answer.
 """
 
 import json
@@ -26,28 +26,32 @@ ROLES = {
     "system": "system",
     "developer": "developer",
 }
-"""Who speaks, by what conversations call it."""
+"""Roles, by the names that conversations use."""
 COMPARISON = frozenset({"chosen", "rejected"})
-"""Columns that no layout leaves as they are: what else a row has may be in them already."""
+"""Columns that a layout must provide itself where they are needed: existing ones may already include the row's other
+columns.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a family of data sets is written."""
+    """The format of a family of data sets."""
 
     name: str
     needed: frozenset[str]
-    """The columns by which it is told."""
+    """The columns by which it is recognized."""
     gives: frozenset[str]
-    """The columns of ours that it has the values of."""
+    """The columns of ours that it provides."""
     convert: Callable[[AnyRow], AnyRow]
-    """The columns that it gives for a row; ValueError, in words that follow the row's place, for one not so written."""
+    """The columns that it provides for a row; raises ValueError, with a message that follows the row's place, for a row
+    in another format.
+    """
     is_added: bool = False
-    """Whether it comes into play also where nothing is missing."""
+    """Whether it also applies where nothing is missing."""
 
 
 def as_ours(table: Table, *needs: frozenset[str]) -> Table:
-    """The table with the columns of one of `needs`, where its layout is known; else as it is."""
+    """The table with the columns of one of `needs` if its layout is known; otherwise unchanged."""
     columns = frozenset(table.columns)
     is_complete = any(need <= columns for need in needs)
     for layout in LAYOUTS:
@@ -64,7 +68,7 @@ def _with(layout: Layout, row: AnyRow) -> AnyRow:
 
 
 def _alias(**names: str) -> Callable[[AnyRow], AnyRow]:
-    """Our columns from theirs."""
+    """Maps their columns to ours."""
     return lambda row: {ours: row.get(theirs) for ours, theirs in names.items()}
 
 
@@ -73,7 +77,7 @@ def _filled(value: Any) -> bool:
 
 
 def _behind_system(system: Any, question: Any, history: Sequence[Any] = ()) -> Any:
-    """A prompt: text, or a conversation where a system's turn or earlier turns stand before it."""
+    """A prompt: text, or a conversation if there is a system turn or earlier turns."""
     if not _filled(system) and not history:
         return question
     turns = [{"role": "system", "content": system}] if _filled(system) else []
@@ -88,7 +92,7 @@ def _like(prompt: Any, answer: Any) -> Any:
 
 
 def _question(answer: str, question: str, *more: str, system: str = "") -> Callable[[AnyRow], AnyRow]:
-    """A question, in several columns perhaps, and its answer."""
+    """Converts a question, possibly in several columns, and its answer."""
 
     def convert(row: AnyRow) -> AnyRow:
         parts = [row.get(name) for name in (question, *more)]
@@ -159,7 +163,7 @@ def _turns_of(name: str, value: Any) -> list[Message]:
 
 
 def _turn(name: str, turn: Any) -> Message:
-    """A turn of ShareGPT's, `{"from": "human", "value": "..."}`; one of OpenAI's is one already."""
+    """Converts a turn of ShareGPT, `{"from": "human", "value": "..."}`; a turn of OpenAI's stays as it is."""
     if isinstance(turn, dict) and _filled(turn.get("role")):
         return turn
     is_turn = isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("from", "value"))
@@ -181,7 +185,7 @@ def _calls(name: str, text: str) -> list[AnyRow]:
 
 
 def _tools_of(value: Any) -> AnyRow:
-    """The column `tools` from functions that are described without what templates have around them."""
+    """The column `tools`, with functions wrapped in the objects that templates expect."""
     tools = read_tools(value)
     bare = [isinstance(tool, dict) and "name" in tool and "function" not in tool for tool in tools]
     wrapped = [{"type": "function", "function": tool} if one else tool for tool, one in zip(tools, bare, strict=True)]
@@ -194,7 +198,7 @@ def _rated(row: AnyRow) -> AnyRow:
     if not isinstance(answers, list):
         raise ValueError(f"has completions={reprlib.repr(answers)}; it must be a list of answers, an object each")
     rated = [answer for answer in answers if isinstance(answer, dict) and _is_number(answer.get("overall_score"))]
-    ordered = sorted(rated, key=lambda answer: -answer["overall_score"])  # of equal ones the first stays first
+    ordered = sorted(rated, key=lambda answer: -answer["overall_score"])  # equal scores keep their order
     if not ordered or ordered[0]["overall_score"] == ordered[-1]["overall_score"]:
         raise ValueError("has no two completions with different values of overall_score to choose between; remove it")
     best, worst = ordered[0].get("response"), ordered[-1].get("response")
@@ -295,7 +299,7 @@ LAYOUTS = (
 
 
 def without_nones(value: Any) -> Any:
-    """A value as JSON has it without the keys whose values are None, however deep; entries of lists stay."""
+    """A JSON value without the keys whose values are None, at any depth; entries of lists stay."""
     if isinstance(value, dict):
         return {key: without_nones(item) for key, item in value.items() if item is not None}
     return [without_nones(item) for item in value] if isinstance(value, list) else value
@@ -305,7 +309,7 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
     """A column `tools`: a list of objects, or JSON text of it or of each; empty for a row without tools.
 
     Raises:
-        ValueError: in words that follow the row's place.
+        ValueError: with a message that follows the row's place.
     """
     found = without_nones(_read_json(value))
     if found in (None, "", [], {}):

@@ -1,4 +1,4 @@
-"""Rows that are too long: told with others that cannot be used, or left out and counted by `--skip-too-long`."""
+"""Rows that are too long: reported with other bad rows, or left out and counted under `--skip-too-long`."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeVar
@@ -13,7 +13,7 @@ class Tokens(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of the longest sequence that a model reads of the row."""
+        """Tokens of the longest sequence that a model reads of the row."""
 
 
 R = TypeVar("R", bound=Row)
@@ -21,17 +21,17 @@ T = TypeVar("T", bound=Tokens)
 
 
 class Limit(NamedTuple):
-    """How many tokens a row may have; None: as many as it likes."""
+    """The largest number of tokens of a row; None: no limit."""
 
     tokens: int | None
     name: str
-    """What sets it, such as `--max-tokens=512`."""
+    """The origin of the limit, such as `--max-tokens=512`."""
     remedy: str
-    """What to do about it, such as "raise it"."""
+    """The remedy for a longer row, such as "raise it"."""
 
 
 def limit_of(max_tokens: int | None, positions: int | None, model: str) -> Limit:
-    """What `--max-tokens` lets in, or what `model` has positions for where that is less; None is no bound."""
+    """The limit of `--max-tokens`, or the positions of `model` if there are fewer; None is no bound."""
     if max_tokens is not None and (positions is None or max_tokens <= positions):
         return Limit(max_tokens, f"--max-tokens={max_tokens}", "raise it")
     return Limit(positions, f"the {positions} positions of {model}", "use a model with more")
@@ -42,14 +42,14 @@ def keep_fitting(
 ) -> tuple[list[R], list[T]]:
     """The rows within `limit`, and their tokens.
 
-    With `--skip-too-long` others are left out, which is said; without it they are rows that cannot be used, as
-    `each_good` treats them.
+    With `--skip-too-long` the others are left out, which is logged; without it they are bad rows, as `each_good` treats
+    them.
 
     Args:
-        config: whose rows these are.
+        config: options of the data set of these rows.
         rows: as read.
         tokens: of each row.
-        limit: the most that there may be.
+        limit: the largest number of tokens.
 
     Raises:
         ValueError: with the rows that are too long, and their lengths.
@@ -65,7 +65,7 @@ def keep_fitting(
 
         def check(pair: tuple[R, T]) -> None:
             row, found = pair[0], pair[1].num_tokens
-            if limit.tokens is not None and found > limit.tokens:  # the remedy once: it is the same for all
+            if limit.tokens is not None and found > limit.tokens:  # gives the remedy once: it is the same for all
                 raise ValueError(f"{row.place} has {found} tokens, more than {limit.name}{next(remedies, '')}")
 
         kept, _ = each_good(pairs, check, shown_source(config, rows), skips=config.skip_bad_rows)

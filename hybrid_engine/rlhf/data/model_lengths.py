@@ -1,6 +1,6 @@
-"""The longest prompt and the longest answer of a run whose user gives none: as its data has them and its model reads.
+"""Default lengths of prompts and answers of a run: derived from its data and its model's positions.
 
-Every recipe whose model answers prompts, `evaluate` and plans ask for them here, once the data is encoded.
+Every recipe whose model answers prompts, `evaluate` and plans call this module once the data is encoded.
 """
 
 import sys
@@ -20,9 +20,9 @@ from hybrid_engine.rlhf.runs.stages import load_config, num_positions
 T = TypeVar("T")
 
 LONGEST_ANSWER = 256
-"""Tokens of an answer in training, of which a step draws hundreds, where the data has no longer ones; TRL's default."""
+"""Tokens of an answer in training, of which a step draws hundreds, if the data has no longer ones; TRL's default."""
 WITHOUT_POSITIONS = 8192
-"""Tokens of a prompt and its answer, where the model's config names no most."""
+"""Tokens of a prompt and its answer, if the model's config names no limit."""
 ANSWERS = ("answer", "solution", "completion", "chosen")
 """Columns of prompts in which data sets have answers."""
 SHARE = 0.99
@@ -32,17 +32,17 @@ SHARE = 0.99
 def settle_lengths(
     config: ConfigT, prompts: Sequence[int], answer: int = 0, *, most: int = LONGEST_ANSWER, is_said: bool = True
 ) -> ConfigT:
-    """The options with the lengths that are 0 as data and model have them, which is said; given ones stay.
+    """The options, with lengths of 0 replaced by those of data and model, which is logged; given lengths stay.
 
-    The longest prompt of the data is read whole where that leaves an answer `most` tokens, or half of what the model
-    reads; an answer has up to `most`, or what the prompt leaves.
+    The longest prompt of the data is kept whole if it leaves `most` tokens for an answer, or half of the model's
+    positions. An answer has up to `most` tokens, or those that the prompt leaves.
 
     Args:
         config: of a recipe, with `LENGTHS`.
         prompts: tokens of each prompt.
         answer: tokens of the data's long answers; 0: it has none.
-        most: tokens of an answer, where the data has no longer ones.
-        is_said: whether a line says what was chosen, and from what.
+        most: tokens of an answer, if the data has no longer ones.
+        is_said: whether the chosen lengths are logged with their origin.
     """
     options: Any = config
     if all(getattr(options, name) for name in LENGTHS):
@@ -67,15 +67,15 @@ class Room(NamedTuple):
     """Tokens that a prompt and its answer may have together."""
 
     positions: int
-    """Positions of the model; a prompt takes those that it has."""
+    """Positions of the model; a prompt takes as many as it has tokens."""
     in_pass: int
-    """Tokens of a pass, for the longest prompt that there may be."""
+    """Tokens of a pass, which must hold the longest allowed prompt."""
     reason: str
-    """Where the smaller number comes from, in words."""
+    """The origin of the smaller number, in words."""
 
     @classmethod
     def of(cls, config: Any) -> "Room":
-        """The room by a recipe's options and its `model`."""
+        """The room for a recipe's options and its `model`."""
         found = num_positions(load_config(config.model))
         positions = found or WITHOUT_POSITIONS
         budget = getattr(config, "tokens_per_micro_batch", 0)
@@ -90,18 +90,18 @@ class Room(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The smaller of both."""
+        """The smaller of both numbers."""
         return min(self.positions, self.in_pass)
 
     def behind(self, num_prompt: int, longest: int) -> int:
-        """Tokens left for an answer behind prompts of up to `num_prompt` tokens, of which there are `longest`."""
+        """Tokens left for an answer after prompts of up to `num_prompt` tokens; the longest prompt has `longest`."""
         return min(self.positions - min(num_prompt, longest), self.in_pass - num_prompt)
 
 
 def long_answer(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> int:
-    """The tokens of the answer that 99 of 100 answers in the columns of `rows` do not exceed, by their characters.
+    """The 99th percentile of the answers in the columns of `rows`, in tokens; ranked by their characters.
 
-    0 where there are none.
+    Returns 0 if there are no answers.
     """
     values = [row.columns.get(name) for row in rows for name in ANSWERS]
     texts = sorted(filter(None, map(_text_of, values)), key=len)
@@ -109,12 +109,12 @@ def long_answer(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _text_of(answer: Any) -> str | None:
-    """An answer that is text, or the text of the last turn of one that is a conversation; None for anything else."""
+    """The text of an answer, or of its last turn if it is a conversation; None for anything else."""
     if isinstance(answer, list) and answer and isinstance(answer[-1], dict):
         answer = answer[-1].get("content")
     return answer if isinstance(answer, str) else None
 
 
 def long_one(ordered: Sequence[T]) -> T:
-    """The length that `SHARE` of `ordered`, which is not empty, does not exceed."""
+    """The entry that a share `SHARE` of `ordered`, which is not empty, does not exceed."""
     return ordered[ceil(SHARE * len(ordered)) - 1]

@@ -1,7 +1,8 @@
-"""The rows of a run in two parts: to train on, and held out to measure on. No task is in both.
+"""Splits the rows of a run into two parts: to train on, and held out to measure on. No task is in both.
 
-A prompt is one task. Where its rows have several values in the columns that the rewards read, or those of `--row-key`,
-each value is a task of its own (`held_out.row_keys`), so that prompt may be in both parts.
+A prompt is one task. If its rows have several values in the columns that the rewards read, or in those of `--row-key`,
+each value is a task of its own (`held_out.row_keys`), so that such a prompt may be in both parts. The module also
+applies the options that wrap prompts: template, system prompt and conversation.
 """
 
 import random
@@ -29,12 +30,12 @@ Read = Callable[[DataSource], list[R]]
 
 
 def load_parts(source: DataSource, read: Read[R], columns: Collection[str] = ()) -> tuple[list[R], list[R]]:
-    """Training and held-out rows of a run's data, in the parts that the data set itself has, if it has any.
+    """Training and held-out rows of a run's data; uses the data set's own parts if it has them.
 
     Args:
-        source: what the options say.
-        read: of `reading.py`, for the rows that the recipe trains on.
-        columns: those that the rewards read; with several values in them, rows of one prompt are tasks of their own.
+        source: the data sets and how they are read.
+        read: a function of `reading.py`, for the rows that the recipe trains on.
+        columns: those that the rewards read; rows of one prompt with several values in them are tasks of their own.
 
     Raises:
         ValueError: the data cannot be read, or one of the parts would be empty.
@@ -55,7 +56,7 @@ def load_parts(source: DataSource, read: Read[R], columns: Collection[str] = ())
 
 
 def read_once(source: DataSource, read: Read[R], columns: Collection[str]) -> list[R]:
-    """The rows of the data; with `--deduplicate` of those that say the same the first."""
+    """The rows of the data; with `--deduplicate` only the first of equal rows."""
     rows = read(source)
     if not source.deduplicates:
         return rows
@@ -67,7 +68,7 @@ def read_once(source: DataSource, read: Read[R], columns: Collection[str]) -> li
 
 
 def check_row_key(source: DataSource, rows: Sequence[DataRow]) -> None:
-    """ValueError where `--row-key` names what no row has, or what the recipe learns, and so would tell none apart."""
+    """Raises ValueError if `--row-key` names a column that does not exist, or one that the recipe learns from."""
     columns = {"prompt", *(name for row in rows for name in row.columns)}
     for name in source.row_key:
         if name not in columns:
@@ -78,7 +79,7 @@ def check_row_key(source: DataSource, rows: Sequence[DataRow]) -> None:
 
 
 def _is_made(dataset: str) -> bool:
-    """Whether a data set is made, with a split of its own to measure on, and not stored."""
+    """Whether a data set is generated, with a held-out split of its own, and not stored."""
     return dataset.startswith(f"{SCHEME}:")
 
 
@@ -90,7 +91,7 @@ def _held_out_of_their_own(source: DataSource) -> Iterator[DataSource]:
 def _hold_out_of_each(
     source: DataSource, data_sets: Sequence[list[R]], columns: Collection[str]
 ) -> tuple[list[list[R]], list[R]]:
-    """Each data set's rows to train on, and all that are held out of those that are stored."""
+    """The training rows of each data set, and the held-out rows of all stored ones."""
     keys = iter(row_keys([row for rows in data_sets for row in rows], columns))
     train: list[list[R]] = []
     held_out: list[R] = []
@@ -105,7 +106,7 @@ def _hold_out_of_each(
 def _without(
     held_out: Sequence[R], data_sets: Sequence[list[R]], source: DataSource, columns: Collection[str]
 ) -> list[list[R]]:
-    """The data sets without the tasks that are in `held_out` too; a prompt with another value in `columns` stays."""
+    """The data sets without the tasks in `held_out`; a prompt with another value in `columns` stays."""
     keys = row_keys([*held_out, *(row for rows in data_sets for row in rows)], columns)
     asked, others = set(keys[: len(held_out)]), iter(keys[len(held_out) :])
     kept = [[row for row in rows if next(others) not in asked] for rows in data_sets]
@@ -116,10 +117,10 @@ def _without(
 
 
 def _mixed(data_sets: Sequence[list[R]], source: DataSource) -> list[R]:
-    """The training rows of all data sets, in an order in which any beginning has some of each.
+    """The training rows of all data sets, shuffled so that any prefix has rows of each.
 
-    With weights there are as many as without: rows of a data set whose share is larger than it are there several times,
-    of one whose share is smaller some are left out. ValueError where a data set has none.
+    With weights there are as many rows as without: a data set whose share exceeds its rows has some of them several
+    times, one with a smaller share has some left out. Raises ValueError if a data set has no rows.
     """
     if len(data_sets) == 1:
         return data_sets[0]
@@ -139,7 +140,7 @@ def _mixed(data_sets: Sequence[list[R]], source: DataSource) -> list[R]:
 
 
 def _check_each(data_sets: Sequence[list[R]], source: DataSource) -> None:
-    """ValueError where a data set of a mixture, but not all of it, has no rows to train on."""
+    """Raises ValueError if a data set of a mixture, but not all of it, has no rows to train on."""
     for name, rows in zip(source.datasets, data_sets, strict=True):
         if not rows and any(data_sets):
             raise ValueError(
@@ -154,7 +155,7 @@ def _repeated(rows: list[R], count: int, order: random.Random) -> list[R]:
 
 
 def check_parts(source: DataSource, train: Sequence[Any], held_out: Sequence[Any]) -> None:
-    """ValueError where nothing is left to train on or, if some of it is to be held out, to measure."""
+    """Raises ValueError if no row is left to train on or, with a held-out share, to measure."""
     apart = source.held_out_source
     if apart is not None and not (train and held_out):
         raise ValueError(
@@ -171,7 +172,7 @@ def check_parts(source: DataSource, train: Sequence[Any], held_out: Sequence[Any
 
 
 def _apart_from(held_out: Sequence[R], train: list[R]) -> list[R]:
-    """`train` without the conversations that answer a held-out prompt on their way."""
+    """`train` without the conversations in which an earlier turn answers a held-out prompt."""
     keys = set(row_keys(held_out))
     kept = [row for row in train if keys.isdisjoint(earlier_prompt_keys(row))]
     if len(kept) < len(train):
@@ -180,13 +181,13 @@ def _apart_from(held_out: Sequence[R], train: list[R]) -> list[R]:
 
 
 def _answers(row: R) -> tuple[str, ...]:
-    """A row's fields besides its place and its other columns, as text."""
+    """A row's fields except its place and its other columns, as text."""
     fields = vars(replace(row, place="", columns={}))
     return tuple(prompt_text(value) if isinstance(value, list) else repr(value) for name, value in fields.items())
 
 
 def write_prompts(table: Table, source: DataSource) -> Table:
-    """The table with the column `prompt` written by `--prompt-template`, if that names other columns alone."""
+    """The table with the column `prompt` written by `--prompt-template`, if it names only other columns."""
     template = source.prompt_template
     if template is None or source.wraps_prompts:
         return table
@@ -194,10 +195,10 @@ def write_prompts(table: Table, source: DataSource) -> Table:
 
 
 def wrap_rows(rows: Sequence[R], source: DataSource) -> list[R]:
-    """The rows with what the options put around their prompts.
+    """The rows with their prompts wrapped as the options say.
 
     Raises:
-        ValueError: a row is plain text, which has no prompt, or the template names what a row does not have.
+        ValueError: a row is plain text, which has no prompt, or lacks a column that the template names.
     """
     if source == source.as_found:
         return list(rows)
@@ -205,7 +206,7 @@ def wrap_rows(rows: Sequence[R], source: DataSource) -> list[R]:
 
 
 def wrap_row(source: DataSource, row: R) -> R:
-    """The row with what the options put around its prompt; ValueError as of `wrap_rows`."""
+    """The row with its prompt wrapped as the options say; raises as `wrap_rows` does."""
     if isinstance(row, TextRow):
         raise ValueError(
             f"{row.place} is plain text, around which --prompt-template, --system-prompt and --as-conversation put "
@@ -236,7 +237,7 @@ def _wrapped(source: DataSource, row: Any, prompt: Any) -> Any:
 
 
 def _filled(template: str, row: Any, prompt: Turns) -> Turns:
-    """The template around a text, or around the last of the user's turns."""
+    """The template filled with a text, or with the last user turn of a conversation."""
     if isinstance(prompt, str):
         return _text(template, row, prompt)
     asked = [index for index, turn in enumerate(prompt) if turn["role"] == "user"]

@@ -1,4 +1,4 @@
-"""The prompts of a data set of the user's, in its column `prompt`, and the order in which a run takes prompts."""
+"""The prompts of a user's data set, in its column `prompt`, and the order in which a run takes them."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -17,14 +17,14 @@ from hybrid_engine.rlhf.runs.stages import mix_seed
 
 
 class PromptTokens(NamedTuple):
-    """Tokens of prompts that are answered."""
+    """Lengths of the shortest and the longest prompt that is answered, in tokens."""
 
     shortest: int
     longest: int
 
     @classmethod
     def of(cls, lengths: Sequence[int], most: int) -> "PromptTokens":
-        """Of prompts of such lengths, of which no more than the last `most` tokens are read."""
+        """The lengths for prompts of these lengths, of which at most the last `most` tokens are read."""
         return cls(min(most, min(lengths)), min(most, max(lengths)))
 
 
@@ -34,7 +34,7 @@ def load_prompt_rows(
     """Training and held-out prompts of a data set, with its other columns; no task is in both.
 
     Args:
-        source: what is read, and how; or only the name of a data set.
+        source: the data set and how it is read; or only its name.
         columns: those that the rewards read: equal prompts that differ in them are tasks of their own, each in either
             part. Without such a difference no prompt is in both.
 
@@ -57,7 +57,7 @@ def fit_prompts(
 ) -> list[PromptRow]:
     """The prompts of a rollout: all of `rows`, or with `skips` those of at most `max_prompt_tokens` tokens.
 
-    How many are longer is said: a rollout cuts their beginning off.
+    Logs how many are longer: a rollout cuts off their beginning.
 
     Raises:
         ValueError: fewer are left than there are processes, or the tokenizer cannot encode one.
@@ -79,7 +79,7 @@ def fit_prompts(
 def select_prompts(num_prompts: int, first: int, count: int, seed: int) -> list[int]:
     """Indices `first` to `first + count` of an endless series of reshuffled passes over `num_prompts` prompts.
 
-    It depends on its arguments alone, so a resumed run goes on with the prompts that come next.
+    The series depends only on the arguments, so a resumed run continues with the next prompts.
     """
     indices: list[int] = []
     for position in range(first, first + count):

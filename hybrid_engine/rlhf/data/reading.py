@@ -1,4 +1,4 @@
-"""From a data set's columns to checked rows: whatever is missing, empty or of the wrong type is named with its row."""
+"""From a data set's columns to checked rows: an error for a missing, empty or mistyped value names its row."""
 
 import math
 import reprlib
@@ -26,37 +26,37 @@ from hybrid_engine.rlhf.runs.columns import MISSING, DataSource, find_value, rea
 
 R = TypeVar("R", bound=DataRow)
 Needs = tuple[frozenset[str], ...]
-"""Columns, of which one set must be there; layouts of others are looked for until it is."""
+"""Alternative sets of columns, of which one must be complete; other layouts are tried until one is."""
 PROMPTS: Needs = (frozenset({"prompt"}),)
 LEARNED: Needs = (frozenset({"messages"}), frozenset({"prompt", "completion"}))
 COMPARED: Needs = (frozenset({"prompt", "chosen", "rejected"}),)
 LABELLED: Needs = (frozenset({"prompt", "completion", "label"}), *COMPARED)
 LABELS = {True: True, False: False, "true": True, "false": False, "True": True, "False": False, "1": True, "0": False}
-"""What a label may be; a CSV file holds text. 1, 1.0, 0 and 0.0 equal True and False."""
+"""Values of a label; a CSV file contains text. 1, 1.0, 0 and 0.0 equal True and False."""
 LARGEST_NUMBER = 1e12
 
 
 def read_prompt_rows(source: DataSource | str) -> list[PromptRow]:
-    """The rows of a data set with a column `prompt`; whatever other columns it has are kept beside it.
+    """The rows of a data set with a column `prompt`; its other columns are kept in each row.
 
     Args:
-        source: what is read, and how; or only the name of a data set: a `.jsonl`, `.json`, `.csv` or `.parquet` file, a
+        source: the data set and how it is read; or only its name: a `.jsonl`, `.json`, `.csv` or `.parquet` file, a
             folder (saved with `save_to_disk`, or of data files) or a name on the Hugging Face hub.
 
     Raises:
-        ValueError: nothing can be read, there is no such column, or a value is empty or no text and no conversation;
-            it names the data set, the rows and the remedy. So do all functions of this file.
+        ValueError: nothing can be read, there is no such column, or a value is empty or neither text nor a
+            conversation; it names the data set, the rows and the remedy. All functions of this file raise the same.
     """
     return _read(source, PROMPTS, _prompt_rows)
 
 
 def read_learned_rows(source: DataSource | str) -> list[LearnedRow]:
-    """What supervised training learns: `messages`, `prompt` with `completion`, or `text`; see `read_prompt_rows`."""
+    """Rows of supervised training: `messages`, `prompt` with `completion`, or `text`; see `read_prompt_rows`."""
     return _read(source, LEARNED, _learned_rows)
 
 
 def read_preference_rows(source: DataSource | str) -> list[PreferenceRow]:
-    """Preference pairs: `chosen` and `rejected`, with their `prompt` or beginning with it; see `read_prompt_rows`.
+    """Preference pairs: `chosen` and `rejected`, with a `prompt` or beginning with it; see `read_prompt_rows`.
 
     A column `margin` says by how much the chosen answer is better. Two equal answers are refused.
     """
@@ -64,7 +64,7 @@ def read_preference_rows(source: DataSource | str) -> list[PreferenceRow]:
 
 
 def read_labelled_rows(source: DataSource | str) -> list[LabelledRow]:
-    """Answers with a `label`, True for a good one; a data set of preference pairs gives two for each pair."""
+    """Answers with a `label`, True for a good one; a data set of preference pairs gives two answers for each pair."""
     return _read(source, LABELLED, _labelled_rows)
 
 
@@ -74,7 +74,7 @@ def _read(source: DataSource | str, needs: Needs, build: Callable[[Table, bool],
 
 
 def _table(source: DataSource, needs: Needs) -> Table:
-    """The rows of one data set under our names of columns."""
+    """The rows of one data set under our column names."""
     table, names = read_table(source), read_names(source.columns)
     renamed, missing = _renamed(table, names)
     if missing and table.columns and not source.is_one_of_several:
@@ -86,9 +86,9 @@ def _table(source: DataSource, needs: Needs) -> Table:
 
 
 def _renamed(table: Table, names: Mapping[str, str]) -> tuple[Table, list[str]]:
-    """The table under our names of columns, by theirs, and which of theirs no row has.
+    """The table under our column names, and the names that no row has.
 
-    A column that is named as a whole has our name alone; what is inside of another stays there too.
+    A column that is renamed as a whole has only our name; a value inside of another column also stays there.
     """
     missing = set(names)
 
@@ -131,7 +131,7 @@ def _labelled_rows(table: Table, skips: bool) -> list[LabelledRow]:
 
 
 def label_pairs(pairs: Sequence[PreferenceRow]) -> list[LabelledRow]:
-    """The answers of each pair beside each other, the chosen one with the label True."""
+    """Both answers of each pair, one after the other; the chosen one has the label True."""
     return [
         LabelledRow(prompt=pair.prompt, completion=answer, label=label, place=pair.place, columns=pair.columns)
         for pair in pairs
@@ -151,7 +151,7 @@ def _build_each(table: Table, build: Callable[[str, dict[str, Any]], R], skips: 
 
 def _check_columns(table: Table, needed: set[str], remedy: str) -> None:
     missing = needed - set(table.columns)
-    if not missing or not table.columns:  # no row could be read, which is told with the rows
+    if not missing or not table.columns:  # no row could be read, which is reported with the rows
         return
     found = detect_format(table.columns)
     raise ValueError(
@@ -217,7 +217,7 @@ def _preference_row(place: str, row: dict[str, Any]) -> PreferenceRow:
 
 
 def _begin_with(prompt: Any, chosen: Turns, rejected: Turns) -> bool:
-    """Whether a prompt that is text is the first turn of both conversations: they hold it, it is not before them."""
+    """Whether a text prompt equals the first turn of both conversations, which then already contain it."""
     return isinstance(prompt, str) and all(
         isinstance(answer, list) and answer[0]["role"] == "user" and answer[0].get("content") == prompt
         for answer in (chosen, rejected)
@@ -225,10 +225,10 @@ def _begin_with(prompt: Any, chosen: Turns, rejected: Turns) -> bool:
 
 
 def _without_common_beginning(place: str, chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, Turns]:
-    """The turns, or the words, with which both begin, and what is left of each: TRL's "implicit prompt"."""
+    """The common beginning of both answers in turns or words, and the rest of each: TRL's "implicit prompt"."""
     length = min(len(chosen), len(rejected))
     same = next((index for index in range(length) if chosen[index] != rejected[index]), length)
-    if isinstance(chosen, str):  # not within a word: its tokens would be others
+    if isinstance(chosen, str):  # not within a word, which would change its tokens
         same = max((index for index in range(same) if chosen[index].isspace()), default=0)
     if same == 0 or same == length:
         problem = "have no common beginning, which is" if same == 0 else "differ only behind the end of one: where is"
@@ -237,7 +237,7 @@ def _without_common_beginning(place: str, chosen: Turns, rejected: Turns) -> tup
 
 
 def _rest(place: str, row: dict[str, Any], *used: str) -> dict[str, Any]:
-    """The fields that every row has: its place, and the columns besides those `used`."""
+    """The fields that every row has: its place, and the columns other than those `used`."""
     columns = {name: value for name, value in row.items() if name and name not in used}
     if columns.get("tools") or columns.get("functions"):
         try:
@@ -264,7 +264,7 @@ def _text(place: str, name: str, value: Any, kind: str = "text") -> str:
 def _message(place: str, name: str, message: Any) -> Message:
     """The message without the keys that are None: `datasets` gives every message the keys of all."""
     kept = with_tool_calls(without_nones(message)) if isinstance(message, dict) else {}
-    kept.pop("weight", None)  # OpenAI's, whether a turn is learned
+    kept.pop("weight", None)  # OpenAI's flag for whether a turn is learned
     if not isinstance(kept.get("role"), str) or not kept["role"] or len(kept) < 2:
         raise ValueError(
             f'{place} has {name}={reprlib.repr(message)}; a message must be like {{"role": "user", "content": "..."}}'
@@ -276,7 +276,7 @@ def _message(place: str, name: str, message: Any) -> Message:
 
 
 def _content(place: str, name: str, content: Any) -> str:
-    """The text of a turn; parts of text, OpenAI's other form of it, become one text, which every template reads."""
+    """The text of a turn; OpenAI's form of text in parts becomes a single text, which every template reads."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -294,7 +294,7 @@ def _check_encodable(place: str, name: str, texts: Iterable[str]) -> None:
     for text in texts:
         try:
             text.encode()
-        except UnicodeEncodeError as error:  # half of a pair, which JSON can write and no tokenizer reads
+        except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can contain and no tokenizer reads
             raise ValueError(f"{place} has a {name} that is no text: {error}; fix it") from error
 
 

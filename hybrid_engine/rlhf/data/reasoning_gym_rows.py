@@ -1,10 +1,10 @@
 """Questions of the library reasoning-gym as a data set: `reasoning_gym:chain_sum:max_terms=2,size=4000`.
 
-Behind the name stand options, which are the data set's own (its difficulty) or one of `QuestionOptions`. A row has the
-columns `prompt`, `answer` (None where there are several) and `metadata`, which the reward `reasoning_gym` reads.
+The name is followed by options, which are the data set's own (its difficulty) or those of `QuestionOptions`. A row has
+the columns `prompt`, `answer` (None if there are several) and `metadata`, which the reward `reasoning_gym` reads.
 
-Question i is made from the seed `seed + i` alone, in a process of its own whose order of sets is fixed: some data sets
-of the library take their questions from the order of a set, or from Python's global random numbers.
+Question i is generated from the seed `seed + i` alone, in a separate process with a fixed hash seed: some data sets of
+the library take their questions from the order of a set, or from Python's global random numbers.
 """
 
 import importlib.util
@@ -29,31 +29,31 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionOptions:
-    """The options in a data set's name, behind its colons."""
+    """The options in a data set's name, after its colons."""
 
     name: str
     """The library's name of the data set."""
     size: int = 2000
-    """Questions to train on; those that equal a held-out one are left out."""
+    """Number of questions to train on; those that equal a held-out one are left out."""
     seed: int = 0
-    """The seed of the first of them."""
+    """Seed of the first training question."""
     held_out: int = 256
-    """Held-out questions; of equal ones the first is kept."""
+    """Number of held-out questions; of equal ones only the first is kept."""
     held_out_seed: int = 1_000_000_000
-    """The seed of the first of them: they stay the same, whatever is trained on."""
+    """Seed of the first held-out question: they stay the same for any training questions."""
     shots: int = 0
-    """Questions with their answers that stand before each question; of seeds of their own."""
+    """Number of solved examples before each question, from seeds of their own."""
     chat: bool = True
-    """Whether a prompt is a conversation; else it is text."""
+    """Whether a prompt is a conversation; otherwise it is text."""
     config: dict[str, Any] = field(default_factory=dict)
     """The data set's own options."""
 
     @classmethod
     def read(cls, dataset: str) -> "QuestionOptions":
-        """The options in `reasoning_gym:NAME:option=value,option=value`; a value is JSON, or else text.
+        """The options in `reasoning_gym:NAME:option=value,option=value`; a value is JSON, or otherwise text.
 
         Raises:
-            ValueError: what stands there is no option, or its value is not of its kind.
+            ValueError: an entry is not an option, or its value has the wrong type.
         """
         _, _, rest = dataset.partition(":")
         name, _, given = rest.partition(":")
@@ -69,7 +69,7 @@ class QuestionOptions:
         return options
 
     def check(self, dataset: str) -> None:
-        """ValueError for numbers that cannot be, or seeds that train and measure the same questions."""
+        """Raises ValueError for numbers out of range, or for seeds shared by training and held-out questions."""
         for key, least in (("size", 1), ("held_out", 1), ("seed", 0), ("held_out_seed", 0), ("shots", 0)):
             if getattr(self, key) < least:
                 raise ValueError(
@@ -91,8 +91,8 @@ def read_questions(
     """The rows of one split, `train` (default) or `held_out`, each with its place.
 
     Raises:
-        ValueError: there is no such split or data set, an option of it is refused by the library, the library is not
-            installed, or nothing is left to train on.
+        ValueError: a split or data set does not exist, the library refuses an option or is not installed, or nothing is
+            left to train on.
     """
     if configuration is not None:
         raise ValueError(
@@ -142,7 +142,7 @@ def _build_prompt(question: str, shots: list[Entry], is_chat: bool) -> str | lis
 
 
 def require_library(option: str) -> None:
-    """ValueError where reasoning-gym is not installed; `option` is what needs it, as it is typed."""
+    """Raises ValueError if reasoning-gym is not installed; `option` is the option that needs it, as it is typed."""
     if importlib.util.find_spec(LIBRARY) is None:
         raise ValueError(
             f"{option} needs the library reasoning-gym, which is not installed; install it with "
@@ -180,7 +180,7 @@ pickle.dump(make(*pickle.load(sys.stdin.buffer)), answer)
 
 
 def make_entries(dataset: str, options: QuestionOptions, ranges: list[tuple[int, int]]) -> list[list[Entry]]:
-    """The library's questions of the seeds from each first one on, with their seeds; of each range as many as it says.
+    """The library's questions for each range of seeds (first seed, count), with their seeds.
 
     Raises:
         ValueError: the library is not installed, or refuses the name or the options.
@@ -203,7 +203,7 @@ def make_entries(dataset: str, options: QuestionOptions, ranges: list[tuple[int,
 
 
 def _split_options(given: str) -> list[str]:
-    """`given` at its commas, but for those inside of brackets."""
+    """Splits `given` at its commas, except those inside brackets."""
     parts, depth = [""], 0
     for character in given:
         depth += (character in "[{") - (character in "]}")

@@ -1,7 +1,7 @@
-"""The rows of a data set, one small class for each thing that a recipe trains on, and which columns make which.
+"""The rows of a data set: one small class for each kind of training data, and the columns that each kind has.
 
-The columns are the field's (TRL's "dataset formats"): a value is text, or a conversation: a list of messages, each with
-a `role` and a `content`.
+The columns are the field's (TRL's "dataset formats"). A value is text, or a conversation: a list of messages, each with
+a `role` and a `content`. The functions below report rows that cannot be used.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ FORMATS: dict[str, frozenset[str]] = {
     "prompts": frozenset({"prompt"}),
     "plain text": frozenset({"text"}),
 }
-"""What a data set is, by the columns that it has: the first that has all of its columns there."""
+"""Formats of a data set by their columns: the first whose columns are all there applies."""
 R = TypeVar("R")
 T = TypeVar("T")
 NUM_SHOWN = 5
@@ -33,30 +33,30 @@ OWN_ROWS = "the task that is learned without --dataset"
 
 
 def detect_format(columns: Collection[str]) -> str | None:
-    """The entry of `FORMATS` that a data set with these columns is; None where it is none of them."""
+    """The entry of `FORMATS` for a data set with these columns; None if there is none."""
     return next((name for name, needed in FORMATS.items() if needed <= set(columns)), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What every kind of row has."""
+    """Fields that every kind of row has."""
 
     place: str = "this row"
-    """Where it stands, for errors: `--dataset='data.jsonl': line 3`."""
+    """Its place, for errors: `--dataset='data.jsonl': line 3`."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """The data set's other columns by name: what a reward compares with, and `tools` for a chat template."""
+    """The data set's other columns by name: reference values for a reward, and `tools` for a chat template."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRow(Row):
-    """What a model is to answer."""
+    """A prompt that a model answers."""
 
     prompt: Turns
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionRow(Row):
-    """A prompt and the answer to be learned; both are text or both conversations."""
+    """A prompt and the answer that is learned; both are text or both conversations."""
 
     prompt: Turns
     completion: Turns
@@ -64,14 +64,14 @@ class CompletionRow(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class ConversationRow(Row):
-    """A whole conversation, of which the assistant's turns are to be learned."""
+    """A whole conversation, of which the assistant's turns are learned."""
 
     messages: list[Message]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextRow(Row):
-    """Text of which every token is to be learned."""
+    """Text of which every token is learned."""
 
     text: str
 
@@ -84,12 +84,12 @@ class PreferenceRow(Row):
     chosen: Turns
     rejected: Turns
     margin: float | None = None
-    """By how much `chosen` is better, in units of the reward; None where the data set has no such column."""
+    """The margin by which `chosen` is better, in units of the reward; None if the data set has no such column."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledRow(Row):
-    """One answer to a prompt and whether it is a good one; both are text or both conversations."""
+    """An answer to a prompt and whether it is good; both are text or both conversations."""
 
     prompt: Turns
     completion: Turns
@@ -97,11 +97,11 @@ class LabelledRow(Row):
 
 
 LearnedRow = CompletionRow | ConversationRow | TextRow
-"""What supervised training learns from."""
+"""The rows of supervised training."""
 
 
 def texts_of(row: LearnedRow) -> list[str]:
-    """All text in `row`, in its order: what a tokenizer can be trained on."""
+    """All text in `row`, in order, to train a tokenizer on."""
     if isinstance(row, TextRow):
         return [row.text]
     parts: list[Turns] = [row.messages] if isinstance(row, ConversationRow) else [row.prompt, row.completion]
@@ -115,16 +115,16 @@ OfDataSet = TypeVar("OfDataSet", bound=Row)
 
 @dataclass
 class _BadRows:
-    """Rows that cannot be used and have not been told."""
+    """Rows that cannot be used and are not reported yet."""
 
     source: str = ""
     """The option that names the data set of the first."""
     problems: list[str] = field(default_factory=list)
     num_read: int = 0
-    """All rows that were read, good ones included."""
+    """Number of rows that were read, including good ones."""
 
     def tell(self) -> None:
-        """Raises ValueError where there are any."""
+        """Raises ValueError if there are any."""
         if self.problems:
             _tell(self.problems, max(self.num_read, len(self.problems)), self.source, skips=False)
 
@@ -134,10 +134,10 @@ _UNTOLD: ContextVar[_BadRows | None] = ContextVar("rows that wait to be told", d
 
 @contextmanager
 def told_together(*, waits: bool = True) -> Iterator[None]:
-    """Inside, rows that cannot be used are told at the end, or in place of another ValueError.
+    """Reports rows that cannot be used at the end of the context, or in place of another ValueError.
 
     Args:
-        waits: False where something is done inside that must not begin before bad rows are told.
+        waits: False if the context contains work that must not begin before bad rows are reported.
     """
     untold = _BadRows()
     token = _UNTOLD.set(untold if waits else None)
@@ -154,18 +154,18 @@ def told_together(*, waits: bool = True) -> Iterator[None]:
 def each_good(
     rows: Sequence[R], make: Callable[[R], T], source: str, *, skips: bool, is_reading: bool = False
 ) -> tuple[list[R], list[T]]:
-    """The rows from which `make` makes something, and what it makes of them.
+    """The rows for which `make` succeeds, and its results.
 
     Args:
         rows: of a data set.
         make: raises ValueError, naming the row, for one that cannot be used.
         source: the option that names the data set, as it is typed.
-        skips: whether rows that cannot be used are left out, which is said; else they are an error.
-        is_reading: whether `rows` are all of a data set, and not those that an earlier step has left.
+        skips: whether rows that cannot be used are left out, which is logged; otherwise they are an error.
+        is_reading: whether `rows` are all rows of a data set, and not those that an earlier step left.
 
     Raises:
-        ValueError: with the number of all rows that cannot be used and what is wrong with the first of them; with
-            `skips` where there are no others. Inside `told_together` it comes later, if there are others.
+        ValueError: with the number of all rows that cannot be used and the problems of the first of them; with `skips`
+            only if there are no others. Inside `told_together` it is raised later, if there are other rows.
     """
     kept: list[R] = []
     made: list[T] = []
@@ -185,7 +185,7 @@ def each_good(
     untold.num_read += len(rows) * is_reading
     untold.source = untold.source or source
     untold.problems += problems
-    if rows and not kept:  # what follows could say nothing but that there are none
+    if rows and not kept:  # later steps could only report that there are no rows
         untold.tell()
     return kept, made
 
@@ -193,7 +193,7 @@ def each_good(
 def encode_each(
     config: DatasetOptions, rows: Sequence[OfDataSet], encode: Callable[[OfDataSet], T]
 ) -> tuple[list[OfDataSet], list[T]]:
-    """`each_good` of the rows of `--dataset`, or of a recipe's own task, whose tokens `encode` makes."""
+    """`each_good` for the rows of `--dataset`, or of a recipe's own task; `encode` makes their tokens."""
     kept, made = each_good(rows, encode, shown_source(config, rows), skips=config.skip_bad_rows)
     say_what_is_gone(rows, kept)
     return kept, made
@@ -208,8 +208,8 @@ def shown_source(config: DatasetOptions, rows: Sequence[Row]) -> str:
 
 
 def say_what_is_gone(rows: Sequence[Row], kept: Sequence[Row]) -> None:
-    """One line for each data set of a mixture that has some of `rows` and none of `kept`, which are left of them."""
-    if len(kept) == len(rows) or not kept:  # nothing is left out, or all of it, which is told elsewhere
+    """Logs a line for each data set of a mixture that has some of `rows` and none of `kept`, the rows that are left."""
+    if len(kept) == len(rows) or not kept:  # nothing or everything is left out; the latter is reported elsewhere
         return
     counts, left = (Counter(row.place.rpartition(": ")[0] for row in part) for part in (rows, kept))
     for data_set, count in counts.items():
@@ -235,7 +235,7 @@ def _tell(problems: Sequence[str], num_rows: int, source: str, *, skips: bool) -
 
 
 def _first_of(problems: Iterable[str], source: str) -> str:
-    """The first problems, without the source that the line names already."""
+    """The first problems, without the source that the line already names."""
     shown = [problem.removeprefix(f"{source}: ") for problem in problems]
     more = len(shown) - NUM_SHOWN
     return " | ".join(shown[:NUM_SHOWN]) + (f" | and {more} more" if more > 0 else "")

@@ -1,1 +1,1 @@
-"""Prompts in, rollouts with rewards out, and what they look like before and after."""
+"""Rollouts of prompts with their rewards, the models that make and learn from them, and evaluations."""

@@ -1,4 +1,4 @@
-"""The same prompts answered at different times of a run, or by different models: how good the answers are, how diverse.
+"""Answers the same prompts at different times of a run, or with different models, and measures quality and diversity.
 
 B: prompts over all processes, G: answers to each.
 """
@@ -38,11 +38,11 @@ Sums = dict[str, tuple[float, float]]
 """A (sum, count) for each figure, for `global_means`."""
 EVALUATION_SEED = 20_257
 PROMPTS_PER_PASS = 64
-"""Of one process, at a time."""
+"""Prompts that one process answers at a time."""
 NUM_SHOWN = 12
 UNJUDGED = Scores(total=[], by_name={}, per_token=None)
 NUM_FOLLOWED = 16
-"""Prompts whose first answers are followed token by token."""
+"""Number of prompts whose first answers are followed token by token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,41 +52,42 @@ class Group:
     prompt: Turns
     responses: list[str]
     scores: list[float | None]
-    """Empty where nobody judges; None for an answer that no reward judged."""
+    """Empty without a judge; None for an answer that no reward judged."""
     by_name: dict[str, list[float | None]]
-    """Each reward's own numbers."""
+    """The scores of each reward."""
     is_cut_off: list[bool]
     prompt_ids: list[int]
     response_ids: list[list[int]]
-    """Without padding, the end-of-sequence token included."""
+    """Token ids without padding, including the end-of-sequence token."""
     extra: dict[str, list[Any]] = field(default_factory=dict)
-    """Values that reward functions gave to `log_extra`."""
+    """Values that reward functions passed to `log_extra`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Answers to some prompts and what was measured on them; the same on every process."""
+    """Answers to some prompts and the figures measured on them; the same on every process."""
 
     figures: dict[str, float]
     """Means over the prompts. `<name>_low` and `<name>_high` are the 95% confidence interval of `score` and of
-    `pass_at_<k>`, by prompt (`rl/estimates.py`). `distinct_share` of all responses differ, `top_opening_share` begin
-    with the most frequent first word."""
+    `pass_at_<k>`, by prompt (`rl/estimates.py`). `distinct_share` is the share of distinct responses,
+    `top_opening_share` that of responses that begin with the most frequent first word.
+    """
     groups: list[Group]
-    """In the order of the prompts."""
+    """Groups in the order of the prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassRule:
-    """Which answers pass, and of how many answers one must."""
+    """The score at which an answer passes, and the k of pass@k."""
 
     threshold: float
-    """An answer passes whose score reaches it."""
+    """An answer whose score reaches this passes."""
     ks: Sequence[int]
     """The k of each pass@k, from 1 to G."""
 
 
 def global_means(sums: Sums) -> dict[str, float]:
-    """From this process's (sum, count) of each figure to the mean over all processes; collective."""
+    """The mean of each figure over all processes, from this process's (sum, count); collective."""
     everyone = gather_objects(sums)
     return {
         name: sum(part[name][0] for part in everyone) / max(sum(part[name][1] for part in everyone), 1e-9)
@@ -102,19 +103,19 @@ def step_means(parts: Sequence[Sums]) -> dict[str, float]:
 
 
 def score_sum(scores: torch.Tensor) -> tuple[float, float]:
-    """(sum, count) of `[N]` scores, without those of answers that nobody judged."""
+    """(sum, count) of `[N]` scores, without those of answers that no reward judged."""
     total, count = torch.stack([scores.nansum().double(), (~scores.isnan()).sum()]).tolist()
     return total, count
 
 
 def mean_sums(means: Mapping[str, torch.Tensor], mask: torch.Tensor) -> DeviceFigures:
-    """(sum, count), not read yet, of what are means over the True entries of `mask`; 0 of both without any."""
+    """(sum, count), not read from the device yet, for means over the True entries of `mask`; both 0 without any."""
     count = mask.sum().double()
     return {name: (torch.where(count > 0, mean.detach().double() * count, 0.0), count) for name, mean in means.items()}
 
 
 def answer_sums(rollout: Rollout) -> Sums:
-    """What a rollout says by itself: tokens of a response, the share that was cut off, the entropy in nats."""
+    """Sums for the figures of a rollout alone: tokens of a response, share that was cut off, entropy in nats."""
     mask = rollout.sequences.response_mask
     rows, num_tokens = mask.shape[0], float(mask.sum())
     return {
@@ -132,7 +133,7 @@ def reference_sums(rollout: Rollout, logprobs_ref: torch.Tensor) -> Sums:
 
 
 def judge_sums(rollout: Rollout) -> Sums:
-    """How many responses are summary lines by PEP 257, which is for the standard library's prompts alone."""
+    """Counts responses that are summary lines by PEP 257; only for prompts from the standard library."""
     responses = zip(rollout.answers.responses, rollout.answers.is_cut_off, strict=True)
     passed = [not cut and conforms(text) for text, cut in responses]
     return {"judge_pass_rate": (sum(passed), len(passed))}
@@ -151,17 +152,17 @@ def evaluate(
     seed: int = EVALUATION_SEED,
     has_bar: bool = False,
 ) -> Evaluation:
-    """Answers `rows`, split over the processes, and scores the answers; collective.
+    """Answers `rows`, divided among the processes, and scores the answers; collective.
 
-    The same seed, rows and weights give the same answers, however many processes there are; of a prompt that several
-    passes have, on as many processes.
+    The same seed, rows and weights give the same answers on any number of processes. For a prompt that occurs in
+    several passes this holds only for the same number of processes.
 
     Args:
         actor: a `HybridEngine` or an `InferenceEngine`; in evaluation mode afterwards.
-        rows: as many as there are processes at least; alike on all of them.
-        judge: the `Rewards` of the run, or a function of the recipe's around them; None: the figures have no score.
+        rows: at least as many as there are processes; the same on all of them.
+        judge: the `Rewards` of the run, or the recipe's function around them; None: the figures have no score.
         passes: None: the figures have no pass@k.
-        measure: what the recipe measures of each rollout.
+        measure: returns the recipe's figures of each rollout.
         has_bar: shows progress on a terminal; not inside another bar.
     """
     actor.eval()
@@ -181,16 +182,16 @@ def evaluate(
 
 
 def split_evenly(items: Sequence[Item], most: int) -> list[Sequence[Item]]:
-    """`items` in as few parts as have `most` each at most, whose lengths differ by one at most.
+    """`items` in the smallest number of parts with at most `most` each, whose lengths differ by at most one.
 
-    So no part has fewer items than there are processes, if there are as many: each process has one to work on.
+    So no part has fewer items than there are processes if there are at least as many items: each process gets one.
     """
     number = math.ceil(len(items) / most)
     return [items[len(items) * part // number : len(items) * (part + 1) // number] for part in range(number)]
 
 
 def _seeds(parts: Sequence[Sequence[PromptRow]], seed: int) -> list[int]:
-    """A seed for each part: another one where a prompt comes again, whose answers would be those of before."""
+    """A seed for each part; it differs if a prompt occurs again, whose answers would otherwise repeat."""
     seeds: list[int] = []
     earlier: set[str] = set()
     for index, part in enumerate(parts):
@@ -263,7 +264,7 @@ def _diversity(groups: list[Group]) -> dict[str, float]:
 
 
 def show_comparison(before: Evaluation, after: Evaluation, folder: Path) -> None:
-    """Prints the first answers and the figures of both and writes the first answer to each prompt to `samples.json`."""
+    """Prints the first answers and the figures of both; writes the first answer to each prompt to `samples.json`."""
     shown = {
         "prompt": [prompt_shown(group.prompt) for group in before.groups],
         "before": [group.responses[0] for group in before.groups],
@@ -286,7 +287,7 @@ def show_comparison(before: Evaluation, after: Evaluation, folder: Path) -> None
 
 
 def prompt_shown(prompt: Turns) -> str:
-    """A prompt as text; of a conversation each message behind its role."""
+    """A prompt as text; of a conversation each message after its role."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
@@ -294,21 +295,23 @@ def prompt_shown(prompt: Turns) -> str:
 
 @dataclass(kw_only=True)
 class FollowedAnswers:
-    """The answers of the first evaluation to its first prompts, whose likelihood is measured again and again."""
+    """The first evaluation's answers to its first prompts, whose likelihood is measured repeatedly during the run."""
 
     folder: Path
-    """Of the run, where `answers.jsonl` is kept."""
+    """Folder of the run, with `answers.jsonl`."""
     actor: Any
     """`HybridEngine`."""
     tokenizer: PreTrainedTokenizerBase
     temperature: float
-    """Of sampling, and of the log-probabilities."""
+    """Temperature of sampling, and of the log-probabilities."""
     groups: list[Group]
     latest: tuple[int, Evaluation]
-    """The last evaluation that was kept, and the steps before it."""
+    """The last evaluation that was recorded, and the number of steps before it."""
 
     def keep(self, step: int, evaluation: Evaluation) -> None:
-        """Puts the answers after `step` steps into `answers.jsonl`; the actor is in evaluation mode. Collective."""
+        """Writes the answers after `step` steps to `answers.jsonl`; the actor is in evaluation mode afterwards.
+        Collective.
+        """
         self.actor.eval()
         self.latest = step, evaluation
         logprobs, tokens = self.logprobs(), self.tokens() if step == 0 else []
@@ -329,9 +332,9 @@ class FollowedAnswers:
             write_answers(self.folder, step, rows)
 
     def after(self, num_steps: int, evaluate: Callable[[], Evaluation]) -> Evaluation:
-        """The evaluation after the last of `num_steps` steps: the one that was kept then, or what `evaluate` gives.
+        """The evaluation after the last of `num_steps` steps: the recorded one, or the result of `evaluate`.
 
-        That of the same weights would be the same again. Collective.
+        A second evaluation of the same weights would give the same result. Collective.
         """
         if self.latest[0] != num_steps:
             self.keep(num_steps, evaluate())
@@ -361,7 +364,7 @@ class FollowedAnswers:
 def follow(
     folder: Path, actor: Any, tokenizer: PreTrainedTokenizerBase, temperature: float, first: Evaluation
 ) -> FollowedAnswers:
-    """Keeps the answers of the `first` evaluation, before any step, and follows those to its first prompts.
+    """Records the answers of the `first` evaluation, before any step, and follows those to its first prompts.
 
     Collective; the arguments are those of `FollowedAnswers`.
     """

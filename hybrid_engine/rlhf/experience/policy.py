@@ -1,4 +1,4 @@
-"""The actor of a run and what it is compared with: built, and asked for log-probabilities.
+"""The actor of a run and its reference: builds them and computes their log-probabilities.
 
 N: answers, T: response columns.
 """
@@ -41,24 +41,24 @@ from hybrid_engine.rlhf.runs.stages import load_model, load_tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What is trained and what it began as."""
+    """The trained actor and the reference that it is compared with."""
 
     actor: Any
     """`HybridEngine`."""
     tokenizer: PreTrainedTokenizerBase
     reference: nn.Module | None
-    """The first weights, frozen; None where nobody asks for them, or where they are those below the actor's adapter."""
+    """The first weights, frozen; None if they are not needed, or are those below the actor's adapter."""
     refers_to_base: bool = False
     """Whether the weights below the actor's adapter are the reference."""
 
     @property
     def has_reference(self) -> bool:
-        """Whether `reference_logprobs` can be asked for."""
+        """Whether `reference_logprobs` can be called."""
         return self.refers_to_base or self.reference is not None
 
     @torch.no_grad()
     def reference_logprobs(self, sequences: Sequences, temperature: float) -> torch.Tensor:
-        """`[N, T]` fp32 of the first weights, 0 on padding; collective where the actor is sharded."""
+        """`[N, T]` fp32 under the first weights, 0 on padding; collective if the actor is sharded."""
         compute = partial(response_logprobs, temperature=temperature)
         if self.refers_to_base:
             with playing(self.actor.module, None):
@@ -70,10 +70,11 @@ class Policy:
     def old_logprobs(
         self, sequences: Sequences, sampled: torch.Tensor, temperature: float, bound: float
     ) -> tuple[torch.Tensor, float]:
-        """`[N, T]`, the trainer's log-probabilities of answers, and how far `sampled`, the sampler's, are from them.
+        """`[N, T]`, the trainer's log-probabilities of answers, and the mean distance of the sampler's (`sampled`) from
+        them.
 
-        They are the sampler's own where the last measured difference, in nats a token, is at most `bound`: then no
-        pass is made and the difference is 0 by that choice. Collective.
+        If the last measured difference, in nats per token, is at most `bound`, returns the sampler's own without a pass
+        and 0 as the difference. Collective.
         """
         measured = self.actor.logprob_difference
         if measured is not None and measured.mean <= bound:
@@ -86,14 +87,15 @@ class Policy:
 
 
 def build_policy(config: Any, source: str, learning_rate: float, schedule: Schedule, keeps_reference: bool) -> Policy:
-    """The actor in `source`, without dropout, with an engine and what a recipe's `Config` says of it. Collective.
+    """The actor in `source`, without dropout, with an engine as a recipe's `Config` says. Collective.
 
     Args:
         config: with RolloutOptions, minibatch_size, micro_batch_size, lora_rank and zero_stage.
         source: Hugging Face name or folder.
         learning_rate: peak of the schedule.
         schedule: of the whole run.
-        keeps_reference: whether the first weights can be asked for; with an adapter they are those below it.
+        keeps_reference: whether the reference's log-probabilities are needed; with an adapter the reference is the
+            base.
     """
     model = load_model(AutoModelForCausalLM, source)
     reference = None
@@ -113,7 +115,7 @@ def build_policy(config: Any, source: str, learning_rate: float, schedule: Sched
 
 
 def evaluate_policy(policy: Policy, rows: Sequence[PromptRow], rewards: Rewards, config: Any) -> Evaluation:
-    """Held-out prompts answered and scored, always with the same seed; collective.
+    """Answers and scores held-out prompts, always with the same seed; collective.
 
     Args:
         policy: in evaluation mode afterwards.
@@ -141,16 +143,16 @@ def engine_config_of(config: Any, learning_rate: float, *, generates: bool) -> d
 
 
 class Experience(NamedTuple):
-    """A rollout with everything that an update needs."""
+    """A rollout with all inputs of an update."""
 
     sequences: Sequences
     logprobs: torch.Tensor
-    """`[N, T]` fp32, the sampler's own"""
+    """Log-probabilities of the sampler, `[N, T]` fp32."""
     batch: PolicyBatch
-    """`[N, T]` each; its `logprobs` are the old ones until an update computes them anew"""
+    """`[N, T]` each; its `logprobs` are the old ones until an update computes them again."""
 
     def rows(self, index: torch.Tensor) -> "Experience":
-        """The rows `index`, a tensor of the host, without the columns that are padding in all of them."""
+        """The rows `index`, a tensor on the host, without the columns that are padding in all of them."""
         sequences = self.sequences.rows(index)
         columns, places = sequences.response_mask.shape[1], send_to_device(index, self.logprobs.device)
         parts = (None if value is None else value[places, :columns] for value in self.batch)
@@ -160,8 +162,8 @@ class Experience(NamedTuple):
 def has_gradient(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
     """`[N]` bool: whether the loss of a row depends on the policy by construction.
 
-    A row whose advantages are all 0, as in a group whose answers have one reward, has no gradient unless a KL or an
-    entropy in the loss gives it one; nor has one whose tokens are all masked.
+    A row whose advantages are all 0, as in a group whose answers have the same reward, has no gradient unless a KL or
+    an entropy in the loss gives it one. A row whose tokens are all masked never has one.
     """
     if algorithm.kl_place == "loss" or algorithm.entropy_coef:
         return batch.mask.any(dim=1)
@@ -176,15 +178,15 @@ def trained_rows(with_gradient: torch.Tensor) -> torch.Tensor:
         with_gradient: `[N]` bool, of this process's rows, of which each process has N.
 
     Returns:
-        The rows with a gradient, and on a process with fewer of them than another some of the others.
+        The rows with a gradient; a process with fewer of them than another adds some of its other rows.
     """
     number = max(gather_objects(int(with_gradient.sum())))
-    order = torch.argsort(~with_gradient, stable=True)  # those with a gradient first
+    order = torch.argsort(~with_gradient, stable=True)  # rows with a gradient first
     return order[:number].sort().values
 
 
 def present_batch(actor: Any, experience: Experience, algorithm: Algorithm, temperature: float) -> PolicyBatch:
-    """The batch with what the actor says now, with its gradient: log-probabilities and, for a bonus on it, entropy."""
+    """The batch with the actor's present log-probabilities and, for a bonus on it, entropy; with their gradients."""
     if algorithm.entropy_coef:
         logprobs, entropy = response_logprobs_and_entropy(actor, experience.sequences, temperature)
         return experience.batch._replace(logprobs=logprobs, entropy=entropy)
@@ -193,11 +195,12 @@ def present_batch(actor: Any, experience: Experience, algorithm: Algorithm, temp
 
 @contextmanager
 def playing(module: nn.Module, adapter: str | None) -> Iterator[None]:
-    """Inside, `module` computes with this adapter alone; with None as its base does.
+    """Makes `module` compute with this adapter alone while the context is open; None: with its base.
 
-    Which parameters require a gradient stays as it is: peft's own `set_adapter` and `disable_adapter` freeze the others
-    (peft 0.21, src/peft/tuners/tuners_utils.py, `BaseTunerLayer`), which an engine that trains several would take for
-    parameters that are no longer trained. A backward pass that computes activations again belongs inside too.
+    Which parameters require a gradient stays the same. peft's own `set_adapter` and `disable_adapter` freeze the others
+    (peft 0.21, src/peft/tuners/tuners_utils.py, `BaseTunerLayer`), which an engine that trains several adapters would
+    take for parameters that are no longer trained. A backward pass that recomputes activations must run inside the
+    context too.
     """
     layers = [layer for layer in module.modules() if hasattr(layer, "_disable_adapters")]
     before = [(layer._active_adapter, layer._disable_adapters) for layer in layers]

@@ -1,4 +1,4 @@
-"""The models of PPO: built together, trained together."""
+"""The models of PPO: actor with reference, critic and rewards, each with its own weights or as adapters on one base."""
 
 import copy
 from collections.abc import Mapping
@@ -53,19 +53,19 @@ class Roles:
     """The models of the run."""
 
     policy: Policy
-    """The actor, trained, and its reference, the actor as it was at the start."""
+    """The actor, which is trained, and its reference, the actor at the start."""
     critic: Any
-    """ZeroEngine of a ValueModel, trained; or an `AdapterRole` of the actor's engine."""
+    """ZeroEngine of a ValueModel, which is trained; or an `AdapterRole` of the actor's engine."""
     rewards: Rewards
 
     @property
     def engines(self) -> dict[str, Any]:
-        """What is trained, by the names of its checkpoints: one where the roles share a base."""
+        """Engines that are trained, by the names of their checkpoints: a single one if the roles share a base."""
         critic = {} if isinstance(self.critic, AdapterRole) else {"critic": self.critic}
         return {**critic, "actor": self.policy.actor}
 
     def gradient_norms(self) -> dict[str, Any]:
-        """The gradient norms of actor and critic at the last optimizer step, and fp16's figures, by metrics' names."""
+        """Gradient norms of actor and critic at the last optimizer step, and fp16's figures, by their metric names."""
         norms = (role.get_global_grad_norm() for role in self._trained())
         figures = dict(zip(("actor_grad_norm", "critic_grad_norm"), norms, strict=True))
         for name, engine in self.engines.items():
@@ -73,12 +73,11 @@ class Roles:
         return figures
 
     def learning_rates(self) -> dict[str, float]:
-        """The learning rates of actor and critic at the next optimizer step, as metrics call them."""
+        """Learning rates of actor and critic at the next optimizer step, by their metric names."""
         rates = (role.get_lr()[0] for role in self._trained())
         return dict(zip(("learning_rate", "critic_learning_rate"), rates, strict=True))
 
     def _trained(self) -> tuple[Any, Any]:
-        """Actor and critic."""
         is_shared = isinstance(self.critic, AdapterRole)
         return AdapterRole(self.policy.actor, ACTOR) if is_shared else self.policy.actor, self.critic
 
@@ -95,12 +94,12 @@ def build_roles(
     """Loads the models, without dropout, and gives actor and critic an engine each. Collective.
 
     Args:
-        config: as of `build_policy`.
+        config: as in `build_policy`.
         actor_rate: peak of the actor's learning rate.
-        critic_rate: of the critic's.
+        critic_rate: peak of the critic's.
         schedule: of both.
         start: the sources of the models; the critic begins as the first reward model that reads the actor's tokens.
-        fuses_at_once: as of `build_roles_on_shared_base`; without a shared base it means nothing.
+        fuses_at_once: as in `build_roles_on_shared_base`; unused without a shared base.
     """
     if config.shared_base:
         policy, role, rewards = build_roles_on_shared_base(
@@ -114,14 +113,14 @@ def build_roles(
         lr_scheduler=schedule.build,
     )
     pack_where_exact(critic, config)
-    critic.train()  # loaded for evaluation, in which transformers recomputes no activations
+    critic.train()  # loaded for evaluation, in which transformers does not recompute activations
     return Roles(policy=policy, critic=critic, rewards=start.rewards)
 
 
 class AdapterRole:
-    """A role that gives numbers for tokens, by an adapter and a head of this name in `engine`'s model.
+    """A role that computes a number per token, with an adapter and a head of this name in `engine`'s model.
 
-    It is called as a `ValueModel` is and trained as an engine is; who steps is the engine itself.
+    It is called like a `ValueModel` and trained like an engine, but the engine itself takes the optimizer steps.
     """
 
     def __init__(self, engine: Any, name: str):
@@ -133,7 +132,7 @@ class AdapterRole:
         return self.engine.module
 
     def __call__(self, batch: Sequences) -> torch.Tensor:
-        """`[B, P+T]` fp32; what stands at padding means nothing. Collective where the base is sharded."""
+        """`[B, P+T]` fp32; values at padding are undefined. Collective if the base is sharded."""
         packed = packed_for(self.engine, batch)
         module = self.engine.module
         with playing(module, self.name):
@@ -141,12 +140,12 @@ class AdapterRole:
         return values if packed is None else packed.gather(values, batch.attention_mask.bool())
 
     def backward(self, loss: torch.Tensor) -> torch.Tensor:
-        """The engine's, in this role: what is computed again then is what was computed before."""
+        """The engine's backward pass with this role's adapter, so that recomputed activations equal the first ones."""
         with playing(self.engine.module, self.name):
             return self.engine.backward(loss)
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of this role's gradients alone, at the last step; None before the first."""
+        """Norm of this role's gradients at the last step; None before the first step."""
         return dict(zip(TRAINED, self.engine.optimizer.grad_norms, strict=False)).get(self.name)
 
     def get_lr(self) -> list[float]:
@@ -155,14 +154,14 @@ class AdapterRole:
 
 
 class SharedReward:
-    """A reward model on a base that other roles use, and that processes may share the weights of; collective."""
+    """A reward model on a base that other roles use, whose weights may be sharded over the processes; collective."""
 
     def __init__(self, reward: LearnedReward):
         self.reward = reward
 
     @torch.no_grad()
     def __call__(self, answers: Answers) -> list[float]:
-        """Scores as `LearnedReward` gives them; processes with fewer answers make as many passes.
+        """Scores as from `LearnedReward`; processes with fewer answers make as many passes as the others.
 
         Raises:
             ValueError: as `LearnedReward` does, on all processes.
@@ -178,7 +177,8 @@ class SharedReward:
 
 
 def build_shared_base(source: str, adapters: Mapping[str, RewardAdapter], config: Any) -> PeftModel:
-    """The model in `source`, frozen, with an adapter `actor` and one of `critic` and of each reward with its head.
+    """The model in `source`, frozen, with adapters for `actor`, critic and each reward, and heads for all but the
+    actor.
 
     The critic begins as the first of the rewards, or as the base with a head of 0.
 
@@ -191,7 +191,7 @@ def build_shared_base(source: str, adapters: Mapping[str, RewardAdapter], config
     with without_renamed_attribute_warning():
         model = get_peft_model(base, lora_config(config), adapter_name=ACTOR)
         first = next(iter(adapters.values()), None)
-        targets = copy.deepcopy(model.peft_config[ACTOR])  # by names: of all linears those of adapters are some now
+        targets = copy.deepcopy(model.peft_config[ACTOR])  # by names: "all linears" would now include those of adapters
         critic = first or RewardAdapter(source="", config=targets, weights={}, head=_zero_head(base))
         heads = nn.ModuleDict({CRITIC: _add_role(model, CRITIC, replace(critic, config=copy.deepcopy(critic.config)))})
         for name, adapter in adapters.items():
@@ -211,15 +211,15 @@ def _zero_head(base: Any) -> nn.Linear:
 
 
 def _add_role(model: PeftModel, name: str, adapter: RewardAdapter) -> nn.Linear:
-    """Adds the adapter under `name`; returns a head of its own for it.
+    """Adds the adapter under `name`; returns a new head for it.
 
     Raises:
-        ValueError: peft makes no such adapter, or its weights are not all that it has on this base.
+        ValueError: peft refuses the adapter, or its weights are not exactly those that it has on this base.
     """
     refused = f"--shared-base: --reward={adapter.source!r} must be an adapter on the actor's base"
     try:
         model.add_adapter(name, adapter.config)
-    except (ValueError, TypeError, KeyError, RuntimeError) as error:  # by what is wrong with its config any of these
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:  # depends on what is wrong with its config
         reason = " ".join(str(error).split())
         raise ValueError(f"{refused}, and peft refuses its adapter_config.json: {reason}") from error
     if adapter.source:
@@ -244,7 +244,7 @@ def _add_role(model: PeftModel, name: str, adapter: RewardAdapter) -> nn.Linear:
 
 
 def parameter_groups(model: PeftModel, actor_rate: float, critic_rate: float) -> list[dict[str, Any]]:
-    """The trained parameters of both roles."""
+    """The trained parameters of both roles, as the groups of an optimizer."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     critic = [parameter for name, parameter in trained if CRITIC in name.split(".")]
     actor = [parameter for name, parameter in trained if CRITIC not in name.split(".")]
@@ -254,16 +254,16 @@ def parameter_groups(model: PeftModel, actor_rate: float, critic_rate: float) ->
 def build_roles_on_shared_base(
     config: Any, source: str, rewards: Rewards, rates: tuple[float, float], schedule: Schedule, *, fuses_at_once: bool
 ) -> tuple[Policy, AdapterRole, Rewards]:
-    """Actor with its reference, critic and rewards. Collective.
+    """The actor with its reference, the critic and the rewards. Collective.
 
     Args:
-        config: as of `build_policy`.
+        config: as in `build_policy`.
         source: Hugging Face name or folder of the base.
-        rewards: of which models are named, and stand on no base yet.
+        rewards: with models that are named, and not on a base yet.
         rates: peaks of the learning rates of actor and critic.
         schedule: of both.
-        fuses_at_once: whether a rollout holds all its linears with the adapter in them, which is their memory once
-            more, or those of a layer at a time, made anew in every pass.
+        fuses_at_once: whether a rollout fuses the adapter into all its linears at once, which takes their memory again,
+            or into one layer at a time, in every pass.
     """
     models = [reward for reward in rewards.rewards if names_model(reward.spec)]
     roles = {reward.spec: f"reward_{number}" for number, reward in enumerate(models)}
@@ -286,7 +286,7 @@ def _shared_reward(engine: Any, spec: str, role: str, source: str) -> SharedRewa
 
 
 def judge(roles: Roles, config: Any, answers: Answers) -> Scores:
-    """The rewards of `answers`; `missing_eos_penalty` is taken off those of answers that were cut off."""
+    """The rewards of `answers`; `missing_eos_penalty` is subtracted for answers that were cut off."""
     scores = roles.rewards(answers)
     if config.missing_eos_score is not None:
         return replace_cut_off(scores, answers, config.missing_eos_score)
@@ -294,13 +294,13 @@ def judge(roles: Roles, config: Any, answers: Answers) -> Scores:
 
 
 def rollout_sums(rollout: Rollout, logprobs_ref: torch.Tensor, config: Any) -> Sums:
-    """What a rollout says by itself and against the reference, and by the judge where it applies."""
+    """Sums for the figures of a rollout: its own, those against the reference, and the judge's where it applies."""
     sums = answer_sums(rollout) | reference_sums(rollout, logprobs_ref)
     return sums | judge_sums(rollout) if config.dataset is None else sums
 
 
 def evaluate_held_out(roles: Roles, start: Start, config: Any) -> Evaluation:
-    """One answer to each held-out prompt."""
+    """Answers each held-out prompt once."""
     policy = roles.policy
 
     def measure(rollout: Rollout) -> Sums:
@@ -312,18 +312,18 @@ def evaluate_held_out(roles: Roles, start: Start, config: Any) -> Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticExperience:
-    """A rollout with everything an update needs; all but `sequences` are `[N, T]` fp32."""
+    """A rollout with all inputs of an update; all but `sequences` are `[N, T]` fp32."""
 
     sequences: Sequences
     logprobs: torch.Tensor
-    """The sampler's own."""
+    """Log-probabilities of the sampler."""
     logprobs_old: torch.Tensor
     values_old: torch.Tensor
     advantages: torch.Tensor
     returns: torch.Tensor
 
     def rows(self, index: torch.Tensor) -> "CriticExperience":
-        """The rows `index`, a tensor of the host, without the columns that are padding in all of them."""
+        """The rows `index`, a tensor on the host, without the columns that are padding in all of them."""
         sequences = self.sequences.rows(index)
         columns, places = sequences.response_mask.shape[1], send_to_device(index, self.logprobs.device)
         return CriticExperience(
@@ -337,7 +337,7 @@ class CriticExperience:
 
 
 def reward_tokens(scores: Scores, kl: torch.Tensor, mask: torch.Tensor, kl_coef: float) -> torch.Tensor:
-    """`[N, T]`: the KL penalty, and each score on the last token or, of a process reward, where its numbers stand."""
+    """`[N, T]`: the KL penalty, plus each score on the last token, or a process reward's numbers on their tokens."""
     if scores.per_token is None:
         return token_rewards(torch.tensor(scores.total, device=kl.device), kl, mask, kl_coef)
     penalties = token_rewards(torch.zeros(len(kl), device=kl.device), kl, mask, kl_coef)

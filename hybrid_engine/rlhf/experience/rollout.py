@@ -1,7 +1,7 @@
-"""Answering prompts with the actor: rows in, padded rollouts with the sampler's own log-probabilities out.
+"""Answers prompts with the actor: turns rows into padded rollouts with the sampler's log-probabilities.
 
-B: this process's prompts, G: samples of each, N = B * G answers (those of a prompt stand together), P: prompt columns,
-T: response columns.
+B: this process's prompts, G: samples of each, N = B * G answers (those of a prompt are adjacent), P: prompt columns, T:
+response columns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,12 +30,12 @@ from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.rlhf.runs.stages import mix_seed
 
 WARMED_DEVICES = ("cuda",)
-"""Kinds of devices on which compiling and recording take seconds."""
+"""Kinds of devices on which compiling and graph capture take seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How answers are drawn."""
+    """How answers are sampled."""
 
     max_prompt_tokens: int
     max_new_tokens: int
@@ -44,14 +44,14 @@ class SamplingOptions:
     """Answers to each prompt, G."""
 
     def drawing(self) -> dict[str, Any]:
-        """For `generate()`: from all tokens at the temperature; at 0 the likeliest one."""
+        """Arguments of `generate()`: samples from all tokens at the temperature; greedy at 0."""
         if self.temperature == 0:
             return {"do_sample": False}
         return {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
 
     @classmethod
     def of(cls, config: AnswerOptions, num_samples: int = 1) -> "SamplingOptions":
-        """What the options of a recipe say of sampling, with `num_samples` answers to each prompt."""
+        """The sampling options of a recipe, with `num_samples` answers to each prompt."""
         return cls(
             max_prompt_tokens=config.max_prompt_tokens,
             max_new_tokens=config.max_new_tokens,
@@ -67,7 +67,7 @@ class Rollout:
     answers: Answers
     sequences: Sequences
     logprobs: torch.Tensor
-    """`[N, T]` fp32, the sampler's own; 0 on padding."""
+    """Log-probabilities of the sampler, `[N, T]` fp32; 0 on padding."""
 
 
 def sample(
@@ -79,7 +79,7 @@ def sample(
 ) -> Rollout:
     """`options.num_samples` answers to each of `rows`.
 
-    The actor, a `HybridEngine`, must be in evaluation mode; collective when it is sharded. Longer prompts lose their
+    The actor, a `HybridEngine`, must be in evaluation mode; collective if it is sharded. Longer prompts lose their
     beginning. Answers end with any of `end_token_ids`, which is not part of their text. The same seed, rows and weights
     give the same answers.
     """
@@ -109,7 +109,7 @@ def sample(
 
 
 def _generate_options(tokenizer: PreTrainedTokenizerBase, options: SamplingOptions, ends: list[int]) -> dict[str, Any]:
-    """How `generate()` draws answers that end with any of `ends`."""
+    """Arguments of `generate()` for answers that end with any of `ends`."""
     return {
         **options.drawing(),
         "max_new_tokens": options.max_new_tokens,
@@ -122,7 +122,7 @@ def _generate_options(tokenizer: PreTrainedTokenizerBase, options: SamplingOptio
 def warm_up(
     actor: Any, tokenizer: PreTrainedTokenizerBase, options: SamplingOptions, num_prompts: int, shortest: int
 ) -> None:
-    """Compiles and records on a GPU what rollouts of `num_prompts` prompts would wait for, and says how long it took.
+    """Compiles and captures on a GPU what rollouts of `num_prompts` prompts need, and logs how long it took.
 
     The actor, a `HybridEngine`, is in evaluation mode afterwards. Collective.
 
@@ -156,7 +156,7 @@ def choose_groups(rollout: Rollout, is_chosen: torch.Tensor) -> Rollout:
 
 
 def join(rollouts: Sequence[Rollout], pad_token: int) -> Rollout:
-    """One rollout of the rows of several, padded to the longest prompt and the longest response among them."""
+    """One rollout with the rows of several, padded to the longest prompt and the longest response among them."""
     widths = [rollout.sequences.response_mask.shape[1] for rollout in rollouts]
     before = [rollout.sequences.input_ids.shape[1] - width for rollout, width in zip(rollouts, widths, strict=True)]
 
@@ -184,30 +184,31 @@ def _repeat(values: Sequence[Any], times: int) -> list[Any]:
 
 
 def _columns(rows: Sequence[PromptRow], times: int) -> Mapping[str, list[Any]]:
-    """The data set's other columns, a value for each answer; those that every row has."""
+    """The data set's other columns, a value for each answer; only columns that every row has."""
     names = set.intersection(*(set(row.columns) for row in rows)) if rows else set()
     return {name: _repeat([row.columns[name] for row in rows], times) for name in sorted(names)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredGroups:
-    """What a step learns from."""
+    """Inputs of a training step: a rollout with its scores."""
 
     rollout: Rollout
     scores: torch.Tensor
     """`[N]` fp32, the rewards' weighted sum."""
     step_rewards: torch.Tensor | None = None
-    """`[N, T]` fp32 where a reward gave numbers to steps: each on the token that ends its step, nan on the others."""
+    """`[N, T]` fp32 if a reward scored steps: each number on the token that ends its step, nan on the others."""
     num_drawn: int
-    """Prompts that the run has taken so far, over all processes: the place in its endless series of them."""
+    """Prompts that the run has taken so far, over all processes: its position in the endless series of them."""
     figures: dict[str, float]
-    """Of all processes: the rewards by name on the first round, which is not chosen by its scores; the prompts drawn,
-    and the share of groups without variance among them."""
+    """Figures over all processes: the rewards by name in the first round, which is not selected by its scores; the
+    number of prompts drawn, and the share of groups without variance among them.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSource:
-    """From where a run draws its groups."""
+    """The prompts, actor and rewards from which a run draws its groups."""
 
     actor: Any
     tokenizer: PreTrainedTokenizerBase
@@ -217,11 +218,11 @@ class GroupSource:
     seed: int
 
     def draw(self, num_prompts: int, max_redraws: int, num_drawn: int, step: int) -> ScoredGroups:
-        """Groups for `num_prompts` prompts of this process, from the prompts behind the first `num_drawn`; collective.
+        """Groups for `num_prompts` prompts of this process, from the prompts after the first `num_drawn`; collective.
 
-        A group whose answers all have one score is drawn again, from the next prompts, as long as there are
-        `max_redraws` left; what is then still without variance stays in the batch. Which prompts are drawn does not
-        depend on the number of processes. The actor must be in evaluation mode.
+        A group whose answers all have the same score is replaced by one for the next prompts, up to `max_redraws`
+        times; groups without variance in the last round stay in the batch. Which prompts are drawn does not depend on
+        the number of processes. The actor must be in evaluation mode.
 
         Source of the redraws: Yu et al., "DAPO", arXiv 2503.14476, section 3.2.
         """
@@ -245,7 +246,7 @@ class GroupSource:
             has_steps |= any(gather_objects(scored.per_token is not None))
             of_steps = found_steps.unflatten(0, found.shape).flatten(
                 1
-            )  # [B, G * T], which a process without B has none of
+            )  # [B, G * T]; a process without prompts has none of it
             is_varied = has_variance(of_steps if has_steps and len(found) else found)
             num_worthless += sum(gather_objects(int((~is_varied).sum())))
             is_kept = is_varied if round_number < max_redraws else torch.ones_like(is_varied)
@@ -272,7 +273,7 @@ class GroupSource:
         )
 
     def _next_rows(self, num_drawn: int, missing: Sequence[int]) -> list[PromptRow]:
-        """This process's prompts among the next ones, of which each process takes as many as it is `missing`."""
+        """This process's share of the next prompts, of which each process takes `missing[rank]`."""
         chosen = select_prompts(len(self.rows), num_drawn, sum(missing), self.seed)
         first = sum(missing[: get_rank()])
         return [self.rows[index] for index in chosen[first : first + missing[get_rank()]]]
@@ -283,7 +284,9 @@ class GroupSource:
 
 
 def steps_on_tokens(scores: Scores, rollout: Rollout) -> torch.Tensor:
-    """`[N, T]` fp32: the number of each step on the token that ends it, nan elsewhere; else the total on the last."""
+    """`[N, T]` fp32: the number of each step on the token that ends it, nan elsewhere; else the total on the last
+    token.
+    """
     values = torch.full(rollout.sequences.response_mask.shape, nan)
     for row, (total, tokens) in enumerate(zip(scores.total, rollout.answers.response_ids, strict=True)):
         if scores.per_token is None or scores.is_step is None:

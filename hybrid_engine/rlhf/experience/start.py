@@ -1,4 +1,4 @@
-"""What a run begins with, checked before anything is trained: prompts, rewards and the first actor."""
+"""Checks and prepares the start of a run, before anything is trained: prompts, rewards and the first actor."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -33,22 +33,22 @@ from hybrid_engine.rlhf.tasks.stdlib_docs import split, stdlib_examples
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTask:
-    """A task that needs no file of the user's."""
+    """A task that needs no file from the user."""
 
     load_rows: Callable[[int], tuple[list[PromptRow], list[PromptRow]]]
     """From the run's seed to the prompts to train on, and those held out."""
     actor_stage: Callable[[RunOptions], sft_stage.Config]
-    """The stage that makes the first actor of a run."""
+    """The stage that trains the first actor of a run."""
     reward: str | None
     """The reward's spec; None: the stage `reward` trains a model."""
     serves_any_prompt: bool
-    """Whether this actor and this reward make sense for prompts of the user's."""
+    """Whether this actor and this reward make sense for a user's own prompts."""
 
 
 def stage_options(config: RunOptions) -> dict[str, Any]:
-    """The options that the earlier stages of a run, which make what it begins with, take from it.
+    """The options that the earlier stages of a run, which train its first models, take from it.
 
-    Their rows may be longer than the run's own: a budget of tokens holds two sequences that fill a small model.
+    Their rows may be longer than the run's own: a budget of tokens must hold two sequences that fill a small model.
     """
     names = ("out", "seed", "zero_stage", "activation_checkpointing", "dtype", "tf32", "tracker", "metric_names")
     budget = config.tokens_per_micro_batch and max(config.tokens_per_micro_batch, 2 * MAX_POSITIONS)
@@ -56,7 +56,7 @@ def stage_options(config: RunOptions) -> dict[str, Any]:
 
 
 def summary_rows(seed: int) -> tuple[list[PromptRow], list[PromptRow]]:
-    """The standard library's signatures, which are split alike for every seed."""
+    """The standard library's signatures, split the same for every seed."""
     train, held_out = ([PromptRow(prompt=example.prompt) for example in part] for part in split(stdlib_examples()))
     return train, held_out
 
@@ -67,11 +67,11 @@ SUMMARIES = OwnTask(
     reward=None,
     serves_any_prompt=True,
 )
-"""Summary lines behind the signatures of the standard library's functions."""
+"""Summary lines for the signatures of the standard library's functions."""
 
 
 def character_stage(task: str, config: RunOptions, *, group_by_length: bool = True) -> sft_stage.Config:
-    """The stage that makes a small model of single characters, which learns from a pupil's work."""
+    """The stage that trains a small model on single characters, from a pupil's work."""
     return sft_stage.Config(
         task=task,
         epochs=1,
@@ -91,38 +91,38 @@ SUMS = OwnTask(
     reward=arithmetic.REWARD,
     serves_any_prompt=False,
 )
-"""Addition, by a model that does it as a pupil does who forgets the carry."""
+"""Addition, with a model that imitates a pupil who forgets the carry."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What a run begins with."""
+    """The prepared start of a run."""
 
     config: Any
-    """Its options, with lengths that fit the prompts."""
+    """The run's options, with lengths that fit the prompts."""
     source: str
     """Hugging Face name or folder of the first actor."""
     train: list[PromptRow]
     held_out: list[PromptRow]
     rewards: Rewards
     answered: PromptTokens
-    """Of the prompts."""
+    """Lengths of the prompts."""
 
 
 def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> Start:
-    """Checks a `Config` of a recipe that learns from its own answers, and makes the actor and reward that are missing.
+    """Checks a `Config` of a recipe that learns from its own answers, and trains the actor and reward that are missing.
 
     Collective.
 
     Args:
         config: with RewardOptions, RolloutOptions, ResumeOptions, DataOptions, model, lora_rank, rollout_size and
             minibatch_size.
-        task: what is learned where `config` names nothing.
+        task: the task if `config` names no data set.
         has_critic: whether a reward model of `config` is the first critic too.
 
     Raises:
-        ValueError: the folder cannot be written or holds an earlier run, there is nothing to resume or under other
-            options, a source does not load, a number does not fit the processes, the prompts or the model.
+        ValueError: the folder cannot be written or holds an earlier run, there is no run to resume or it had other
+            options, a source does not load, or a number does not fit the processes, the prompts or the model.
     """
     folder = Path(config.out)
     on_rank_zero(lambda: check_folder(folder, config))
@@ -172,7 +172,7 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
 
 
 def _on_shared_base(source: str | None) -> Callable[[str], Judge]:
-    """For `load_rewards`: what a model will judge by is built with the base that it stands on."""
+    """A `load_model` for `load_rewards` that only checks the adapter: the judge is built later, with its base."""
 
     def check(spec: str) -> Judge:
         check_reward_adapter(spec, source or "the run's sft")
@@ -182,12 +182,12 @@ def _on_shared_base(source: str | None) -> Callable[[str], Judge]:
 
 
 def judge_nothing(answers: Answers) -> None:
-    """The judge in place of a reward model that is not loaded: in a plan, or before its shared base is built."""
+    """Stands in for a reward model that is not loaded: in a plan, or before its shared base is built."""
     raise AssertionError("a reward model that is not loaded judges nothing")
 
 
 def check_given_together(config: Any, task: OwnTask) -> None:
-    """ValueError for a data set without a model, or without rewards, where those of `task` say nothing of it."""
+    """Raises ValueError for a data set without a model or rewards, if those of `task` do not apply to its prompts."""
     for name, reason in (
         ("model", "the model that is made without --model adds numbers"),
         ("reward", "whether a sum is right says nothing of them"),
@@ -197,17 +197,17 @@ def check_given_together(config: Any, task: OwnTask) -> None:
 
 
 def reward_specs(config: Any, task: OwnTask) -> Sequence[str]:
-    """The specs of `--reward`, or that of `task`; empty where a reward model is still to be trained."""
+    """The specs of `--reward`, or that of `task`; empty if a reward model is still to be trained."""
     return config.reward or ((task.reward,) if task.reward else ())
 
 
 def load_named_rewards(config: Any, task: OwnTask, load_model: Callable[[str], Judge]) -> Rewards | None:
-    """The rewards that `reward_specs` name; None where it names none.
+    """The rewards that `reward_specs` name; None if it names none.
 
     Args:
-        config: as of `prepare`.
-        task: as of `prepare`.
-        load_model: makes the judge from the folder or hub name of a model.
+        config: as in `prepare`.
+        task: as in `prepare`.
+        load_model: builds the judge from the folder or hub name of a model.
 
     Raises:
         ValueError: see `load_rewards`.
@@ -229,16 +229,16 @@ class UsablePrompts(NamedTuple):
 def load_usable_prompts(
     config: Any, task: OwnTask, tokenizer: PreTrainedTokenizerBase | None, rewards: Rewards | None
 ) -> UsablePrompts:
-    """The prompts that a run answers, of `--dataset` or of `task`; a plan counts the same ones.
+    """The prompts that a run answers, from `--dataset` or from `task`; a plan counts the same ones.
 
     Args:
-        config: as of `prepare`.
-        task: as of `prepare`.
-        tokenizer: the actor's; None where it is still to be made: a byte is a token at most.
-        rewards: those that read columns of the data; None where a reward model is still to be trained.
+        config: as in `prepare`.
+        task: as in `prepare`.
+        tokenizer: the actor's; None if it is still to be trained: a byte counts as one token then.
+        rewards: those that read columns of the data; None if a reward model is still to be trained.
 
     Raises:
-        ValueError: the data cannot be read, a reward lacks a column, or a row cannot be used and is not to be left out.
+        ValueError: the data cannot be read, a reward lacks a column, or a row cannot be used and may not be left out.
     """
     columns = rewards.columns if rewards is not None else ()
     train, held_out = load_prompt_rows(config.source, columns) if config.dataset else task.load_rows(config.seed)
@@ -259,7 +259,7 @@ def with_lengths(
 ) -> ConfigT:
     """The options with lengths that fit the prompts `rows`, of `lengths` tokens; a plan has the same.
 
-    Without `--model` they are settled, and there may be no tokenizer.
+    Without `--model` the lengths are fixed, and there may be no tokenizer.
     """
     answer = long_answer(rows, tokenizer) if tokenizer is not None else 0
     return settle_lengths(config, lengths, answer, is_said=is_said)
@@ -273,10 +273,10 @@ def keep_usable(
 ) -> tuple[list[PromptRow], list[int]]:
     """The rows whose prompts can be encoded and that the rewards can read, and the tokens of each prompt.
 
-    Without a tokenizer, which is still to be made, a byte is a token at most.
+    Without a tokenizer, which is still to be trained, a byte counts as one token.
 
     Raises:
-        ValueError: others are not to be left out.
+        ValueError: there are other rows, and they may not be left out.
     """
 
     def measure(row: PromptRow) -> int:
@@ -288,11 +288,11 @@ def keep_usable(
 
 
 def check_longest(config: Any, source: str | None, longest: int, critics: Sequence[str]) -> None:
-    """ValueError where actor or critic lacks positions for the longest prompt and an answer behind it.
+    """Raises ValueError if actor or critic lack positions for the longest prompt and an answer to it.
 
     Args:
-        config: as of `prepare`.
-        source: of the actor; None where it is still to be made.
+        config: as in `prepare`.
+        source: of the actor; None if it is still to be trained.
         longest: tokens of a prompt.
         critics: rewards, of which the first that is a model with the actor's tokens becomes the critic.
     """
@@ -306,7 +306,7 @@ def check_longest(config: Any, source: str | None, longest: int, critics: Sequen
 
 
 def num_bytes(row: PromptRow) -> int:
-    """The bytes of a prompt that is text; ValueError for a conversation."""
+    """Bytes of a prompt that is text; ValueError for a conversation."""
     if not isinstance(row.prompt, str):
         raise ValueError(
             f"{row.place} has a conversation in prompt, and the model that is made without --model reads text; give "

@@ -1,1 +1,1 @@
-"""What a training pass computes beside the loss."""
+"""Training passes without full logits: log-probabilities from hidden states, and the memory of a pass."""

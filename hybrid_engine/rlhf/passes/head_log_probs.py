@@ -1,11 +1,10 @@
-"""Log-probabilities of a causal model's tokens from its last hidden states: its logits never exist at once.
+"""Log-probabilities of a causal model's tokens from its last hidden states, without all logits in memory at once.
 
-The model runs as it is. What its head is given is caught before the head, which is handed no rows instead, so that the
-model's own code behind the head (softcap, scale) has nothing to do. The catch happens inside the model's forward pass,
-where a sharded head is whole, and what it gives becomes the model's output, which sharding follows into the backward
-pass.
+The model runs unchanged. A hook captures the head's input and passes no rows to the head, so that the model's own code
+after the head (softcap, scale) has nothing to do. The capture runs inside the model's forward pass, where a sharded
+head is gathered, and its result becomes the model's output, which sharding follows into the backward pass.
 
-B rows, T the last columns of the input, whose tokens are asked for; E hidden size, V vocabulary.
+B rows, T the last columns of the input, whose tokens are requested; E hidden size, V vocabulary.
 """
 
 import math
@@ -27,37 +26,37 @@ from hybrid_engine.ops.log_prob import token_logprobs
 from hybrid_engine.rl.entropy import token_entropy
 
 TRIAL_PRODUCT = 200.0
-"""Of a token's products the largest in a second trial: far above every softcap, which small products hardly show."""
+"""Largest product of a token in the second trial: far above every softcap, which small products hardly show."""
 
 
 class Asked(NamedTuple):
-    """Which tokens' log-probabilities are asked for, and of which distribution."""
+    """Tokens whose log-probabilities are requested, and the distribution that they are from."""
 
     mask: torch.Tensor  # [B, T] bool: True where they are needed
     temperature: float = 1.0
     with_entropy: bool = False
-    cells: tuple[torch.Tensor, ...] | None = None  # rows and columns of the True cells; None: the device is asked
+    cells: tuple[torch.Tensor, ...] | None = None  # rows and columns of the True cells; None: read from the device
 
 
 class TokenLogProbs(NamedTuple):
-    """`[B, T]` fp32 each, 0 where nothing was asked."""
+    """`[B, T]` fp32 each, 0 where nothing was requested."""
 
     logprobs: torch.Tensor
-    entropy: torch.Tensor | None  # in nats; None unless asked for
+    entropy: torch.Tensor | None  # in nats; None unless requested
 
 
 def token_log_probs(model: nn.Module, asked: Asked, inputs: Mapping[str, torch.Tensor]) -> TokenLogProbs:
-    """What `model` says about the last T tokens of `inputs["input_ids"]`, differentiable in its weights.
+    """Log-probabilities of the last T tokens of `inputs["input_ids"]` under `model`, differentiable in its weights.
 
-    Collective where its forward pass is. The head must be a plain linear layer whose products become logits by the
-    scale and softcap of the model's config. The first pass through a model tries that on one token a row, as it is and
-    so large that a softcap shows, and so does the first after head or model were given other hooks; a line says where
-    they find something else. Any other model makes its logits, as does an engine in exact mode and one under autocast.
+    Collective if its forward pass is. The head must be a plain linear layer whose products become logits by the scale
+    and softcap of the model's config. The first pass through a model tests that on one token per row, unchanged and
+    scaled up so that a softcap shows; so does the first pass after hooks of head or model changed. A log line reports a
+    difference. Any other model computes its logits, as does an engine in exact mode and one under autocast.
 
     Args:
         model: a causal model of transformers, one with an adapter of peft, or an engine around one.
         asked: which tokens.
-        inputs: what its forward takes; `input_ids [B, P+T]` among it, P at least 1.
+        inputs: arguments of its forward, with `input_ids [B, P+T]`, P at least 1.
     """
     module = getattr(model, "module", model)
     head = _plain_head(model, module)
@@ -74,7 +73,7 @@ def token_log_probs(model: nn.Module, asked: Asked, inputs: Mapping[str, torch.T
     catch = _Catch(head, shape, asked, inputs["input_ids"], is_trial=tried is None)
     found = catch.run(model, module, _given(asked, inputs))
     if catch.difference is not None:
-        # Not a number is no verdict: the next pass is tried again.
+        # A NaN is not a verdict: the next pass tests again.
         differs = _on_any_process(model, not catch.difference <= catch.allowed)
         if math.isfinite(catch.difference):
             _tried[head] = Tried(computed_by, differs)
@@ -88,8 +87,9 @@ def token_log_probs(model: nn.Module, asked: Asked, inputs: Mapping[str, torch.T
 
 
 class Tried(NamedTuple):
-    """Of a head: what it and its model computed by when it was tried, and whether its logits are something else than
-    `LogitShape` makes of its products."""
+    """The result of testing a head: the computation of head and model at that time, and whether their logits differ
+    from those that `LogitShape` makes of the head's products.
+    """
 
     computed_by: tuple[Any, ...]
     differs: bool
@@ -99,7 +99,7 @@ _tried: WeakKeyDictionary[nn.Module, Tried] = WeakKeyDictionary()
 
 
 def _on_any_process(model: nn.Module, differs: bool) -> bool:
-    """Whether the trial says so on one process: at stage 3 all make another pass then, which gathers weights."""
+    """Whether the test fails on any process: at stage 3 all of them then make another pass, which gathers weights."""
     stage = getattr(model, "zero_optimization_stage", None)
     meets_others = stage is not None and stage() == 3
     return bool(everyone().highest([int(differs)])[0]) if meets_others else differs
@@ -122,7 +122,7 @@ def _plain_head(model: nn.Module, module: nn.Module) -> nn.Linear | None:
 
 
 def _active(head: Any) -> Any:
-    """The copy of a head that peft trains beside an adapter (`modules_to_save`), or what it is a copy of."""
+    """The copy of a head that peft trains with an adapter (`modules_to_save`), or its original."""
     if type(head).__name__ != "ModulesToSaveWrapper":
         return head
     names = [] if head.disable_adapters else [name for name in head.active_adapters if name in head.modules_to_save]
@@ -130,14 +130,16 @@ def _active(head: Any) -> Any:
 
 
 def logit_shape(module: nn.Module, temperature: float) -> LogitShape:
-    """By the names that transformers' configs have: Cohere's logit_scale, Granite's logits_scaling, Gemma's softcap."""
+    """Scale and softcap by the names in transformers' configs: Cohere's logit_scale, Granite's logits_scaling, Gemma's
+    softcap.
+    """
     config: Any = module.config.get_text_config()
     scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
     return LogitShape(scale, getattr(config, "final_logit_softcapping", None), temperature)
 
 
 def _allowed(dtype: torch.dtype) -> float:
-    """How far logits may lie apart for rounding, relative to the largest."""
+    """Largest rounding difference of logits, relative to the largest logit."""
     return 1e-4 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
 
 
@@ -153,22 +155,22 @@ def _from_logits(model: nn.Module, asked: Asked, inputs: Mapping[str, torch.Tens
 
 
 def _apart(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """How far two trials `[B, 2, V]` lie apart at the most, each relative to its own largest."""
+    """The largest difference of two trials `[B, 2, V]`, each relative to its own largest entry."""
     largest = expected.abs().amax(dim=(0, 2)).clamp(min=1e-30)
     return ((logits - expected).abs().amax(dim=(0, 2)) / largest).max().item()
 
 
 class _Catch:
-    """One forward pass whose head gives log-probabilities."""
+    """One forward pass whose head returns log-probabilities."""
 
     def __init__(self, head: nn.Linear, shape: LogitShape, asked: Asked, input_ids: torch.Tensor, is_trial: bool):
         self.head, self.shape, self.asked = head, shape, asked
         self.targets = input_ids[:, -asked.mask.shape[1] :]
         self.is_trial = is_trial
         self.difference: float | None = None  # of the trial's logits, relative to the largest
-        self.allowed = 0.0  # of that, for the rounding of the products' dtype
+        self.allowed = 0.0  # largest difference from rounding in the products' dtype
         self.found: dict[str, torch.Tensor] = {}
-        self.expected: torch.Tensor | None = None  # [B, 2, V]: what the trials should give
+        self.expected: torch.Tensor | None = None  # [B, 2, V]: expected logits of the trials
 
     def run(self, model: nn.Module, module: nn.Module, inputs: dict[str, Any]) -> TokenLogProbs:
         hooks = [
@@ -202,7 +204,7 @@ class _Catch:
             tried = torch.cat([tried, (tried * (TRIAL_PRODUCT / largest)).to(tried.dtype)], dim=1)  # [B, 2, E]
             products = nn.functional.linear(tried, head.weight, head.bias)
             self.expected = self.shape._replace(temperature=1.0).apply_(products)
-            self.allowed = _allowed(products.dtype)  # what is computed in may not be what sharded weights are kept in
+            self.allowed = _allowed(products.dtype)  # the dtype of computation may differ from that of sharded weights
         return (tried,)
 
     def _after_model(self, module: nn.Module, arguments: Any, output: Any) -> dict[str, torch.Tensor]:
@@ -213,12 +215,12 @@ class _Catch:
 
 
 def token_values(model: nn.Module, head: nn.Linear, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """`[R, W]` fp32: what `head [1, E]` says of each token, differentiable in both. Collective where `model` is.
+    """`[R, W]` fp32: the output of `head [1, E]` for each token, differentiable in both. Collective if `model` is.
 
     Args:
         model: a causal model of transformers, one with adapters of peft, or an engine around one.
         head: a part of that model's module, so that it is sharded and trained with it.
-        inputs: what the model's forward takes.
+        inputs: arguments of the model's forward.
     """
     module: Any = getattr(model, "module", model)
     found: dict[str, torch.Tensor] = {}
@@ -243,9 +245,9 @@ def token_values(model: nn.Module, head: nn.Linear, inputs: Mapping[str, torch.T
 
 
 def vocabulary_share(group: dist.ProcessGroup, num_rows: int) -> VocabularyShare:
-    """The share of this process: `num_rows` rows of the head, behind those of the earlier ranks of `group`. Collective.
+    """The share of this process: `num_rows` rows of the head, after those of the earlier ranks of `group`. Collective.
 
-    The processes of the group must give `linear_log_prob` the same hidden states and targets, at the same time.
+    The processes of the group must call `linear_log_prob` with the same hidden states and targets, at the same time.
     """
     world, rank = group.size(), group.rank()
     counts = [0] * world

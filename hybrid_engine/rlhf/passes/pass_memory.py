@@ -1,8 +1,8 @@
 """Bytes of a forward and backward pass, counted on a model without weights: every op runs on shapes alone.
 
-What is counted are the storages that ops make, while they are alive: what autograd keeps, gradients, and what comes and
-goes between. What an op takes and frees inside itself is not in it. The head's pieces, whose ops look at values, are
-stood in for by tensors of their sizes (`ops/linear_log_prob.py`).
+Counts the storages that ops allocate, while they are alive: activations that autograd stores, gradients, and
+temporaries. Memory that an op allocates and frees internally is not included. The head's pieces, whose ops depend on
+values, are replaced by tensors of their sizes (`ops/linear_log_prob.py`).
 
 B rows, P and T columns of prompts and responses, N = B T; E hidden size, V vocabulary.
 """
@@ -23,19 +23,19 @@ from hybrid_engine.rlhf.passes.head_log_probs import logit_shape
 
 
 class PassShape(NamedTuple):
-    """Rows of what a pass reads, with the tokens of a row's prompt and of its response."""
+    """The rows of a pass, with the tokens of a row's prompt and of its response."""
 
     rows: int
     prompt: int
     response: int
     spans: tuple[tuple[int, int, int, int], ...] = ()
-    """Where attention goes along spans of one row: of each the first cell and how many, then those of its prefix."""
+    """Spans of a single row, if attention goes along them: first cell and length of each, then those of its prefix."""
     padding: int = 0
-    """Of the responses' tokens, for which the head is not asked."""
+    """Number of response tokens that are padding, which the head does not read."""
 
     @property
     def num_asked(self) -> int:
-        """Tokens that the head is asked for."""
+        """Tokens that the head reads."""
         return self.rows * self.response - self.padding
 
     @property
@@ -45,14 +45,14 @@ class PassShape(NamedTuple):
 
 
 class PassBytes(NamedTuple):
-    """What a pass takes beyond weights and the gradients that were there before it."""
+    """Bytes of a pass in addition to weights and earlier gradients."""
 
     activations: int
-    """Bytes that the body's forward pass leaves for its backward pass."""
+    """Bytes that the body's forward pass stores for its backward pass."""
     pieces: int
-    """Bytes of the head: kept tiles, one more, and the rows that it reads."""
+    """Bytes of the head: stored tiles, one more, and the rows that it reads."""
     peak: int
-    """The most bytes at once, new gradients included."""
+    """Peak bytes, new gradients included."""
 
 
 def count_pass(
@@ -66,17 +66,18 @@ def count_pass(
     device: str,
     more_inputs: Mapping[str, Any] | None = None,
 ) -> PassBytes:
-    """A pass of `body` and `head`, parts of `model`; the model is of no other use afterwards.
+    """Counts a pass of `body` and `head`, parts of `model`; the model cannot be used for anything else afterwards.
 
     Args:
         model: built on the meta device, in training mode.
         body: a transformer of transformers.
-        head: over the vocabulary where `is_language`, whose logits never exist at once; else of values.
+        head: over the vocabulary if `is_language`, and its full logits never exist at once; otherwise a head of values.
         shape: rows of padded prompts and responses.
-        is_language: whether tokens of responses are asked for their log-probabilities.
-        accumulates: whether gradients are there already.
-        device: its type; of a GPU the head's kernels keep nothing.
-        more_inputs: of the body beside tokens, masks and positions, with tensors that have values; made for the pass.
+        is_language: whether the pass computes log-probabilities of response tokens.
+        accumulates: whether gradients exist already.
+        device: its type; on a GPU the head's kernels store nothing.
+        more_inputs: inputs of the body other than tokens, masks and positions, with tensors that have values; made for
+            the pass.
     """
     with FakeTensorMode() as shapes, GroupedProducts(), torch.device("cpu"):
         _give_shapes(model, accumulates)
@@ -102,11 +103,11 @@ def count_pass(
 
 
 def _masks_of(body: Callable[..., Any], input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a pass over `input_ids [B, P+T]` is given beside them."""
+    """Inputs of a pass over `input_ids [B, P+T]` other than the tokens: mask and positions."""
     mask = torch.ones_like(input_ids)
     masks = {"attention_mask": mask, "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)}
-    # Nothing is padded in one row, and sequences in it are kept apart without a mask, of which transformers takes four
-    # dims for complete; attention with ALiBi reads it, and then one sequence is a row.
+    # A single row has no padding, and its sequences are kept apart without a mask; transformers takes a 4-D mask as
+    # complete. Attention with ALiBi reads the mask, and there a row is one sequence.
     if len(input_ids) == 1 and getattr(body, "_supports_attention_backend", False):
         masks["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool)
     positions = set(inspect.signature(getattr(body, "forward", body)).parameters) & {"position_ids", "kwargs"}
@@ -114,7 +115,9 @@ def _masks_of(body: Callable[..., Any], input_ids: torch.Tensor) -> dict[str, to
 
 
 def _give_shapes(model: nn.Module, accumulates: bool) -> None:
-    """Parameters and buffers that say they lie on the CPU, tied ones together, with gradients where asked for."""
+    """Replaces parameters and buffers by ones that claim to be on the CPU, tied ones together, with gradients if
+    requested.
+    """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -156,13 +159,13 @@ def _of_size(like: torch.Tensor, num_bytes: int) -> torch.Tensor:
 
 
 class GroupedProducts(TorchDispatchMode):
-    """Inside, products of experts have shapes in every precision; torch has them for bf16 alone.
+    """Gives grouped products of experts a shape in every precision; torch has them for bf16 alone.
 
-    `[M, K] @ [G, K, N] -> [M, N]`; of a weight's gradient `[K, M] @ [M, N] -> [G, K, N]`.
+    `[M, K] @ [G, K, N] -> [M, N]`; for a weight's gradient `[K, M] @ [M, N] -> [G, K, N]`.
     """
 
     lets_compiled_run = True
-    """For `ops/cpu_kernels.py`, as of `LiveBytes`."""
+    """For `ops/cpu_kernels.py`, as in `LiveBytes`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten._grouped_mm.default:

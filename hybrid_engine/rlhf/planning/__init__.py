@@ -1,1 +1,1 @@
-"""What memory a recipe will take, from its options alone."""
+"""Predicts the memory of a recipe from its options alone."""

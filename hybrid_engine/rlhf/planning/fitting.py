@@ -1,4 +1,4 @@
-"""A plan beside the memory that there is: whether it fits, by how much not, and what to change first."""
+"""Compares a plan with the available memory: whether it fits, how much is missing, which options to change first."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,15 +15,15 @@ from hybrid_engine.rlhf.runs.options import fit_minibatch
 from hybrid_engine.rlhf.runs.precision import choose_dtype
 
 ADAPTER_RANK = 16
-"""Of an adapter that is proposed."""
+"""Rank of an adapter that is proposed."""
 MOST_PROCESSES = 64
 TOGETHER = "together"
-"""The kind of several changes at once, which are tried where none before them suffices."""
+"""The kind of several changes at once, which are tried if none of the earlier changes suffices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """A change of options, and what the run takes with it."""
+    """A change of options, and the peak memory of the run with it."""
 
     change: str
     peak_bytes: int
@@ -31,23 +31,23 @@ class Remedy:
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """A plan and the memory for it."""
+    """A plan and the memory that is available for it."""
 
     title: str
     plan: MemoryPlan
     memory_bytes: int
     memory_text: str
-    """Where that number comes from."""
+    """The origin of that number."""
     remedies: list[Remedy]
-    """Where it does not fit: what to change, the smallest change first."""
+    """Changes to make if the plan does not fit, the smallest change first."""
 
     @property
     def missing_bytes(self) -> int:
-        """By how much it does not fit; 0 where it does."""
+        """Bytes that are missing; 0 if the plan fits."""
         return max(0, self.plan.peak_bytes - self.memory_bytes)
 
     def to_json(self) -> dict[str, Any]:
-        """The plan, the memory there is and the remedies, as plain values for JSON."""
+        """The plan, the available memory and the remedies, as plain values for JSON."""
         return self.plan.to_json() | {
             "memory_bytes": self.memory_bytes,
             "missing_bytes": self.missing_bytes,
@@ -75,15 +75,15 @@ class Fitted:
 
 
 def plan(recipe: str, config: Any, wishes: Any) -> Fitted:
-    """The plan of a recipe with its `Config`; reads data and configs, and no weights.
+    """The plan of a recipe with its `Config`; reads data and configs, but no weights.
 
     Args:
         recipe: its name on the command line.
         config: of that recipe.
-        wishes: a `command.plan.Wishes`.
+        wishes: a `cli.plan.Wishes`.
 
     Raises:
-        ValueError: what an option names cannot be read, or does not fit the processes.
+        ValueError: a source that an option names cannot be read, or does not fit the processes.
     """
     device = default_device()
     if wishes.memory is None:
@@ -104,7 +104,7 @@ def plan(recipe: str, config: Any, wishes: Any) -> Fitted:
 
 
 def _remedies(read: Read, setting: Setting, plan: MemoryPlan, memory_bytes: int) -> list[Remedy]:
-    """What helps, those that suffice first, in the order of `_changes`."""
+    """Changes that reduce the peak, sufficient ones first, otherwise in the order of `_changes`."""
     found: dict[str, Remedy] = {}
     generates_much = plan.generation_peak_bytes > min(plan.training_peak_bytes, memory_bytes)
     for kind, change, changed in _changes(setting, generates_much):
@@ -117,7 +117,7 @@ def _remedies(read: Read, setting: Setting, plan: MemoryPlan, memory_bytes: int)
 
 
 def _changes(setting: Setting, generates_much: bool) -> Iterator[tuple[str, str, Setting]]:
-    """Kinds of changes from the cheapest on, and of each kind more and more of it."""
+    """Changes by kind, from the cheapest kind on, and more and more of each kind."""
     config = setting.config
 
     def changed(**options: Any) -> Setting:
@@ -137,7 +137,7 @@ def _changes(setting: Setting, generates_much: bool) -> Iterator[tuple[str, str,
             both = {"activation_checkpointing": True, "micro_batch_size": 1}
             words = "--activation-checkpointing --micro-batch-size 1"
             yield TOGETHER, words, changed(**both)
-            for rows in fewer[1::3]:  # each is a plan of its own, a second of work
+            for rows in fewer[1::3]:  # each is a plan of its own, which takes a second
                 yield TOGETHER, f"{words} --max-running {rows}", changed(**both, max_running=rows)
     if getattr(config, "measure_kl", False) and not config.algorithm.needs_reference and not config.lora_rank:
         yield "reference", "--no-measure-kl", changed(measure_kl=False)

@@ -1,4 +1,4 @@
-"""A run beside its plan: what its engines report of it, and what is measured while they train."""
+"""Attaches a memory plan to a run: its engines report the plan, and measure their memory while they train."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -35,7 +35,7 @@ def follow_scored_pairs(config: Any, engine: Any, corpus: PairCorpus) -> None:
 
 
 def follow_preferences(recipe: str, config: Any, engine: Any, learned: Sequence[Encoded | EncodedPair]) -> None:
-    """Follows a run that learns from given answers and answers the prompts of some."""
+    """Follows a run that learns from given answers and answers some of their prompts."""
     follow_memory(recipe, config, read_preferences(config, engine.module.config, learned), [engine])
 
 
@@ -43,7 +43,7 @@ def follow_answers(recipe: str, config: Any, start: Any, policy: Any, critic: An
     """Follows a run that learns from its own answers.
 
     Args:
-        recipe, config: as of `follow_memory`.
+        recipe, config: as in `follow_memory`.
         start: an `experience.start.Start`.
         policy: an `experience.policy.Policy`.
         critic: an engine, or a role of the actor's.
@@ -57,34 +57,34 @@ def follow_answers(recipe: str, config: Any, start: Any, policy: Any, critic: An
 
 
 def fuses_at_once(recipe: str, config: Any, start: Any, first: PretrainedConfig) -> bool:
-    """Whether rollouts of a run on a shared base take no more memory than its training with all linears fused at once.
+    """Whether rollouts on a shared base fit into the memory of training if all linears are fused at once.
 
-    False where a model cannot be counted on shapes alone; alike on all processes.
+    Returns False if a model cannot be counted on shapes alone; the same on all processes.
 
     Args:
-        recipe, config: as of `follow_memory`.
+        recipe, config: as in `follow_memory`.
         start: an `experience.start.Start`.
-        first: the base's.
+        first: config of the base.
     """
     read = read_answers(config, start.rewards.specs, first, start.answered, start.source, has_critic=True)
     setting = Setting(recipe=recipe, config=config, num_processes=get_world_size(), device=default_device().type)
     try:
         return plan_memory(read, setting).fuses_at_once
-    except Exception:  # as in `follow_memory`, which says it
+    except Exception:  # as in `follow_memory`, which logs it
         return False
 
 
 def follow_memory(
     recipe: str, config: Any, read: Read, engines: Sequence[Any], frozen: Iterable[nn.Module | None] = ()
 ) -> None:
-    """Plans the run, and has its engines report the plan and measure what they take; local.
+    """Plans the run, and makes its engines report the plan and measure their memory; local.
 
-    Where a model cannot be counted on shapes alone, a line says why there is no plan.
+    If a model cannot be counted on shapes alone, a log line says why there is no plan.
 
     Args:
         recipe: its name on the command line.
         config: of that recipe.
-        read: what the run works on.
+        read: the data and model configs of the run.
         engines: that it trains.
         frozen: its other models.
     """
@@ -92,7 +92,7 @@ def follow_memory(
     setting = Setting(recipe=recipe, config=config, num_processes=get_world_size(), device=device.type)
     try:
         plan = plan_memory(read, setting)
-    except Exception as error:  # whatever a model's own code raises where tensors have no values
+    except Exception as error:  # any error of a model's own code when tensors have no values
         say(f"memory: no plan of this run, because {type(error).__name__}: {error}")
         return
     others = [model for model in frozen if model is not None]
@@ -117,9 +117,9 @@ def follow_memory(
 
 
 def write_result(path: Path, result: dict[str, Any], engine: Any) -> None:
-    """Writes `result` with the memory that the run of `engine` took, planned and measured, and says that; collective.
+    """Writes `result` with the planned and measured memory of the run of `engine`, and logs it; collective.
 
-    What is measured is that of the process that had most.
+    The measurements are those of the process with the highest peak.
     """
     use: MemoryUse | None = engine.memory_use
     everyones = gather_objects(None if use is None else use.measured())

@@ -1,4 +1,4 @@
-"""What a plan knows of a run before any of its sizes: the lengths of its data and the configs of its models."""
+"""Inputs of a plan that do not depend on batch sizes: the lengths of a run's data and the configs of its models."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,52 +17,54 @@ from hybrid_engine.rlhf.runs.options import AdapterOptions
 from hybrid_engine.rlhf.runs.stages import load_config
 
 BLOCK, OUTER_BLOCK = 64, 256
-"""Values with one scale, and scales with one scale of their own (bitsandbytes 0.50, `functional.quantize_4bit`)."""
+"""Values that share a scale, and scales that share a scale of their own (bitsandbytes 0.50,
+`functional.quantize_4bit`).
+"""
 CODE_4_BITS, CODE_8_BITS = 16 * 4, 256 * 4
-"""Bytes of the values that codes stand for."""
+"""Bytes of the table of values that codes stand for."""
 
 
 class Learned(NamedTuple):
-    """What a run learns from, where that is known before it."""
+    """The training data of a run, if it is known before the run."""
 
     items: Items
-    """At least a batch."""
+    """At least one batch of items."""
     batches: list[list[int]]
     """Indices of the items of every step."""
 
     @classmethod
     def of(cls, items: Items, batches: list[list[int]]) -> "Learned":
-        """`items` without the tokens of their prompts."""
+        """`items` with hashes in place of their prompts' tokens."""
         prompts = [tuple(prompt._replace(key=hash(prompt.key)) for prompt in item) for item in items.prompts]
         return cls(Items(items.lengths, prompts), batches)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
-    """What a plan reads of a run, whatever its batch sizes, adapters and processes are."""
+    """Inputs of a plan that do not depend on batch sizes, adapters and processes."""
 
     first: PretrainedConfig
-    """Of the model that is trained first."""
+    """Config of the model that is trained first."""
     critic: PretrainedConfig | None = None
-    """Of a critic, which has a body of its own."""
+    """Config of a critic that has a body of its own."""
     rewards: list[PretrainedConfig] = field(default_factory=list)
-    """Of reward models that have a body of their own."""
+    """Configs of reward models that have a body of their own."""
     adapters: list[AdapterOptions] = field(default_factory=list)
     """Adapters of reward models on the first model: those that `--reward` names by their rank alone."""
     learned: Learned | None = None
-    """None where the run draws it itself."""
+    """None if the run samples its training data itself."""
     answered: PromptTokens | None = None
-    """None where no prompt is."""
+    """None if the run answers no prompts."""
     has_turns: bool = False
-    """Whether a drawn answer goes on after what others say, up to the length of the longest prompt and its answer."""
+    """Whether an answer continues after turns of others, up to the length of the longest prompt and its answer."""
 
 
 def read_preferences(config: Any, first: PretrainedConfig, learned: Sequence[Encoded | EncodedPair]) -> Read:
-    """What a plan reads of a recipe that learns from given answers, which meet as `select_prompts` draws them.
+    """Plan inputs of a recipe that learns from given answers, whose batches are drawn by `select_prompts`.
 
     Args:
         config: of the recipe, with `max_prompt_tokens` of the prompts that are answered.
-        first: the actor's.
+        first: config of the actor.
         learned: answers or pairs to learn from, at least a batch.
     """
     size = config.batch_size
@@ -84,15 +86,15 @@ def read_answers(
     *,
     has_critic: bool = False,
 ) -> Read:
-    """What a plan reads of a recipe that learns from its own answers.
+    """Plan inputs of a recipe that learns from its own answers.
 
     Args:
         config: of the recipe.
         specs: of its rewards.
-        first: the actor's.
-        answered: of its prompts.
-        source: of the actor; None where it is still to be made.
-        has_critic: whether there is one.
+        first: config of the actor.
+        answered: lengths of its prompts.
+        source: of the actor; None if it is still to be trained.
+        has_critic: whether there is a critic.
     """
     models = [spec for spec in specs if names_model(spec)]
     if getattr(config, "shared_base", False):
@@ -109,7 +111,7 @@ def read_answers(
 
 
 def check_one_process(trained: Iterable[Any], num_processes: int) -> None:
-    """ValueError for several processes where one of the configs of the models that are `trained` is quantised."""
+    """Raises ValueError for several processes if one of the `trained` configs is of a quantized model."""
     if num_processes > 1 and any(getattr(config, "quantization_config", None) is not None for config in trained):
         raise ValueError(
             f"--processes={num_processes}: --model {IS_PACKED}; plan and train with --processes 1, or give the model "
@@ -122,10 +124,10 @@ def packed_bytes(quantisation: dict[str, Any], linear: nn.Linear) -> int:
 
     Args:
         quantisation: the `quantization_config` of the model's config.
-        linear: as it was before it was quantised.
+        linear: before quantization.
 
     Raises:
-        ValueError: of this kind of quantisation nothing is known.
+        ValueError: the sizes of this kind of quantization are not known.
     """
     values, rows = linear.in_features * linear.out_features, linear.out_features
     kind = quantisation.get("quant_method")

@@ -1,4 +1,4 @@
-"""What a plan reads of a run: the lengths of its data and the configs of its models, and no weights."""
+"""Reads the inputs of a plan for each recipe: the lengths of its data and the configs of its models, but no weights."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -46,10 +46,10 @@ class ReadRun(NamedTuple):
 
 
 def read_run(recipe: str, config: Any) -> ReadRun:
-    """What the recipe with this `Config` will work on, and under which lengths.
+    """The data and model configs of a recipe with this `Config`, and the lengths that it will have.
 
     Raises:
-        ValueError: what an option names cannot be read.
+        ValueError: a source that an option names cannot be read.
     """
     return READERS[recipe](config)
 
@@ -74,7 +74,7 @@ def _read_reward(config: reward.Config) -> ReadRun:
 
 
 def _read_answers(config: Any, task: OwnTask, *, has_critic: bool = False) -> ReadRun:
-    """What a plan reads of a recipe that learns from its own answers."""
+    """Plan inputs of a recipe that learns from its own answers."""
     first, tokenizer = _first_actor(config, task)
     specs = reward_specs(config, task)
     rewards = load_named_rewards(config, task, lambda spec: judge_nothing)
@@ -87,7 +87,7 @@ def _read_answers(config: Any, task: OwnTask, *, has_critic: bool = False) -> Re
     if specs or getattr(config, "shared_base", False):
         read = read_answers(config, specs, first, answered, config.model, has_critic=has_critic)
         return ReadRun(read, config)
-    made = Path(config.out) / "reward"  # that stage makes one of the actor's size
+    made = Path(config.out) / "reward"  # the stage makes a model of the actor's size
     model = load_config(str(made)) if made.exists() else first
     read = Read(first=first, critic=model if has_critic else None, rewards=[model], answered=answered)
     return ReadRun(read, config)
@@ -135,7 +135,7 @@ READERS: dict[str, Callable[[Any], ReadRun]] = {
 
 
 def _first_actor(config: Any, task: OwnTask) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-    """Config and tokenizer of the actor as it begins: a stage that is still to be run makes a small one."""
+    """Config and tokenizer of the first actor; a small one if its stage is still to be run."""
     stage = Path(config.out) / "sft"
     source = config.model or (str(stage) if stage.exists() else None)
     if source is not None:
@@ -162,8 +162,9 @@ def _that_fit(
     encode: Callable[[R], T],
     what: str,
 ) -> list[T]:
-    """Of rows to train on and held-out ones those to train on that the model has positions for; refuses what the run
-    will refuse."""
+    """Tokens of the training rows that fit the model's positions; also checks held-out rows, and refuses what the run
+    will refuse.
+    """
     limit = limit_of(None, num_positions(first), f"--model={config.model!r}")
     found = [keep_fitting(config, *encode_each(config, rows, encode), limit)[1] for rows in parts]
     check_enough(config, len(found[0]), len(found[1]), what)

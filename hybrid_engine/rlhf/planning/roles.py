@@ -1,4 +1,4 @@
-"""The models of a run, each built on the meta device and counted: what is kept, and what a training pass takes."""
+"""The models of a run, each built on the meta device and counted: memory that is kept, and that of a training pass."""
 
 import inspect
 import math
@@ -46,7 +46,7 @@ from hybrid_engine.zero.layer_groups import find_groups
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Where a run will be."""
+    """The processes and devices of a run, with its options."""
 
     recipe: str
     config: Any
@@ -54,11 +54,11 @@ class Setting:
     device: str
     """Type of the devices."""
     ran: Pass | None = None
-    """The largest training pass, where that has run; None: as the lengths that are known before the run make it."""
+    """The largest training pass, if it has run; None: it is derived from lengths that are known before the run."""
 
     @property
     def weight(self) -> torch.dtype:
-        """The dtype that models compute in."""
+        """The dtype in which models compute."""
         return torch_dtype(self.config.dtype, self.device)
 
 
@@ -77,7 +77,7 @@ def plan_memory(read: Read, setting: Setting) -> MemoryPlan:
 
 
 def _plan_of(read: Read, setting: Setting, largest: Pass) -> MemoryPlan:
-    """The plan of a run whose largest training pass is that."""
+    """The plan of a run whose largest training pass is `largest`."""
     config = setting.config
     with torch.device("meta"):
         roles, actor = _roles(read, setting, largest.shape, largest.has_gradients)
@@ -85,7 +85,7 @@ def _plan_of(read: Read, setting: Setting, largest: Pass) -> MemoryPlan:
         if read.answered is None:
             return plan
         at_once = _generation(actor, read.answered.longest, setting, is_streamed=False)
-        # On a shared base a rollout is to take no more than training does, which takes nothing meanwhile.
+        # On a shared base a rollout may not exceed training, which uses no memory meanwhile.
         room = plan.training_peak_bytes - plan.kept_bytes
         if getattr(config, "shared_base", False) and sum(part.num_bytes for part in at_once) > room:
             generation = _generation(actor, read.answered.longest, setting, is_streamed=True)
@@ -146,19 +146,19 @@ def _value_adapter(config: PretrainedConfig, adapter: AdapterOptions, setting: S
 
 
 def _keeps_reference(recipe: str, config: Any) -> bool:
-    """Whether the first weights lie beside the actor's."""
+    """Whether the first weights are kept in addition to the actor's."""
     if config.lora_rank or recipe not in ("grpo", "ppo", "online-dpo"):
         return False
     return recipe != "grpo" or config.measure_kl or config.algorithm.needs_reference
 
 
 def _build(auto_class: Any, config: PretrainedConfig, dtype: torch.dtype, **options: Any) -> Any:
-    """Without dropout; which of its weights are quantised is noted in it for `_shapes`."""
+    """Builds a model without dropout, and records for `_shapes` which of its weights are quantized."""
     made = type(config).from_dict(config.to_dict() | options)
     quantisation = made.__dict__.pop("quantization_config", None)
     try:
         model = auto_class.from_config(without_dropout(made), dtype=dtype).train()
-    except ValueError as error:  # of transformers, which names all that there are
+    except ValueError as error:  # from transformers, which lists all model types
         raise ValueError(
             f"--model is a {made.model_type}, of which {auto_class.__name__} makes no model; name a causal language "
             "model"
@@ -172,7 +172,7 @@ def _build(auto_class: Any, config: PretrainedConfig, dtype: torch.dtype, **opti
 
 
 _packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Bytes of the weights that are quantised in the models that were built here."""
+"""Bytes of the quantized weights of the models that were built here."""
 
 
 def _value_model(config: PretrainedConfig, dtype: torch.dtype) -> ValueModel:
@@ -191,13 +191,13 @@ def _shapes(model: nn.Module) -> list[Shape]:
 def _trained(
     name: str, model: Any, head: nn.Linear, *, shape: PassShape, accumulates: bool, setting: Setting
 ) -> RolePlan:
-    """A model with an engine of its own."""
+    """The plan of a model with an engine of its own."""
     config = setting.config
     shapes = _shapes(model)
     sharded = Sharded(config.zero_stage, setting.num_processes, setting.weight.itemsize)
     body: Callable[..., Any] = model.backbone if isinstance(model, ValueModel) else _base(model).base_model
     is_language = head.out_features > 1
-    keeps_shards = sharded.stage >= 2 and sharded.num_processes > 1  # gradients are reduced as they come
+    keeps_shards = sharded.stage >= 2 and sharded.num_processes > 1  # gradients are reduced as they are computed
     found = count_pass(
         model,
         body,
@@ -244,10 +244,10 @@ def _trained(
 
 
 def _along_spans(model: Any, shape: PassShape, config: Any) -> dict[str, Spans]:
-    """What attention of `model` is given, and goes by from now on, where it goes along spans."""
+    """Attention inputs of `model`, which uses spans from now on; empty if attention does not go along spans."""
     module = _base(model.backbone if isinstance(model, ValueModel) else model)
     kinds = [parameter.kind for parameter in inspect.signature(module.base_model.forward).parameters.values()]
-    is_along = expected_layout(config, module.config) is Layout.SPANS  # a critic's may be another than the actor's
+    is_along = expected_layout(config, module.config) is Layout.SPANS  # a critic's layout may differ from the actor's
     if not shape.spans or not is_along or inspect.Parameter.VAR_KEYWORD not in kinds:
         return {}
     module.set_attn_implementation(ATTENTION)
@@ -256,7 +256,7 @@ def _along_spans(model: Any, shape: PassShape, config: Any) -> dict[str, Spans]:
 
 
 def _gathered_part(model: nn.Module, sharded: Sharded) -> Part:
-    """What lies gathered when a backward pass begins under ZeRO-3, beside this process's shards."""
+    """Weights that are gathered when a backward pass begins under ZeRO-3, in addition to this process's shards."""
     if sharded.stage < 3 or sharded.num_processes == 1:
         return Part("gathered weights", 0, "none")
     layers = [sum(p.numel() for p in layer.parameters()) for layer in find_groups(model).modules]
@@ -267,15 +267,16 @@ def _gathered_part(model: nn.Module, sharded: Sharded) -> Part:
 
 
 def _frozen(name: str, shapes: list[Shape], setting: Setting) -> RolePlan:
-    """A model that only says something; whole on every process."""
+    """The plan of a model that is not trained; whole on every process."""
     shapes = [shape._replace(is_trained=False) for shape in shapes]
     sharded = Sharded(0, 1, setting.weight.itemsize)
     return RolePlan(name=name, kept=kept_parts(shapes, sharded), gradients=gradient_part(shapes, sharded))
 
 
 def _generation(actor: nn.Module, prompt_tokens: int, setting: Setting, *, is_streamed: bool) -> list[Part]:
-    """What a rollout takes beside what is kept, of training or of an evaluation, whichever is larger, behind prompts of
-    so many tokens; with its weights ready before it begins, or layer by layer."""
+    """Memory of a rollout in addition to what is kept, after prompts of `prompt_tokens` tokens: the larger of training
+    and evaluation. Its weights are prepared before it begins, or layer by layer with `is_streamed`.
+    """
     config, size = setting.config, setting.weight.itemsize
     longest = prompt_tokens + config.max_new_tokens - 1  # the last token drawn is never fed
     options = HybridEngineConfig(enabled=True, max_running=config.max_running)
@@ -315,7 +316,7 @@ def _generation(actor: nn.Module, prompt_tokens: int, setting: Setting, *, is_st
 
 
 def _own_cache(text: Any, rows: int, columns: int, size: int) -> Part:
-    """What the model's own `generate()` keeps of keys and values; a model without attention has none."""
+    """Keys and values of the model's own `generate()`; none for a model without attention."""
     heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
     if heads is None:
         return Part(OWN_CACHE, 0, "no attention, no keys and values; its states are not counted")

@@ -1,4 +1,4 @@
-"""The largest training passes of a process of a run, from the lengths of what it learns."""
+"""The largest training passes of a process, from the lengths of its training data."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -20,20 +20,21 @@ from hybrid_engine.rlhf.runs.engine_config import largest_micro_batch
 from hybrid_engine.rlhf.runs.precision import torch_dtype
 
 MOST_LAID_OUT = 5000
-"""Items of steps that are laid out, each some 0.1 ms: padding, and items that stay together, leave passes less than
-full."""
+"""Number of items of steps that are laid out, at some 0.1 ms each. Padding, and items that stay together, leave passes
+partly empty, so that several steps must be compared.
+"""
 CLOSE = 0.7
-"""A pass with this share of the largest's estimate, or more, may be larger than that."""
+"""A pass whose estimate is at least this fraction of the largest one may be larger than that."""
 MOST_COUNTED = 4
-"""Passes that are, each a second of work for a model of 28 layers."""
+"""Number of passes that are counted, at a second each for a model of 28 layers."""
 Estimate = Callable[[Extent], float]
 
 
 def widest_passes(read: Read, config: Any, per_process: int, num_processes: int, device: str) -> list[Pass]:
-    """Passes of a run of which one is the largest; the one that is by an estimate comes first.
+    """Passes of a run of which one is the largest; the first has the largest estimate.
 
     Args:
-        read: what the run learns; of answers that it is still to draw the largest passes that may be.
+        read: the training data; for answers that are still to be sampled, the largest passes that may occur.
         config: of the recipe.
         per_process: items of a step on one process.
         num_processes: of the run.
@@ -50,7 +51,7 @@ def widest_passes(read: Read, config: Any, per_process: int, num_processes: int,
         steps = _steps(read.learned._replace(batches=part), num_processes)
         shapes, accumulates = _passes_of(steps, config, layout, per_process)
         largest = _largest(shapes, estimate)
-        if is_first and found:  # of no account unless it is larger than what comes after it
+        if is_first and found:  # only matters if it is larger than later passes
             least = estimate(extent_of(found[0].shape))
             largest = [shape for shape in largest if estimate(extent_of(shape)) > CLOSE * least]
         found += _passes(largest, accumulates, has_state=not is_first)
@@ -62,7 +63,7 @@ def _passes(shapes: Iterable[PassShape], accumulates: bool, has_state: bool) -> 
 
 
 def _largest(shapes: Iterable[PassShape], estimate: Estimate) -> list[PassShape]:
-    """Of passes those that may be the largest by their estimates; none has less of everything than another."""
+    """The passes that may be the largest by their estimates; none of them has less of everything than another."""
     extents = {extent_of(shape): shape for shape in shapes}
     ranked = sorted(extents, key=estimate, reverse=True)
     kept = list[Extent]()
@@ -75,13 +76,13 @@ def _largest(shapes: Iterable[PassShape], estimate: Estimate) -> list[PassShape]
 
 
 def _steps(learned: Learned, num_processes: int) -> list[Items]:
-    """Those of all processes."""
+    """The items of each step on each process."""
     ranks = range(num_processes)
     return [learned.items.take(batch[rank::num_processes]) for batch in learned.batches for rank in ranks]
 
 
 def _passes_of(steps: list[Items], config: Any, layout: Layout, per_process: int) -> tuple[Iterator[PassShape], bool]:
-    """The passes of `steps`, dealt out as the run will deal them, and whether a step has several."""
+    """The passes of `steps`, divided as in the run, and whether a step has several."""
     budget = config.tokens_per_micro_batch
     if budget:
         check_budget(budget, (item for step in steps for item in step.lengths))
@@ -95,7 +96,7 @@ def _passes_of(steps: list[Items], config: Any, layout: Layout, per_process: int
 
 
 def _likely(steps: list[Items], budget: int) -> list[Items]:
-    """Of the steps that fill a budget equally often, without sharing, those with most tokens.
+    """Among steps that fill a budget equally often, without sharing, those with most tokens.
 
     A step just above the budget has passes of half of it.
     """
@@ -107,7 +108,7 @@ def _likely(steps: list[Items], budget: int) -> list[Items]:
 
 
 def _drawn_passes(read: Read, config: Any, layout: Layout, per_process: int) -> tuple[Iterator[PassShape], bool]:
-    """Passes over answers that are still to be drawn, one of which is the largest, and whether a step has several."""
+    """Passes over answers that are still to be sampled, one of which is the largest; and whether a step has several."""
     drawn, budget = _Drawn.of(read, config), config.tokens_per_micro_batch
     prompt = drawn.prompts[-1]
     if not budget:
@@ -120,26 +121,26 @@ def _drawn_passes(read: Read, config: Any, layout: Layout, per_process: int) -> 
 
 
 class _Drawn(NamedTuple):
-    """Answers of a run that draws them itself."""
+    """Answers that a run samples itself."""
 
     prompts: list[int]
-    """Lengths of those that are tried, the longest that an answer may stand behind last."""
+    """Prompt lengths to try; the last is the longest that an answer may follow."""
     num_tokens: int
-    """Of the longest prompt with an answer."""
+    """Tokens of the longest prompt with an answer."""
     has_turns: bool
     max_new_tokens: int
     answers_of_item: int
     group_size: int
-    """Items with one prompt."""
+    """Items with the same prompt."""
 
     @classmethod
     def of(cls, read: Read, config: Any) -> "_Drawn":
-        """What `read` and the config of its recipe say of them."""
+        """The answers for `read` and the config of its recipe."""
         assert read.answered is not None
         shortest, longest = read.answered
         pair = 2 if hasattr(config, "loss") else 1
         group = 1 if pair == 2 else getattr(config, "group_size", 1)
-        # Behind longer prompts there is room for fewer answers, and a copy of a shorter one is for several of them.
+        # After longer prompts there is room for fewer answers, and a copy of a shorter one serves several of them.
         most_copied = int(config.max_new_tokens / TOGETHER)
         most_masked = config.tokens_per_micro_batch - group * pair * (config.max_new_tokens + 1)
         tried = {min(longest, max(shortest, prompt)) for prompt in (shortest, most_copied, most_masked, longest)}
@@ -153,18 +154,19 @@ class _Drawn(NamedTuple):
         )
 
     def longest_answer(self, prompt: int) -> int:
-        """Of one behind a prompt of so many tokens."""
+        """Tokens of the longest answer to a prompt of `prompt` tokens."""
         return self.num_tokens - prompt if self.has_turns else self.max_new_tokens
 
     def step(self, num_items: int, prompt: int, answer: int, sharing: int) -> Items:
-        """So many items of such lengths, `sharing` of which have a prompt together."""
+        """Items of these lengths, of which each `sharing` have the same prompt."""
         prompts = [(Prompt(number // sharing, prompt),) * self.answers_of_item for number in range(num_items)]
         return Items([(prompt + answer,) * self.answers_of_item] * num_items, prompts)
 
     def full_passes(self, num_items: int, budget: int, layout: Layout) -> Iterator[Items]:
-        """Passes of up to `num_items`, as full as the budget allows, that differ in what is largest of them.
+        """Passes of up to `num_items`, as full as the budget allows, that differ in which part of them is largest.
 
-        Answers may be long, or so short beside their prompts that most keys are copied; prompts may be shared or not.
+        Answers may be long, or so short relative to their prompts that most keys are copied; prompts may be shared or
+        not.
         """
         for prompt, is_short, sharing in product(self.prompts, (False, True), {1, self.group_size}):
             most = self.longest_answer(prompt)
@@ -176,7 +178,7 @@ class _Drawn(NamedTuple):
                 yield self._filled_up(one, num_items, budget, layout)
 
     def _filled_up(self, step: Items, num_items: int, budget: int, layout: Layout) -> Items:
-        """`step` with another item that is shorter, or of shorter ones, where the budget leaves room for it."""
+        """`step` with another item that is shorter, or as more and shorter items, if the budget leaves room."""
         if len(step) == num_items:
             return step
         if layout.is_one_row:
@@ -191,10 +193,10 @@ class _Drawn(NamedTuple):
 
 
 def estimate_of(model: PretrainedConfig, config: Any, device: str) -> Callable[[Extent], float]:
-    """The bytes of a pass of a causal model, given its extent.
+    """Estimates the bytes of a pass of a causal model, given its extent.
 
-    Some 8 E + 4 I values are kept of a token in a layer: what its two norms, four projections, attention and MLP read
-    and make. Layers that are computed again keep E, and one of them at a time the rest.
+    A layer stores some 8 E + 4 I values per token: the inputs and outputs of its two norms, four projections, attention
+    and MLP. Layers that are recomputed store E, and one of them at a time the rest.
 
     Args:
         model: its config.
@@ -210,7 +212,7 @@ def estimate_of(model: PretrainedConfig, config: Any, device: str) -> Callable[[
     of_layer, copied = 8 * hidden + 4 * mlp, 2 * width * (getattr(text, "num_key_value_heads", 0) or heads)
     whole = 1 if config.activation_checkpointing else layers
     per_cell = value * (whole * of_layer + (layers - whole) * hidden)
-    # Attention of its own, as with ALiBi, keeps scores, their softmax and what dropout makes of it.
+    # Other attention (ALiBi) stores scores, their softmax and the result of dropout.
     is_plain = supports_attention_backend(model)
     per_pair = value if is_plain else value * whole * heads * 3
     of_head = not config.lora_rank, device, getattr(text, "final_logit_softcapping", None) is not None

@@ -1,1 +1,1 @@
-"""What the recipes that learn from preferred answers share: log-probabilities of whole answers, and pairs of them."""
+"""Code of the recipes that learn from preferences: log-probabilities of whole answers, pairs, options, first actor."""

@@ -1,4 +1,4 @@
-"""What a model says of whole answers: their log-probabilities, summed over the tokens that are learned.
+"""Log-probabilities of whole answers, summed over the tokens that are learned, and KTO's mismatched answers.
 
 B: answers of a forward pass.
 """
@@ -21,15 +21,15 @@ from hybrid_engine.rlhf.data.encoding import Encoded
 
 
 class Reading(NamedTuple):
-    """How answers are read."""
+    """The padding and temperature with which a model reads answers."""
 
     pad_token: int
     temperature: float = 1.0
-    """The logits are divided by it; that of sampling, for answers that were sampled."""
+    """Divisor of the logits; the sampling temperature, for answers that were sampled."""
 
 
 def answer_logprobs(model: Any, answers: Sequence[Encoded], reading: Reading) -> torch.Tensor:
-    """`[B]` fp32: log pi(answer | prompt) in nats of the tokens that are learned; collective where it is sharded."""
+    """`[B]` fp32: log pi(answer | prompt) in nats over the learned tokens; collective if the model is sharded."""
     prompts, responses = [answer.prompt_ids for answer in answers], [answer.response_ids for answer in answers]
     learned = [answer.loss_mask for answer in answers]
     sequences = build_sequences(prompts, responses, reading.pad_token, default_device(), learned)
@@ -38,10 +38,10 @@ def answer_logprobs(model: Any, answers: Sequence[Encoded], reading: Reading) ->
 
 @torch.no_grad()
 def all_logprobs(model: Any, answers: Sequence[Encoded], reading: Reading) -> list[float]:
-    """log pi(answer | prompt) in nats of all `answers`, which every process passes alike; collective.
+    """log pi(answer | prompt) in nats of all `answers`, which are the same on every process; collective.
 
-    The processes share the passes, and each makes as many: sharded weights are gathered together. The result does not
-    depend on their number, to the bit where the model is not sharded.
+    The processes divide the passes, and each makes as many: sharded weights are gathered together. The result does not
+    depend on their number, and is bitwise the same if the model is not sharded.
     """
     lengths = [len(answer) for answer in answers]
 
@@ -56,32 +56,32 @@ def all_logprobs(model: Any, answers: Sequence[Encoded], reading: Reading) -> li
 
 
 def split_by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """The indices of `lengths` in parts of `size`, alike in length within a part: less is padded."""
+    """The indices of `lengths` in parts of `size`, of similar length within a part to reduce padding."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     return [order[first : first + size] for first in range(0, len(order), size)]
 
 
 def without_adapter(model: nn.Module) -> AbstractContextManager[None]:
-    """Within it, a peft model computes what its base does; any other model what it always does."""
+    """Disables a peft model's adapter while the context is open; does nothing for any other model."""
     return model.disable_adapter() if isinstance(model, PeftModel) else nullcontext()
 
 
 class LabelledAnswer(NamedTuple):
-    """An answer and its label, with what the reference says of it and of a mismatched one, in nats."""
+    """An answer and its label, with the reference's log-probabilities of it and of a mismatched answer, in nats."""
 
     answer: Encoded
     is_desirable: bool
     logprob_ref: float
     mismatched: Encoded
-    """The same prompt, and the response to another one."""
+    """The same prompt, with the response to another one."""
     mismatched_ref: float
 
 
 def mismatch(answers: Sequence[Encoded], seed: int) -> list[Encoded]:
     """For each answer its prompt with another prompt's response, chosen once for the whole run.
 
-    KTO's authors shift the responses within a batch; chosen once, what a step measures does not depend on the order of
-    its rows or on how they are spread over processes, and the reference reads every row only once.
+    KTO's authors shift the responses within a batch. Choosing once makes the figures of a step independent of the order
+    of its rows and of the processes, and the reference reads every row only once.
 
     Raises:
         ValueError: there is only one prompt.
@@ -98,7 +98,7 @@ def mismatch(answers: Sequence[Encoded], seed: int) -> list[Encoded]:
 
 
 def check_several_prompts(prompts: Sequence[str], what: str) -> None:
-    """ValueError where all answers to `what`, such as "train on", belong to one prompt."""
+    """Raises ValueError if all answers to `what`, such as "train on", belong to one prompt."""
     if len(set(prompts)) < 2:
         raise ValueError(
             f"--dataset has a single prompt to {what}, and KTO compares answers to several; give rows of more prompts"
@@ -108,7 +108,7 @@ def check_several_prompts(prompts: Sequence[str], what: str) -> None:
 def refer(
     reference: Any, answers: Sequence[Encoded], labels: Sequence[bool], seed: int, reading: Reading
 ) -> list[LabelledAnswer]:
-    """`answers` with their labels and what `reference` says; every process passes all of them, collective."""
+    """`answers` with their labels and the reference's log-probabilities; every process passes all, collective."""
     others = mismatch(answers, seed)
     logprobs = all_logprobs(reference, [*answers, *others], reading)
     columns = (answers, labels, logprobs[: len(answers)], others, logprobs[len(answers) :])
@@ -122,5 +122,5 @@ def reference_logprobs(rows: Sequence[LabelledAnswer]) -> tuple[torch.Tensor, to
 
 
 def labels_of(rows: Sequence[LabelledAnswer]) -> torch.Tensor:
-    """`[B]` bool."""
+    """The labels of `rows`, `[B]` bool."""
     return send_to_device(torch.tensor([row.is_desirable for row in rows]), default_device())

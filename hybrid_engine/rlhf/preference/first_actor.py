@@ -1,4 +1,4 @@
-"""What is checked of a run before anything is trained, where its actor comes from, and the actor's engine."""
+"""Checks a run before training, finds or trains its first actor, builds the actor's engine and answers prompts."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,10 +34,10 @@ OptionsT = TypeVar("OptionsT", bound=PreferenceOptions)
 
 
 def check_run(config: PreferenceOptions) -> None:
-    """Whether folder, processes and model fit the options; collective.
+    """Checks that folder, processes and model fit the options; collective.
 
     Raises:
-        ValueError: the folder cannot be written or holds an earlier run, there is nothing to resume or under other
+        ValueError: the folder cannot be written or holds an earlier run, there is no run to resume or it had other
             options, the model does not load, or the processes do not divide a batch.
     """
     folder = Path(config.out)
@@ -51,12 +51,12 @@ def check_run(config: PreferenceOptions) -> None:
 
 
 def find_first_actor(config: PreferenceOptions) -> str:
-    """The folder or name of the actor as it begins: `--model`, or the run's sft, which is trained if missing."""
+    """The folder or name of the first actor: `--model`, or the run's sft, which is trained if missing."""
     return config.model or str(sft_stage.run(SUMMARIES.actor_stage(config)))
 
 
 def check_enough(config: PreferenceOptions, num_train: int, num_held_out: int, what: str) -> None:
-    """ValueError where what there is, such as "pairs", makes no step, or nothing is held out to measure on."""
+    """Raises ValueError if the training rows (`what`, such as "pairs") do not fill a batch, or no rows are held out."""
     if num_train < config.batch_size:
         raise ValueError(
             f"--batch-size={config.batch_size} must not exceed the {num_train} {what} to train on "
@@ -78,7 +78,7 @@ def check_enough(config: PreferenceOptions, num_train: int, num_held_out: int, w
 def keep_what_fits(
     config: PreferenceOptions, source: str, rows: Sequence[R], encode: Callable[[R], T]
 ) -> tuple[list[R], list[T]]:
-    """The rows, with their tokens, that the model has positions for; ValueError for others, or without them."""
+    """The rows that fit the model's positions, with their tokens; ValueError for others that may not be left out."""
     rows, tokens = encode_each(config, rows, encode)
     limit = limit_of(None, num_positions(load_config(source)), f"--model={source!r}")
     return keep_fitting(config, rows, tokens, limit)
@@ -109,7 +109,7 @@ def with_lengths(
 
 
 def build_actor(config: PreferenceOptions, source: str, schedule: Schedule) -> Any:
-    """The engine of the model in `source`, without dropout; with `lora_rank` of an adapter on it. Collective."""
+    """The engine of the model in `source`, without dropout; with `lora_rank` it trains an adapter. Collective."""
     model = add_adapter(recompute_activations(load_model(AutoModelForCausalLM, source), config), config)
     engine_config = build_engine_config(
         batch_size=config.batch_size,
@@ -129,7 +129,7 @@ def prompts_of(rows: Sequence[PreferenceRow | LabelledRow], config: PreferenceOp
     """The first `eval_prompts` different prompts of held-out rows.
 
     Raises:
-        ValueError: there are fewer than processes.
+        ValueError: there are fewer prompts than processes.
     """
     prompts = {prompt_text(row.prompt): PromptRow(prompt=row.prompt, place=row.place) for row in reversed(rows)}
     chosen = list(prompts.values())[::-1][: config.eval_prompts]
@@ -148,7 +148,7 @@ def answer_prompts(
     config: PreferenceOptions,
     is_judged: bool,
 ) -> Evaluation:
-    """One answer to each prompt, judged by PEP 257 or by nothing; the actor is in training mode afterwards. Collective.
+    """One answer to each prompt, judged by PEP 257 or not at all; the actor is in training mode afterwards. Collective.
 
     Without a judge the figures have no score.
     """
@@ -159,6 +159,6 @@ def answer_prompts(
 
 
 def judge_by_pep257(answers: Answers) -> Scores:
-    """1 for a finished answer that is a summary line by PEP 257, else 0."""
+    """Scores 1 for a finished answer that is a summary line by PEP 257, else 0."""
     pairs = zip(answers.responses, answers.is_cut_off, strict=True)
     return Scores(total=[float(not cut and conforms(text)) for text, cut in pairs], by_name={}, per_token=None)

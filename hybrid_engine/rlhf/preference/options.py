@@ -1,4 +1,4 @@
-"""The options that the recipes of this family have in common, each checking its own fields."""
+"""Options that the recipes of this family share; each class checks its own fields."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from hybrid_engine.rlhf.runs.options import AdapterOptions, AnswerOptions, DataO
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceOptions(AdapterOptions, DataOptions, AnswerOptions, ResumeOptions):
-    """What is trained, against which reference, and how it is looked at."""
+    """The trained model, its reference, and how it is evaluated."""
 
     model: str | None = None
     """Hugging Face name or folder of the first actor, which is the reference too; default: the run's sft, trained if
@@ -48,7 +48,7 @@ class PreferenceOptions(AdapterOptions, DataOptions, AnswerOptions, ResumeOption
 
 @dataclass(frozen=True, kw_only=True)
 class PairLossOptions:
-    """Which loss of DPO's family pairs are given (`rl/preferences.py`)."""
+    """The loss of DPO's family for pairs (`rl/preferences.py`)."""
 
     loss: str = "sigmoid"
     """sigmoid, hinge, ipo, ipo-length-normalised, conservative or robust"""

@@ -1,4 +1,4 @@
-"""Pairs of a chosen and a rejected answer, with what the reference says of them.
+"""Pairs of a chosen and a rejected answer, with the reference's log-probabilities.
 
 B: pairs of a forward pass.
 """
@@ -28,7 +28,7 @@ class TrainingPair(NamedTuple):
 
 
 def refer(reference: Any, pairs: Sequence[EncodedPair], reading: Reading) -> list[TrainingPair]:
-    """`pairs` with what `reference` says of them; every process passes all of them, collective."""
+    """`pairs` with the reference's log-probabilities; every process passes all of them, collective."""
     logprobs = all_logprobs(reference, answers_of(pairs), reading)
     both = zip(logprobs[: len(pairs)], logprobs[len(pairs) :], strict=True)
     return [TrainingPair(pair, chosen, rejected) for pair, (chosen, rejected) in zip(pairs, both, strict=True)]
@@ -40,13 +40,13 @@ def answers_of(pairs: Sequence[EncodedPair]) -> list[Encoded]:
 
 
 def pair_logprobs(policy: Any, pairs: Sequence[TrainingPair], reading: Reading) -> PairLogprobs:
-    """What policy and reference say of `pairs`, in one forward pass over 2 B rows; collective where it is sharded."""
+    """Log-probabilities of `pairs` under policy and reference, in one pass over 2 B rows; collective if sharded."""
     logprobs = answer_logprobs(policy, answers_of([pair.tokens for pair in pairs]), reading)
     return _beside_reference(logprobs, pairs)
 
 
 def _beside_reference(logprobs: torch.Tensor, pairs: Sequence[TrainingPair]) -> PairLogprobs:
-    """`logprobs`: `[2 B]`, in the order of `answers_of`."""
+    """`logprobs` `[2 B]`, in the order of `answers_of`, with those of the reference."""
     references = torch.tensor([(pair.chosen_ref, pair.rejected_ref) for pair in pairs])
     lengths = torch.tensor([[answer.num_learned for answer in pair.tokens] for pair in pairs])
     sent = (send_to_device(numbers, logprobs.device).unbind(1) for numbers in (references, lengths))
@@ -55,7 +55,7 @@ def _beside_reference(logprobs: torch.Tensor, pairs: Sequence[TrainingPair]) -> 
 
 @torch.no_grad()
 def pair_sums(pairs: PairLogprobs, losses: torch.Tensor, weights: torch.Tensor, beta: float) -> DeviceFigures:
-    """(sum, count) of what people look for in a step's pairs, not read yet.
+    """(sum, count) of the usual figures of a step's pairs, not read from the device yet.
 
     Args:
         pairs: of B pairs.
@@ -76,7 +76,7 @@ def pair_sums(pairs: PairLogprobs, losses: torch.Tensor, weights: torch.Tensor, 
 def held_out_figures(
     policy: Any, pairs: Sequence[TrainingPair], loss_of: PairLoss, beta: float, reading: Reading
 ) -> dict[str, float]:
-    """Means of `pair_sums` over pairs that are not trained on, alike on every process; collective."""
+    """Means of `pair_sums` over pairs that are not trained on, the same on every process; collective."""
     logprobs = all_logprobs(policy, answers_of([pair.tokens for pair in pairs]), reading)
     of_pairs = _beside_reference(torch.tensor(logprobs, device=default_device()), pairs)
     losses = loss_of(of_pairs)

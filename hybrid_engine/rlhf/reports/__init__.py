@@ -1,1 +1,1 @@
-"""What a run left, compared and shown: `hybrid-engine diff` and `hybrid-engine report`. Needs no torch."""
+"""Compares and shows finished runs: `hybrid-engine diff` and `hybrid-engine report`. Does not need torch."""

@@ -1,4 +1,4 @@
-"""`hybrid-engine diff RUN_A RUN_B`: the options that differ, and the first step and figure at which two runs part."""
+"""`hybrid-engine diff RUN_A RUN_B`: options that differ, and the first step and figures at which two runs differ."""
 
 import argparse
 import json
@@ -21,24 +21,24 @@ _ABSENT = "absent"
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """A run as its folder tells it; what a folder has not is empty."""
+    """A run as read from its folder; files that the folder does not have are empty."""
 
     name: str
-    """the folder, as it was named"""
+    """The folder, as it was named."""
     config: dict[str, Any]
     metrics: list[dict[str, Any]]
-    """one entry per step, with our names"""
+    """One entry per step, with our names."""
     result: dict[str, Any]
     samples: list[dict[str, Any]]
     answers: list[dict[str, Any]]
-    """lines of `answers.jsonl`, by step"""
+    """Lines of `answers.jsonl`, by step."""
 
 
 def read_run(name: str) -> RunData:
     """Reads the run in the folder `name`.
 
     Raises:
-        ValueError: naming the folder or the file: it is no run's, or damaged.
+        ValueError: naming the folder or the file: it does not belong to a run, or is damaged.
     """
     folder = Path(name)
     if not folder.is_dir():
@@ -56,7 +56,7 @@ def read_run(name: str) -> RunData:
 
 
 def is_time(figure: str) -> bool:
-    """Whether a figure says how long something took or how fast it went: such differ from run to run."""
+    """Whether a figure is a duration or a speed, which differs from run to run."""
     return figure.endswith(("_seconds", "_ms")) or "_per_second" in figure
 
 
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
     """Prints how the two runs that `arguments` name differ; returns the exit status.
 
     Raises:
-        ValueError: one of them cannot be read, or the tolerance is no number from 0 on.
+        ValueError: one of them cannot be read, or the tolerance is not a finite number of at least 0.
     """
     parser = argparse.ArgumentParser(
         prog="hybrid-engine diff",
@@ -125,7 +125,7 @@ def compare_options(first: RunData, second: RunData) -> list[str]:
 
 
 def compare_figures(first: RunData, second: RunData, tolerance: float) -> list[str]:
-    """A line per figure that differs at the first step where any does, or one about the step that only one run has."""
+    """A line per figure that differs at the first step where any does, or a line about a step that only one run has."""
     lines_a, lines_b = ({line["step"]: line for line in run.metrics} for run in (first, second))
     for step in sorted(lines_a.keys() | lines_b.keys()):
         if step not in lines_a or step not in lines_b:
@@ -139,7 +139,7 @@ def compare_figures(first: RunData, second: RunData, tolerance: float) -> list[s
 
 
 def is_same(a: Any, b: Any, tolerance: float) -> bool:
-    """Whether two figures are the same; a number that is none (NaN) is the same as itself."""
+    """Whether two figures are the same; NaN equals itself."""
     if not (isinstance(a, (int, float)) and isinstance(b, (int, float))):
         return bool(a == b)
     if a == b or (math.isnan(a) and math.isnan(b)):

@@ -1,8 +1,8 @@
-"""`hybrid-engine report RUN [RUN ...]`: one HTML page to look at a run, or to compare several.
+"""`hybrid-engine report RUN [RUN ...]`: writes one HTML page that shows a run, or compares several.
 
-The page needs no network and no server: its style, its script and what the runs left are in it. It may hold what a
-model or a stranger wrote, so the data is JSON in which no tag can end, the script puts it in as text, and the page's
-own policy forbids every script and style but those two, by their SHA-256.
+The page needs no network and no server: its style, its script and the data of the runs are in it. It may contain text
+that a model or a stranger wrote, so the data is JSON in which no tag can end, the script inserts it as text, and the
+page's own policy forbids every script and style but its own two, by their SHA-256.
 """
 
 import argparse
@@ -27,14 +27,14 @@ It has the curves of every figure with a slider over the steps, the same prompts
 time and memory went, and the options. It needs no network and can be sent to somebody as it is."""
 SCRIPTS = ("helpers.js", "curves.js", "answers.js", "tables.js", "page.js")
 MARK = "<!-- hybrid-engine report -->"
-"""In the second line of every page that this writes: such a file may be replaced."""
+"""A mark in the second line of every page that this module writes: such a file may be replaced."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes the page and says where it is; returns the exit status 0.
+    """Writes the page and prints its path; returns the exit status 0.
 
     Raises:
-        ValueError: a run cannot be read, or the page not be written.
+        ValueError: a run cannot be read, or the page cannot be written.
     """
     parser = argparse.ArgumentParser(
         prog="hybrid-engine report",
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def check_replaceable(path: Path) -> None:
-    """Raises ValueError where a file of somebody else stands."""
+    """Raises ValueError if `path` is a file that no report wrote."""
     if path.is_dir():
         raise ValueError(f"--out={str(path)!r} is a folder; give a file in it")
     if path.exists() and MARK.encode() not in path.read_bytes()[:200]:
@@ -85,12 +85,12 @@ def build_page(runs: Sequence[RunData], num_prompts: int) -> str:
         "data": embed(data),
         "version": version("hybrid-engine"),
     }
-    # In one pass: what is put in is not looked through for further marks.
+    # In a single pass: inserted text is not searched for further marks.
     return re.sub(r"\{\{([a-z ]+)\}\}", lambda found: parts[found.group(1)], read_asset("page.html"))
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """The folders' names without the folder that they are all in; a single one as it is."""
+    """The folders' names relative to their common folder; a single name as it is."""
     paths = [os.path.abspath(name) for name in names]
     if len(names) == 1:
         return list(names)
@@ -98,22 +98,22 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def read_asset(name: str) -> str:
-    """A file that stands beside this one."""
+    """The text of a file in the folder of this module."""
     return resources.files("hybrid_engine.rlhf.reports").joinpath(name).read_text(encoding="utf-8")
 
 
 def content_hash(text: str) -> str:
-    """How a Content-Security-Policy names a script or style."""
+    """The name of a script or style in a Content-Security-Policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def embed(data: Any) -> str:
-    """JSON that can stand in an HTML script element: without `<` it neither ends the element nor begins a comment."""
+    """JSON for an HTML script element: without `<` it neither ends the element nor begins a comment."""
     return json.dumps(data, allow_nan=False).replace("<", "\\u003c")
 
 
 def run_content(run: RunData, num_prompts: int) -> dict[str, Any]:
-    """What the page reads of a run; lists over its steps, with None where a figure has no value."""
+    """The page's data of a run; lists over its steps, with None where a figure has no value."""
     names = [name for name in dict.fromkeys(name for line in run.metrics for name in line) if name != "step"]
     prompts = set(list(dict.fromkeys(answer["prompt"] for answer in run.answers))[:num_prompts])
     return {
@@ -127,7 +127,7 @@ def run_content(run: RunData, num_prompts: int) -> dict[str, Any]:
 
 
 def _differences(runs: Sequence[RunData], names: Sequence[str]) -> Iterator[str]:
-    """A line on where each run parts from the first, to the bit."""
+    """A line on where each run differs from the first, bit for bit."""
     for run, name in zip(runs[1:], names[1:], strict=True):
         lines = compare_figures(runs[0], run, tolerance=0.0)
         both = f"{names[0]} and {name}"
@@ -135,7 +135,7 @@ def _differences(runs: Sequence[RunData], names: Sequence[str]) -> Iterator[str]
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON has it: a number that is none as text, so that it can be seen; floats to six digits."""
+    """`value` as JSON can hold it: NaN and infinity as text, so that they are visible; floats with six digits."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):

@@ -1,1 +1,1 @@
-"""Everything that gives a number to a response: rules, functions of the user's, reward models, and their sum."""
+"""Scores of responses: rules, functions of the user, reward models, and their weighted sum."""

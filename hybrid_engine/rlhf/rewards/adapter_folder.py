@@ -1,4 +1,4 @@
-"""A reward model that is an adapter and a head on the base of a run, as stage `reward` leaves it or peft saves it."""
+"""Reads a reward model that is an adapter and a head on the base of a run, as saved by stage `reward` or by peft."""
 
 import copy
 import math
@@ -21,29 +21,29 @@ HEAD = "score.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class RewardAdapter:
-    """What stands on the base."""
+    """An adapter and a head for the base."""
 
     source: str
-    """What `--reward` names; for errors."""
+    """The value of `--reward`, for errors."""
     config: LoraConfig
-    """For a causal model with the same body."""
+    """Config for a causal model with the same body."""
     weights: dict[str, torch.Tensor]
-    """The adapter's, by peft's names."""
+    """Weights of the adapter, by peft's names."""
     head: nn.Linear
-    """From hidden states to the normalised score."""
+    """Head from hidden states to the normalized score."""
 
 
 def find_adapter(spec: str) -> Path | None:
-    """The folder of the adapter that `--reward=spec` names, or that lies in it; None without one."""
+    """The folder of the adapter that `--reward=spec` names or contains; None if there is none."""
     folders = [Path(spec), Path(spec) / ADAPTER]
     return next((folder for folder in folders if (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file()), None)
 
 
 def check_reward_adapter(spec: str, base: str) -> None:
-    """Whether the reward model `spec` is an adapter on the model `base`; reads no weights.
+    """Checks that the reward model `spec` is an adapter on the model `base`; reads no weights.
 
     Raises:
-        ValueError: it has none, on another base, none of LoRA's, or none with a head `score`.
+        ValueError: it has no adapter, or one on another base, of another kind than LoRA, or without a head `score`.
     """
     folder = find_adapter(spec)
     if folder is None:
@@ -67,10 +67,10 @@ def check_reward_adapter(spec: str, base: str) -> None:
 
 
 def read_reward_adapter(spec: str) -> RewardAdapter:
-    """The adapter of the reward model `spec`, which `check_reward_adapter` let pass; its score as that is normalised.
+    """The adapter of the reward model `spec`, which passed `check_reward_adapter`; its head gives the normalized score.
 
     Raises:
-        ValueError: its weights cannot be read, or have no head `score` of one label.
+        ValueError: its weights cannot be read, or do not have one head `score` with one label.
     """
     folder = find_adapter(spec)
     assert folder is not None, f"{spec=}"

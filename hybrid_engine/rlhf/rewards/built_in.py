@@ -1,17 +1,17 @@
-"""Rewards that are rules, by the names that `--reward` knows: 1 for a right answer and 0 for a wrong one, or a length.
+"""Rule-based rewards, by their names for `--reward`: 1 for a right answer and 0 for a wrong one, or a length penalty.
 
-    exact                       the response's answer is the reference, letter by letter
+    exact                       the response's answer equals the reference, character by character
     number                      its last number equals the reference within a tolerance
-    math                        both mean the same in mathematics (the library math-verify)
+    math                        both are mathematically equal (the library math-verify)
     regex:PATTERN               the pattern is found in the response
     length:target=200           0 at 200 tokens, -1 at none and at twice as many
     length:most=200             0 up to 200 tokens, -1 at twice as many
     reasoning_gym               the score of the library reasoning-gym
 
 `exact`, `number` and `math` read the reference from the data's column `answer`, or from another:
-`number:column=solution,tolerance=0.01`. `after=TEXT` takes the response's answer, and the reference's, from what
-follows the last TEXT, as `exact:after=####`; a response without it has no answer. Blanks at both ends do not count.
-A reference may be a list of right answers, of which the response's must be one, or verl's `{"ground_truth": ...}`.
+`number:column=solution,tolerance=0.01`. `after=TEXT` takes the answer of response and reference from the text after the
+last TEXT, such as `exact:after=####`; a response without it has no answer. Whitespace at both ends does not count. A
+reference may be a list of right answers, of which the response's must be one, or verl's `{"ground_truth": ...}`.
 """
 
 import importlib
@@ -33,12 +33,12 @@ GROUND_TRUTH = "ground_truth"
 """The key of a reference answer within verl's column `reward_model`."""
 _WHOLE = r"(?:\d{1,3}(?:(?:,|\{,\}|,\\!)\d{3})+(?!\d)|\d+)"
 _DECIMAL = rf"(?:{_WHOLE}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
-# Behind a digit, a letter or a bracket a dash is no sign: 3-5 is a range or a difference, 2024-12 a date.
+# After a digit, a letter or a bracket a dash is not a sign: 3-5 is a range or a difference, 2024-12 a date.
 _SIGN = r"(?<![\w)\]}%])[-+\u2212\u2013\ufe63\uff0d]"
 NUMBER = re.compile(rf"(?P<sign>{_SIGN})?[$€£¥]?(?P<first>{_DECIMAL})(?P<others>(?: ?[/\u2044] ?{_DECIMAL})*)")
 _LATEX_FRACTION = re.compile(rf"\\[dt]?frac\{{({_DECIMAL})\}}\{{({_DECIMAL})\}}")
 Extract = Callable[[str], str | None]
-"""From a response to the answer in it; None where there is none."""
+"""Returns the answer in a response; None if there is none."""
 EVALUATING = frozenset(
     [
         "binary_matrix",
@@ -52,9 +52,9 @@ EVALUATING = frozenset(
         "string_insertion",
     ]
 )
-"""Data sets whose scores call Python's `eval`, or SymPy's parser that does, on what the model wrote."""
+"""Data sets whose scores call Python's `eval`, or SymPy's parser that does, on the model's output."""
 KEPT_REFERENCES = 1024
-"""References whose reading is kept: all answers to one question are compared with the same."""
+"""Number of parsed references that are cached: all answers to one question are compared with the same."""
 _FUNCTIONS = "sqrt|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|log|ln|exp|pi"
 _SHORT_WORDS = "am|an|as|at|be|by|do|he|if|in|is|it|me|my|no|of|on|so|to|up|us|we"
 _WORD = re.compile(
@@ -86,13 +86,13 @@ _ROOT = re.compile(r"\\sqrt\s*\(")
 
 
 class SpecOptions:
-    """`name=value` pairs behind the colon of a spec, on top of their defaults.
+    """`name=value` pairs after the colon of a spec, on top of their defaults.
 
-    A value ends at a comma and may hold `=`.
+    A value ends at a comma and may contain `=`.
     """
 
     def __init__(self, spec: str, given: str, defaults: Mapping[str, str | float]):
-        """Raises ValueError for what is no pair, or names an option that is not among `defaults`."""
+        """Raises ValueError for text that is not a pair, or names an option that is not among `defaults`."""
         self._spec = spec
         self._values: dict[str, str | float] = dict(defaults)
         for pair in given.split(",") if given else []:
@@ -105,11 +105,11 @@ class SpecOptions:
             self._values[name] = value
 
     def text(self, name: str) -> str:
-        """The option as it stands."""
+        """The option as text."""
         return str(self._values[name])
 
     def number(self, name: str, smallest: float = -math.inf) -> float:
-        """The option as a finite number; ValueError unless it is one and reaches `smallest`."""
+        """The option as a finite number; ValueError if it is not one or is below `smallest`."""
         try:
             number = float(self._values[name])
         except ValueError:
@@ -122,23 +122,23 @@ class SpecOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A reward that needs no model."""
+    """A reward that does not need a model."""
 
     judge: Callable[[Answers], list[float]]
     columns: frozenset[str] = frozenset()
     """The columns of the data that it reads."""
     check: Callable[[Mapping[str, Any]], None] | None = None
-    """Of `Reward`."""
+    """As in `Reward`."""
 
 
 def build_exact(spec: str, given: str) -> Rule:
-    """1 where the response's answer is the reference, letter by letter."""
+    """1 if the response's answer equals the reference, character by character."""
     options = SpecOptions(spec, given, {"column": "answer", "after": ""})
     return _compare(spec, options, lambda text, reference: text == reference)
 
 
 def build_number(spec: str, given: str) -> Rule:
-    """1 where the response's last number n is the reference's last number r: |n - r| <= tolerance * max(1, |r|)."""
+    """1 if the response's last number n equals the reference's last number r: |n - r| <= tolerance * max(1, |r|)."""
     options = SpecOptions(spec, given, {"column": "answer", "after": "", "tolerance": 1e-6})
     tolerance = options.number("tolerance", smallest=0.0)
 
@@ -152,7 +152,7 @@ def build_number(spec: str, given: str) -> Rule:
 
 
 def build_math(spec: str, given: str) -> Rule:
-    """1 where the response's answer and the reference mean the same, by the library math-verify.
+    """1 if the response's answer and the reference are equal according to the library math-verify.
 
     An answer that it has not decided after `seconds` is wrong.
     """
@@ -161,7 +161,7 @@ def build_math(spec: str, given: str) -> Rule:
 
 
 def build_regex(spec: str, given: str) -> Rule:
-    """1 where the pattern, of Python's `re`, is found in the response."""
+    """1 if the pattern, of Python's `re`, is found in the response."""
     try:
         pattern = re.compile(given)
     except re.error as error:
@@ -172,7 +172,7 @@ def build_regex(spec: str, given: str) -> Rule:
 
 
 def build_length(spec: str, given: str) -> Rule:
-    """-penalty * |T - target| / target, or -penalty * max(0, T - most) / most, of T tokens, the end's included."""
+    """-penalty * |T - target| / target, or -penalty * max(0, T - most) / most, for T tokens including the end token."""
     options = SpecOptions(spec, given, {"target": 0.0, "most": 0.0, "penalty": 1.0})
     target, most = (options.number(name, smallest=0.0) for name in ("target", "most"))
     penalty = options.number("penalty")
@@ -186,7 +186,7 @@ def build_length(spec: str, given: str) -> Rule:
 
 
 def build_reasoning_gym(spec: str, given: str) -> Rule:
-    """The score of the library reasoning-gym, from 0 to 1, by the data set that the question comes from."""
+    """The score of the library reasoning-gym, from 0 to 1, according to the question's data set."""
     judge, check = build_judge(spec, given)
     return Rule(judge=judge, columns=frozenset({"answer", "metadata"}), check=check)
 
@@ -199,14 +199,14 @@ BUILT_IN: dict[str, Callable[[str, str], Rule]] = {
     "length": build_length,
     "reasoning_gym": build_reasoning_gym,
 }
-"""From a name to what builds the rule from the whole spec and what stands in it behind the colon."""
+"""Builders of rules by name; each gets the whole spec and the part of it after the colon."""
 
 
 def last_number(text: str) -> float | None:
-    """The last number in `text` as a person reads it; None without one.
+    """The last number in `text` as a person reads it; None if there is none.
 
-    With or without commas between thousands and a currency, with any minus sign; 3/4 and \\frac{3}{4} are 0.75, of a
-    date the last number counts.
+    Accepts commas between thousands, a currency, and any minus sign; 3/4 and \\frac{3}{4} are 0.75, and of a date the
+    last number counts.
     """
     found = [*NUMBER.finditer(_LATEX_FRACTION.sub(r"\1/\2", text))]
     return _value_of(found[-1]) if found else None
@@ -225,7 +225,7 @@ def _decimal(text: str) -> float:
 
 
 def _compare(spec: str, options: SpecOptions, is_right: Callable[[str, str], bool]) -> Rule:
-    """A rule that compares a response's answer with the reference; `is_right` refuses a reference by a ValueError."""
+    """A rule that compares a response's answer with the reference; `is_right` raises ValueError for a bad reference."""
     column, after = options.text("column"), options.text("after")
 
     def judge(answers: Answers) -> list[float]:
@@ -259,7 +259,9 @@ def _is_right_answer(is_right: Callable[[str, str], bool], response: str, refere
 
 
 def read_references(value: Any, after: str) -> list[str]:
-    """The right answers that a row's value names, as text; ValueError, in words that follow the value, for none."""
+    """The right answers in a row's value, as text; ValueError, with a message that follows the value, if there are
+    none.
+    """
     if isinstance(value, Mapping):
         if GROUND_TRUTH not in value:
             raise ValueError(f"is an object without {GROUND_TRUTH!r}")
@@ -269,7 +271,7 @@ def read_references(value: Any, after: str) -> list[str]:
             raise ValueError("is a list without an answer")
         return [reference for one in value for reference in read_references(one, after)]
     text = _behind(str(value), after)
-    if value is None or value != value or not text:  # nan stands for a value that is missing
+    if value is None or value != value or not text:  # nan stands for a missing value
         raise ValueError("is no answer")
     return [text]
 
@@ -286,10 +288,10 @@ class JudgeAndCheck(NamedTuple):
 
 
 def build_judge(spec: str, given: str) -> JudgeAndCheck:
-    """Scores answers by the data sets that their rows come from, and checks such rows.
+    """A function that scores answers by the data sets of their rows, and one that checks such rows.
 
     Raises:
-        ValueError: the spec has an option that there is not, or the library is not installed.
+        ValueError: the spec has an unknown option, or the library is not installed.
     """
     options = SpecOptions(spec, given, {"tag": "", "after": "", "allow_eval": "false"})
     extract = _build_extract(spec, options.text("tag"), options.text("after"))
@@ -306,7 +308,7 @@ def build_judge(spec: str, given: str) -> JudgeAndCheck:
 
 
 def check_columns(columns: Mapping[str, Any], *, allows_eval: bool) -> None:
-    """ValueError, in words that follow a row's place, where `metadata` names no data set that may judge."""
+    """Raises ValueError, with a message that follows a row's place, if `metadata` names no permitted data set."""
     metadata = columns["metadata"]
     name = metadata.get("source_dataset") if isinstance(metadata, Mapping) else None
     if not isinstance(name, str):
@@ -337,16 +339,16 @@ def _score(answer: str | None, right: Any, metadata: Mapping[str, Any]) -> float
     if answer is None:
         return 0.0
     scorer = _find_scorer(metadata["source_dataset"], json.dumps(metadata.get("source_config") or {}))
-    with warnings.catch_warnings():  # of parsers, about what a model wrote
+    with warnings.catch_warnings():  # from parsers, about the model's output
         warnings.simplefilter("ignore")
         return float(scorer(answer, {"answer": right, "metadata": metadata}))
 
 
 @lru_cache(maxsize=64)
 def _find_scorer(name: str, config: str) -> Callable[[str, Mapping[str, Any]], float]:
-    """The library's function for one data set; ValueError, as of `check_columns`, where it has none.
+    """The library's function for one data set; ValueError, as from `check_columns`, if there is none.
 
-    Its options are a part of it: some data sets judge by the number of digits that they asked for.
+    It depends on the data set's options: some data sets judge by the number of digits that they asked for.
     """
     library = importlib.import_module(LIBRARY)
     try:
@@ -356,12 +358,12 @@ def _find_scorer(name: str, config: str) -> Callable[[str, Mapping[str, Any]], f
 
 
 def load_math_equivalence(spec: str, seconds: float) -> Callable[[str, str], bool]:
-    """Compares a response with a reference; what takes longer than `seconds` is not the same.
+    """A function that compares a response with a reference; a comparison that takes longer than `seconds` is False.
 
-    The function raises ValueError for a reference that holds no mathematics.
+    The function raises ValueError for a reference without mathematics.
 
     Raises:
-        ValueError: math-verify is not installed, with how to install it.
+        ValueError: math-verify is not installed; the message says how to install it.
     """
     try:
         from math_verify import parse, verify
@@ -370,7 +372,7 @@ def load_math_equivalence(spec: str, seconds: float) -> Callable[[str, str], boo
             f"--reward={spec!r} needs the library math-verify, which is not installed ({error}); install it with "
             "pip install 'hybrid-engine[math]'"
         ) from error
-    # It warns that no limit of its own is set; ours is, and holds in threads too.
+    # It warns that its own time limit is off; ours is on, and works in threads too.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     @lru_cache(KEPT_REFERENCES)
@@ -397,7 +399,7 @@ def load_math_equivalence(spec: str, seconds: float) -> Callable[[str, str], boo
 
 
 def as_mathematics(text: str) -> str:
-    """What `text` answers, as LaTeX between dollar signs; `text` itself where that is prose or has delimiters."""
+    """The answer in `text`, as LaTeX between dollar signs; `text` itself if it is prose or has delimiters."""
     tagged = _TAGGED.findall(text)
     text = (tagged[-1] if tagged else text).strip()
     boxes = last_boxes(text)
@@ -416,11 +418,11 @@ def is_mathematics(text: str) -> bool:
 
 
 def last_boxes(text: str) -> list[str]:
-    """What stands in the last \\boxed{}, and in those before it that only commas and "and" separate from it."""
+    """The content of the last \\boxed{}, and of earlier ones that only commas and "and" separate from it."""
     boxes: list[str] = []
     end_before = 0
     for start in _BOX.finditer(text):
-        if start.start() < end_before:  # within the box before
+        if start.start() < end_before:  # within the previous box
             continue
         end = _closing(text, start.end(), "{}")
         if not _BETWEEN_BOXES.fullmatch(text[end_before : start.start()]):
@@ -431,7 +433,7 @@ def last_boxes(text: str) -> list[str]:
 
 
 def as_latex(answer: str) -> str:
-    """`answer` as LaTeX between dollar signs, with the names and signs that people write without it."""
+    """`answer` as LaTeX between dollar signs, with plain names and symbols converted to commands."""
     if _DELIMITED.search(answer):
         return answer
     for symbol, command in _SYMBOLS.items():
@@ -445,9 +447,9 @@ def as_latex(answer: str) -> str:
 
 
 def _unboxed(text: str) -> str:
-    """`text` without the boxes in it; what stands in them stays."""
+    """`text` without the boxes in it; their content stays."""
     parts: list[str] = []
-    is_box: list[bool] = []  # of the brackets that are open
+    is_box: list[bool] = []  # for each open bracket
     end_before = 0
     for bracket in _BRACKET.finditer(text):
         closes = bracket[0] == "}"
@@ -460,7 +462,7 @@ def _unboxed(text: str) -> str:
 
 
 def _closing(text: str, start: int, brackets: str) -> int:
-    """Where the bracket closes that is open at `start`, or the end of `text`."""
+    """The position of the bracket that closes the one before `start`, or the end of `text`."""
     depth = 1
     for index in range(start, len(text)):
         depth += (text[index] == brackets[0]) - (text[index] == brackets[1])

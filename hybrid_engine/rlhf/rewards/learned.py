@@ -1,4 +1,4 @@
-"""Rewards that are models: a sequence classifier's score of a response, and the critic that begins as one."""
+"""Reward models: a sequence classifier's score of a response, and the critic that is initialized from one."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,7 +35,7 @@ ROWS_PER_PASS = 64
 def load_scoring_tokenizer(source: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model whose classifier reads its score at the last token that is not padding.
 
-    Where it would pad with a token that ends answers, the token that begins texts is the padding: it ends none.
+    If it pads with a token that ends answers, the token that begins texts becomes the padding: it does not end answers.
 
     Raises:
         ValueError: it does not load, or has no other token to pad with.
@@ -55,9 +55,9 @@ def load_scoring_tokenizer(source: str) -> PreTrainedTokenizerBase:
 
 
 def build_classifier(source: str, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
-    """A sequence classifier with one label on the body of `source`, without dropout; its head N(0, 1/(d+1)).
+    """A sequence classifier with one label on the body of `source`, without dropout; its head is N(0, 1/(d+1)).
 
-    The head's initialisation is that of Stiennon et al., arXiv 2009.01325 (after Huang et al., "N implementation
+    The head's initialization is that of Stiennon et al., arXiv 2009.01325 (after Huang et al., "N implementation
     details", item 3).
     """
     model = load_model(AutoModelForSequenceClassification, source, has_new_head=True, num_labels=1)
@@ -76,7 +76,7 @@ def score_tokens(engine: Any, tokens: Sequence[list[int]], tokenizer: PreTrained
 
 
 def _score_packed(engine: Any, tokens: Sequence[list[int]]) -> torch.Tensor:
-    """The scores of packed sequences, of which the classifier itself would read one a row."""
+    """The scores of packed sequences; the classifier itself would read only one score per row."""
     batch = build_sequences([row[:1] for row in tokens], [row[1:] for row in tokens], 0, engine.device)
     packed = pack(batch.on_host.input_ids, batch.on_host.attention_mask, layout_of(engine)).to(engine.device)
     module = engine.module
@@ -84,7 +84,7 @@ def _score_packed(engine: Any, tokens: Sequence[list[int]]) -> torch.Tensor:
     scores: list[torch.Tensor] = []
     hooks = [
         base.score.register_forward_hook(lambda head, given, output: scores.append(output)),
-        # What a model returns is what sharding follows into the backward pass.
+        # Sharding follows the model's output into the backward pass.
         module.register_forward_hook(lambda model, given, output: {"scores": scores[-1]}, prepend=True),
     ]
     try:
@@ -102,8 +102,8 @@ def save_normalised(engine: Any, references: list[list[int]], tokenizer: PreTrai
 
     Args:
         engine: a ZeroEngine of the classifier.
-        references: good answers behind their prompts, as tokens: what a score is measured against.
-        tokenizer: saved beside it.
+        references: good answers after their prompts, as tokens, whose scores define the normalization.
+        tokenizer: saved with the model.
         folder: its place, complete or absent.
     """
     engine.eval()
@@ -112,7 +112,7 @@ def save_normalised(engine: Any, references: list[list[int]], tokenizer: PreTrai
     scores = torch.cat(parts)
     config = engine.module.config
     spread = scores.std().item() if len(scores) > 1 else 0.0
-    config.score_mean, config.score_std = scores.mean().item(), spread or 1.0  # without spread nothing is scaled
+    config.score_mean, config.score_std = scores.mean().item(), spread or 1.0  # without spread the score is not scaled
     save_stage(engine, tokenizer, folder)
 
 
@@ -122,7 +122,7 @@ def names_model(spec: str) -> bool:
 
 
 class LearnedReward:
-    """A sequence classifier's score at the end-of-sequence token behind the response, normalised, frozen."""
+    """A frozen sequence classifier's normalized score at the end-of-sequence token after the response."""
 
     def __init__(
         self,
@@ -131,14 +131,15 @@ class LearnedReward:
         tokenizer: PreTrainedTokenizerBase,
         num_positions: int | None,
     ):
-        """`model` gives `[B, P+T]` normalised scores; `num_positions` are those that it has, None without an end."""
+        """`model` returns `[B, P+T]` normalized scores; `num_positions` is the most that it reads, None if unlimited.
+        """
         self.folder, self.model, self.tokenizer, self.num_positions = folder, model, tokenizer, num_positions
 
     @classmethod
     def load(cls, folder: str, most_rows: int = 0, dtype: torch.dtype = torch.float32) -> "LearnedReward":
         """The model of `folder`, on this process's device in `dtype`.
 
-        It scores `most_rows` answers at once; 0: as it likes.
+        It scores `most_rows` answers at once; 0 uses the default.
         """
         tokenizer = load_tokenizer(folder, "reward")
         model = load_value_model(folder)
@@ -149,7 +150,7 @@ class LearnedReward:
 
     @torch.no_grad()
     def __call__(self, answers: Answers) -> list[float]:
-        """Scores finished answers; one that was cut off is to be judged by the caller.
+        """Scores finished answers; the caller must handle answers that were cut off.
 
         Raises:
             ValueError: there are conversations, and no chat template.
@@ -165,10 +166,10 @@ class LearnedReward:
         return last_token_scores(self.model, batch).tolist()
 
     def batches(self, answers: Answers, num_rows: int) -> list[Sequences]:
-        """The answers behind their prompts as the model reads them, in order, so many at a time.
+        """Batches of `num_rows` answers after their prompts, as the model reads them, in order.
 
-        A conversation is written by the chat template of the reward model. What has more tokens than the model has
-        positions loses its beginning.
+        The reward model's chat template renders conversations. A sequence with more tokens than the model has positions
+        loses its beginning.
         """
         batches = []
         for start in range(0, len(answers), num_rows):
@@ -194,7 +195,7 @@ class LearnedReward:
         return encoded.prompt_ids, encoded.response_ids
 
     def _fit(self, prompt: list[int], response: list[int]) -> tuple[list[int], list[int]]:
-        """As many of the last tokens as the model has positions for, of the prompt one at least where it has any."""
+        """As many of the last tokens as the model has positions, with at least one of the prompt if it has any."""
         if self.num_positions is None:
             return prompt, response
         response = response[-(self.num_positions - 1) :]
@@ -202,13 +203,13 @@ class LearnedReward:
 
 
 def load_value_model(folder: str) -> ValueModel:
-    """The reward model of `folder` with a number for every token, in units of its normalised score.
+    """The reward model of `folder` with a number for every token, in units of its normalized score.
 
-    With the mean and the deviation that the reward stage noted in the config, (score - mean) / deviation is folded into
-    the head; a foreign model without them is taken as it is.
+    The mean and deviation that the reward stage recorded in the config are folded into the head, (score - mean) /
+    deviation; a model without them is used unchanged.
 
     Raises:
-        ValueError: `folder`, which the option `reward` named, has not exactly one label or no head named `score`.
+        ValueError: `folder`, which the option `reward` names, does not have exactly one label or has no head `score`.
     """
     num_labels = load_config(folder, "reward").num_labels
     if num_labels != 1:
@@ -228,17 +229,17 @@ def load_value_model(folder: str) -> ValueModel:
 
 
 def shares_tokens(reward: str, actor: str) -> bool:
-    """Whether the reward is a model that reads the same tokens as the actor, and so can be the critic's beginning."""
+    """Whether the reward is a model that reads the same tokens as the actor, and so can initialize the critic."""
     return names_model(reward) and load_tokenizer(reward, "reward").get_vocab() == load_tokenizer(actor).get_vocab()
 
 
 def critic_source(rewards: Sequence[str], actor: str) -> str | None:
-    """The first of the rewards that can be the critic's beginning; None without one."""
+    """The first of the rewards that can initialize the critic; None if there is none."""
     return next((spec for spec in rewards if shares_tokens(spec, actor)), None)
 
 
 def build_critic(actor: str, rewards: Sequence[str]) -> ValueModel:
-    """The critic: a reward model's weights where both read the same tokens, else the actor's body and a head of 0."""
+    """The critic: a reward model's weights if both read the same tokens, else the actor's body and a head of 0."""
     source = critic_source(rewards, actor)
     if source is not None:
         return load_value_model(source)

@@ -1,4 +1,4 @@
-"""From the options `--reward` and `--reward-weights` to the rewards of a run.
+"""Loads the rewards of a run from the options `--reward` and `--reward-weights`.
 
     rewards = load_rewards(["number", "my_rewards:style"], weights=[1.0, 0.2])
 
@@ -27,7 +27,7 @@ from hybrid_engine.rlhf.runs.checks import check_weights
 
 OF_ANSWERS = ("prompts", "responses", "completions", "prompt_ids", "response_ids", "is_cut_off")
 GIVEN = (*OF_ANSWERS, "completion_ids", "completions_ids", "trainer_state", "log_extra", "log_metric")
-"""What every function may ask for by name; a column of the same name is hidden."""
+"""Names that every function may use for its parameters; a column of the same name is hidden."""
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -37,17 +37,17 @@ def load_rewards(
     time_limit_seconds: float = TIME_LIMIT_SECONDS,
     load_model: Callable[[str], Judge] = LearnedReward.load,
 ) -> Rewards:
-    """Finds the functions and loads the models that the option `--reward` names; frozen, on this process's device.
+    """Finds the functions and loads the models that `--reward` names; frozen, on this process's device.
 
     Args:
         specs: one for each reward.
         weights: one for each, in their order; None: 1 each.
         time_limit_seconds: for one call of one reward.
-        load_model: makes what judges of the folder or hub name of a model.
+        load_model: builds a judge from the folder or hub name of a model.
 
     Raises:
-        ValueError: there is no reward, a spec names none, a weight is missing, not finite or all are 0. What a module
-            of the user's raises while it is imported passes as it is.
+        ValueError: there is no reward, a spec does not name one, a weight is missing or not finite, or all are 0.
+            Errors that a user's module raises during its import are not converted.
     """
     if not specs:
         raise ValueError("--reward is missing; give one, such as --reward exact (docs/rewards.md)")
@@ -63,7 +63,7 @@ def load_rewards(
 
 
 def names_of(specs: Sequence[str]) -> list[str]:
-    """A short name for each spec: the rule, the function or the folder, numbered where several are alike."""
+    """A short name for each spec: the rule, the function or the folder, numbered if several are equal."""
     short = [_short_name(spec) for spec in specs]
     counts, names = Counter(short), []
     seen: Counter[str] = Counter()
@@ -107,12 +107,12 @@ def _check_not_misspelt(spec: str) -> None:
 
 
 def find_function(spec: str) -> Callable[..., Any]:
-    """The function that `module:function` names, of a module on the path or in the present folder.
+    """The function that `module:function` names, in a module on the path or in the current folder.
 
-    What the module raises while it is imported passes as it is.
+    Errors that the module raises during its import are not converted.
 
     Raises:
-        ValueError: there is no such module or function, or it cannot be called.
+        ValueError: the module or function does not exist, or it cannot be called.
     """
     module_name, _, function_name = spec.partition(":")
     for part, name in (("module", module_name), ("function", function_name)):
@@ -122,7 +122,7 @@ def find_function(spec: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if not f"{module_name}.".startswith(f"{error.name}."):  # the module is there, and imports one that is not
+        if not f"{module_name}.".startswith(f"{error.name}."):  # the module exists, and imports a missing one
             raise
         raise ValueError(
             f"--reward={spec!r}: no module {error.name!r} here or on the path; write module:function"
@@ -136,12 +136,12 @@ def find_function(spec: str) -> Callable[..., Any]:
 
 
 def call_function(function: Callable[..., Any], answers: Answers, view: RunView | None = None) -> Any:
-    """What `function` returns for `answers`, awaited if it is asynchronous, as a list if it can be gone through.
+    """The result of `function` for `answers`, awaited if it is asynchronous, as a list if it is iterable.
 
-    What it logs meanwhile is in `view`.
+    The values that it logs are in `view`.
 
     Raises:
-        TypeError: its signature asks for what there is not.
+        TypeError: its signature has a parameter that is not available.
     """
     offered = {**answers.columns, **everything_given(answers, view or RunView())}
     parameters = _parameters(function)
@@ -158,7 +158,7 @@ def call_function(function: Callable[..., Any], answers: Answers, view: RunView 
 
 
 def everything_given(answers: Answers, view: RunView) -> dict[str, Any]:
-    """What functions may ask for by the names `GIVEN`."""
+    """Values of the parameters that functions may have by the names `GIVEN`."""
     completions = [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(answers.prompts, answers.responses, strict=True)
@@ -177,7 +177,7 @@ def everything_given(answers: Answers, view: RunView) -> dict[str, Any]:
 
 
 def columns_needed(function: Callable[..., Any]) -> frozenset[str]:
-    """The columns that `function` cannot be called without."""
+    """The columns that `function` requires."""
     return frozenset(parameter.name for parameter in _columns(function) if parameter.default is parameter.empty)
 
 
@@ -193,9 +193,9 @@ def _columns(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def first_positional(parameters: Collection[inspect.Parameter]) -> list[str]:
-    """The names of the first two parameters where these are names of the function's own, else none.
+    """The names of the first two parameters if the function chose them itself, else none.
 
-    A function that says nothing of its parameters has none, and gets all by position.
+    Such a function gets prompts and responses by position. One without an inspectable signature gets everything so.
     """
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [p.name for p in parameters if p.kind in by_position and p.default is p.empty][:2]

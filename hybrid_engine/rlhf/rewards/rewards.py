@@ -1,7 +1,6 @@
-"""The rewards of a run: they score answers, and what one of them does wrong names it and the prompt.
+"""The rewards of a run: they score answers, and an error names the reward and the prompt.
 
-rewards.check_columns(rows)
-for row in rows:
+rewards.check_columns(rows) for row in rows:
     rewards.check_row(row)
 scores = rewards(answers)
 """
@@ -23,31 +22,31 @@ from hybrid_engine.rlhf.rewards.scores import Scores, WrongCount, combine, read_
 from hybrid_engine.rlhf.runs.run_log import say
 
 TIME_LIMIT_SECONDS = 300.0
-"""For one call of one reward; other processes wait meanwhile, which gloo lets them for 30 minutes."""
+"""For one call of one reward; other processes wait meanwhile, which gloo allows for 30 minutes."""
 SHORTEST_SECONDS = 1e-3
 Result = TypeVar("Result")
 SECONDS_TO_NEXT_TRY = 1.0
-"""After which a function that swallowed the interruption is interrupted again."""
+"""Time after which a function that swallowed the interruption is interrupted again."""
 SMALLEST_DELAY = 1e-3
-"""Seconds; a timer of 0 would be none."""
+"""Seconds; a timer of 0 would be off."""
 _deadlines: list[float] = []
-"""Of the limits that the main thread is in, the outermost first; an inner one must not outlast them."""
+"""Deadlines of the limits that the main thread is in, outermost first; an inner limit must not outlast them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """Scores answers by all rewards of a run."""
+    """Scores answers with all rewards of a run."""
 
     rewards: tuple[Reward, ...]
     time_limit_seconds: float = TIME_LIMIT_SECONDS
     view: RunView = field(default_factory=RunView, compare=False)
     """The run as reward functions see it."""
     told: set[str] = field(default_factory=set, init=False, compare=False)
-    """The first prompt with an answer that nobody judged, once the user was told of it; alike on every process."""
+    """The first prompt with an answer that no reward judged, once it was logged; the same on every process."""
 
     @property
     def specs(self) -> list[str]:
-        """What each reward was named by."""
+        """The spec of each reward."""
         return [reward.spec for reward in self.rewards]
 
     @property
@@ -56,11 +55,11 @@ class Rewards:
         return frozenset().union(*(reward.columns | reward.optional_columns for reward in self.rewards))
 
     def begin_step(self, step: int, num_steps: int) -> None:
-        """Tells reward functions how far the run is: `step` of `num_steps` are done."""
+        """Sets the progress that reward functions see: `step` of `num_steps` are done."""
         self.view.state.global_step, self.view.state.max_steps = step, num_steps
 
     def check_columns(self, rows: Sequence[Row]) -> None:
-        """ValueError where a reward reads a column that no row has."""
+        """Raises ValueError if a reward reads a column that no row has."""
         found = set().union(*(row.columns for row in rows))
         for reward in self.rewards:
             for column in sorted(reward.columns - found):
@@ -71,19 +70,20 @@ class Rewards:
                 )
 
     def check_row(self, row: Row) -> None:
-        """ValueError, with the place of `row`, where it lacks what a reward reads, or a reward cannot read it."""
+        """Raises ValueError, with the place of `row`, if it lacks a reward's column or has an unreadable value."""
         for reward in self.rewards:
             check_row(reward, row)
 
     def __call__(self, answers: Answers) -> Scores:
         """The scores of this process's answers; collective: an error of one process is raised on all.
 
-        To name the prompt, a function that raised, did not end or returned another number of values is called once more
-        for single answers, for one more time limit at most.
+        To name the prompt, a function that raised an error, timed out or returned a wrong number of values is called
+        again for single answers, for at most one more time limit.
 
         Raises:
             RewardError: a reward raised an error, which is the cause, or reached the time limit.
-            ValueError: a reward returned what are no scores, or a row has no reference answer that a rule can read.
+            ValueError: a reward returned values that are not scores, or a row has no reference answer that a rule can
+                read.
         """
         together = {reward.name: reward.judge(answers) for reward in self.rewards if reward.is_collective}
         scores = agree(lambda: self._score(answers, together))
@@ -92,7 +92,7 @@ class Rewards:
         return scores
 
     def _tell_unjudged(self, answers: Answers, scores: Scores) -> None:
-        """Names the first prompt of all processes with an answer that no reward judges; collective."""
+        """Logs the first prompt of all processes with an answer that no reward judges; collective."""
         mine = (answers.shown_prompt(index) for index, number in enumerate(scores.total) if isnan(number))
         found = next(filter(None, gather_objects(next(mine, None))), None)
         if found is not None:
@@ -103,7 +103,7 @@ class Rewards:
             )
 
     def _score(self, answers: Answers, together: Mapping[str, Any]) -> Scores:
-        """`together`: what rewards that are collective have said, by their names."""
+        """Scores answers; `together` has the results of collective rewards by name."""
         values: list[list[Value]] = []
         self.view.clear()
         for reward in self.rewards:
@@ -114,7 +114,7 @@ class Rewards:
         return with_logged(combine(self.rewards, values, answers), self.view, len(answers))
 
     def judged_by(self, judges: Mapping[str, Judge]) -> "Rewards":
-        """These rewards, with `judges`, which are collective, in the place of those whose specs they have."""
+        """These rewards with collective `judges` in place of those with the same specs."""
         rewards = (
             replace(reward, judge=judges[reward.spec], is_collective=True) if reward.spec in judges else reward
             for reward in self.rewards
@@ -123,7 +123,7 @@ class Rewards:
 
 
 def check_row(reward: Reward, row: Row) -> None:
-    """ValueError, with the place of `row`, where it lacks a column of the reward's or has one that it cannot read."""
+    """Raises ValueError, with the place of `row`, if it lacks a column of the reward or has an unreadable value."""
     for column in sorted(reward.columns - set(row.columns)):
         raise ValueError(
             f"{row.place} has no {column!r}, which other rows have and --reward={reward.spec!r} reads; fix the row"
@@ -136,7 +136,7 @@ def check_row(reward: Reward, row: Row) -> None:
 
 
 def judge(reward: Reward, answers: Answers, seconds: float) -> list[Value]:
-    """The checked values of one reward; its errors with the prompt that they come from."""
+    """The checked values of one reward; an error names the prompt that it comes from."""
     try:
         returned = within(seconds, lambda: reward.judge(answers))
     except UnusableReference:
@@ -158,7 +158,7 @@ def judge(reward: Reward, answers: Answers, seconds: float) -> list[Value]:
 
 
 def first_failure(reward: Reward, answers: Answers, seconds: float) -> str:
-    """Which answer a failing reward fails at, in words, found by calls for single answers, for `seconds` at most."""
+    """A description of the answer that a failing reward fails at, from calls for single answers within `seconds`."""
     if len(answers) == 1:
         return f"the prompt is {answers.shown_prompt(0)}"
     deadline = time.monotonic() + seconds
@@ -174,7 +174,7 @@ def first_failure(reward: Reward, answers: Answers, seconds: float) -> str:
 
 
 class OutOfTime(BaseException):
-    """The time is over. No `Exception`: a function that catches those must not take this for one of its own."""
+    """The time limit is over. Not an `Exception`, so that a function that catches those does not swallow it."""
 
 
 def within(seconds: float, action: Callable[[], Result]) -> Result:
@@ -188,7 +188,7 @@ def within(seconds: float, action: Callable[[], Result]) -> Result:
 
 
 def interrupting(seconds: float, action: Callable[[], Result]) -> Result:
-    """`within` for the main thread; limits may stand in one another, and a timer of the user's goes on afterwards."""
+    """`within` for the main thread; limits may be nested, and a timer of the user continues afterwards."""
     is_running = True
 
     def stop(signum: int, frame: object) -> None:
@@ -206,7 +206,7 @@ def interrupting(seconds: float, action: Callable[[], Result]) -> Result:
         try:
             return action()
         finally:
-            is_running = False  # from here on a late signal must not keep the timer and the handler from their place
+            is_running = False  # from here on a late signal must not prevent the restoration of timer and handler
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         _deadlines.pop()

@@ -1,4 +1,4 @@
-"""What the rewards of a run say of some answers: each one's values, checked, and their weighted sum.
+"""The scores of answers: checks each reward's values, and combines them into a weighted sum.
 
 B: answers, T: tokens of an answer.
 """
@@ -13,7 +13,7 @@ from hybrid_engine.distributed.processes import gather_objects
 from hybrid_engine.rlhf.rewards.answers import Answers, Reward, RunView, Value
 
 LARGEST_SCORE = 1e12
-"""Whose square, and that of many summed, fp32 still holds: advantages are computed in it."""
+"""A number whose square fp32 can hold, and sums of such squares: advantages are computed in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,24 +21,27 @@ class Scores:
     """The rewards of B answers."""
 
     total: list[float]
-    """`[B]`: the weighted sum of the rewards that judged the answer; nan where none did."""
+    """`[B]`: the weighted sum of the rewards that judged the answer; nan if none did."""
     by_name: dict[str, list[float | None]]
-    """`[B]` of each reward, without its weight; None where it did not judge the answer, and the sum of a process
-    reward's numbers."""
+    """`[B]` for each reward, without its weight; None if it did not judge the answer. For a process reward the sum of
+    its numbers.
+    """
     per_token: list[list[float]] | None
-    """`[B][T]`: the weighted sum on each token, whose sum over the tokens is `total`: a process reward's numbers stand
-    where they belong, a number for the whole answer on its last token. None where no reward gave lists."""
+    """`[B][T]`: the weighted sum on each token, which adds up to `total`. The numbers of a process reward are on their
+    tokens, a number for the whole answer on its last token. None if no reward returned lists.
+    """
     is_step: list[list[bool]] | None = None
-    """`[B][T]` beside `per_token`: True on the tokens that end a step, be its number 0; of a list with a number for
-    each token these are the tokens whose number is not 0."""
+    """`[B][T]`, only with `per_token`: True on the tokens that end a step, even with a number of 0; for a list with a
+    number for each token, True on those whose number is not 0.
+    """
     logged: Mapping[str, float] = field(default_factory=dict)
-    """Means of what functions gave to `log_metric`."""
+    """Means of the values that functions passed to `log_metric`."""
     extra: Mapping[str, list[Any]] = field(default_factory=dict)
-    """`[B]` for each name that functions gave to `log_extra`."""
+    """`[B]` for each name that functions passed to `log_extra`."""
 
 
 class WrongCount(ValueError):
-    """A reward returned other than one value for each answer."""
+    """A reward did not return exactly one value for each answer."""
 
 
 def combine(rewards: Sequence[Reward], values: Sequence[list[Value]], answers: Answers) -> Scores:
@@ -66,7 +69,7 @@ def combine(rewards: Sequence[Reward], values: Sequence[list[Value]], answers: A
 
 
 def with_logged(scores: Scores, view: RunView, num_answers: int) -> Scores:
-    """`scores` of so many answers with what functions logged; ValueError unless `log_extra` got a value of each."""
+    """`scores` with the values that functions logged; ValueError unless `log_extra` got a value for each answer."""
     for column, values in view.extra.items():
         if len(values) != num_answers:
             raise ValueError(
@@ -78,7 +81,7 @@ def with_logged(scores: Scores, view: RunView, num_answers: int) -> Scores:
 
 
 def penalise_cut_off(scores: Scores, answers: Answers, penalty: float) -> Scores:
-    """`scores` less `penalty` for each answer that was cut off; on its last token. As TRL's `missing_eos_penalty`."""
+    """`scores` minus `penalty` for answers that were cut off, on the last token. TRL's `missing_eos_penalty`."""
     costs = [penalty if is_cut else 0.0 for is_cut in answers.is_cut_off]
     per_token = scores.per_token
     if per_token is not None:
@@ -88,7 +91,7 @@ def penalise_cut_off(scores: Scores, answers: Answers, penalty: float) -> Scores
 
 
 def replace_cut_off(scores: Scores, answers: Answers, score: float) -> Scores:
-    """`scores` with `score` in place of the total of each answer that was cut off; on its last token."""
+    """`scores` with `score` in place of the total of each answer that was cut off, on its last token."""
     cut = answers.is_cut_off
     per_token, is_step = scores.per_token, scores.is_step
     if per_token is not None:
@@ -102,7 +105,7 @@ def replace_cut_off(scores: Scores, answers: Answers, score: float) -> Scores:
 
 
 def _weighted(weights: Sequence[float], row: Sequence[float | None]) -> float:
-    """The sum of one answer's rewards, without those that do not judge it; nan without any."""
+    """The weighted sum of one answer's rewards, without those that do not judge it; nan if there are none."""
     if all(number is None for number in row):
         return math.nan
     return sum(weight * number for weight, number in zip(weights, row, strict=True) if number is not None)
@@ -115,7 +118,7 @@ def _is_step(rewards: Sequence[Reward], values: Sequence[list[Value]], answers: 
 
 
 def _mark(value: Value, num_tokens: int) -> Value:
-    """1 in place of each number of `value` that stands for a step."""
+    """1 in place of each number of `value` that belongs to a step."""
     if not isinstance(value, list):
         return None if value is None else 1.0
     return [float(number != 0 or len(value) != num_tokens) for number in value]
@@ -148,11 +151,11 @@ def _placed(reward: Reward, value: Value, answers: Answers, index: int) -> list[
 
 
 def read_values(spec: str, returned: Any, answers: Answers) -> list[Value]:
-    """What the reward `spec` returned, as values; local.
+    """The values that the reward `spec` returned, checked; local.
 
     Raises:
         WrongCount: there is not one value for each answer.
-        ValueError: it is no list, or a value is neither None nor a finite number nor a list of them, with its prompt.
+        ValueError: it is not a list, or a value is not None, a finite number or a list of them; names the prompt.
     """
     if callable(returned):
         raise ValueError(
@@ -203,9 +206,9 @@ def _sum(value: float | list[float]) -> float:
 def reward_figures(scores: Scores) -> dict[str, float]:
     """`reward_<name>` and `reward_<name>_deviation`: mean and deviation over all processes' answers; collective.
 
-    The deviation is that of the answers themselves (divisor n). A reward that judged none has no figures. Beside them
-    `unjudged_share`, of the answers that no reward judged, and `logged_<name>`: the mean of what functions gave to
-    `log_metric`, of those processes where they did.
+    The deviation is that of the answers themselves (divisor n). A reward that judged no answer has no figures. In
+    addition `unjudged_share`, the share of answers that no reward judged, and `logged_<name>`: the mean of the values
+    that functions passed to `log_metric`, over the processes where they did.
     """
     everyone = gather_objects((scores.by_name, [math.isnan(number) for number in scores.total], scores.logged))
     by_name = {name: [value for part, _, _ in everyone for value in part[name]] for name in scores.by_name}
@@ -219,7 +222,7 @@ def _means_of(logged: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def named_figures(by_name: Mapping[str, Sequence[float | None]]) -> dict[str, float]:
-    """Figures of these values as `reward_figures` gives them, of this process alone."""
+    """Figures of these values as in `reward_figures`, for this process alone."""
     figures = {}
     for name, all_values in by_name.items():
         values = [value for value in all_values if value is not None]
@@ -254,7 +257,7 @@ def on_last_token(number: float, num_tokens: int) -> list[float]:
 
 
 def step_ends(response: str) -> list[int]:
-    """Where the text of each step ends, in characters from the beginning of `response`."""
+    """The end of the text of each step, in characters from the beginning of `response`."""
     ends, position = [], 0
     for line in response.split("\n"):
         if line.strip():
@@ -264,7 +267,7 @@ def step_ends(response: str) -> list[int]:
 
 
 def token_at(end: int, token_ids: list[int], decode: Callable[[list[int]], str]) -> int:
-    """The first token with which the text reaches `end` characters; by bisection, which decodes log2(T) beginnings."""
+    """The first token at which the text reaches `end` characters; by bisection, which decodes log2(T) prefixes."""
     low, high = 0, len(token_ids) - 1
     while low < high:
         middle = (low + high) // 2
