@@ -1,1 +1,1 @@
-"""Recipes: one readable file per training job, its loop visible."""
+"""Recipes: one readable file per training job, with its loop visible."""

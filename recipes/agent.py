@@ -1,12 +1,12 @@
-"""A model learns to use a calculator over several turns, in an environment that speaks OpenAI's protocol.
+"""Trains a model to use a calculator over several turns, in an environment that speaks OpenAI's protocol.
 
     hybrid-engine agent
 
 For each step: problems -> engine.eval() -> engine.serving() -> the environment, a plain loop around the `openai` client
 (`solve`) -> the server's trajectories -> engine.train() -> advantages from groups of episodes -> updates. Nothing is
-tokenised twice: what the policy wrote are the tokens that it drew, and the old log-probabilities are the sampler's.
+tokenized twice: the policy's tokens are those that it sampled, and the old log-probabilities are the sampler's.
 
-N: episodes of a step, T: columns from the first answer to the last. Any other environment takes `solve`'s place.
+N: episodes of a step, T: columns from the first answer to the last. Any other environment can replace `solve`.
 """
 
 import itertools
@@ -73,9 +73,9 @@ PLOT_PANELS = {
     "tokens that the policy wrote": ["length"],
 }
 NOT_OF_EPISODES = ("dynamic_sampling", "overlong_buffer", "mask_cut_off")
-"""Choices of an algorithm that are about single answers to prompts."""
+"""Choices of an algorithm that concern single answers to prompts."""
 MESSAGES_BYTES = 2**14
-"""Of a conversation's messages, as Python objects."""
+"""Bytes of a conversation's messages, as Python objects."""
 SHOWN = ["success", "turns", "e2e_seconds", "episode_seconds", "training_seconds"]
 
 
@@ -147,14 +147,14 @@ class Config(LoopOptions, RolloutOptions, ResumeOptions):
 
     @property
     def largest_step(self) -> Size:
-        """Memory of a step's conversations, or an evaluation's, with answers as long as they may be."""
+        """Memory of a step's conversations, or an evaluation's, with answers of the maximum length."""
         num_answers = MAX_TURNS * max(self.minibatch_size, self.eval_prompts)
         num_tokens = num_answers * (self.max_prompt_tokens + self.max_new_tokens)
         return size_of(num_answers, num_tokens, num_answers * MESSAGES_BYTES)
 
     @property
     def server_options(self) -> dict[str, Any]:
-        """Limits of the server that episodes are played against, which keeps all of a step's conversations."""
+        """Limits of the server for episodes, which stores all of a step's conversations."""
         return {
             "memory": self.serving_memory,
             "stall_seconds": self.stall_seconds,
@@ -165,7 +165,7 @@ class Config(LoopOptions, RolloutOptions, ResumeOptions):
 
 @dataclass(frozen=True)
 class Episode:
-    """How one attempt at a problem went."""
+    """The outcome of one attempt at a problem."""
 
     trajectory: Trajectory
     success: float
@@ -173,7 +173,7 @@ class Episode:
 
 
 def run(config: Config) -> Path:
-    """Makes what is missing and trains; returns the folder of the final actor."""
+    """Trains missing stages and then the actor; returns the folder of the final actor."""
     out = Path(config.out)
     config = begin_run(config, "agent")
     check_folder(out, config)
@@ -181,7 +181,7 @@ def run(config: Config) -> Path:
     if config.restart:
         move_aside(out, RUN_RESULTS)
     check_conversations_fit(config, load_tokenizer(config.model) if config.model else build_tokenizer())
-    # A pupil who asks says more than one who guesses: a step must see both.
+    # A pupil who asks writes more than one who guesses: a step must contain both.
     first_stage = character_stage("calculator", config, group_by_length=False)
     source = config.model or str(sft_stage.run(first_stage))
     seed_everything(config.seed)
@@ -212,7 +212,7 @@ def run(config: Config) -> Path:
 
 
 def read_episodes(config: Config, first: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Read:
-    """What a plan reads of a run whose actor has the config `first`: an episode is a problem, and then turns."""
+    """Plan inputs of a run whose actor has the config `first`: an episode is a problem, followed by turns."""
     lengths = []
     for problem in held_out_problems():
         messages = [{"role": "user", "content": problem.text}]
@@ -221,9 +221,9 @@ def read_episodes(config: Config, first: PretrainedConfig, tokenizer: PreTrained
 
 
 def check_conversations_fit(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError where --max-prompt-tokens are too few for what is said before the last answer.
+    """Raises ValueError if --max-prompt-tokens is too small for the turns before the last answer.
 
-    Also where the tokenizer of --model has no chat template, or one that refuses such a conversation.
+    Also raises if the tokenizer of --model has no chat template, or one that refuses such a conversation.
     """
     if tokenizer.chat_template is None:
         raise ValueError(
@@ -249,7 +249,7 @@ def check_conversations_fit(config: Config, tokenizer: PreTrainedTokenizerBase) 
 
 
 def train_loop(policy: Policy, config: Config, log: RunLog, first_step: int) -> None:
-    """Episodes, advantages, an update."""
+    """Runs episodes, computes advantages and updates the policy, step by step."""
     asked = itertools.islice(problems(False, config.seed), first_step * config.rollout_size, None)
     with log:
         for step in range(first_step, config.steps):
@@ -271,9 +271,9 @@ def train_loop(policy: Policy, config: Config, log: RunLog, first_step: int) -> 
 def play(
     policy: Policy, drawn: list[Problem], config: Config, seed: int, limits: Mapping[str, Any] | None = None
 ) -> list[Episode]:
-    """An episode for each problem, many at once, against the policy as it is now; `limits` are options of its server.
+    """An episode for each problem, many at once, with the policy as it is now; `limits` are options of its server.
 
-    Another program of this machine has neither the key nor an episode's id, so nothing of it is trained on.
+    Another program on this machine has neither the key nor an episode's id, so its requests are not trained on.
     """
     policy.actor.eval()
     ids = [secrets.token_urlsafe() for _ in drawn]
@@ -290,7 +290,7 @@ def play(
 
 
 def solve(client: Any, problem: Problem, session_id: str, config: Config, seed: int) -> tuple[float, int]:
-    """One episode: whether the problem was solved, and in how many answers. Knows nothing but the protocol."""
+    """One episode: whether the problem was solved, and in how many answers. Uses only the protocol."""
     messages: list[dict[str, str]] = [{"role": "user", "content": problem.text}]
     for turn in range(1, MAX_TURNS + 1):
         answer = client.chat.completions.create(
@@ -326,7 +326,7 @@ def describe_episodes(episodes: list[Episode]) -> dict[str, float]:
 
 
 def build_experience(policy: Policy, episodes: list[Episode], config: Config) -> Experience:
-    """Episodes as padded rows: what stands before the first answer is the prompt; what others wrote is not learned."""
+    """Episodes as padded rows: the prompt is the part before the first answer; tokens of others are not learned."""
     device, rows = policy.actor.device, [episode.trajectory for episode in episodes]
     begins = [row.written.index(True) for row in rows]
     parts = list(zip(rows, begins, strict=True))
@@ -347,7 +347,7 @@ def build_experience(policy: Policy, episodes: list[Episode], config: Config) ->
 
 
 def update(policy: Policy, episodes: list[Episode], config: Config) -> dict[str, float]:
-    """One optimizer step on the episodes of groups with variance; means over the tokens that the policy wrote there."""
+    """One optimizer step on the episodes of groups with variance; returns means over the policy's tokens in them."""
     actor, experience = policy.actor, build_experience(policy, episodes, config)
     step = count_step(experience.batch.mask, config.max_new_tokens * MAX_TURNS, all_processes())
     rate = actor.get_lr()[0]

@@ -1,18 +1,18 @@
-"""Direct preference optimisation: from pairs of answers, one preferred, to a policy, with no reward model.
+"""Direct preference optimization: trains a policy on pairs of answers, one preferred, without a reward model.
 
     hybrid-engine dpo --out runs/dpo
     hybrid-engine dpo --model Qwen/Qwen3-0.6B --dataset pairs.jsonl --out runs/mine
 
-The reference is the policy as it began. What it says of every answer is computed once, before the first step, so one
-model is in memory; with `--lora-rank` it is the base under a disabled adapter. Each step then lowers the loss
-(`rl/preferences.py`) of a batch of pairs. Without `--dataset` the pairs are those of the reward stage, and the rules of
-PEP 257 (`tasks/stdlib_docs.py`), which are not trained on, judge answers to held-out prompts before and after.
+The reference is the policy at the start. Its log-probabilities of every answer are computed once, before the first
+step, so one model is in memory; with `--lora-rank` it is the base under a disabled adapter. Each step then lowers the
+loss (`rl/preferences.py`) of a batch of pairs. Without `--dataset` the pairs are those of the reward stage, and the
+rules of PEP 257 (`tasks/stdlib_docs.py`), which are not trained on, judge answers to held-out prompts before and after.
 
-Below `--out`: metrics.jsonl (one line per step), plot.png, samples.json, result.json, checkpoints/, best/ and
-actor/, Hugging Face folders.
+Below `--out`: metrics.jsonl (one line per step), plot.png, samples.json, result.json, checkpoints/, best/ and actor/,
+Hugging Face folders.
 
-Conventions: Rafailov et al., arXiv 2305.18290. Log-probabilities are sums over the answer's tokens, its end-of-sequence
-token included; every pair of a step weighs the same, however they are split.
+Conventions: Rafailov et al., arXiv 2305.18290. Log-probabilities are sums over the answer's tokens, including its
+end-of-sequence token; every pair of a step has the same weight, however they are split.
 """
 
 import random
@@ -83,7 +83,7 @@ PLOT_PANELS = {
     "log-probability (nats)": ["chosen_logprob", "rejected_logprob"],
 }
 SHOWN = ["loss", "accuracy", "chosen_reward", "rejected_reward", "grad_norm"]
-"""What a step's line says."""
+"""Figures in the log line of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ class Config(PairLossOptions, PreferenceOptions):
 
 
 def run(config: Config) -> Path:
-    """Trains the actor on the pairs; returns the folder it is saved to. Collective."""
+    """Trains the actor on the pairs; returns its folder. Collective."""
     out = Path(config.out)
     config = begin_run(config, "dpo")
     check_run(config)
@@ -176,10 +176,10 @@ def run(config: Config) -> Path:
 
 
 def load_pairs(config: Config) -> tuple[list[PreferenceRow], list[PreferenceRow]]:
-    """Pairs to train on, and those held out, by a hash of their prompts.
+    """Pairs to train on, and held-out ones, selected by a hash of their prompts.
 
     Raises:
-        ValueError: the data set cannot be read, a row is not what it should be, or there are too few.
+        ValueError: the data set cannot be read, a row is invalid, or there are too few.
     """
     if config.dataset is None:
         train, held_out = (build_preferences(part, config.seed) for part in split(stdlib_examples()))
@@ -201,7 +201,7 @@ def train_loop(
     best: Best,
     look: Callable[[int], Evaluation],
 ) -> Best:
-    """Every process takes its pairs of each batch, and looks at held-out rows by `look`, given the steps done.
+    """Trains on the pairs; every process takes its share of each batch. `look` evaluates, given the steps done.
 
     Returns the best measurement of the whole run.
     """

@@ -1,8 +1,9 @@
-"""How good a model's answers are: each prompt of a data set answered k times, scored by the rewards of the recipes.
+"""Evaluates a model: answers each prompt of a data set k times and scores the answers with the recipes' rewards.
 
     hybrid-engine evaluate --model runs/docs/actor --dataset problems.jsonl --reward number -k 8
 
-The answers are drawn by the engine's own rollouts (`experience/evaluation.py`, as in training), without an optimizer.
+The engine's own rollouts sample the answers (`experience/evaluation.py`, as in training), without an optimizer.
+
 Below `--out`: config.yaml, result.json (the figures with their confidence intervals) and samples.jsonl (every answer
 and score).
 """
@@ -46,7 +47,7 @@ from hybrid_engine.rlhf.runs.stages import load_config, load_model, load_tokeniz
 RESULTS = ("result.json", "samples.jsonl", CONFIG)
 NUM_SHOWN = 6
 LONGEST_MEASURED_ANSWER = 4096
-"""Tokens of an answer, where `--max-new-tokens` says nothing and the model has positions for more."""
+"""Tokens of an answer, if `--max-new-tokens` is not given and the model has positions for more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +127,7 @@ class Config(RewardOptions, DatasetOptions, DtypeOptions):
 
 
 def run(config: Config) -> Path:
-    """Answers, scores, writes; returns the folder of the results. Collective."""
+    """Answers, scores and writes the results; returns their folder. Collective."""
     hybrid_engine.init_distributed()
     on_rank_zero(lambda: check_folder(config))
     rewards = load_rewards(
@@ -167,7 +168,7 @@ def run(config: Config) -> Path:
 
 
 def check_folder(config: Config) -> None:
-    """ValueError where the folder cannot be written, or holds an earlier evaluation; for one process."""
+    """Raises ValueError if the folder cannot be written, or holds an earlier evaluation; for one process."""
     found = left_behind(check_out(config.out), RESULTS)
     if found and not config.restart:
         raise ValueError(
@@ -178,7 +179,7 @@ def check_folder(config: Config) -> None:
 
 @told_together()
 def load_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rewards: Rewards) -> tuple[Config, list[PromptRow]]:
-    """The prompts to answer, with what stands beside them; and the options with lengths that fit them.
+    """The prompts to answer, with their other columns; and the options with lengths that fit them.
 
     Raises:
         ValueError: there are too few, a reward lacks a column or cannot read a row, or the model has too few positions.
@@ -202,7 +203,7 @@ def load_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rewards: Rewar
 
 
 def write_results(folder: Path, config: Config, evaluation: Evaluation) -> None:
-    """`result.json`: the figures; `samples.jsonl`: a line for each prompt, with its answers and scores; the options."""
+    """Writes `result.json` (the figures), `samples.jsonl` (per prompt its answers and scores) and the options."""
     if get_rank() != 0:
         return
     write_config(folder, config)
@@ -217,7 +218,7 @@ def write_results(folder: Path, config: Config, evaluation: Evaluation) -> None:
 
 
 def shown_score(score: float | None) -> str:
-    """A score as a column of a table shows it; nothing for an answer that no reward judged."""
+    """A score for a table cell; empty for an answer that no reward judged."""
     return "" if score is None else f"{score:.3g}"
 
 

@@ -1,11 +1,11 @@
-"""Answers prompts: a file of them into a file, or line by line in the terminal.
+"""Answers prompts: from a file into a file, or line by line in the terminal.
 
     hybrid-engine generate --model runs/sums/actor --prompts problems.jsonl --out answers.jsonl
     torchrun --nproc-per-node 4 -m hybrid_engine.cli.cli generate --tp 2 --pp 2 --model ... --prompts ... --out ...
     echo "Once upon a time" | hybrid-engine generate --model gpt2 --prompts - --out -
 
-All rows go through one continuously refilled batch. What is finished is written down at once: after a kill the same
-command goes on with the rows that are left, and the file is what it would have been.
+All rows go through one continuously refilled batch. Finished rows are written at once: after a kill the same command
+continues with the remaining rows, and the file is the same as without the kill.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.rlhf.runs.stages import load_config
 
 WITHOUT_EFFECT = ("out", "restart", "max_running", "tp", "pp")
-"""Options that the answers do not depend on."""
+"""Options that do not affect the answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class Config(RowOptions, ModelOptions):
 
     @property
     def source(self) -> DataSource:
-        """Where the prompts come from."""
+        """The source of the prompts."""
         return self.source_of(str(self.prompts), option="prompts")
 
     @property
@@ -116,7 +116,7 @@ class Config(RowOptions, ModelOptions):
 
 
 def run(config: Config) -> Path | None:
-    """Answers all prompts; returns the file of the answers, None where they went to the terminal."""
+    """Answers all prompts; returns the file of the answers, None if they went to the terminal."""
     join(config.tp, config.pp, "generate")
     if TERMINAL in (config.prompts, config.out):
         answer_in_terminal(config)
@@ -151,9 +151,9 @@ def answer_rows(
     left: list[int],
     journal: Journal,
 ) -> int:
-    """Answers the rows that are `left` into `journal`, on rank 0; returns how many tokens that took.
+    """Answers the rows in `left` into `journal`, on rank 0; returns the number of generated tokens.
 
-    `prompts`: the tokens of every row's.
+    `prompts`: the tokens of every row's prompt.
     """
     sequences = build_sequences(config, read_sampling(config, engine, tokenizer), prompts)
     given = [sequence for number in left for sequence in sequences[number]]
@@ -176,19 +176,21 @@ def answer_rows(
 
 
 def identity_of(config: Config, rows: list[PromptRow]) -> dict[str, Any]:
-    """What the answers depend on."""
+    """The data that the answers depend on: the options and a hash of the rows."""
     read = json.dumps([[row.prompt, dict(row.columns)] for row in rows], default=str).encode()
     options = {name: value for name, value in asdict(config).items() if name not in WITHOUT_EFFECT}
     return options | {"rows": hashlib.sha256(read).hexdigest()}
 
 
 def default_options() -> dict[str, Any]:
-    """The options of a command that gives none."""
+    """The default of every option."""
     return {option.name: option.default for option in fields(Config) if option.default is not MISSING}
 
 
 def read_sampling(config: Config, engine: Any, tokenizer: PreTrainedTokenizerBase) -> GenerationOptions:
-    """The engine's options; ValueError for one out of range. Ids that the model's own config suppresses stay so."""
+    """The engine's options; ValueError for one out of range. Ids that the model's own config suppresses stay
+    suppressed.
+    """
     sampled = {"do_sample": True, "temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
     vocab_size, defaults = engine.config.get_text_config().vocab_size, engine.generation_config
     given = {"max_new_tokens": config.max_new_tokens, "suppress_tokens": defaults.suppress_tokens}
@@ -202,14 +204,14 @@ def encode_rows(
     """The rows that can be answered within `longest` tokens, and the tokens of their prompts.
 
     Raises:
-        ValueError: others are not to be left out.
+        ValueError: there are other rows, and they may not be left out.
     """
     encode = partial(encode_fitting, config, tokenizer, longest)
     return each_good(rows, encode, config.source.shown, skips=config.skip_bad_rows)
 
 
 def encode_fitting(config: Config, tokenizer: PreTrainedTokenizerBase, longest: int, row: PromptRow) -> list[int]:
-    """The tokens of a prompt; ValueError for one that leaves no room for its answer within `longest`, or has none."""
+    """The tokens of a prompt; ValueError if it has none, or leaves no room for its answer within `longest`."""
     tokens = encode_prompt(tokenizer, row)
     if len(tokens) + config.max_new_tokens > longest:
         raise ValueError(
@@ -220,7 +222,7 @@ def encode_fitting(config: Config, tokenizer: PreTrainedTokenizerBase, longest: 
 
 
 def build_sequences(config: Config, options: GenerationOptions, prompts: list[list[int]]) -> list[list[Sequence]]:
-    """The answers to each prompt to come; which noise they get does not depend on what is answered already."""
+    """The future answers to each prompt; their noise does not depend on what is answered already."""
     keys = sample_keys(config.seed, [prompt_digest(tokens) for tokens in prompts], [], config.num_samples)
     sequences = []
     for number, tokens in enumerate(prompts):
@@ -236,7 +238,7 @@ def longest_of(sequences: list[list[Sequence]]) -> int:
 
 
 def finished_rows(batch: LiveBatch, sequences: list[list[Sequence]]) -> Iterator[int]:
-    """The rows in the order in which their last answers end; RuntimeError where the logits are not finite."""
+    """The rows in the order in which their last answers end; RuntimeError if the logits are not finite."""
     row_of = {sequence: number for number, row in enumerate(sequences) for sequence in row}
     num_left = [len(row) for row in sequences]
     while batch.has_work:
@@ -250,7 +252,7 @@ def finished_rows(batch: LiveBatch, sequences: list[list[Sequence]]) -> Iterator
 
 
 def answer_of(row: PromptRow, sequences: list[Sequence], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """A line of the result."""
+    """The line of the result for a row."""
     return {
         "prompt": row.prompt,
         **row.columns,
@@ -261,7 +263,7 @@ def answer_of(row: PromptRow, sequences: list[Sequence], tokenizer: PreTrainedTo
 
 
 def answer_in_terminal(config: Config) -> None:
-    """Reads or writes the terminal, or both: one prompt after the other, text as it comes."""
+    """Reads from or writes to the terminal, or both: one prompt after another, with text as it is generated."""
     rows = None if config.prompts == TERMINAL else read_prompt_rows(config.source)
     engine, tokenizer = load_answering(config)
     options = read_sampling(config, engine, tokenizer)
@@ -277,7 +279,7 @@ def answer_in_terminal(config: Config) -> None:
 
 
 def encode_lines(config: Config, tokenizer: PreTrainedTokenizerBase, longest: int) -> Iterator[list[int]]:
-    """The tokens of the terminal's lines as they are written; one that cannot be used ends all, or is left out."""
+    """The tokens of the terminal's lines as they are typed; one that cannot be used ends the run, or is left out."""
     for row in read_lines(config.source):
         try:
             yield encode_fitting(config, tokenizer, longest, row)
@@ -288,7 +290,7 @@ def encode_lines(config: Config, tokenizer: PreTrainedTokenizerBase, longest: in
 
 
 def progress_bar(is_shown: bool) -> Progress:
-    """Rows that are answered, and how long the others will take."""
+    """A progress bar of answered rows, with the remaining time."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

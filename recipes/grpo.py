@@ -1,16 +1,17 @@
-"""Group relative policy optimisation: several answers to each prompt, compared with each other, no critic.
+"""Group relative policy optimization: several answers to each prompt are compared with each other, without a critic.
 
     hybrid-engine grpo
 
 For each step: prompts -> engine.eval() -> engine.generate() G answers each -> rewards -> engine.train() -> advantages
-from the groups -> updates of the actor. Without options a small model is first brought by SFT to where it adds numbers
-as a pupil does who forgets the carry; the reward is whether the sum is right.
+from the groups -> updates of the actor. Without options, SFT first trains a small model to add numbers like a pupil who
+forgets the carry; the reward is whether the sum is right.
 
-What "GRPO" means is an `Algorithm` (`algorithms/choices.py`): baseline, scale, policy loss, aggregation, KL, DAPO's
-sampling, correction. A preset sets them as a framework or paper has them (docs/algorithms.md).
+An `Algorithm` (`algorithms/choices.py`) defines what "GRPO" means: baseline, scale, policy loss, aggregation, KL,
+DAPO's sampling, correction. A preset sets them as in a framework or paper (docs/algorithms.md).
 
 B: this process's prompts of a step, G: answers to each, N = B * G rows, P: prompt columns, T: response columns.
-Source: Shao et al., "DeepSeekMath", arXiv 2402.03300, algorithm 1; the others stand beside their choices.
+
+Source: Shao et al., "DeepSeekMath", arXiv 2402.03300, algorithm 1; other sources are given with their choices.
 """
 
 import time
@@ -151,19 +152,19 @@ class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOpti
 
 
 class Carried(NamedTuple):
-    """What goes from step to step besides the engine, and into checkpoints."""
+    """State that passes from step to step in addition to the engine's, and into checkpoints."""
 
     kl_coef: float
     step: int = 0
-    """steps done"""
+    """Number of steps done."""
     num_drawn: int = 0
-    """prompts taken so far"""
+    """Number of prompts taken so far."""
     best: Best = Best()
-    """the highest held-out score of an evaluation"""
+    """The highest held-out score of an evaluation."""
 
 
 def run(config: Config) -> Path:
-    """Makes what is missing and trains; returns the folder of the final actor. Collective."""
+    """Trains missing stages and then the actor; returns the folder of the final actor. Collective."""
     out = Path(config.out)
     config = begin_run(config, "grpo")
     start = prepare(config)
@@ -205,7 +206,7 @@ def run(config: Config) -> Path:
 def train_loop(
     policy: Policy, start: Start, config: Config, log: RunLog, carried: Carried, followed: FollowedAnswers
 ) -> Carried:
-    """GRPO: groups of answers to a step's prompts, their advantages, and the updates that follow from them."""
+    """GRPO: groups of answers to a step's prompts, their advantages, and the updates from them."""
     actor, options = policy.actor, SamplingOptions.of(config, config.group_size)
     source = GroupSource(
         actor=actor,
@@ -228,7 +229,7 @@ def train_loop(
             num_answers = config.rollout_size * config.group_size
             kl_coef = next_kl_coef(config.algorithm, carried.kl_coef, figures.get("kl_per_sequence", 0.0), num_answers)
             carried = carried._replace(kl_coef=kl_coef, step=step + 1, num_drawn=groups.num_drawn)
-            # Before an evaluation, whose answers are no training's.
+            # Before an evaluation, whose latencies do not belong to training.
             figures = groups.figures | figures | actor.latency_stats()
             if is_due(config.eval_every, step, config.steps):
                 evaluation = evaluate_policy(policy, start.held_out, start.rewards, config)
@@ -283,10 +284,10 @@ def update(policy: Policy, experience: Experience, config: Config, kl_coef: floa
     """`epochs` passes over the experience in reshuffled minibatches, an optimizer step on each.
 
     Returns:
-        Means over the tokens that went through the model: loss, clip fraction, KL(old || new), ratio. `first_ratio`
-        is the ratio before any weight changed, 1 when all is well. Gradient norm and learning rate are those of the
-        last optimizer step. `trained_share` of the answers went through the model; nothing else is known where none
-        did, and then no weight changed.
+        Means over the tokens that went through the model: loss, clip fraction, KL(old || new), ratio. `first_ratio` is
+        the ratio before any weight changed, which should be 1. Gradient norm and learning rate are those of the last
+        optimizer step. `trained_share` is the share of answers that went through the model; if it is 0, the other
+        figures are absent and no weight changed.
     """
     generator = torch.Generator().manual_seed(seed)
     parts: list[Figures] = []
@@ -305,7 +306,7 @@ def update(policy: Policy, experience: Experience, config: Config, kl_coef: floa
             present = torch.zeros_like(chosen.logprobs)
             losses = [(policy.actor, partial(micro_batch_loss, policy.actor, chosen, present, step, config, kl_coef))]
             found = train_in_parts([policy.actor], chosen.sequences.items, config.tokens_per_micro_batch, losses)
-            if not parts:  # by the weights that sampled
+            if not parts:  # with the weights that sampled
                 policy.actor.observe_logprobs(chosen.logprobs, present, chosen.sequences.response_mask)
             parts += found
     figures = {**gradient_figures(policy.actor), "learning_rate": rate}
@@ -324,12 +325,12 @@ def micro_batch_loss(
 ) -> tuple[torch.Tensor, DeviceFigures]:
     """The share of `rows` in the loss of a minibatch, and (sum, count) of each figure, for `global_means`.
 
-    The rows' log-probabilities go into `present`, `[N, T]`.
+    Writes the rows' log-probabilities into `present`, `[N, T]`.
     """
     batch = present_batch(actor, minibatch.rows(torch.tensor(rows)), config.algorithm, config.temperature)
     note_rows(present, rows, batch.logprobs)
     loss = policy_objective(config.algorithm, batch, step, kl_coef)
     health = mean_sums(policy_figures(config.algorithm, batch), batch.mask)
-    # A share of the minibatch's loss, which the rows of all processes together count as one.
+    # A share of the minibatch's loss; the shares of all rows of all processes add up to 1.
     share = len(rows) / (len(minibatch.logprobs) * get_world_size())
     return loss, {"policy_loss": (loss.detach(), share), **health}

@@ -1,18 +1,18 @@
-"""KTO: from single answers, each labelled desirable or not, to a policy; no pairs, no reward model.
+"""KTO: trains a policy on single answers, each labelled desirable or not, without pairs and without a reward model.
 
     hybrid-engine kto --out runs/kto
     hybrid-engine kto --model Qwen/Qwen3-0.6B --dataset labelled.jsonl --out runs/mine
 
-As in `dpo.py` the reference is the policy as it began and is read once, before the first step. Each step measures how
+As in `dpo.py`, the reference is the policy at the start and is read once, before the first step. Each step measures how
 much likelier the policy makes any answer than the reference, on prompts with other prompts' answers, and moves
 desirable answers above that point and undesirable ones below it (`rl/kto.py`). Without `--dataset` the answers are
 those of the reward stage's pairs, and the rules of PEP 257 judge answers to held-out prompts before and after.
 
-Below `--out`: metrics.jsonl (one line per step), plot.png, samples.json, result.json, checkpoints/, best/ and
-actor/, Hugging Face folders.
+Below `--out`: metrics.jsonl (one line per step), plot.png, samples.json, result.json, checkpoints/, best/ and actor/,
+Hugging Face folders.
 
 Conventions: Ethayarajh et al., arXiv 2402.01306. The reference point is that of the whole step, over all processes and
-micro-batches; every answer of a step weighs what its label does, however they are split.
+micro-batches; every answer of a step has the weight of its label, however they are split.
 """
 
 import random
@@ -86,7 +86,7 @@ PLOT_PANELS = {
     "reference point (nats)": ["reference_point"],
 }
 SHOWN = ["loss", "accuracy", "chosen_reward", "rejected_reward", "reference_point"]
-"""What a step's line says."""
+"""Figures in the log line of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ class Config(PreferenceOptions):
 
 
 def run(config: Config) -> Path:
-    """Trains the actor on the answers; returns the folder it is saved to. Collective."""
+    """Trains the actor on the answers; returns its folder. Collective."""
     out = Path(config.out)
     config = begin_run(config, "kto")
     check_run(config)
@@ -158,7 +158,7 @@ def run(config: Config) -> Path:
     if config.restart and config.model is not None:
         move_aside(out, RUN_RESULTS)
     longest = max(len(answer.prompt_ids) for answer in encoded) + max(len(answer.response_ids) for answer in encoded)
-    check_budget(config.tokens_per_micro_batch, [(longest,)])  # mismatched: any answer behind any prompt
+    check_budget(config.tokens_per_micro_batch, [(longest,)])  # mismatched: any answer after any prompt
     prompts = fit_prompts(prompts, tokenizer, config.max_prompt_tokens, skips=config.skip_too_long)
     seed_everything(config.seed)
     num_steps = config.epochs * (len(encoded) // config.batch_size)
@@ -201,10 +201,10 @@ def run(config: Config) -> Path:
 
 
 def load_answers(config: Config) -> tuple[list[LabelledRow], list[LabelledRow]]:
-    """Answers to train on, and those held out, by a hash of their prompts.
+    """Answers to train on, and held-out ones, selected by a hash of their prompts.
 
     Raises:
-        ValueError: the data set cannot be read, a row is not what it should be, or there are too few.
+        ValueError: the data set cannot be read, a row is invalid, or there are too few.
     """
     if config.dataset is None:
         train, held_out = (label_pairs(build_preferences(part, config.seed)) for part in split(stdlib_examples()))
@@ -228,7 +228,7 @@ def train_loop(
     best: Best,
     look: Callable[[int], Evaluation],
 ) -> Best:
-    """Every process takes its answers of each batch, and looks at held-out rows by `look`, given the steps done.
+    """Trains on the answers; every process takes its share of each batch. `look` evaluates, given the steps done.
 
     Returns the best measurement of the whole run.
     """
@@ -298,7 +298,7 @@ def reference_point(actor: Any, rows: Sequence[LabelledAnswer], budget: int, rea
 
 @torch.no_grad()
 def held_out_figures(actor: Any, rows: Sequence[LabelledAnswer], config: Config, reading: Reading) -> dict[str, float]:
-    """The loss and the figures of `update` on answers that are not trained on, as if they were one step; collective."""
+    """The loss and the figures of `update` on held-out answers, as if they were one step; collective."""
     logprobs = all_logprobs(actor, [row.answer for row in rows] + [row.mismatched for row in rows], reading)
     of_answers, of_mismatched = torch.tensor(logprobs, device=actor.device).chunk(2)
     references, mismatched_references = reference_logprobs(rows)

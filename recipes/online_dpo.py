@@ -1,14 +1,15 @@
-"""Online DPO: a policy learns from pairs of its own answers, the better one told by any reward.
+"""Online DPO: trains a policy on pairs of its own answers, ranked by any reward.
 
     hybrid-engine online-dpo
     hybrid-engine online-dpo --model Qwen/Qwen3-0.6B --dataset problems.jsonl --reward math --out runs/mine
 
-For each step: prompts -> engine.eval() -> engine.generate() several answers each -> rewards -> engine.train() -> of
-each prompt the best and the worst answer as a pair -> DPO's loss and update (`dpo.py`). Where all answers to a prompt
-have one reward there is no pair; how often that is, is told at every step. Without options a small model is first
-brought by SFT to where it adds numbers as a pupil does who forgets the carry; the reward is whether the sum is right.
+For each step: prompts -> engine.eval() -> engine.generate() several answers each -> rewards -> engine.train() -> the
+best and the worst answer to each prompt as a pair -> DPO's loss and update (`dpo.py`). If all answers to a prompt have
+the same reward there is no pair; each step logs how often. Without options, SFT first trains a small model to add
+numbers like a pupil who forgets the carry; the reward is whether the sum is right.
 
 B: this process's prompts of a step, G: answers to each, N = B * G rows.
+
 Source: Guo et al., "Direct Language Model Alignment from Online AI Feedback", arXiv 2402.04792, algorithm 1, with the
 best and the worst of G answers where G is above 2.
 """
@@ -68,7 +69,7 @@ PLOT_PANELS = {
     "response length (tokens)": ["length"],
 }
 SHOWN = ["score", "groups_without_variance", "loss", "accuracy", "length", "cut_off_share", "e2e_seconds"]
-"""What a step's line says, of what there is."""
+"""Figures in the log line of a step, if they exist."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +129,7 @@ class Config(LoopOptions, PairLossOptions, RewardOptions, AnswerOptions, DataOpt
 
 
 def run(config: Config) -> Path:
-    """Makes what is missing and trains; returns the folder of the final actor. Collective."""
+    """Trains missing stages and then the actor; returns the folder of the final actor. Collective."""
     out = Path(config.out)
     config = begin_run(config, "online-dpo")
     start = prepare(config)
@@ -168,7 +169,7 @@ def run(config: Config) -> Path:
 def train_loop(
     policy: Policy, start: Start, config: Config, log: RunLog, first_step: int, best: Best, followed: FollowedAnswers
 ) -> Best:
-    """Answers to a step's prompts, pairs of them, and the updates on these."""
+    """Samples answers to a step's prompts, makes pairs of them, and updates the policy on these."""
     actor = policy.actor
     source = GroupSource(
         actor=actor,
@@ -188,7 +189,7 @@ def train_loop(
             figures = groups.figures | global_means(sums)
             figures |= update_on_pairs(policy, choose_pairs(policy, groups, config), config)
 
-            figures |= actor.latency_stats()  # before an evaluation, whose answers are no training's
+            figures |= actor.latency_stats()  # before an evaluation, whose latencies are not training's
             if is_due(config.eval_every, step, config.steps):
                 evaluation = evaluate_policy(policy, start, config)
                 followed.keep(step + 1, evaluation)
@@ -204,7 +205,7 @@ def train_loop(
 
 
 def choose_pairs(policy: Policy, groups: ScoredGroups, config: Config) -> list[TrainingPair]:
-    """A pair for each prompt of this process, with weight 0 where all of its answers have one score; collective."""
+    """A pair for each prompt of this process, with weight 0 if all of its answers have the same score; collective."""
     rollout = groups.rollout
     best, worst, differs = best_and_worst(groups.scores.view(-1, config.group_size))  # [B] each
     first = torch.arange(len(best), device=best.device) * config.group_size
@@ -224,11 +225,11 @@ def choose_pairs(policy: Policy, groups: ScoredGroups, config: Config) -> list[T
 
 
 def update_on_pairs(policy: Policy, pairs: Sequence[TrainingPair], config: Config) -> dict[str, float]:
-    """An optimizer step on each minibatch that has a pair; one without moves the schedule alone. Collective.
+    """An optimizer step on each minibatch that has a pair; one without only advances the schedule. Collective.
 
     Returns:
-        The number of `pairs` of the whole step, and the figures of the last minibatch with one; none of `dpo.update`'s
-        where no minibatch has.
+        The number of `pairs` of the whole step, and the figures of the last minibatch with a pair; without any pair
+        none of the figures of `dpo.update`.
     """
     reading = Reading(policy.tokenizer.pad_token_id, config.temperature)
     loss_of, size = config.build_loss(config.beta), config.minibatch_size // get_world_size()
@@ -250,7 +251,7 @@ def update_on_pairs(policy: Policy, pairs: Sequence[TrainingPair], config: Confi
 
 
 def evaluate_policy(policy: Policy, start: Start, config: Config) -> Evaluation:
-    """Held-out prompts, always the same, answered once and scored, with the KL to the reference; collective."""
+    """One answer to each of the same held-out prompts, with scores and the KL to the reference; collective."""
     return evaluate(
         policy.actor,
         policy.tokenizer,

@@ -1,16 +1,17 @@
-"""Stage 3, and the whole job: PPO with actor, reference, critic and reward in one process on one set of actor weights.
+"""PPO with actor, reference, critic and reward in one process on one set of actor weights; runs all three stages.
 
     hybrid-engine ppo --out runs/docs
 
-Missing stages are run first: `sft.py` makes the actor and the reference, `reward.py` the reward model and the critic's
-first weights. Then, for each step: prompts -> engine.eval() -> engine.generate() -> engine.train() -> rewards, values
-and reference log-probabilities -> advantages -> clipped updates of actor and critic. The learned reward alone is
-trained on; PEP 257 as a rule (`tasks/stdlib_docs.py`) only measures the held-out prompts before and after.
+Missing stages run first: `sft.py` trains the actor, which is also the reference, and `reward.py` the reward model and
+the critic's first weights. Then, for each step: prompts -> engine.eval() -> engine.generate() -> engine.train() ->
+rewards, values and reference log-probabilities -> advantages -> clipped updates of actor and critic. Only the learned
+reward is trained on; PEP 257 as a rule (`tasks/stdlib_docs.py`) measures the held-out prompts before and after.
 
 Below `--out`: metrics.jsonl (one line per step), plot.png, samples.json, result.json, best/ and actor/, Hugging Face
 folders.
 
 B: this process's prompts of a step, T: response columns.
+
 Conventions: Schulman et al., arXiv 1707.06347; Ouyang et al., arXiv 2203.02155; Huang et al., "The N Implementation
 Details of RLHF with PPO" (2023). gamma 1, lambda 0.95; k1 KL in the reward; the score on the last response token.
 """
@@ -84,7 +85,7 @@ PLOT_PANELS = {
     "response length (tokens)": ["length"],
 }
 SHOWN = ["score", "kl_per_sequence", "length", "cut_off_share", "e2e_seconds", "generate_seconds", "training_seconds"]
-"""What a step's line says."""
+"""Figures in the log line of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +213,7 @@ def run(config: Config) -> Path:
 def train_loop(
     roles: Roles, start: Start, config: Config, log: RunLog, first_step: int, best: Best, followed: FollowedAnswers
 ) -> Best:
-    """PPO: one rollout a step, several passes over it. Returns the best evaluation of the whole run."""
+    """PPO: one rollout per step, several passes over it. Returns the best evaluation of the whole run."""
     actor, prompts, options = roles.policy.actor, start.train, SamplingOptions.of(config)
     out = Path(config.out)
     with log:
@@ -228,7 +229,7 @@ def train_loop(
 
             experience, figures = build_experience(roles, rollout, config)
             figures |= update(roles, experience, config, seed)
-            figures |= actor.latency_stats()  # before an evaluation, whose answers are no training's
+            figures |= actor.latency_stats()  # before an evaluation, whose latencies are not training's
             if is_due(config.eval_every, step, config.steps):
                 evaluation = evaluate_held_out(roles, start, config)
                 followed.keep(step + 1, evaluation)
@@ -242,7 +243,7 @@ def train_loop(
 
 @torch.no_grad()
 def build_experience(roles: Roles, rollout: Rollout, config: Config) -> tuple[CriticExperience, dict[str, float]]:
-    """Reference log-probabilities, values, rewards and advantages of a rollout; all processes whiten together."""
+    """Reference log-probabilities, values, rewards and advantages of a rollout, whitened over all processes."""
     sequences, mask = rollout.sequences, rollout.sequences.response_mask
     logprobs_ref = roles.policy.reference_logprobs(sequences, config.temperature)
     values = in_parts(response_values, roles.critic, sequences)
@@ -250,7 +251,7 @@ def build_experience(roles: Roles, rollout: Rollout, config: Config) -> tuple[Cr
 
     scores = judge(roles, config, rollout.answers)
     totals = torch.tensor(scores.total, device=mask.device)
-    learned = mask & ~totals.isnan()[:, None]  # nothing of an answer that no reward judged
+    learned = mask & ~totals.isnan()[:, None]  # excludes answers that no reward judged
     rewards = reward_tokens(scores, kl_k1(logprobs_old, logprobs_ref), mask, config.kl_coef)
     rewards = torch.where(learned, rewards, 0.0)
     advantages, returns = gae(rewards, values, learned, config.gamma, config.lam)
@@ -277,7 +278,7 @@ def update(roles: Roles, experience: CriticExperience, config: Config, seed: int
 
     Returns:
         Means over the update's tokens: losses, clip fraction, KL(old || new), ratio. `first_ratio` is the ratio before
-        any weight changed, 1 when all is well. Gradient norms and learning rates are those of the last optimizer step.
+        any weight changed, which should be 1. Gradient norms and learning rates are those of the last optimizer step.
     """
     generator = torch.Generator().manual_seed(seed)
     engines, num_rows = [*reversed(roles.engines.values())], len(experience.logprobs)  # the actor first
@@ -293,7 +294,7 @@ def update(roles: Roles, experience: CriticExperience, config: Config, seed: int
             ]
             rates = roles.learning_rates()
             found = train_in_parts(engines, chosen.sequences.items, config.tokens_per_micro_batch, losses)
-            if not parts:  # by the weights that sampled
+            if not parts:  # with the weights that sampled
                 roles.policy.actor.observe_logprobs(chosen.logprobs, present, chosen.sequences.response_mask)
             parts += found
     figures = step_means(parts) | global_means({"first_ratio": parts[0]["ratio"]})
@@ -317,7 +318,7 @@ def policy_loss(
 def value_loss(
     roles: Roles, minibatch: CriticExperience, num_tokens: int, config: Config, rows: list[int]
 ) -> tuple[torch.Tensor, DeviceFigures]:
-    """The same of the critic's loss."""
+    """The share of `rows` in the critic's loss on a minibatch of `num_tokens` tokens."""
     batch = minibatch.rows(torch.tensor(rows))
     mask = batch.sequences.response_mask
     values = response_values(roles.critic, batch.sequences)

@@ -1,9 +1,9 @@
-"""Two prompts, continued on four processes: two stages with half of the layers each, cut in two.
+"""Continues two prompts on four processes: two pipeline stages with half of the layers each, tensor parallel over two.
 
     torchrun --nproc-per-node 4 recipes/quick_start.py CHECKPOINT TOKENIZER
 
-CHECKPOINT is a folder of Megatron's, saved on any number of processes, or one of transformers; TOKENIZER is what
-`AutoTokenizer` loads. Each process reads its part of the weights alone. `docs/generation.md` has the rest.
+CHECKPOINT is a folder of Megatron's, saved on any number of processes, or one of transformers; TOKENIZER is a source
+for `AutoTokenizer`. Each process reads only its part of the weights. See `docs/generation.md`.
 """
 
 import sys
@@ -24,7 +24,7 @@ PROMPTS = ["How large is the universe?", "Once upon a time"]
 
 
 def main(checkpoint: str, tokenizer_name: str) -> None:
-    """Prints each prompt with what the model goes on with."""
+    """Prints each prompt with the model's continuation."""
     model = build_empty_model(checkpoint)
     engine = hybrid_engine.init_inference(
         model, checkpoint=checkpoint, tensor_parallel={"tp_size": 2}, pipeline_parallel_size=2
@@ -33,7 +33,7 @@ def main(checkpoint: str, tokenizer_name: str) -> None:
     strategy = SimpleTextGenerationStrategy(GPTInferenceWrapper(engine), tokenizer)
     params = CommonInferenceParams(temperature=0.8, num_tokens_to_generate=30)
     result = common_generate(choose_backend(strategy, random_seed=0), PROMPTS, params)
-    for text in result.get("prompts_plus_generations_detokenized", []):  # rank 0 has them
+    for text in result.get("prompts_plus_generations_detokenized", []):  # only on rank 0
         print(text)
 
 

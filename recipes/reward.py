@@ -1,13 +1,12 @@
-"""A reward model learns from preference pairs which of two answers is the better one.
+"""Trains a reward model on preference pairs, to tell which of two answers is better.
 
     hybrid-engine reward --out runs/docs
     hybrid-engine reward --model Qwen/Qwen3-0.6B --dataset pairs.jsonl --out runs/mine
 
 The model is transformers' own sequence classifier with one label on the body of `--model`; it reads the score at the
-last token. The loss of a pair is -log sigmoid(score(chosen) - score(rejected) - margin) (`rl/reward_model.py`). Mean
-and standard deviation of the scores of good answers are kept in the saved config, so that PPO sees rewards of mean 0
-and deviation 1 there. Without --dataset the pairs are summary lines, one of which follows PEP 257: stage 2 of the PPO
-job.
+last token. The loss of a pair is -log sigmoid(score(chosen) - score(rejected) - margin) (`rl/reward_model.py`). The
+saved config has mean and standard deviation of the scores of good answers, so that PPO sees rewards of mean 0 and
+deviation 1 there. Without --dataset the pairs are summary lines, one of which follows PEP 257: stage 2 of the PPO job.
 """
 
 import math
@@ -192,9 +191,9 @@ def train_loop(
     log: RunLog,
     saved: SavedRun,
 ) -> dict[str, float]:
-    """Every process takes its pairs of each batch; chosen and rejected go through the model together.
+    """Trains on the pairs; every process takes its share of each batch, and scores chosen and rejected in one pass.
 
-    Returns the step and the held-out accuracy of the best measurement so far; nothing before the first.
+    Returns the step and the held-out accuracy of the best measurement so far; empty before the first.
     """
     best = dict(saved.state.get("best", {}))
     with log:
@@ -243,7 +242,7 @@ def score_pairs(
 
 @torch.no_grad()
 def measure(engine: Any, pairs: list[Pair], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Mean loss, and the share of pairs whose chosen answer scores higher, of all and of each kind of fault."""
+    """Mean loss, and the share of pairs whose chosen answer scores higher, over all pairs and by kind of fault."""
     engine.eval()
 
     def losses_and_hits(part: Sequence[Pair]) -> tuple[float, list[bool]]:
@@ -251,7 +250,7 @@ def measure(engine: Any, pairs: list[Pair], tokenizer: PreTrainedTokenizerBase) 
         margins = torch.tensor([pair.margin for pair in part], device=chosen.device)
         return bradley_terry_loss(chosen, rejected, margins).sum().item(), (chosen > rejected).tolist()
 
-    most = 2 * ROWS_PER_PASS  # two of each pair
+    most = 2 * ROWS_PER_PASS  # two sequences per pair
     found = in_passes(engine, lambda rows: split(pairs, max(1, rows // 2)), losses_and_hits, most)
     hits = defaultdict(list)
     for pair, hit in zip(pairs, (hit for _, part in found for hit in part), strict=True):

@@ -1,8 +1,10 @@
-"""A model behind an OpenAI-compatible address, until Ctrl-C.
+"""Serves a model at an OpenAI-compatible address, until Ctrl-C.
 
 hybrid-engine serve --model runs/sums/actor
+
 curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
   -d '{"model": "actor", "prompt": "384+697=", "max_tokens": 40}'
+
 torchrun --nproc-per-node 2 -m hybrid_engine.cli.cli serve --model Qwen/Qwen3-8B --tp 2
 """
 
@@ -48,7 +50,7 @@ from hybrid_engine.serving.tool_calls import PARSERS
 
 KEY_VARIABLE = "HYBRID_ENGINE_API_KEY"
 SECONDS_TO_END = 4.5
-"""After `--finish-seconds`, however long a pass of the model takes."""
+"""Seconds after `--finish-seconds` at which the process ends, however long a pass of the model takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +125,7 @@ class Config(BaseModelOptions):
 
     @property
     def key(self) -> str | None:
-        """The key that clients must send; None: none, or a key of the file."""
+        """The key that clients must send; None: no key, or one of the file."""
         if self.api_key is not None:
             return self.api_key
         key = os.environ.get(KEY_VARIABLE)
@@ -133,21 +135,21 @@ class Config(BaseModelOptions):
 
     @property
     def name(self) -> str:
-        """What clients call the model."""
+        """The model name for clients."""
         return self.model_name or Path(str(self.model)).name
 
 
 def run(config: Config) -> None:
-    """Serves until it is told to end."""
+    """Serves until a signal ends it."""
     join(config.tp, config.pp, "serve")
-    import_serving()  # a model may take long to load
+    import_serving()  # first, because a model may take long to load
     on_rank_zero(lambda: check_free(config.host, config.port))
     check_limits(config)
     engine, tokenizer, adapters = load(config)
     tell(engine.report())
-    ending = told_to_end(config.finish_seconds + SECONDS_TO_END)  # before anybody can see that it serves
-    # At its end the interpreter would look through all objects, for four seconds on a busy machine, with no thread left
-    # that could end it.
+    ending = told_to_end(config.finish_seconds + SECONDS_TO_END)  # before the server is visible
+    # Otherwise the interpreter would traverse all objects at exit, for four seconds on a busy machine, and no thread
+    # could interrupt that.
     atexit.register(gc.freeze)
     with engine.serving(
         tokenizer,
@@ -175,7 +177,7 @@ def run(config: Config) -> None:
 
 
 def check_limits(config: Config) -> None:
-    """Raises ValueError where not one request fits the limits, as the model's config says before weights are read."""
+    """Raises ValueError if no request fits the limits, judged by the model's config before weights are read."""
     first = load_config(str(config.model))
     most = most_tokens(first)
     if config.longest is not None and config.longest > most:
@@ -193,13 +195,13 @@ def check_limits(config: Config) -> None:
 
 
 def check_memory(config: Config, first: PretrainedConfig) -> None:
-    """Raises ValueError where --memory has no room for one request, or is more than there is."""
+    """Raises ValueError if --memory has no room for one request, or exceeds the free memory."""
     with torch.device("meta"), explained("model", str(config.model)):
         model = AutoModelForCausalLM.from_config(first, trust_remote_code=False)
     try:
         shape = InferenceModel(model).kv_shape(1, BLOCK_SIZE)
     except UnsupportedModelError:
-        return  # the model's own generate() takes memory as it goes
+        return  # the model's own generate() allocates memory as it runs
     device = default_device()
     free = read_memory(config.memory, device.type).of(free_and_total_bytes(device)[0])
     block_bytes = math.prod(shape) * torch_dtype(config.dtype).itemsize
@@ -223,22 +225,22 @@ def load(config: Config) -> tuple[Any, PreTrainedTokenizerBase, dict[str, str]]:
 
 
 def tell(line: str) -> None:
-    """Says `line`; where nobody reads it any more, or the disk is full, the server goes on."""
-    with contextlib.suppress(OSError, SystemExit):  # Rich makes the latter of a pipe that is closed
+    """Prints `line`; ignores a closed pipe or a full disk, so that the server continues."""
+    with contextlib.suppress(OSError, SystemExit):  # Rich raises SystemExit for a closed pipe
         say(line)
 
 
 def reload_on_hangup(server: Any) -> None:
-    """SIGHUP reads the keys' file again; followers of a shared model have none."""
+    """Makes SIGHUP reload the key file; followers of a shared model have none."""
     if hasattr(signal, "SIGHUP") and hasattr(server, "reload_keys"):
         signal.signal(signal.SIGHUP, lambda number, frame: server.reload_keys())
 
 
 def told_to_end(seconds: float | None = None) -> threading.Event:
-    """Set by the first Ctrl-C or SIGTERM; the next one, whichever it is, ends the process at once.
+    """An event that the first Ctrl-C or SIGTERM sets; the next signal ends the process at once.
 
-    Where `seconds` are given the process has ended by then: a pass of the model over a long prompt is not interrupted,
-    and a log that nobody reads may make it wait.
+    With `seconds` the process ends after that time at the latest: a pass of the model over a long prompt cannot be
+    interrupted, and a blocked log may delay it.
     """
     ending = threading.Event()
     numbers = (signal.SIGINT, signal.SIGTERM)

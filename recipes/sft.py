@@ -1,11 +1,11 @@
-"""Supervised fine-tuning: a model learns to write what a data set shows.
+"""Supervised fine-tuning: trains a model on the examples of a data set.
 
     hybrid-engine sft --out runs/docs
     hybrid-engine sft --model Qwen/Qwen3-0.6B --dataset chats.jsonl --out runs/mine
 
-The loss is the cross-entropy of the response's tokens, the end-of-sequence token behind them included; the prompt is
-only read, and of a conversation only what the assistant says is learned (`data/encoding.py`). Without --model a BPE
-tokenizer and a small Llama are made from nothing; without --dataset they learn a docstring's summary line from the
+The loss is the cross-entropy of the response's tokens, including the end-of-sequence token after them. The prompt is
+only read, and of a conversation only the assistant's turns are learned (`data/encoding.py`). Without --model a BPE
+tokenizer and a small Llama are trained from scratch; without --dataset they learn a docstring's summary line from the
 signature, which is stage 1 of the PPO job.
 """
 
@@ -200,9 +200,9 @@ def train_loop(
     log: RunLog,
     saved: SavedRun,
 ) -> dict[str, float]:
-    """Every process takes its rows of each batch; the loss weighs every learned token of the whole batch alike.
+    """Trains on the batches; every process takes its share of each. All learned tokens of a batch have the same weight.
 
-    Returns the step and the held-out loss of the best measurement so far; nothing before the first.
+    Returns the step and the held-out loss of the best measurement so far; empty before the first.
     """
     best = dict(saved.state.get("best", {}))
     with log:
@@ -230,7 +230,7 @@ def train_loop(
 def micro_batch_loss(
     engine: Any, mine: list[Encoded], pad_token: int, num_tokens: int, rows: list[int]
 ) -> tuple[torch.Tensor, DeviceFigures]:
-    """The part of `rows` of this process's examples in the loss of a step of `num_tokens`, also as a figure."""
+    """The share of `rows` of this process's examples in the loss of a step of `num_tokens`, also as a figure."""
     sequences = collate([mine[index] for index in rows], pad_token, engine.device)
     part = token_mean(-response_logprobs(engine, sequences), sequences.response_mask, num_tokens)
     return part, {"loss": (part.detach(), 1.0)}
@@ -238,7 +238,7 @@ def micro_batch_loss(
 
 @torch.no_grad()
 def held_out_loss(engine: Any, corpus: Corpus) -> float:
-    """Mean cross-entropy in nats per learned token of the held-out rows, of which there are some; collective."""
+    """Mean cross-entropy in nats per learned token of the held-out rows, at least one; collective."""
     engine.eval()
 
     def loss_sum(turn: tuple[Sequence[Encoded], bool]) -> tuple[float, int]:
@@ -254,7 +254,7 @@ def held_out_loss(engine: Any, corpus: Corpus) -> float:
 
 
 def load_or_build_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
-    """The model of `--model`, with an adapter where one is asked for, or a small one from nothing."""
+    """The model of `--model`, with an adapter if the options say so, or a small one from scratch."""
     if not config.model:
         first = FOR_TEXT if config.task == "docs" else USUAL
         return build_small_llama(tokenizer, config.hidden_size, config.num_layers, first)
@@ -275,7 +275,7 @@ def engine_config(config: Config) -> dict[str, Any]:
 
 
 def collate(examples: Sequence[Encoded], pad_token: int, device: torch.device) -> Sequences:
-    """A padded batch, whose response mask is True on what is learned."""
+    """A padded batch, whose response mask is True on learned tokens."""
     return build_sequences(
         [example.prompt_ids for example in examples],
         [example.response_ids for example in examples],

@@ -36,15 +36,15 @@ class PolicyBatch(NamedTuple):
     """Inputs of the loss of a micro-batch; `[N, T]` each, with any values outside the mask."""
 
     logprobs: torch.Tensor
-    """Of the policy that is trained, with its gradient."""
+    """Log-probabilities of the policy that is trained, with their gradient."""
     logprobs_old: torch.Tensor
-    """Of the policy that sampled."""
+    """Log-probabilities of the policy that sampled."""
     advantages: torch.Tensor
     """As from `compute_advantages`."""
     mask: torch.Tensor
     """bool, True on the response tokens that count."""
     logprobs_ref: torch.Tensor | None = None
-    """Of the reference, where the KL counts in the loss."""
+    """Log-probabilities of the reference, if the KL counts in the loss."""
     weights: torch.Tensor | None = None
     """Importance weights, as from `correction_weights`; None for none."""
     entropy: torch.Tensor | None = None

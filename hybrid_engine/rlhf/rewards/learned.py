@@ -131,8 +131,7 @@ class LearnedReward:
         tokenizer: PreTrainedTokenizerBase,
         num_positions: int | None,
     ):
-        """`model` returns `[B, P+T]` normalized scores; `num_positions` is the most that it reads, None if unlimited.
-        """
+        """`model` returns `[B, P+T]` normalized scores; it reads up to `num_positions` tokens, None if unlimited."""
         self.folder, self.model, self.tokenizer, self.num_positions = folder, model, tokenizer, num_positions
 
     @classmethod

@@ -1,1 +1,1 @@
-"""A run and its folder: options checked, engines configured, checkpoints, progress, curves."""
+"""A run and its folder: checks of options, engine configs, checkpoints, progress, figures."""

@@ -1,4 +1,4 @@
-"""Training an adapter in place of all weights."""
+"""Builds a LoRA adapter that is trained in place of all weights, and checks that a model can train with it."""
 
 import copy
 from collections.abc import Sequence
@@ -19,13 +19,14 @@ from hybrid_engine.rlhf.runs.options import AdapterOptions
 IS_PACKED = (
     "is quantised: packed values whose scales lie beside them, of which FSDP2 can neither shard nor gather a part"
 )
-"""Why such a model is trained on one process."""
+"""Why a quantized model is trained on one process."""
 
 
 def add_adapter(model: nn.Module, options: AdapterOptions, task: str = "CAUSAL_LM") -> nn.Module:
-    """The model with the LoRA adapter of `options` on linears of its body; with rank 0 as it is.
+    """The model with the LoRA adapter of `options` on linears of its body; unchanged if the rank is 0.
 
-    `task` is peft's name of what the model does: a classifier's head (SEQ_CLS) is trained whole beside the adapter.
+    `task` is peft's name of the model's task: a classifier's head (SEQ_CLS) is trained in full in addition to the
+    adapter.
     """
     if options.lora_rank == 0:
         return model
@@ -34,7 +35,7 @@ def add_adapter(model: nn.Module, options: AdapterOptions, task: str = "CAUSAL_L
 
 
 def lora_config(options: AdapterOptions, task: str = "CAUSAL_LM") -> LoraConfig:
-    """peft's config of the adapter; `task` as of `add_adapter`."""
+    """peft's config of the adapter; `task` as in `add_adapter`."""
     return LoraConfig(
         r=options.lora_rank,
         lora_alpha=options.lora_alpha,
@@ -45,7 +46,7 @@ def lora_config(options: AdapterOptions, task: str = "CAUSAL_LM") -> LoraConfig:
 
 
 def check_shared_base(config: Any) -> None:
-    """ValueError for roles on one base without adapters, or in exact mode."""
+    """Raises ValueError for roles on one base without adapters, or in exact mode."""
     if config.shared_base and not config.lora_rank:
         raise ValueError("--shared-base: the roles are adapters on one base; give --lora-rank, such as --lora-rank 8")
     if config.shared_base and config.exact:
@@ -53,7 +54,7 @@ def check_shared_base(config: Any) -> None:
 
 
 def check_trainable(options: AdapterOptions, config: PretrainedConfig, source: str | Path) -> None:
-    """ValueError unless the model of `config`, from `--model`, trains with that adapter and on these processes.
+    """Raises ValueError unless the model of `config`, from `--model`, can train with that adapter on these processes.
 
     Args:
         options: of the adapter; with rank 0 all weights are trained.
@@ -79,9 +80,9 @@ def check_trainable(options: AdapterOptions, config: PretrainedConfig, source: s
 
 
 def check_targets(targets: Sequence[str], config: PretrainedConfig, model: str) -> None:
-    """ValueError for one of `--lora-targets` that ends the name of no linear in the body of `model`, as errors name it.
+    """Raises ValueError if one of `--lora-targets` matches no linear in the body of `model`, its name in errors.
 
-    Names are matched as peft does: the last part, or several with their dots.
+    Names are matched as in peft: the last part, or several with their dots.
     """
     if not targets:
         return
@@ -98,7 +99,7 @@ def check_targets(targets: Sequence[str], config: PretrainedConfig, model: str) 
 
 
 def _linears(config: PretrainedConfig) -> list[str]:
-    """Names of the linears of a causal model, without its head; no weights are made."""
+    """Names of the linears of a causal model, without its head; no weights are allocated."""
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -1,8 +1,8 @@
-"""Checkpoints of a run: all of its engines under one tag, with what else it needs to go on to the bit.
+"""Checkpoints of a run: all of its engines under one tag, with all other state that a bitwise resume needs.
 
-An engine's checkpoint holds weights, optimizer, scheduler and every random state. A recipe adds in `state` what its
-loop carries from step to step (an adaptive coefficient, a buffer of prompts), and derives all else, such as the order
-of its data, from the step alone. The loop of a recipe:
+An engine's checkpoint holds weights, optimizer, scheduler and every random state. A recipe adds in `state` the values
+that its loop passes from step to step (an adaptive coefficient, a buffer of prompts). It derives everything else, such
+as the order of its data, from the step alone. The loop of a recipe:
 
     engines = {"critic": critic, "actor": actor}
     saved = load_checkpoints(engines, folder, config) if config.resume else SavedRun()
@@ -31,36 +31,36 @@ from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.rlhf.runs.schedule import DEFAULT_TYPE, EARLIER_TYPE, WITHOUT_WARMUP
 
 OPTIONS = "options.json"
-"""The options of the run, beside its checkpoints: they can be compared before any model is loaded."""
+"""The options of the run, next to its checkpoints: they can be compared before any model is loaded."""
 FINISHED = "finished.json"
-"""In the log of a stage, how many steps or passes the model that it left has learned for."""
+"""Name of a file in a stage's log with the number of steps or passes that its saved model was trained for."""
 _MAY_DIFFER = frozenset({"out", "resume", "restart", "save_every", "eval_every", "eval_prompts", "tracker"})
 
 _EARLIER = {"lr_scheduler_type": EARLIER_TYPE, "dtype": "fp32"}
-"""Values of options for runs that were begun before there was such an option."""
+"""Values of options for runs that began before the option existed."""
 _OTHER_DEFAULT = ("missing_eos_score",)
-"""Options that had another default: a run that goes on keeps the one that it began with."""
+"""Options that had another default: a resumed run keeps the value that it began with."""
 _OPEN = (None, AUTO, 0)
-"""Values of options that a run settles as it begins."""
+"""Values of options that a run replaces as it begins."""
 _LENGTHS = ("steps", "epochs")
-"""Options of how long a run is, the first of them that a recipe has: `--resume` may raise it."""
+"""Options for the length of a run, of which the first that a recipe has counts: `--resume` may raise it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """Where an interrupted run was; as it is made, the beginning of a run."""
+    """The state of an interrupted run; the defaults are the beginning of a run."""
 
     step: int = 0
-    """steps that it had done"""
+    """Number of steps that were done."""
     state: Mapping[str, Any] = field(default_factory=dict)
-    """what the recipe gave `save_checkpoints`"""
+    """The state that the recipe passed to `save_checkpoints`."""
 
 
 def begin_run(config: ConfigT, recipe: str) -> ConfigT:
-    """Joins the processes of a run of `recipe`; returns its options with the open ones settled, as they are stored.
+    """Joins the processes of a run of `recipe`; returns its options with open values replaced, as they are stored.
 
-    A run that goes on has what it began with, and one that was begun before there was an option what was done then.
-    Lengths that are open otherwise are settled when the data is read (`model_lengths.py`). Collective.
+    A resumed run keeps the values that it began with; if it began before an option existed, it keeps the earlier
+    behavior. Other open lengths are set when the data is read (`model_lengths.py`). Collective.
     """
     options: Any = config
     init_distributed()
@@ -79,21 +79,21 @@ def begin_run(config: ConfigT, recipe: str) -> ConfigT:
 def save_checkpoints(
     engines: Mapping[str, Any], folder: Path, step: int, config: Any, state: Mapping[str, Any] | None = None
 ) -> None:
-    """Saves `engines` as they are after `step` steps, each below its name, and then removes older tags; collective.
+    """Saves `engines` after `step` steps, each in a folder with its name, and then removes older tags; collective.
 
-    The checkpoint counts once all of it is on disk: the file `latest` in `folder`, written last, names its step.
+    The checkpoint is valid once all of it is on disk: the file `latest` in `folder`, written last, names its step.
 
     Args:
         engines: what is trained, by names of folders; the same at every call of a run.
         folder: of all checkpoints of the run.
-        step: steps that are done.
-        config: the recipe's options, a dataclass; a run goes on under these alone.
-        state: what else the loop carries, alike on every process: numbers, strings, lists, dicts and tensors.
+        step: number of steps that are done.
+        config: the recipe's options, a dataclass; a run can only be resumed with the same options.
+        state: other state of the loop, the same on every process: numbers, strings, lists, dicts and tensors.
     """
     tag, saved = f"step{step}", {"step": step, "config": _options(config), "state": dict(state or {})}
     on_rank_zero(lambda: _write(folder / OPTIONS, json.dumps(_options(config), indent=2) + "\n"))
     for name, engine in engines.items():
-        is_adapted = isinstance(engine.module, PeftModel)  # its base is there already, wherever the run goes on
+        is_adapted = isinstance(engine.module, PeftModel)  # its base is available wherever the run is resumed
         engine.save_checkpoint(folder / name, tag, saved, save_latest=False, exclude_frozen_parameters=is_adapted)
 
     def finish() -> None:
@@ -106,12 +106,12 @@ def save_checkpoints(
 
 
 def load_checkpoints(engines: Mapping[str, Any], folder: Path, config: Any) -> SavedRun:
-    """Loads what was saved last into `engines`, and every random state; collective.
+    """Loads the last checkpoint into `engines`, with every random state; collective.
 
-    Where the run is longer now, the learning rates are those that its schedule has at this step over its new length.
+    If the run is longer now, the learning rates are those of its schedule at this step over the new length.
 
     Raises:
-        ValueError: there is no checkpoint, or it was written under other options.
+        ValueError: there is no checkpoint, or it was written with other options.
     """
     tag = f"step{int((folder / LATEST).read_text())}" if (folder / LATEST).is_file() else None
     saved: dict[str, Any] = {}
@@ -126,17 +126,17 @@ def load_checkpoints(engines: Mapping[str, Any], folder: Path, config: Any) -> S
 
 
 def is_lengthened(config: Any, recipe: str) -> bool:
-    """Whether `--resume` makes the run of the stage `recipe` longer than the model that it left; collective.
+    """Whether `--resume` makes the run of the stage `recipe` longer than its saved model's; collective.
 
-    The options beside the checkpoints do not tell: a longer run that was interrupted has its new length there, while
-    the model is still the earlier one.
+    The options next to the checkpoints are not sufficient: a longer run that was interrupted has its new length there,
+    while the model is still the earlier one.
     """
     saved = on_rank_zero(lambda: _read_finished(config, recipe)) if config.resume else None
     return saved is not None and _is_longer(saved, config)
 
 
 def mark_finished(config: Any, recipe: str) -> None:
-    """Writes down for how long the model that the stage `recipe` has just left has learned; collective."""
+    """Records how long the saved model of the stage `recipe` was trained; collective."""
     on_rank_zero(lambda: _write_finished(config, recipe))
 
 
@@ -146,9 +146,9 @@ def _write_finished(config: Any, recipe: str) -> None:
 
 
 def _read_finished(config: Any, recipe: str) -> dict[str, Any] | None:
-    """The length of the run that left the model of a stage.
+    """The length of the run that produced the model of a stage.
 
-    Earlier versions wrote its options alone, which a longer run overwrites: the length is kept before that.
+    Earlier versions wrote only its options, which a longer run overwrites, so the length is stored before that.
     """
     path = Path(config.out) / f"{recipe}-log" / FINISHED
     if path.is_file():
@@ -176,7 +176,7 @@ def _length(config: Any) -> int:
 
 
 def _lengthen(name: str, engine: Any, schedule: dict[str, Any], config: Any) -> None:
-    """Puts the loaded `engine` where the `schedule` of its whole run, as built for it, is after as many steps."""
+    """Sets `engine` to where its new, longer `schedule` is after as many steps."""
     scheduler = engine.lr_scheduler
     before = engine.get_lr()[0]
     scheduler.load_state_dict(schedule | {"last_epoch": scheduler.last_epoch - 1, "_step_count": scheduler._step_count})
@@ -191,11 +191,11 @@ def _lengthen(name: str, engine: Any, schedule: dict[str, Any], config: Any) -> 
 
 
 def check_resume(folder: Path, config: Any, recipe: str) -> None:
-    """Whether `--resume` can go on with the run of `recipe` in `folder`; for one process.
+    """Checks that `--resume` can continue the run of `recipe` in `folder`; for one process.
 
     Raises:
-        ValueError: a run that still goes on writes there, `--restart` is given too, there is no complete checkpoint, or
-            it was written under other options.
+        ValueError: another run still writes there, `--restart` is given too, there is no complete checkpoint, or it was
+            written with other options.
     """
     check_not_running(folder / f"{recipe}-log" if recipe in STAGES else folder)
     if config.resume and config.restart:
@@ -206,22 +206,22 @@ def check_resume(folder: Path, config: Any, recipe: str) -> None:
 
 
 def check_saved_options(folder: Path, config: Any) -> None:
-    """Whether the run whose checkpoints are in `folder` had the same options: what `load_checkpoints` finds, but early.
+    """Checks that the run with checkpoints in `folder` had the same options: as `load_checkpoints` does, but early.
 
     Raises:
-        ValueError: naming the first that differs.
+        ValueError: naming the first option that differs.
     """
     if (saved := _read_options(folder)) is not None:
         _check_options(saved, config)
 
 
 def _read_options(folder: Path) -> dict[str, Any] | None:
-    """The options of the run whose checkpoints are in `folder`; None without any."""
+    """The options of the run whose checkpoints are in `folder`; None if there are none."""
     return json.loads((folder / OPTIONS).read_text()) if (folder / OPTIONS).is_file() else None
 
 
 def _options(config: Any) -> dict[str, Any]:
-    """Every option by its name as JSON reads it back, those of a group beside the others."""
+    """Every option by name as JSON reads it back; options of a group are not nested."""
     flat: dict[str, Any] = {}
     for name, value in asdict(config).items():
         flat |= value if isinstance(value, dict) else {name: value}
@@ -229,7 +229,7 @@ def _options(config: Any) -> dict[str, Any]:
 
 
 def _unset(config: Any) -> dict[str, Any]:
-    """The options that have a default, as JSON reads it back; those of a group by its kind."""
+    """The options that have a default, as JSON reads it back; those of a group by its type."""
     flat: dict[str, Any] = {}
     for option in fields(config):
         value = getattr(config, option.name)
@@ -253,7 +253,7 @@ def _check_options(saved: dict[str, Any], config: Any) -> None:
     given, unset, length = _options(config), _unset(config), _length_option(config)
     for name in sorted(given.keys() - _MAY_DIFFER):
         if name not in saved and given[name] == _EARLIER.get(name, unset.get(name)):
-            continue  # saved before there was such an option
+            continue  # saved before the option existed
         if name not in saved:
             raise ValueError(
                 f"--resume: {flag(name)}={given[name]!r} but the interrupted run is of a version that had no such "

@@ -1,4 +1,4 @@
-"""Checks of single options. The errors speak of the option as it is typed: `--max-new-tokens`, not `max_new_tokens`."""
+"""Checks of single options. Errors name the option as it is typed: `--max-new-tokens`, not `max_new_tokens`."""
 
 import math
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from typing import Any
 
 LARGEST_SEED = 2**63 - 1
 LARGEST_COUNT = 10**9
-"""Of an option that counts: more steps, or rows of a data set, than a run gets to, and they take no memory."""
+"""Largest value of a count: more steps or rows than any run has, where the count itself takes no memory."""
 LARGEST_ANSWERS = 2**20
-"""Of one step: their prompts are chosen, and their tokens held, before any is learned."""
+"""Largest number of answers of a step: their prompts are chosen, and their tokens stored, before any is learned."""
 LARGEST_COUNTS = {
     "rollout_size": LARGEST_ANSWERS,
     **dict.fromkeys(("group_size", "eval_samples", "num_samples", "k", "num_clients"), 4096),
@@ -21,23 +21,23 @@ LARGEST_COUNTS = {
     "hidden_size": 2**14,
     "num_layers": 2**10,
 }
-"""Of options that say how much is held in memory, or done, at once."""
+"""Largest values of options that determine how much is stored in memory, or done, at once."""
 
 
 def flag(name: str) -> str:
-    """How the field `name` of a recipe's `Config` is given on the command line."""
+    """The command-line option for the field `name` of a recipe's `Config`."""
     return "--" + name.replace("_", "-")
 
 
 def check_common(config: Any) -> None:
-    """What holds for the options of every recipe that trains: no text is empty, the seed is one that torch takes."""
+    """Checks options of every recipe that trains: no text is empty, and torch accepts the seed."""
     check_texts(config)
     check_between("seed", config.seed, 0, LARGEST_SEED)
     check_between("zero_stage", config.zero_stage, 0, 3)
 
 
 def check_texts(config: Any) -> None:
-    """ValueError where a text among the options is empty."""
+    """Raises ValueError if a text among the options is empty."""
     for field in fields(config):
         value = getattr(config, field.name)
         if value == "" or (isinstance(value, tuple) and "" in value):
@@ -45,13 +45,13 @@ def check_texts(config: Any) -> None:
 
 
 def check_finite(name: str, value: float) -> None:
-    """ValueError if `value` of option `name` is infinite or not a number."""
+    """Raises ValueError if `value` of option `name` is infinite or not a number."""
     if not math.isfinite(value):
         raise ValueError(f"{flag(name)}={value} must be finite; give a number")
 
 
 def check_at_least(name: str, value: float | None, smallest: float) -> None:
-    """ValueError unless `value` of option `name` is finite and reaches `smallest`; one that is not given passes."""
+    """Raises ValueError unless `value` of option `name` is finite and at least `smallest`; None passes."""
     if value is None:
         return
     check_finite(name, value)
@@ -60,7 +60,9 @@ def check_at_least(name: str, value: float | None, smallest: float) -> None:
 
 
 def check_count(name: str, value: int | None, smallest: int) -> None:
-    """ValueError unless `value` of option `name` is a whole number from `smallest` to the largest that makes sense."""
+    """Raises ValueError unless `value` of option `name` is an integer from `smallest` to the largest allowed; None
+    passes.
+    """
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
@@ -72,7 +74,7 @@ def check_count(name: str, value: int | None, smallest: int) -> None:
 
 
 def check_answers(rollout_size: int, group_size: int) -> None:
-    """ValueError where a step has more answers than `LARGEST_ANSWERS`."""
+    """Raises ValueError if a step has more than `LARGEST_ANSWERS` answers."""
     if rollout_size * group_size > LARGEST_ANSWERS:
         raise ValueError(
             f"--rollout-size={rollout_size} times --group-size={group_size} makes {rollout_size * group_size} answers "
@@ -81,7 +83,7 @@ def check_answers(rollout_size: int, group_size: int) -> None:
 
 
 def check_above(name: str, value: float | None, bound: float) -> None:
-    """ValueError unless `value` of option `name` is finite and above `bound`; one that is not given passes."""
+    """Raises ValueError unless `value` of option `name` is finite and above `bound`; None passes."""
     if value is None:
         return
     check_finite(name, value)
@@ -90,13 +92,13 @@ def check_above(name: str, value: float | None, bound: float) -> None:
 
 
 def check_between(name: str, value: float, smallest: float, largest: float) -> None:
-    """ValueError unless `value` of option `name` is one of `smallest` to `largest`, both included."""
+    """Raises ValueError unless `value` of option `name` is from `smallest` to `largest`, both included."""
     if not smallest <= value <= largest:
         raise ValueError(f"{flag(name)}={value} must be from {smallest} to {largest}; choose a number in that range")
 
 
 def check_divides(name: str, value: int, divisor: int) -> None:
-    """ValueError unless `value` of option `name` is a positive multiple of `divisor`."""
+    """Raises ValueError unless `value` of option `name` is a positive multiple of `divisor`."""
     if value < 1 or value % divisor:
         raise ValueError(
             f"{flag(name)}={value} must be a positive multiple of {divisor}; "
@@ -105,13 +107,13 @@ def check_divides(name: str, value: int, divisor: int) -> None:
 
 
 def check_one_of(name: str, value: str, choices: Sequence[str]) -> None:
-    """ValueError unless `value` of option `name` is one of `choices`."""
+    """Raises ValueError unless `value` of option `name` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{flag(name)}={value} must be one of {', '.join(choices)}; choose one of them")
 
 
 def check_weights(num_rewards: int, weights: Sequence[float] | None) -> Sequence[float]:
-    """A weight for each reward; ValueError where some are missing, not finite, or all are 0."""
+    """A weight for each reward; ValueError if some are missing or not finite, or all are 0."""
     if weights is None:
         return [1.0] * num_rewards
     shown = " ".join(f"{weight:g}" for weight in weights)

@@ -1,4 +1,4 @@
-"""Columns as `--columns`, `--prompt-template` and the like name them: found in rows, also inside of other columns."""
+"""Columns as `--columns` and `--prompt-template` name them, also inside of other columns, and sources of data."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,9 +13,9 @@ _FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
 def find_value(value: Any, path: str) -> Any:
-    """The value of a row under `path`, as `reward_model.ground_truth` or `turns.0.text`; `MISSING` where there is none.
+    """The value of a row under `path`, such as `reward_model.ground_truth` or `turns.0.text`; `MISSING` if absent.
 
-    A column that is called so as a whole, with its dots, comes first.
+    A column whose full name contains the dots comes first.
     """
     if isinstance(value, Mapping) and path in value:
         return value[path]
@@ -41,7 +41,7 @@ def read_prompt_template(given: str) -> str:
     """The text of `--prompt-template`, or of the file that it names.
 
     Raises:
-        ValueError: the file cannot be read, a brace is alone or empty, or no column is named.
+        ValueError: the file cannot be read, a brace is unpaired or empty, or no column is named.
     """
     template = _file_text(given)
     for match in _FIELD.finditer(template):
@@ -59,7 +59,7 @@ def read_prompt_template(given: str) -> str:
 
 
 def template_columns(template: str) -> set[str]:
-    """The columns that a template names, with the dots that lead inside of one."""
+    """The columns that a template names; dots lead inside of a column."""
     return {match[1] for match in _FIELD.finditer(template) if match[1] is not None}
 
 
@@ -79,7 +79,7 @@ def _file_text(given: str) -> str:
 
 
 def fill_template(template: str, row: Mapping[str, Any]) -> str:
-    """The template with the row's values; ValueError, without the row's place, where one is missing or no text."""
+    """The template with the row's values; ValueError, without the row's place, if one is missing or not text."""
 
     def value_of(match: re.Match[str]) -> str:
         if match[1] is None:
@@ -95,46 +95,46 @@ def fill_template(template: str, row: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSource:
-    """A data set, or several that are mixed, and how rows are read from it."""
+    """A data set, or several that are mixed, and how rows are read from them."""
 
     datasets: tuple[str, ...]
     """Files, folders, names on the Hugging Face hub, or names of `data_files.NAMED`."""
     option: str = "dataset"
     """The option that names them, for errors."""
     split: str | None = None
-    """Which one is read of several; None: `train`."""
+    """The split to read if there are several; None: `train`."""
     split_option: str = "split"
-    """The option that names it, for errors."""
+    """The option that names the split, for errors."""
     configuration: str | None = None
-    """Which one is read of a data set that has several."""
+    """The configuration to read of a data set that has several."""
     columns: tuple[str, ...] = ()
     """Names of columns, each as THEIRS=OURS; theirs may be inside of another, with dots between."""
     prompt_template: str | None = None
     """Text around each prompt, with columns in braces."""
     system_prompt: str | None = None
-    """The system's turn of conversations that have none of their own."""
+    """The system turn for conversations that have none of their own."""
     is_conversation: bool = False
-    """Whether a prompt that is text becomes the user's turn of a conversation."""
+    """Whether a prompt that is text becomes the user turn of a conversation."""
     skips_bad_rows: bool = False
-    """Whether rows that cannot be used are left out and counted; else they are an error."""
+    """Whether rows that cannot be used are left out and counted; otherwise they are an error."""
     row_key: tuple[str, ...] = ()
-    """Columns that make a row of its own of each that has one prompt; empty: those that the rewards read."""
+    """Columns that make rows of one prompt distinct tasks; empty: those that the rewards read."""
     deduplicates: bool = False
-    """Whether of rows that say the same only the first is kept."""
+    """Whether only the first of equal rows is kept."""
     held_out_share: float = 0.1
-    """About how much of all prompts is held out; 0 holds none out."""
+    """Approximate share of all prompts that is held out; 0 holds none out."""
     held_out_dataset: str | None = None
-    """Where held-out rows are read from, which are no share of the others then."""
+    """The data set of the held-out rows, which are then not a share of the others."""
     held_out_split: str | None = None
-    """Which one of that data set; without one, of the data set itself."""
+    """The split for held-out rows of that data set, or of the data set itself if there is none."""
     weights: tuple[float, ...] = ()
-    """One for each data set: how large its share of the training rows is; empty: as many as it has."""
+    """A weight for each data set, which sets its share of the training rows; empty: as many as it has."""
     is_one_of_several: bool = False
     """Whether others are mixed with it, so that a column may be missing here."""
 
     @classmethod
     def of(cls, source: "DataSource | str") -> "DataSource":
-        """The source itself, or that of a data set's name with nothing else said of it."""
+        """The source itself, or a source for a data set's name with default options."""
         return source if isinstance(source, DataSource) else cls(datasets=(source,))
 
     @property
@@ -148,7 +148,7 @@ class DataSource:
         return f"{flag(self.split_option)}={self.split!r}"
 
     def each(self) -> Iterator["DataSource"]:
-        """Every data set by itself."""
+        """Each data set by itself."""
         is_mixed = self.is_one_of_several or len(self.datasets) > 1
         return (replace(self, datasets=(dataset,), is_one_of_several=is_mixed) for dataset in self.datasets)
 
@@ -165,18 +165,18 @@ class DataSource:
 
     @property
     def as_found(self) -> "DataSource":
-        """The same without what is put around prompts: what a prompt is, for what is held out, its data set says."""
+        """The source without wrapped prompts: the data set's own prompts determine what is held out."""
         template = None if self.wraps_prompts else self.prompt_template
         return replace(self, prompt_template=template, system_prompt=None, is_conversation=False)
 
     @property
     def wraps_prompts(self) -> bool:
-        """Whether the template stands around a prompt that is there, and does not write one from other columns."""
+        """Whether the template wraps an existing prompt, and does not write one from other columns."""
         return self.prompt_template is not None and "prompt" in template_columns(self.prompt_template)
 
 
 def read_names(columns: Sequence[str]) -> dict[str, str]:
-    """Our names of columns by theirs, from `--columns`; ValueError where one is not THEIRS=OURS, or named twice."""
+    """Our names of columns by theirs, from `--columns`; ValueError if one is not THEIRS=OURS, or is named twice."""
     names: dict[str, str] = {}
     for given in columns:
         theirs, equals, ours = given.rpartition("=")

@@ -1,11 +1,11 @@
-"""The DeepSpeed-format config of a trained role, from the few numbers that a recipe lets its user choose."""
+"""The DeepSpeed-format config of a trained role, from the few numbers that a user of a recipe may choose."""
 
 from typing import Any
 
 from hybrid_engine.rlhf.runs.precision import dtype_blocks
 
 ADAM_EPS = 1e-5
-"""PyTorch's 1e-8 takes aggressive first steps where gradients are small (Huang et al., "N implementation details")."""
+"""PyTorch's 1e-8 takes aggressive first steps for small gradients (Huang et al., "N implementation details")."""
 
 
 def build_engine_config(
@@ -27,12 +27,12 @@ def build_engine_config(
         micro_batch_size: samples of a forward pass on one process.
         learning_rate: the peak of the schedule (`schedule.py`).
         zero_stage: 0 to 3.
-        dtype: what the role computes in, as `--dtype` has it.
+        dtype: in which the role computes, a value of `--dtype`.
         weight_decay: decoupled.
-        max_out_tokens: prompt and response tokens of the longest sequence that the role generates; None for a role
-            that does not generate.
-        exact: whether a role that generates does so, and trains, in exact mode (docs/exact.md).
-        max_running: sequences that such a role decodes at once; 0 leaves it to the engine.
+        max_out_tokens: prompt and response tokens of the longest sequence that the role generates; None for a role that
+            does not generate.
+        exact: whether a role that generates also trains in exact mode (docs/exact.md).
+        max_running: sequences that such a role decodes at once; 0 uses the engine's default.
     """
     config: dict[str, Any] = dtype_blocks(dtype) | {
         "train_batch_size": batch_size,
@@ -45,7 +45,7 @@ def build_engine_config(
         },
     }
     if max_out_tokens is not None:
-        # The recipe shows the times itself, in the line of the step they belong to.
+        # The recipe logs the times itself, in the line of their step.
         block = {"enabled": True, "max_out_tokens": max_out_tokens, "print_latency": False, "exact": exact}
         config["hybrid_engine"] = block | {"max_running": max_running}
     return config
@@ -57,9 +57,9 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 def largest_shared_divisor(number: int, most: int, num_processes: int) -> int:
-    """The largest divisor of `number` that processes share equally, at most `most` or a sample on each of them.
+    """The largest divisor of `number` up to `most` that the processes can divide equally, at least one sample each.
 
-    Where they cannot share `number` either, its largest divisor.
+    If they cannot divide `number` equally, its largest divisor up to `most`.
     """
     if number % num_processes:
         return largest_divisor(number, most)
@@ -67,10 +67,10 @@ def largest_shared_divisor(number: int, most: int, num_processes: int) -> int:
 
 
 def largest_micro_batch(per_process: int, limit: int) -> int:
-    """Samples of a forward pass, at most `limit`: every optimizer step must have the same number of equal ones.
+    """Samples of a forward pass, at most `limit`: every optimizer step must have the same number of equal passes.
 
     Args:
         per_process: samples of an optimizer step on one process.
-        limit: what memory allows.
+        limit: the most that fits into memory.
     """
     return largest_divisor(per_process, limit)

@@ -1,7 +1,8 @@
-"""The README.md of a saved model: how to load it, how it was made, with what, and what was measured.
+"""The README.md of a saved model: how to load it, how and with what it was trained, and its measurements.
 
-The hub shows it as the model's card; the block between the first two lines of dashes is what it sorts models by
-(huggingface_hub's docs, "model cards"). All of it is read from what the run left, so a card says what is on disk.
+The hub shows it as the model's card, and sorts models by the block between the first two lines of dashes
+(huggingface_hub's docs, "model cards"). All of it is read from the files of the run, so a card describes what is on
+disk.
 """
 
 import json
@@ -18,7 +19,7 @@ from hybrid_engine.rlhf.runs.run_folder import CONFIG, METRICS, read_config, rea
 
 CARD = "README.md"
 ADAPTER = "adapter"
-"""The folder below the model's with the adapter alone, where there was one."""
+"""The folder below the model's with the adapter alone, if there is one."""
 METHODS = {
     "sft": "supervised fine-tuning",
     "reward": "training of a reward model on preference pairs",
@@ -35,15 +36,15 @@ SETTINGS = {
     "group_size": "answers to a prompt", "lora_rank": "LoRA rank", "dtype": "dtype", "kl_coef": "KL coefficient",
     "reward": "reward", "held_out_share": "share held out", "held_out_dataset": "held-out data", "seed": "seed",
 }  # fmt: skip
-"""Options that matter most, by what a card calls them."""
+"""The most important options, by their names on a card."""
 FINAL = ("score", "accuracy", "margin", "kl_per_sequence", "length", "judge_pass_rate", "grad_norm", "learning_rate")
-"""Figures of the last step that a card has beside its losses."""
+"""Figures of the last step that a card shows in addition to its losses."""
 LIBRARIES = ("hybrid-engine", "torch", "transformers", "tokenizers", "peft", "datasets")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def write_model_card(model_folder: Path, run_folder: Path) -> None:
-    """Writes README.md into `model_folder` from what the run left in `run_folder`; for one process."""
+    """Writes README.md into `model_folder` from the files of the run in `run_folder`; for one process."""
     options = read_config(run_folder)
     recipe = read_recipe(run_folder)
     architectures = json.loads((model_folder / "config.json").read_text()).get("architectures") or []
@@ -66,7 +67,7 @@ def _front_matter(options: Mapping[str, Any], recipe: str | None, is_classifier:
         "pipeline_tag": "text-classification" if is_classifier else "text-generation",
         "tags": ["hybrid-engine", *([recipe] if recipe else [])],
     }
-    # The hub refuses a card whose base model or data set is no name of its own.
+    # The hub refuses a card whose base model or data set is not a name of its own.
     if is_hub_name(model := options.get("model")):
         content["base_model"] = model
     if names := [name for name in _as_list(options.get("dataset")) if is_hub_name(name)]:
@@ -163,7 +164,7 @@ def _versions() -> str:
 
 
 def _fenced(language: str, text: str) -> str:
-    """`text` as a block of code, whatever backticks are in it."""
+    """`text` as a code block, with a fence longer than its backticks."""
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{text.rstrip()}\n{fence}"

@@ -1,6 +1,6 @@
-"""Options that several recipes have: dataclasses for their `Config` to derive from, each checking its own fields.
+"""Options that several recipes share: dataclasses from which their `Config` derives, each checking its own fields.
 
-A recipe that declares a field again gives it another default; what it means stays.
+A recipe that declares a field again gives it another default; its description stays.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ ConfigT = TypeVar("ConfigT")
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The folder of a run, how it begins, and who is told of it."""
+    """The folder of a run, how it begins, and the trackers of its figures."""
 
     out: str = "runs/docs"
     """folder of the run; finished stages found in it are not run again"""
@@ -64,7 +64,7 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeOptions(ScheduleOptions, DtypeOptions, RunOptions):
-    """A run that leaves checkpoints and goes on from the last of them."""
+    """A run that writes checkpoints and resumes from the last of them."""
 
     resume: bool = False
     """go on from the last checkpoint of an interrupted run, or of a finished one with more --steps or --epochs"""
@@ -79,9 +79,9 @@ class ResumeOptions(ScheduleOptions, DtypeOptions, RunOptions):
 
 
 def is_due(every: int, step: int, num_steps: int) -> bool:
-    """Whether what is done every so many steps, and after the last, is done after `step`, which counts from 0.
+    """Whether an action that is due every `every` steps, and after the last, is due after `step`, which counts from 0.
 
-    `every` 0: never.
+    With `every` 0 it is never due.
     """
     return every > 0 and ((step + 1) % every == 0 or step + 1 == num_steps)
 
@@ -90,7 +90,7 @@ FOR_DATASETS = (
     *("split", "dataset_config", "columns", "prompt_template", "system_prompt", "as_conversation", "skip_bad_rows"),
     *("row_key", "deduplicate", "dataset_weights", "held_out_dataset", "held_out_split"),
 )
-"""Options that say nothing where there is no data set."""
+"""Options that have no meaning without a data set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ class RowOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetOptions(RowOptions):
-    """Which rows of the user's data sets there are, and which of them are held out."""
+    """The user's data sets, and which of their rows are used and held out."""
 
     dataset: str | tuple[str, ...] | None = None
     """a .jsonl, .json, .csv or .parquet file, a folder, a hub name or reasoning_gym:NAME (docs/data.md); several are
@@ -167,7 +167,7 @@ class DatasetOptions(RowOptions):
 
     @property
     def source(self) -> DataSource:
-        """Where the rows come from; only with `dataset`."""
+        """The source of the rows; only with `dataset`."""
         datasets = self.dataset if isinstance(self.dataset, tuple) else (str(self.dataset),)
         return replace(
             self.source_of(*datasets, option="dataset"),
@@ -216,7 +216,7 @@ class DataOptions(DatasetOptions):
 
     @property
     def source(self) -> DataSource:
-        """Where the rows come from; only with `dataset`."""
+        """The source of the rows; only with `dataset`."""
         return replace(
             super().source,
             weights=self.dataset_weights,
@@ -230,9 +230,9 @@ class AnswerOptions:
     """How an actor answers, and how many held-out prompts."""
 
     OWN_LENGTHS = (96, 40)
-    """`max_prompt_tokens` and `max_new_tokens` for the small model that is made without `--model`."""
+    """`max_prompt_tokens` and `max_new_tokens` for the small model that is trained without `--model`."""
     ANSWERS_IN_PASS = 1
-    """Answers, each behind its prompt, that a pass of `--tokens-per-micro-batch` must hold together."""
+    """Number of answers, each with its prompt, that a pass of `--tokens-per-micro-batch` must hold together."""
 
     max_prompt_tokens: int = 0
     """longer prompts lose their beginning; 0: the longest of the data, as far as the model's positions allow, without
@@ -259,7 +259,7 @@ class AnswerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutOptions(AnswerOptions):
-    """How an actor answers, in training and in evaluation, where it learns from its own answers."""
+    """How an actor answers, in training and in evaluation, if it learns from its own answers."""
 
     logprob_bound: float = 1e-3
     """mean difference of rollout and trainer log-probabilities up to which the rollout's serve as the old ones"""
@@ -301,7 +301,7 @@ class AdapterOptions:
 
 
 def check_rollout_budget(config: Any) -> None:
-    """ValueError where the longest prompt with the longest answer exceeds `--tokens-per-micro-batch`."""
+    """Raises ValueError if the longest prompt with the longest answer exceeds `--tokens-per-micro-batch`."""
     longest = config.max_prompt_tokens + config.max_new_tokens
     if 0 < config.tokens_per_micro_batch < longest:
         raise ValueError(
@@ -312,10 +312,10 @@ def check_rollout_budget(config: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopOptions(AdapterOptions):
-    """A loop of rollouts and the updates on them: how many, how large, measured how often."""
+    """A loop of rollouts and updates: how many, how large, and how often it is evaluated."""
 
     HAS_RATIOS = True
-    """Whether answers' log-probabilities in an update are compared with those of their rollout."""
+    """Whether an update compares answers' log-probabilities with those of their rollout."""
 
     steps: int = 30
     """rollouts, each followed by the updates on it"""
@@ -342,7 +342,7 @@ class LoopOptions(AdapterOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardOptions:
-    """What judges answers."""
+    """The rewards that judge answers."""
 
     reward: tuple[str, ...] = ()
     """exact, number, math, regex:PATTERN, length:..., reasoning_gym, the folder of a reward model, or module:function;
@@ -362,9 +362,9 @@ class RewardOptions:
 
 
 def derive_minibatch(config: Any, num_samples: int, most: int) -> None:
-    """Fills in a `minibatch_size` of 0, as a `Config` is made: the largest that divides `num_samples`, up to `most`.
+    """Fills in a `minibatch_size` of 0 of a new `Config`: the largest divisor of `num_samples` up to `most`.
 
-    The number of processes is not known yet: `fit_minibatch` derives it again from what is kept here.
+    The number of processes is not known yet: `fit_minibatch` derives it again from the arguments stored here.
     """
     if config.minibatch_size == 0:
         object.__setattr__(config, "minibatch_size", largest_divisor(num_samples, most))
@@ -372,12 +372,12 @@ def derive_minibatch(config: Any, num_samples: int, most: int) -> None:
 
 
 def fit_minibatch(config: ConfigT, num_processes: int, saved_size: int | None = None) -> ConfigT:
-    """`config` with a `minibatch_size` that the processes share equally, unless its user gave one.
+    """`config` with a `minibatch_size` that the processes can divide equally, unless the user gave one.
 
     Args:
         config: of any recipe.
         num_processes: of the run.
-        saved_size: the one that a run began with which goes on; it stays where it fits.
+        saved_size: the size of a run that is resumed; it stays if it fits.
     """
     derived_from = getattr(config, "_minibatch_derived_from", None)
     if derived_from is None:
@@ -390,12 +390,12 @@ def fit_minibatch(config: ConfigT, num_processes: int, saved_size: int | None = 
 
 
 def suitable_rate(config: Any, *, small: float, trained: float = 1e-6, adapter: float = 1e-5) -> float:
-    """The peak of a learning rate that is not given: a trained model takes smaller steps than one made from nothing.
+    """The default peak of a learning rate: a pretrained model takes smaller steps than one trained from scratch.
 
     Args:
         config: with `model` and `lora_rank`.
-        small: of the small model that is made without `--model`.
-        trained: of `--model`.
-        adapter: of an adapter on it.
+        small: for the small model that is trained without `--model`.
+        trained: for `--model`.
+        adapter: for an adapter on it.
     """
     return small if config.model is None else adapter if config.lora_rank else trained

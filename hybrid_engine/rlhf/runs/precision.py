@@ -1,6 +1,6 @@
-"""The precision that models compute in: `--dtype` and `--tf32`, with one meaning in all commands.
+"""The precision in which models compute: `--dtype` and `--tf32`, with one meaning in all commands.
 
-Masters of what is trained stay in fp32, and so do losses, log-probabilities, advantages and the optimizer's state.
+Trained weights have fp32 masters; losses, log-probabilities, advantages and the optimizer's state are fp32 too.
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from hybrid_engine.rlhf.runs.checks import check_one_of
 AUTO = "auto"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FIRST_LOSS_SCALE_POWER = 12
-"""fp16's: DeepSpeed's 16 is more than gradients of a language model take, whose first steps would be left out."""
+"""For fp16: DeepSpeed's 16 overflows the gradients of a language model, whose first steps would be skipped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DtypeOptions:
-    """Options of the precision that models compute in."""
+    """Options of the precision in which models compute."""
 
     dtype: str = "auto"
     """what all models compute in: fp32, bf16, fp16, or auto: bf16 on a GPU, fp32 on a CPU; what is trained keeps fp32
@@ -35,7 +35,7 @@ class DtypeOptions:
 
 
 def choose_dtype(dtype: str, device_type: str | None = None) -> str:
-    """`dtype` with auto answered, for devices of a type; None: those of this machine."""
+    """`dtype` with auto resolved, for devices of a type; None: those of this machine."""
     if dtype != AUTO:
         return dtype
     is_gpu = torch.cuda.is_available() if device_type is None else device_type == "cuda"
@@ -43,17 +43,17 @@ def choose_dtype(dtype: str, device_type: str | None = None) -> str:
 
 
 def torch_dtype(dtype: str, device_type: str | None = None) -> torch.dtype:
-    """The same as torch's."""
+    """`choose_dtype` as a torch dtype."""
     return DTYPES[choose_dtype(dtype, device_type)]
 
 
 def gradient_figures(engine: Any, prefix: str = "") -> dict[str, Any]:
-    """The gradient norm of an engine's last optimizer step, as metrics call it with `prefix`, and fp16's figures."""
+    """The gradient norm of an engine's last optimizer step, with `prefix` before its name, and fp16's figures."""
     return {f"{prefix}grad_norm": engine.get_global_grad_norm(), **scaling_figures(engine, prefix)}
 
 
 def scaling_figures(engine: Any, prefix: str = "") -> dict[str, Any]:
-    """In fp16 the next loss scale and how many steps were left out so far, whose gradients were not finite; else none.
+    """In fp16 the next loss scale and the number of steps skipped so far, whose gradients were not finite; else empty.
 
     The norm of such a step's gradients is not finite either.
     """
@@ -63,10 +63,10 @@ def scaling_figures(engine: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def apply_tf32(options: DtypeOptions) -> None:
-    """Sets for this process whether fp32 products on a GPU may use TF32.
+    """Sets whether fp32 products on a GPU may use TF32 in this process.
 
     Raises:
-        ValueError: they shall, and there is no GPU.
+        ValueError: TF32 is requested, and there is no GPU.
     """
     if options.tf32 and not torch.cuda.is_available():
         raise ValueError("--tf32 rounds the factors of a GPU's products, and there is no GPU here; leave it out")

@@ -1,4 +1,4 @@
-"""What is checked of a run before a model loads, whatever it trains: its folder, its model, its earlier stages."""
+"""Checks of any run before a model loads: its folder, its model, its earlier stages."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ from hybrid_engine.rlhf.runs.stages import load_config, load_tokenizer
 
 
 def check_folder(folder: Path, config: Any) -> None:
-    """Whether the run may write to `folder`, and goes on with what is in it or moves it aside; for one process."""
+    """Checks that the run may write to `folder`, and resumes or moves aside its content; for one process."""
     check_out(config.out)
     check_resume(folder, config, "ppo")
     if config.restart:
@@ -25,7 +25,7 @@ def check_folder(folder: Path, config: Any) -> None:
 
 
 def check_sources_stay(folder: Path, config: Any) -> None:
-    """ValueError where `--restart` would move aside what the run is to begin with."""
+    """Raises ValueError if `--restart` would move aside an input of the run."""
     dataset = getattr(config, "dataset", None)
     sources = [("model", config.model), ("held-out-dataset", getattr(config, "held_out_dataset", None))]
     sources += [("dataset", one) for one in (dataset if isinstance(dataset, tuple) else (dataset,))]
@@ -40,9 +40,9 @@ def check_sources_stay(folder: Path, config: Any) -> None:
 
 
 def check_model(source: str | None, adapter: AdapterOptions) -> None:
-    """ValueError unless the model `source` has a tokenizer and a config, and the adapter fits it.
+    """Raises ValueError unless the model `source` has a tokenizer and a config, and the adapter fits it.
 
-    None is the small Llama that is made without `--model`.
+    None is the small Llama that is trained without `--model`.
     """
     if source is None:
         check_targets(adapter.lora_targets, LlamaConfig(num_hidden_layers=1), "the model that is made without --model")
@@ -52,7 +52,7 @@ def check_model(source: str | None, adapter: AdapterOptions) -> None:
 
 
 def check_stage(folder: Path, name: str, batch_size: int) -> None:
-    """ValueError if the stage `name` is not in the run's `folder` and the processes do not divide its batches."""
+    """Raises ValueError if the run's `folder` lacks the stage `name` and the processes do not divide its batches."""
     if not (folder / name).exists() and batch_size % get_world_size():
         raise ValueError(
             f"{get_world_size()} processes do not divide the {batch_size} samples of an optimizer step of {name}; "
@@ -61,7 +61,8 @@ def check_stage(folder: Path, name: str, batch_size: int) -> None:
 
 
 def check_positions(config: Any, longest: int, model: str, limit: int | None) -> None:
-    """ValueError if a prompt of up to `longest` tokens and its response exceed the `limit` positions of `model`."""
+    """Raises ValueError if a prompt of up to `longest` tokens and its response exceed `limit`, the model's positions.
+    """
     prompt_tokens = min(longest, config.max_prompt_tokens)
     total = prompt_tokens + config.max_new_tokens
     if limit is not None and total > limit:

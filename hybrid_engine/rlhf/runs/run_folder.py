@@ -1,6 +1,7 @@
-"""The folder of a run, `--out`: whether a run can write there, what an earlier one left, and setting that aside.
+"""The folder of a run, `--out`: checks that a run can write there, moves earlier results aside, and reads its files.
 
-Nothing here deletes, and nothing needs torch: the command asks it what to say after Ctrl-C.
+Nothing here deletes files, and nothing needs torch: the command calls this module after Ctrl-C. `TABLE` has the names
+of figures in other frameworks.
 """
 
 import json
@@ -12,24 +13,25 @@ from typing import Any
 
 import yaml
 
+
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
-"""The file among a run's checkpoints that says which of them is complete; see `checkpoints.py`."""
+"""The file among a run's checkpoints that names the complete one; see `checkpoints.py`."""
 BESIDE = ("config.yaml", "answers.jsonl", "tensorboard", "dvclive")
-"""What a run writes before its first step: by itself it is no result."""
+"""Files that a run writes before its first step, which are not a result by themselves."""
 RUN_RESULTS = ("metrics.jsonl", CHECKPOINTS, "actor", "best", "plot.png", "samples.json", "result.json", *BESIDE)
-"""What a recipe that is no stage of another leaves in the folder of its run."""
+"""Files and folders in the run's folder of a recipe that is not a stage of another."""
 STAGES = ("sft", "reward")
-"""Recipes that other recipes run first: each leaves a folder of its name, and others beside it."""
+"""Recipes that other recipes run first: each writes a folder with its name, and related ones."""
 FOLDERS = (
     *(CHECKPOINTS, "actor", "best", "tensorboard", "dvclive"),
     *(f"{name}{more}" for name in STAGES for more in ("", "-log", "-best", "-checkpoints")),
 )
-"""Those names in the folder of a run that are folders; the others are files."""
+"""Names in the folder of a run that are folders; the others are files."""
 CONFIG = "config.yaml"
 _HEADING = "# hybrid-engine "
 _HOW_IT_BEGAN = ("resume", "restart")
-"""Options of one start, not of the run: a run that was resumed is the run that was never stopped."""
+"""Options of a single start: a run that was resumed counts as one that was never interrupted."""
 METRICS = "metrics.jsonl"
 FRAMEWORKS = ("trl", "verl", "openrlhf")
 TABLE: dict[str, tuple[str | None, str | None, str | None]] = {
@@ -66,17 +68,17 @@ TABLE: dict[str, tuple[str | None, str | None, str | None]] = {
     "generate_seconds":         (None,                     "timing_s/gen",               None),
 }  # fmt: skip
 TRACKER_PREFIX = {"trl": "train/", "openrlhf": "train/"}
-"""What these frameworks put before each name on its way to a tracker."""
+"""Prefixes that these frameworks put before each name for a tracker."""
 ANSWERS = "answers.jsonl"
 
 
 def checkpoints_of(recipe: str) -> str:
-    """The name of the folder with a recipe's checkpoints: a stage's stand beside those of the run that needs it."""
+    """The name of the folder with a recipe's checkpoints: a stage's are next to those of the run that needs it."""
     return f"{recipe}-{CHECKPOINTS}" if recipe in STAGES else CHECKPOINTS
 
 
 def results_of(recipe: str) -> tuple[str, ...]:
-    """What a recipe leaves in the folder of its run."""
+    """Files and folders that a recipe writes in the folder of its run."""
     return (recipe, f"{recipe}-log", f"{recipe}-best", checkpoints_of(recipe)) if recipe in STAGES else RUN_RESULTS
 
 
@@ -84,17 +86,17 @@ def check_out(out: str) -> Path:
     """The folder that `--out` names, which need not exist.
 
     Raises:
-        ValueError: it could not be made or written to, or a name that a run writes to is taken by a file or a folder.
+        ValueError: it cannot be created or written to, or a file or a folder has a name that a run needs for the other.
     """
     folder = Path(out)
     try:
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    except (OSError, ValueError) as error:  # a name that is too long, or not one of a file
+    except (OSError, ValueError) as error:  # a name that is too long, or cannot name a file
         raise ValueError(f"--out={out!r} cannot be a folder: {error}; choose another name") from error
     if not existing.is_dir():
         raise ValueError(f"--out={out!r} must be a folder, and {str(existing)!r} is a file; choose another name")
     try:
-        with TemporaryFile(dir=existing):  # what permissions say is not the whole truth, for root or in /proc
+        with TemporaryFile(dir=existing):  # permissions are not conclusive, for root or in /proc
             pass
     except OSError as error:
         raise ValueError(f"--out={out!r} cannot be written: {error.strerror}; choose another folder") from error
@@ -107,7 +109,7 @@ def check_out(out: str) -> Path:
 
 
 def left_behind(folder: Path, names: Sequence[str]) -> list[str]:
-    """Which of `names` an earlier run left in `folder`; a file without content is nothing, nor is `BESIDE`."""
+    """The entries of `names` that an earlier run left in `folder`, without empty files and without `BESIDE`."""
     found = [folder / name for name in names if name not in BESIDE and (folder / name).exists()]
     return [path.name for path in found if path.is_dir() or path.stat().st_size > 0]
 
@@ -118,7 +120,7 @@ def has_checkpoint(folder: Path, recipe: str = "ppo") -> bool:
 
 
 def check_nothing_is_lost(folder: Path, recipe: str = "ppo") -> None:
-    """Refuses to begin where an earlier run left its results, naming what there is to do."""
+    """Raises ValueError if an earlier run left results in `folder`, with the options to continue."""
     found = left_behind(folder, results_of(recipe))
     if not found:
         return
@@ -130,7 +132,7 @@ def check_nothing_is_lost(folder: Path, recipe: str = "ppo") -> None:
 
 
 def check_can_resume(folder: Path, recipe: str = "ppo") -> None:
-    """Refuses `--resume` without a complete checkpoint."""
+    """Raises ValueError for `--resume` without a complete checkpoint."""
     if has_checkpoint(folder, recipe):
         return
     found = left_behind(folder, results_of(recipe))
@@ -144,7 +146,7 @@ def check_can_resume(folder: Path, recipe: str = "ppo") -> None:
 
 
 def set_aside(folder: Path, names: Sequence[str]) -> Path | None:
-    """Moves `names` from `folder` to `previous-<n>` in it, the first that is free; None when there is nothing to move.
+    """Moves `names` from `folder` to `previous-<n>` in it, with the first free n; None if there is nothing to move.
 
     For one process.
     """
@@ -162,9 +164,10 @@ def set_aside(folder: Path, names: Sequence[str]) -> Path | None:
 
 
 def flat_options(config: Any) -> dict[str, Any]:
-    """The options of a recipe's `Config` by the names that they have on the command line, in its order.
+    """The options of a recipe's `Config` by their names on the command line, in order.
 
-    A field that is a dataclass itself gives its own fields. How a run begins, `resume` and `restart`, is left out.
+    The fields of a field that is a dataclass are included. `resume` and `restart`, which say how a run begins, are left
+    out.
     """
     options: dict[str, Any] = {}
     for field in fields(config):
@@ -174,7 +177,7 @@ def flat_options(config: Any) -> dict[str, Any]:
 
 
 def write_config(folder: Path, config: Any) -> None:
-    """Writes `config.yaml` into `folder`, whole or not at all; for one process. Its first line names the recipe."""
+    """Writes `config.yaml` into `folder` atomically; for one process. Its first line names the recipe."""
     options = {name: list(value) if isinstance(value, tuple) else value for name, value in flat_options(config).items()}
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f".{CONFIG}"
@@ -184,14 +187,14 @@ def write_config(folder: Path, config: Any) -> None:
 
 
 def read_recipe(folder: Path) -> str | None:
-    """The recipe that wrote the `config.yaml` of a run's folder; None where nothing says it."""
+    """The recipe that wrote the `config.yaml` of a run's folder; None if that is not recorded."""
     path = folder / CONFIG
     first = path.read_text(encoding="utf-8").partition("\n")[0] if path.exists() else ""
     return first.removeprefix(_HEADING).split()[0] if first.startswith(_HEADING) else None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The options in the `config.yaml` of a run's folder; empty without one.
+    """The options in the `config.yaml` of a run's folder; empty if there is none.
 
     Raises:
         ValueError: it cannot be read.
@@ -211,10 +214,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`, without a last one that was cut short; empty when there is no file.
+    """The lines of a `metrics.jsonl`, without a truncated last line; empty if there is no file.
 
     Raises:
-        ValueError: a line is not a JSON object with a whole number as `step`.
+        ValueError: a line is not a JSON object with an integer as `step`.
     """
     if not path.exists():
         return []
@@ -236,7 +239,7 @@ def _read_line(path: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def names_of(framework: str | None) -> dict[str, str]:
-    """From our names to those of `framework`, of `FRAMEWORKS`, where it has one; None has none."""
+    """A mapping from our names to those of `framework`, one of `FRAMEWORKS`; empty for None."""
     if framework is None:
         return {}
     column = FRAMEWORKS.index(framework)
@@ -244,7 +247,7 @@ def names_of(framework: str | None) -> dict[str, str]:
 
 
 def rename(figures: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """`figures` under the names that `names` maps theirs to; one whose new name is taken keeps the old one."""
+    """`figures` renamed by `names`; a figure whose new name is taken keeps the old one."""
     return {new if (new := names.get(name, name)) not in figures else name: value for name, value in figures.items()}
 
 
@@ -254,27 +257,27 @@ def to_framework(figures: Mapping[str, Any], framework: str | None) -> dict[str,
 
 
 def from_framework(figures: Mapping[str, Any], framework: str | None) -> dict[str, Any]:
-    """What `to_framework` was given."""
+    """Figures with names of `framework` under our names; the inverse of `to_framework`."""
     return rename(figures, {theirs: ours for ours, theirs in names_of(framework).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptAnswers:
-    """The answers to one prompt at one evaluation; G of them."""
+    """The G answers to one prompt at one evaluation."""
 
     prompt: str
     responses: Sequence[str]
-    """G texts"""
+    """Texts of the answers, G."""
     rewards: Sequence[float | None]
-    """G numbers; None for an answer that no reward judges"""
+    """G numbers; None for an answer that no reward judged."""
     lengths: Sequence[int] | None = None
-    """G: tokens of each response"""
+    """Tokens of each response, G."""
     tokens: Sequence[Sequence[str]] | None = None
-    """the tokens of each answer of the first evaluation"""
+    """The tokens of each answer of the first evaluation."""
     logprobs: Sequence[Sequence[float]] | None = None
-    """of each of those tokens under the present weights, in nats"""
+    """Log-probability of each of those tokens under the present weights, in nats."""
     extra: Mapping[str, Sequence[Any]] | None = None
-    """G values for each name that reward functions gave to `log_extra`"""
+    """G values for each name that reward functions passed to `log_extra`."""
 
     def __post_init__(self) -> None:
         assert len(self.rewards) == len(self.responses), f"{len(self.rewards)=} {len(self.responses)=}"
@@ -282,9 +285,9 @@ class PromptAnswers:
 
 
 def write_answers(folder: Path, step: int, answers: Sequence[PromptAnswers]) -> None:
-    """Puts the answers after `step` steps into `answers.jsonl`, in place of those that it had of this step.
+    """Writes the answers after `step` steps to `answers.jsonl`, in place of existing ones of this step.
 
-    The lines of other steps stay: a run that goes on finds what it had written. For one process.
+    The lines of other steps stay: a resumed run keeps what it had written. For one process.
     """
     kept = [line for line in read_answers(folder / ANSWERS) if line["step"] != step]
     fresh = [{"step": step} | {k: v for k, v in asdict(entry).items() if v is not None} for entry in answers]
@@ -295,10 +298,10 @@ def write_answers(folder: Path, step: int, answers: Sequence[PromptAnswers]) -> 
 
 
 def read_answers(path: Path) -> list[dict[str, Any]]:
-    """The lines of an `answers.jsonl`, by step; empty when there is no file.
+    """The lines of an `answers.jsonl`, by step; empty if there is no file.
 
     Raises:
-        ValueError: a line is not what the top of this module says.
+        ValueError: a line does not have the fields of `PromptAnswers` and a step.
     """
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: progress, options, figures here and at trackers, samples, a plot. Rank 0 only."""
+"""Output of a run: progress, options, figures here and at trackers, samples, a plot. Rank 0 only."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,16 +26,16 @@ from hybrid_engine.rlhf.runs.trackers import Trackers
 
 
 class RunLog:
-    """Appends one JSON line per step to `metrics.jsonl` in `folder` and shows the figures beside a progress bar.
+    """Appends one JSON line per step to `metrics.jsonl` in `folder` and shows the figures next to a progress bar.
 
-    The run's options stand beside it in `config.yaml`; the trackers that they name get the figures too. They also say
-    by whose names figures are written (`run_folder.py`): whoever calls this uses ours. What is printed meanwhile
-    appears above the bar. Where the output is no terminal, each step has a line instead. Used as a context manager. On
-    ranks other than 0 it does nothing.
+    The run's options are written to `config.yaml`; the trackers that they name get the figures too. Callers use our
+    names of figures; the options may select another framework's names for the output (`run_folder.py`). Text that is
+    printed meanwhile appears above the bar. If the output is not a terminal, each step has a line instead. Used as a
+    context manager. On ranks other than 0 it does nothing.
     """
 
     def __init__(self, folder: Path, title: str, num_steps: int, config: RunOptions, first_step: int = 0):
-        """Lines of steps from `first_step` on, left by a run that was interrupted later, are dropped.
+        """Drops lines of steps from `first_step` on, which a run that was interrupted later has written.
 
         Raises:
             ValueError: a run of another process writes into `folder`.
@@ -52,7 +52,7 @@ class RunLog:
         self._task = self._progress.add_task(title, total=num_steps, completed=first_step, figures="")
         if self._is_writer:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_run(folder)  # until nobody has this log any more
+            self._lock = lock_run(folder)  # held for the lifetime of this log
             kept = [line for line in read_metrics(self._path) if line["step"] < first_step]
             write_config(folder, config)
             self._path.write_text("".join(self._json_line(line) for line in kept))
@@ -95,14 +95,14 @@ def say(message: str | Table) -> None:
     """Prints on rank 0."""
     if get_rank() == 0:
         console = Console()
-        # In a file a sentence is one line, however wide the console that Rich imagines there.
+        # In a file a sentence is one line, whatever width Rich assumes for the console there.
         console.print(
             message, markup=False, highlight=False, soft_wrap=isinstance(message, str) and not console.is_terminal
         )
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes `content` on rank 0, indented."""
+    """Writes `content` as indented JSON on rank 0."""
     if get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=2) + "\n")
@@ -119,13 +119,13 @@ def samples_table(title: str, columns: Mapping[str, Sequence[str]]) -> Table:
 
 
 def plot_metrics(metrics: list[dict[str, Any]], panels: Mapping[str, Sequence[str]], path: Path) -> None:
-    """Saves one panel per entry of `panels` (its title and the figures drawn in it) over the steps, as a PNG.
+    """Saves a PNG with one panel per entry of `panels` (its title and the figures drawn in it) over the steps.
 
     A figure that was not measured, at a step or at all, is left out there.
     """
     if get_rank() != 0 or not metrics:
         return
-    from matplotlib.figure import Figure  # without pyplot no window system and no global state is touched
+    from matplotlib.figure import Figure  # without pyplot no window system and no global state is needed
 
     figure = Figure(figsize=(4.5 * len(panels), 3.5), layout="constrained")
     for axes, (title, names) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):

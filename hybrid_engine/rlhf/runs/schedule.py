@@ -1,8 +1,8 @@
-"""The learning rate of each optimizer step of a run: options with transformers' names, and the scheduler they make.
+"""The learning rate of each optimizer step of a run: options with transformers' names, and the scheduler for them.
 
-transformers' schedules begin their warm-up with a step at rate 0, in which nothing is learned. A run leaves that step
-out: its first step is the schedule's second. So a warm-up of W steps reaches the peak in step W, and a run without
-warm-up begins at the peak.
+transformers' schedules begin their warm-up with a step at rate 0, in which nothing is learned. A run skips that step:
+its first step is the schedule's second. So a warm-up of W steps reaches the peak in step W, and a run without warm-up
+begins at the peak.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,11 @@ from hybrid_engine.rlhf.runs.checks import check_between, check_count, check_one
 
 DEFAULT_TYPE, WITHOUT_WARMUP = "linear", "constant"
 EARLIER_TYPE = "WarmupDecayLR"
-"""The schedule of runs that have no option of it: DeepSpeed's, whose first two steps have a rate of 0."""
+"""The schedule of runs from before the option existed: DeepSpeed's, whose first two steps have a rate of 0."""
 MOST_WARMUP = {"sft": 50, "reward": 20, "dpo": 10, "kto": 10}
-"""Optimizer steps of the longest warm-up of a run that is given none, by recipe."""
+"""Optimizer steps of the longest default warm-up of a run, by recipe."""
 MOST_WARMUP_OF_ROLLOUTS = 4
-"""The same of recipes that learn from their own answers."""
+"""The same for recipes that learn from their own answers."""
 SCHEDULES = (
     DEFAULT_TYPE,
     "cosine",
@@ -36,7 +36,7 @@ SCHEDULES = (
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions:
-    """How the learning rate goes from step to step."""
+    """The learning rate as a function of the step."""
 
     lr_scheduler_type: str | None = None
     """schedule of the learning rate: linear, cosine, cosine_with_restarts, polynomial, constant, constant_with_warmup
@@ -75,7 +75,7 @@ class Schedule:
 
     @classmethod
     def of(cls, config: ScheduleOptions, num_steps: int, recipe: str) -> "Schedule":
-        """The schedule by the options of a run of `recipe`."""
+        """The schedule for the options of a run of `recipe`."""
         kind = config.lr_scheduler_type or DEFAULT_TYPE
         most_warmup = MOST_WARMUP.get(recipe, MOST_WARMUP_OF_ROLLOUTS)
         if config.warmup_steps is not None:
@@ -89,23 +89,23 @@ class Schedule:
         return cls(kind=kind, num_steps=num_steps, num_warmup_steps=num_warmup_steps)
 
     def build(self, optimizer: torch.optim.Optimizer) -> LRScheduler:
-        """The scheduler, under which each parameter group's `lr` is its peak."""
+        """The scheduler, for which each parameter group's `lr` is its peak."""
         if self.kind == EARLIER_TYPE:
             of_run = {"total_num_steps": self.num_steps, "warmup_num_steps": self.num_warmup_steps}
             return WarmupDecayLR(optimizer, **of_run, warmup_max_lr=None, warmup_type="linear")
         return LambdaLR(optimizer, self.shares(optimizer.param_groups[0]["lr"]))
 
     def shares(self, peak: float) -> Callable[[int], float]:
-        """From an optimizer step, which counts from 0, to the share of the `peak` that its rate is."""
+        """A function from an optimizer step, counted from 0, to its rate as a share of `peak`."""
         num_left_out = int(self.num_warmup_steps > 0)
-        plain = torch.optim.SGD([torch.zeros(1)], lr=peak)  # on which transformers builds its schedule
+        plain = torch.optim.SGD([torch.zeros(1)], lr=peak)  # transformers needs an optimizer to build its schedule
         found = get_scheduler(self.kind, plain, self.num_warmup_steps, self.num_steps + num_left_out)
         assert isinstance(found, LambdaLR), f"{self.kind=}"
         share = found.lr_lambdas[0]
         return lambda step: share(step + num_left_out)
 
     def describe(self) -> str:
-        """The line about it at the beginning of a run."""
+        """The line about the schedule that is logged at the beginning of a run."""
         warmup = f", a warm-up of {self.num_warmup_steps}" if self.num_warmup_steps else ""
         short = "; the peak is not reached" if self.num_warmup_steps > self.num_steps else ""
         return f"learning rate: {self.kind} over {self.num_steps} optimizer steps{warmup}{short}"

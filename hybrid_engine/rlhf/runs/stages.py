@@ -1,4 +1,4 @@
-"""What the three stages share: seeds, models and tokenizers, and folders that are either complete or absent."""
+"""Code that training recipes share: seeds, models and tokenizers, and folders that are either complete or absent."""
 
 import hashlib
 import math
@@ -29,13 +29,13 @@ BEST = "best"
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds Python's and torch's generators, alike on every process."""
+    """Seeds Python's and torch's generators, the same on every process."""
     random.seed(seed)
     torch.manual_seed(seed)
 
 
 def is_finished(folder: Path, runs_again: bool) -> bool:
-    """Whether a stage left `folder` complete and may be skipped, which `runs_again` forbids; collective.
+    """Whether a stage left `folder` complete and may be skipped; never with `runs_again`. Collective.
 
     Raises:
         ValueError: nothing can be written to the folder of the run.
@@ -50,7 +50,7 @@ def is_finished(folder: Path, runs_again: bool) -> bool:
 
 
 def move_aside(folder: Path, names: Sequence[str]) -> None:
-    """Moves what an earlier run left under `names` to a folder of its own, and says where; collective."""
+    """Moves the results of an earlier run under `names` to a folder of their own, and logs where; collective."""
     target = on_rank_zero(lambda: set_aside(folder, names))
     if target is not None:
         say(f"What an earlier run left is now in {target}")
@@ -59,8 +59,8 @@ def move_aside(folder: Path, names: Sequence[str]) -> None:
 def save_stage(engine: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Writes model and tokenizer as a Hugging Face folder that gets its name only when complete; collective.
 
-    An adapter is merged into the weights, and stands by itself in `adapter/` below them, for peft. The README.md says
-    what the run has left so far: call this when its options and figures are written.
+    An adapter is merged into the weights, and also saved by itself in `adapter/` below them, for peft. The README.md
+    describes the run's files so far, so call this after its options and figures are written.
     """
     _name_ends(engine.module, tokenizer)
     unfinished, replaced = (folder.with_name(f".{folder.name}-{state}") for state in ("unfinished", "replaced"))
@@ -81,25 +81,25 @@ def save_stage(engine: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) ->
 
 
 def _name_ends(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Puts what ended the run's answers into the model's generation_config, for programs that load it later."""
-    if getattr(model, "generation_config", None) is not None:  # a classifier has none
+    """Stores the end tokens of the run's answers in the model's generation_config, for programs that load it later."""
+    if getattr(model, "generation_config", None) is not None:  # a classifier does not have one
         model.generation_config.eos_token_id = end_token_ids(model, tokenizer)
 
 
 def _run_folder(folder: Path) -> Path:
-    """Where the run has left its options and figures that saves a model to `folder`."""
+    """The folder with options and figures of the run that saves a model to `folder`."""
     log = folder.with_name(f"{folder.name.partition('-')[0]}-log")
     return log if log.is_dir() else folder.parent
 
 
 def load_config(source: str | Path, option: str = "model", **options: Any) -> PretrainedConfig:
-    """The config of a Hugging Face folder or name; ValueError, naming `option`, where there is none."""
+    """The config of a Hugging Face folder or name; ValueError, naming `option`, if it does not load."""
     with explained(option, source):
         return AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
 
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
-    """`config` itself, every dropout probability of it set to 0."""
+    """`config` itself, with every dropout probability set to 0."""
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
@@ -116,7 +116,7 @@ def num_positions(config: PretrainedConfig) -> int | None:
 
 @contextmanager
 def explained(option: str, source: str | Path) -> Iterator[None]:
-    """Turns what transformers raises for a folder or name that does not load into a ValueError that names `option`."""
+    """Converts transformers' errors for a folder or name that does not load into a ValueError that names `option`."""
     try:
         yield
     except UnpicklingError as error:
@@ -124,9 +124,9 @@ def explained(option: str, source: str | Path) -> Iterator[None]:
             f"{flag(option)}={str(source)!r} has weights in a pickle that holds more than tensors, which could run "
             "code and is not loaded; save them as safetensors"
         ) from error
-    # By the model's family and by what is missing or damaged it is any of these.
+    # The type depends on the model's family and on what is missing or damaged.
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split()).partition(" Model type should be one of ")[0]  # of hundreds
+        reason = " ".join(str(error).split()).partition(" Model type should be one of ")[0]  # a list of hundreds
         raise ValueError(
             f"{flag(option)}={str(source)!r} must be a Hugging Face folder or name that loads: {reason}"
         ) from error
@@ -143,11 +143,11 @@ def load_model(
         auto_class: of transformers.
         source: Hugging Face name or folder.
         option: that named it.
-        has_new_head: whether what stands on the model's body may be missing, and is then random.
+        has_new_head: whether weights outside the model's body may be missing, and are then random.
         options: for the model's config.
 
     Raises:
-        ValueError: naming `option`: nothing loads, weights are missing or not finite.
+        ValueError: naming `option`: nothing loads, or weights are missing or not finite.
     """
     config = without_dropout(load_config(source, option, **options))
     with explained(option, source):
@@ -166,7 +166,7 @@ def load_model(
 
 
 def score_head(classifier: nn.Module, option: str, source: str | Path) -> nn.Linear:
-    """The head `score` of a sequence classifier that was loaded from `source`; ValueError, naming `option`, without."""
+    """The head `score` of a sequence classifier that was loaded from `source`; ValueError, naming `option`, if none."""
     head = getattr(classifier, "score", None)
     if not isinstance(head, nn.Linear):
         raise ValueError(
@@ -179,7 +179,7 @@ def score_head(classifier: nn.Module, option: str, source: str | Path) -> nn.Lin
 def load_tokenizer(folder: str | Path, option: str = "model") -> PreTrainedTokenizerBase:
     """The tokenizer of a model, set to pad on the left; one without a pad token pads with its end-of-sequence token.
 
-    That is safe here because padding is told from lengths, not from token ids.
+    That is safe here because padding is known from lengths, not from token ids.
 
     Raises:
         ValueError: naming `option`: nothing loads, the vocabulary is empty or there is no end-of-sequence token.
@@ -200,20 +200,20 @@ def load_tokenizer(folder: str | Path, option: str = "model") -> PreTrainedToken
 
 
 def mix_seed(seed: int, index: int) -> int:
-    """A seed for part `index` of a run; 32 bits, which is all that torch's generator on the CPU takes of a seed."""
+    """A seed for part `index` of a run; 32 bits, which is all that torch's generator on the CPU uses of a seed."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:4], "big")
 
 
 class Best(NamedTuple):
-    """The best measurement so far, as it goes into checkpoints."""
+    """The best measurement so far, as stored in checkpoints."""
 
     value: float | None = None
-    """None before the first."""
+    """None before the first measurement."""
     step: int = 0
-    """After how many steps it was."""
+    """Number of steps before it."""
 
     def result(self, figure: str) -> dict[str, dict[str, float]]:
-        """What `result.json` says of it, `figure` being what was measured; nothing before the first."""
+        """The entry for `result.json`, where `figure` names the measurement; empty before the first."""
         return {} if self.value is None else {"best": {figure: self.value, "step": self.step}}
 
 
@@ -222,14 +222,14 @@ def keep_highest(
 ) -> Best:
     """The better of `best` and of `value` after `step` steps, whose weights are then saved below `out`; collective.
 
-    What is not a number is never better.
+    NaN is never better.
     """
     is_better = value > (-math.inf if best.value is None else best.value)
     return _save(Best(value, step), actor, tokenizer, out) if is_better else best
 
 
 def keep_lowest(best: Best, value: float, step: int, actor: Any, tokenizer: PreTrainedTokenizerBase, out: Path) -> Best:
-    """Keeps the checkpoint of the lowest loss, as `keep_highest` keeps that of the highest score."""
+    """Saves the weights with the lowest loss, as `keep_highest` does for the highest score."""
     is_better = value < (math.inf if best.value is None else best.value)
     return _save(Best(value, step), actor, tokenizer, out) if is_better else best
 

@@ -1,4 +1,4 @@
-"""Trackers that a run's figures go to besides `metrics.jsonl`: those of accelerate, by `--tracker`."""
+"""Trackers that get a run's figures in addition to `metrics.jsonl`: those of accelerate, selected by `--tracker`."""
 
 import importlib.util
 import os
@@ -20,7 +20,7 @@ PACKAGES = {
     "dvclive": ("dvclive",),
     "swanlab": ("swanlab",),
 }
-"""The trackers by accelerate's names, and what each needs one of."""
+"""The trackers by accelerate's names, with the packages of which each needs one."""
 _PLACES: dict[str, Callable[[Path, int], dict[str, Any]]] = {
     "tensorboard": lambda folder, step: {"run_name": "tensorboard", "logging_dir": folder, "purge_step": step},
     "wandb": lambda folder, step: {"run_name": os.environ.get("WANDB_PROJECT", PROJECT), "name": str(folder)},
@@ -32,11 +32,11 @@ _PLACES: dict[str, Callable[[Path, int], dict[str, Any]]] = {
     "dvclive": lambda folder, step: {"dir": str(folder / "dvclive"), "resume": step > 0},
     "swanlab": lambda folder, step: {"run_name": PROJECT, "experiment_name": str(folder)},
 }
-"""Where each puts the run in `folder` that goes on from a step, in the words of accelerate's class."""
+"""Arguments of accelerate's tracker class for a run in `folder` that starts at a step."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises ValueError for a tracker that there is not, or whose package is not installed."""
+    """Raises ValueError for a tracker that does not exist, or whose package is not installed."""
     for name in names:
         check_one_of("tracker", name, list(PACKAGES))
         if not any(importlib.util.find_spec(package) for package in PACKAGES[name]):
@@ -47,16 +47,16 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """Hands the figures of each step to several trackers; for one process."""
+    """Passes the figures of each step to several trackers; for one process."""
 
     def __init__(self, names: Sequence[str], folder: Path, options: Mapping[str, Any], first_step: int) -> None:
-        """Begins the run in `folder` at each tracker of `names`, which `check_trackers` has passed.
+        """Begins the run in `folder` at each tracker of `names`, which `check_trackers` has checked.
 
         Args:
             names: keys of `PACKAGES`.
-            folder: the run's folder, by which trackers call it.
-            options: what they show as the run's options.
-            first_step: the step that the run goes on from; 0 for one that begins.
+            folder: the run's folder, which names the run at trackers.
+            options: the run's options, which trackers show.
+            first_step: the step at which the run resumes; 0 for a new one.
         """
         self._trackers = [_build_tracker(name, folder, first_step) for name in dict.fromkeys(names)]
         values = {name: _plain(value) for name, value in options.items()}
@@ -65,7 +65,7 @@ class Trackers:
             tracker.store_init_configuration(values)
 
     def log(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Writes the numbers among `figures`."""
+        """Logs the numbers among `figures`."""
         numbers = {name: value for name, value in figures.items() if isinstance(value, (int, float))}
         for tracker in self._trackers:
             tracker.log(numbers, step=step)
@@ -83,5 +83,5 @@ def _build_tracker(name: str, folder: Path, first_step: int) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A list as text: trackers take numbers, truth values and texts."""
+    """A list as text: trackers accept numbers, booleans and texts."""
     return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else value

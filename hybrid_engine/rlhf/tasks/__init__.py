@@ -1,1 +1,1 @@
-"""What the small models of the recipes learn, with its judge: nothing is fetched."""
+"""Tasks for the small models of the recipes, with their rewards, and the data of supervised training."""

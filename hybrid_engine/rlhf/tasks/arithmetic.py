@@ -3,8 +3,9 @@
     384+697=                      the prompt
     4+7=11,8+9+1=18,3+6+1=10;1081  a response: each column from the right with its carry, then the sum
 
-A pupil has the form right and mostly forgets the carry. A model that imitates his work learns the form, the tables and
-his mistake; what reinforcement learning then adds is to carry, which is content: the likeliest answer was wrong too.
+The pupil's format is right, but he mostly forgets the carry. A model that imitates him learns the format, the tables
+and his mistake. Reinforcement learning then teaches it to carry, which is content: before, its likeliest answer was
+wrong.
 """
 
 import itertools
@@ -19,22 +20,22 @@ from hybrid_engine.rlhf.data.held_out import is_held_out
 from hybrid_engine.rlhf.data.rows import CompletionRow, LearnedRow, PromptRow
 
 FORGETS_CARRY = 0.52
-"""How often the pupil leaves a carry out of the column that it belongs to."""
+"""Probability that the pupil leaves a carry out of its column."""
 CARRIES = 0.8
-"""How many of the columns have digits that add up to ten or more."""
+"""Share of the columns whose digits add up to ten or more."""
 ALPHABET = "0123456789+=,;"
 """Every character of problems and of written-out sums."""
 NUM_DIGITS = 3
 NUM_WORKED, NUM_PROMPTS = 64_000, 4096
-"""Problems that the pupil works, and that reinforcement learning asks."""
+"""Problems that the pupil solves, and problems for reinforcement learning."""
 NUM_HELD_OUT, HELD_OUT_SHARE = 512, 0.1
 REWARD = "exact:after=;"
-"""Whether what follows the semicolon is the sum, which the rows have in their column `answer`."""
+"""Whether the text after the semicolon is the sum, which the rows have in their column `answer`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Two numbers of the same number of digits to be added."""
+    """Two numbers with the same number of digits to be added."""
 
     first: int
     second: int
@@ -52,7 +53,7 @@ class Problem:
 
 
 def written_sum(problem: Problem, forgets: Sequence[bool]) -> str:
-    """The columns from the right and the sum; `forgets` says of each column whether its carry is left out."""
+    """The columns from the right and the sum; `forgets` is True for each column whose carry is left out."""
     first, second = (f"{number:0{problem.num_digits}d}"[::-1] for number in (problem.first, problem.second))
     carry, columns, digits = 0, [], []
     for top, bottom, is_forgotten in zip(first, second, forgets, strict=True):
@@ -117,7 +118,7 @@ _PAIRS = {
 
 
 def problems(is_held_out_kind: bool, seed: int) -> Iterator[Problem]:
-    """An endless series of different problems; which of all are held out does not depend on the seed."""
+    """An endless series of different problems; which of them are held out does not depend on the seed."""
     generator = random.Random(seed)
     seen: set[str] = set()
     while True:

@@ -1,4 +1,4 @@
-"""Arithmetic with a calculator at hand: a task of several turns, and a pupil who often guesses instead.
+"""Arithmetic with a calculator: a task of several turns, and a pupil who often guesses instead of asking it.
 
     user        (47+38)*6
     assistant   ?47+38         asks the calculator for one operation
@@ -8,7 +8,7 @@
     assistant   =0510          answers
 
 A pupil who asks copies without mistakes, but at each turn he may guess the result, which is mostly wrong. A model that
-imitates him can do everything that is needed; what reinforcement learning adds is to ask.
+imitates him has all the necessary skills; reinforcement learning teaches it to ask.
 """
 
 import itertools
@@ -25,15 +25,15 @@ from hybrid_engine.rlhf.data.held_out import is_held_out
 from hybrid_engine.rlhf.data.rows import ConversationRow, LearnedRow, Message
 
 GUESSES = (0.6, 0.25)
-"""How often the pupil guesses where he should ask, the first time and the second."""
+"""Probability that the pupil guesses where he should ask, the first time and the second."""
 ALPHABET = "0123456789+*-()?=e"
 ROLES = ("user", "assistant", "tool")
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 NUM_WORKED = 20_480
-"""Conversations that the pupil has."""
+"""Number of the pupil's conversations."""
 NUM_HELD_OUT, HELD_OUT_SHARE = 128, 0.1
 NUM_DIGITS = 4
-"""Of every result."""
+"""Digits of every result."""
 MAX_TURNS = 3
 """Answers of a conversation without a detour."""
 TEMPLATE = (
@@ -61,28 +61,28 @@ class Problem:
 
     @property
     def between(self) -> int:
-        """The number that the brackets come to."""
+        """The value of the brackets."""
         return OPERATIONS[self.inner](self.first, self.second)
 
     @property
     def answer(self) -> int:
-        """The number that the whole problem comes to."""
+        """The value of the whole problem."""
         return OPERATIONS[self.outer](self.between, self.third)
 
 
 def calculate(request: str) -> str:
-    """What the calculator says to `47+38`; `e` where it is asked for anything but one operation on two numbers."""
+    """The calculator's answer to `47+38`; `e` for anything but one operation on two numbers."""
     match = re.fullmatch(r"(\d{1,6})([-+*])(\d{1,6})", request)
     return "e" if match is None else written(OPERATIONS[match[2]](int(match[1]), int(match[3])))
 
 
 def written(result: int) -> str:
-    """With leading zeros: numbers of one length are copied sooner."""
+    """A result with leading zeros: numbers of equal length are easier to learn to copy."""
     return f"{result:0{NUM_DIGITS}d}"
 
 
 LONGEST_RESULT = calculate("999999*999999")
-"""The most characters that the calculator says."""
+"""The longest text that the calculator returns."""
 
 
 def is_right(problem: Problem, answer: str) -> bool:
@@ -115,14 +115,14 @@ def pupils_conversation(problem: Problem, generator: random.Random) -> list[Mess
 
 
 def problems(is_held_out_kind: bool, seed: int) -> Iterator[Problem]:
-    """An endless series of different problems; which of all are held out does not depend on the seed."""
+    """An endless series of different problems; which of them are held out does not depend on the seed."""
     generator = random.Random(seed)
     seen: set[str] = set()
     while True:
         first, second = generator.randint(10, 99), generator.randint(10, 99)
         problem = Problem(
             first=first,
-            inner="+" if first < second else generator.choice("+-"),  # nothing below zero
+            inner="+" if first < second else generator.choice("+-"),  # no negative numbers
             second=second,
             outer=generator.choice("+*"),
             third=generator.randint(2, 9),
@@ -133,7 +133,7 @@ def problems(is_held_out_kind: bool, seed: int) -> Iterator[Problem]:
 
 
 def held_out_problems() -> list[Problem]:
-    """The problems that nothing is trained on."""
+    """The held-out problems."""
     return list(itertools.islice(problems(True, 0), NUM_HELD_OUT))
 
 
@@ -151,7 +151,7 @@ def held_out_work() -> list[LearnedRow]:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each character and role, with a chat template that marks what the assistant says."""
+    """A tokenizer with a token for each character and role, and a chat template that marks the assistant's tokens."""
     specials = ["<pad>", "<eos>", *(f"<{role}>" for role in ROLES)]
     vocabulary = {token: index for index, token in enumerate([*specials, *ALPHABET])}
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))

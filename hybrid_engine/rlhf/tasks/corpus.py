@@ -1,4 +1,4 @@
-"""What supervised training learns: the rows of a data set or of a small task, as tokens."""
+"""The data of supervised training as tokens: examples of sft and pairs of the reward model."""
 
 import random
 from collections.abc import Callable
@@ -29,9 +29,9 @@ TASKS: dict[str, Callable[[int], Rows]] = {
 }
 """Training and held-out rows of the tasks that need no data set, by a seed."""
 TOKENIZERS = {"sums": arithmetic.build_tokenizer, "calculator": calculator.build_tokenizer}
-"""Of those whose tokens are characters."""
+"""Tokenizers of the tasks whose tokens are characters."""
 NUM_REFERENCES = 512
-"""Good answers whose scores say where 0 is and what 1."""
+"""Number of good answers whose scores define the normalization."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +45,10 @@ class Corpus:
 
 @told_together()
 def load_corpus(config: Any) -> tuple[PreTrainedTokenizerBase, Corpus]:
-    """The tokenizer, loaded or made for the training rows, and all rows as tokens, as a `sft.Config` says.
+    """The tokenizer, loaded or trained on the training rows, and all rows as tokens, as a `sft.Config` says.
 
     Raises:
-        ValueError: an option names what cannot be read, a row cannot be learned or is too long.
+        ValueError: a source that an option names cannot be read, a row cannot be learned or is too long.
     """
     train: list[LearnedRow]
     held_out: list[LearnedRow]
@@ -77,14 +77,14 @@ def load_corpus(config: Any) -> tuple[PreTrainedTokenizerBase, Corpus]:
 
 
 class Pair(NamedTuple):
-    """Two answers, each behind its prompt."""
+    """Two answers, each after its prompt."""
 
     chosen: list[int]
     rejected: list[int]
     margin: float
-    """By how much the scores are to differ; 0 where the data set does not say."""
+    """The margin by which the scores should differ; 0 if the data set has none."""
     kind: str | None
-    """What is wrong with the rejected answer; None where that is not known."""
+    """The fault of the rejected answer; None if it is not known."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -93,23 +93,23 @@ class Pair(NamedTuple):
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
-        """Nothing that is known to be shared: a score is read of the whole."""
+        """Empty prompts, since nothing is known to be shared: a score is read from the whole."""
         return (Prompt(None, 0),) * 2
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the longer of both answers, with its prompt."""
+        """Tokens of the longer answer, with its prompt."""
         return max(self.lengths)
 
 
 def build_pair(tokenizer: PreTrainedTokenizerBase, row: PreferenceRow, kind_column: str | None = None) -> Pair:
-    """The row as tokens; the column `kind_column` tells what is wrong with the rejected answer."""
+    """The row as tokens; the column `kind_column` names the fault of the rejected answer."""
     chosen, rejected = (answer.prompt_ids + answer.response_ids for answer in encode_pair(tokenizer, row))
     return Pair(chosen, rejected, row.margin or 0.0, row.columns[kind_column] if kind_column else None)
 
 
 def num_characters(row: PreferenceRow) -> int:
-    """Characters of the prompt with the longer answer: what batches are sorted by."""
+    """Characters of the prompt with the longer answer, by which batches are sorted."""
     return len(prompt_text(row.prompt)) + max(len(prompt_text(row.chosen)), len(prompt_text(row.rejected)))
 
 
@@ -120,7 +120,7 @@ class PairCorpus:
     train: list[Pair]
     held_out: list[Pair]
     references: list[list[int]]
-    """Good answers behind their prompts, by which scores are normalised."""
+    """Good answers after their prompts, by which scores are normalized."""
     batches: list[list[int]]
     """Indices of `train`, by optimizer step."""
 
@@ -130,7 +130,7 @@ def load_pair_corpus(config: Any, tokenizer: PreTrainedTokenizerBase, source: st
     """All pairs as tokens, as a `reward.Config` says; `source` is the model whose body is trained.
 
     Raises:
-        ValueError: `--dataset` cannot be read, a row is no pair, or is too long.
+        ValueError: `--dataset` cannot be read, or a row is not a pair or is too long.
     """
     if config.dataset is None:
         train_examples, held_out_examples = split(stdlib_examples())

@@ -1,4 +1,4 @@
-"""A tokenizer and a small Llama from nothing, for tasks that need no model of the hub."""
+"""Trains a tokenizer and builds a small Llama from scratch, for tasks that need no model from the hub."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -8,27 +8,30 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 MAX_POSITIONS = 512
-"""Enough for any of the standard library's examples, and for two summaries behind a prompt, if a byte is a token."""
+"""Enough for any of the standard library's examples, and for two summaries after a prompt, with a token per byte."""
 
 LARGEST_SIZE = 10**9
-"""Parameters; with their gradients and Adam's moments 16 GB."""
+"""Parameters; with their gradients and Adam's moments they take 16 GB."""
 
 
 class FirstWeights(NamedTuple):
-    """How the weights of a model begin."""
+    """The initialization of a model's weights."""
 
     linear_std: float
     embedding_std: float
     scales_residual: bool
-    """Whether what a layer adds to the residual stream begins smaller the more layers there are, as in GPT-2 (Radford
-    et al. 2019, section 2.3)."""
+    """Whether the outputs of a layer to the residual stream are initialized smaller for more layers, as in GPT-2
+    (Radford et al. 2019, section 2.3).
+    """
 
 
 USUAL = FirstWeights(0.02, 0.02, scales_residual=False)
-"""As transformers begins them."""
+"""The initialization of transformers."""
 FOR_TEXT = FirstWeights(0.05, 0.5, scales_residual=True)
-"""For words and a narrow model: two epochs of summaries from these reach what five from the usual ones do. Not for
-models of characters, which learn sums from both, but less from rewards: online DPO brought 57% right instead of 99%."""
+"""For words and a narrow model: two epochs of summaries from these weights reach the result of five from the usual
+ones. Not for models of characters, which learn sums from both, but learn less from rewards: online DPO reached 57%
+right instead of 99%.
+"""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -49,7 +52,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def check_size(vocab_size: int, hidden_size: int, num_layers: int) -> None:
-    """ValueError where `build_small_llama` would make more than `LARGEST_SIZE` parameters."""
+    """Raises ValueError if `build_small_llama` would make more than `LARGEST_SIZE` parameters."""
     num_parameters = 11 * num_layers * hidden_size**2 + 2 * vocab_size * hidden_size
     if num_parameters > LARGEST_SIZE:
         raise ValueError(
@@ -62,13 +65,13 @@ def check_size(vocab_size: int, hidden_size: int, num_layers: int) -> None:
 def build_small_llama(
     tokenizer: PreTrainedTokenizerBase, hidden_size: int, num_layers: int, first: FirstWeights = USUAL
 ) -> LlamaForCausalLM:
-    """A Llama with grouped-query attention, heads of width 32 and no dropout, freshly initialised.
+    """A newly initialized Llama with grouped-query attention, heads of dimension 32 and no dropout.
 
     Args:
         tokenizer: its vocabulary is the model's.
         hidden_size: a multiple of 64, two heads.
         num_layers: transformer layers.
-        first: the spread of its weights.
+        first: the standard deviations of its initial weights.
     """
     num_heads = hidden_size // 32
     model = LlamaForCausalLM(

@@ -1,9 +1,9 @@
-"""The data that every machine has: signatures and docstring summaries of Python's own standard library.
+"""Signatures and docstring summaries of Python's standard library, a data set that every machine has.
 
 The source files of the running interpreter are parsed with `ast`; no module is imported and nothing is downloaded. One
 example is one public function or method: its qualified name and parameters are the prompt, the first paragraph of its
-docstring on one line is the summary. Summaries keep their authors' habits: about half of them break PEP 257, which is
-what the reward model learns to see and PPO to mend.
+docstring on one line is the summary. Summaries have their authors' habits: about half of them break PEP 257, which the
+reward model learns to detect and PPO to fix.
 """
 
 import ast
@@ -79,11 +79,11 @@ class DocExample:
 def stdlib_examples(root: Path | None = None) -> tuple[DocExample, ...]:
     """Reads every public, documented function below `root` (default: the running interpreter's standard library).
 
-    The order is that of the sorted file names and of the functions in each file; a prompt or a summary occurs once. The
+    The order is that of the sorted file names and of the functions in each file; prompts and summaries are unique. The
     files are read at the first call of a process (about two seconds).
 
     Raises:
-        ValueError: `root` holds no usable function, for example where the library is a zip file.
+        ValueError: `root` holds no usable function, for example if the library is a zip file.
     """
     folder = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
     prompts: set[str] = set()
@@ -111,7 +111,7 @@ def split(examples: Sequence[DocExample]) -> tuple[list[DocExample], list[DocExa
 
 
 def place_of(example: DocExample) -> str:
-    """Where it stands, for errors."""
+    """The place of an example, for errors."""
     return f"the standard library's {example.prompt.strip()}"
 
 
@@ -166,7 +166,7 @@ def _has_usable_lengths(example: DocExample) -> bool:
 
 
 def has_imperative_mood(summary: str) -> bool:
-    """True if the first word that is not an adverb in -ly is a known base-form verb."""
+    """Whether the first word that is not an adverb in -ly is a known base-form verb."""
     words = [word.strip(",:;.!?").lower() for word in summary.split()]
     while len(words) > 1 and words[0].endswith("ly") and words[0] not in _IMPERATIVES:
         words = words[1:]
@@ -174,7 +174,7 @@ def has_imperative_mood(summary: str) -> bool:
 
 
 def pep257_violations(summary: str) -> list[str]:
-    """The names of the rules that `summary` breaks, in a fixed order; an empty list means that it conforms.
+    """The names of the rules that `summary` breaks, in a fixed order; empty if it conforms.
 
     The names: `one sentence` (one line, no sentence end before its last character), `capital letter` (the first
     character), `full stop` (the last character, not an ellipsis), `72 characters` (at most), `imperative mood`.
@@ -191,7 +191,7 @@ def pep257_violations(summary: str) -> list[str]:
 
 
 def conforms(summary: str) -> bool:
-    """True if `summary` breaks none of the rules."""
+    """Whether `summary` breaks none of the rules."""
     return not pep257_violations(summary)
 
 
@@ -210,7 +210,7 @@ def description(summary: str, other: str) -> str:
 
 
 def too_long(summary: str, other: str) -> str:
-    """Joined with the other summary by 'and' until it exceeds the limit."""
+    """Joins `summary` with the other one by 'and' until it exceeds the limit."""
     joined = summary
     while len(joined) <= MAX_SUMMARY_CHARS:
         joined = f"{joined[:-1]}, and {other[:1].lower()}{other[1:]}"
@@ -225,13 +225,13 @@ FAULTS: dict[str, Callable[[str, str], str]] = {
     "two sentences": lambda summary, other: f"{summary} {other}",
     "too long": too_long,
 }
-"""Each takes a conforming summary and another function's conforming summary, and breaks the first."""
+"""Functions that take a conforming summary and another function's conforming summary, and break the first."""
 
 
 def build_preferences(examples: list[DocExample], seed: int) -> list[PreferenceRow]:
-    """One or two pairs for every example that conforms or can be mended; the same for the same arguments.
+    """One or two pairs for every example that conforms or can be fixed; the same for the same arguments.
 
-    The column `kind` says what is wrong with the rejected summary: a name of `FAULTS`, or "original", "other function",
+    The column `kind` names the fault of the rejected summary: a name of `FAULTS`, or "original", "other function",
     "shuffled".
     """
     rng = random.Random(seed)
@@ -264,7 +264,7 @@ def _pair(example: DocExample, chosen: str, rejected: str, kind: str) -> Prefere
 
 
 def mend(summary: str) -> str | None:
-    """`summary` with a capital, a full stop and its first verb in the imperative, if that makes it conform."""
+    """`summary` with a capital, a full stop and its first verb in the imperative; None if it still does not conform."""
     verb, space, rest = summary.rstrip(".").partition(" ")
     for base in (verb, verb.removesuffix("s"), verb.removesuffix("es"), verb.removesuffix("ies") + "y"):
         mended = f"{base[:1].upper()}{base[1:]}{space}{rest}."
