@@ -2,8 +2,8 @@
 
 glibc returns the top of its heap to the system whenever more than a threshold of it is free. The activations of a
 training pass are freed in its backward pass and allocated again by the next one, and the kernel then fills each page
-with zeros: 10 000 to 45 000 pages for a pass of 1 087 tokens through 6 layers of width 384. A step of GRPO with its
-rollout, as in `benchmarks/bench_step.py`, takes 0.94 of its time without this setting (six pairs, AMD EPYC, 2 threads,
+with zeros: 10 000 to 45 000 pages for a pass of 1 087 tokens through 6 layers of width 384. With this setting, a step
+of GRPO with its rollout, as in `benchmarks/bench_step.py`, takes 0.94 times as long (six pairs, AMD EPYC, 2 threads,
 torch 2.13).
 """
 

@@ -1,4 +1,4 @@
-"""Computes an advantage per token from the scores of sampled groups, as an `Algorithm` says.
+"""Computes an advantage per token from the scores of sampled groups, as an `Algorithm` defines it.
 
 N: responses of this process, G: samples of each prompt (neighboring rows), T: response tokens.
 

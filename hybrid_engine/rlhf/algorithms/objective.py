@@ -1,4 +1,4 @@
-"""The loss of a policy update, as an `Algorithm` says: policy loss, KL and entropy per token, then their mean.
+"""The loss of a policy update, as an `Algorithm` defines it: policy loss, KL and entropy per token, then their mean.
 
 N: responses of a micro-batch, T: response tokens.
 """

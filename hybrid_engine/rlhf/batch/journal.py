@@ -2,7 +2,7 @@
 
 `FILE.part` holds a line with what the answers depend on and then a line per finished row, in the order in which rows
 finish. A killed run loses at most the line that was being written. The file itself appears at the end, complete and in
-order. The functions at the end of the module answer prompts that are typed in a terminal.
+order. The functions below the class read prompts from the terminal and write answers to it.
 """
 
 import json

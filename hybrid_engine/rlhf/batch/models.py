@@ -33,7 +33,7 @@ MOST_TOKENS_WITHOUT_LIMIT = 32768
 
 @dataclass(frozen=True, kw_only=True)
 class BaseModelOptions(DtypeOptions):
-    """Which model answers, adapters aside."""
+    """Options of the model that answers, without its adapters."""
 
     model: str | None = None
     """Hugging Face name or folder of the model"""
@@ -48,7 +48,7 @@ class BaseModelOptions(DtypeOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(BaseModelOptions):
-    """Which model answers."""
+    """Options of the model that answers, with an adapter."""
 
     adapter: str | None = None
     """folder of a peft adapter, which is fused into the weights"""

@@ -34,8 +34,8 @@ MOST_SHARED = 256
 ALIKE = 0.6
 """Lines at least this fraction of a bucket's longest join that bucket; the same holds for their keys."""
 TOGETHER = 0.3
-"""Length of a line of several spans, as a fraction of their prefix's length. The spans do not attend to each other, but
-those products are computed; longer lines cost more time for them than copies of the prefix do.
+"""Approximate length of a line of several spans, as a fraction of their prefix's length. The spans do not attend to
+each other, but those products are computed; longer lines cost more time for them than copies of the prefix do.
 """
 
 

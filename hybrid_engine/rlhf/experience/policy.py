@@ -87,7 +87,7 @@ class Policy:
 
 
 def build_policy(config: Any, source: str, learning_rate: float, schedule: Schedule, keeps_reference: bool) -> Policy:
-    """The actor in `source`, without dropout, with an engine as a recipe's `Config` says. Collective.
+    """The actor in `source`, without dropout, with an engine as configured by a recipe's `Config`. Collective.
 
     Args:
         config: with RolloutOptions, minibatch_size, micro_batch_size, lora_rank and zero_stage.

@@ -259,7 +259,7 @@ def with_lengths(
 ) -> ConfigT:
     """The options with lengths that fit the prompts `rows`, of `lengths` tokens; a plan has the same.
 
-    Without `--model` the lengths are fixed, and there may be no tokenizer.
+    Without `--model` the lengths are already set, and there may be no tokenizer.
     """
     answer = long_answer(rows, tokenizer) if tokenizer is not None else 0
     return settle_lengths(config, lengths, answer, is_said=is_said)

@@ -195,7 +195,7 @@ def _columns(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def first_positional(parameters: Collection[inspect.Parameter]) -> list[str]:
     """The names of the first two parameters if the function chose them itself, else none.
 
-    Such a function gets prompts and responses by position. One without an inspectable signature gets everything so.
+    Such a function gets prompts and responses by position; one without an inspectable signature gets only these.
     """
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [p.name for p in parameters if p.kind in by_position and p.default is p.empty][:2]

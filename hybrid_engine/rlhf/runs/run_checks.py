@@ -61,7 +61,8 @@ def check_stage(folder: Path, name: str, batch_size: int) -> None:
 
 
 def check_positions(config: Any, longest: int, model: str, limit: int | None) -> None:
-    """Raises ValueError if a prompt of up to `longest` tokens and its response exceed `limit`, the model's positions.
+    """Raises ValueError if a prompt of up to `longest` tokens and its response exceed `limit`, the positions of
+    `model`.
     """
     prompt_tokens = min(longest, config.max_prompt_tokens)
     total = prompt_tokens + config.max_new_tokens

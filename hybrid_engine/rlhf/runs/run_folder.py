@@ -301,7 +301,7 @@ def read_answers(path: Path) -> list[dict[str, Any]]:
     """The lines of an `answers.jsonl`, by step; empty if there is no file.
 
     Raises:
-        ValueError: a line does not have the fields of `PromptAnswers` and a step.
+        ValueError: a line does not have a step, a prompt, responses, and a reward or null for each response.
     """
     if not path.exists():
         return []
