@@ -188,9 +188,7 @@ def default_options() -> dict[str, Any]:
 
 
 def read_sampling(config: Config, engine: Any, tokenizer: PreTrainedTokenizerBase) -> GenerationOptions:
-    """The engine's options; ValueError for one out of range. Ids that the model's own config suppresses stay
-    suppressed.
-    """
+    """The engine's options; ValueError for one out of range. Ids that the model's config suppresses stay suppressed."""
     sampled = {"do_sample": True, "temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
     vocab_size, defaults = engine.config.get_text_config().vocab_size, engine.generation_config
     given = {"max_new_tokens": config.max_new_tokens, "suppress_tokens": defaults.suppress_tokens}

@@ -243,9 +243,7 @@ def train_loop(
 
 @torch.no_grad()
 def build_experience(roles: Roles, rollout: Rollout, config: Config) -> tuple[CriticExperience, dict[str, float]]:
-    """Reference log-probabilities, values, rewards and advantages of a rollout; all processes whiten advantages
-    together.
-    """
+    """Reference log-probabilities, values, rewards and advantages of a rollout; whitens over all processes."""
     sequences, mask = rollout.sequences, rollout.sequences.response_mask
     logprobs_ref = roles.policy.reference_logprobs(sequences, config.temperature)
     values = in_parts(response_values, roles.critic, sequences)

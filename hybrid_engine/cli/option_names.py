@@ -17,10 +17,9 @@ OPTIONS = {
 
 
 def in_options(text: str, names: Iterable[str]) -> str:
-    """Returns `text` with names of the engine's options replaced by the flags of a command that has the options
-    `names`.
+    """Returns `text` with names of the engine's options replaced by a command's flags for the options `names`.
 
-    A key of the config is replaced wherever it stands, any other name only where a value follows: `max_new_tokens=8`.
+    A key of the config is replaced wherever it occurs, any other name only where a value follows: `max_new_tokens=8`.
     """
     flags = {name: f"--{name.replace('_', '-')}" for name in names}
     keys = {key: flags[name] for key, name in OPTIONS.items() if name in flags}

@@ -32,8 +32,8 @@ DeviceFigures = dict[str, tuple[torch.Tensor | float, torch.Tensor | float]]
 LossOf = Callable[[list[int]], tuple[torch.Tensor, DeviceFigures]]
 """Runs a forward pass over the items at the given indices: returns their share of the step's loss, and its figures."""
 _fitting: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""Models whose passes ran out of memory: tokens of the largest pass after that, or items where there is no budget. The
-same on all processes.
+"""Models whose passes ran out of memory: tokens of the largest pass since then, or items without a budget. The same on
+all processes.
 """
 
 

@@ -125,10 +125,10 @@ def split(items: Sequence[Part], size: int) -> list[Sequence[Part]]:
 
 
 def turns(parts: Sequence[Part]) -> list[tuple[Part, bool]]:
-    """This process's share of `parts`, which are the same on all processes; each gets as many, to gather weights
-    together.
+    """This process's share of `parts`, the same list on all processes; all shares have the same length.
 
-    Each part comes with a flag: False for a repetition of the last part, whose result does not count.
+    So all processes gather weights together. Each part comes with a flag: False for a repetition of the last part,
+    whose result does not count.
     """
     mine = range(get_rank(), -(-len(parts) // get_world_size()) * get_world_size(), get_world_size())
     return [(parts[min(turn, len(parts) - 1)], turn < len(parts)) for turn in mine]
@@ -175,8 +175,9 @@ class Items:
         return Items([self.lengths[index] for index in chosen], [self.prompts[index] for index in chosen])
 
     def shape(self, layout: Layout) -> PassShape:
-        """The shape of a pass over all items; rows with several sequences are split by the responses' share of all
-        tokens.
+        """The shape of a pass over all items.
+
+        In rows that hold several sequences, the response's share of a row is the responses' share of all tokens.
         """
         lengths = [length for item in self.lengths for length in item]
         prompts = [prompt for item in self.prompts for prompt in item]

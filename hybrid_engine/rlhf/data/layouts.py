@@ -28,9 +28,7 @@ ROLES = {
 }
 """Roles, by the names that conversations use."""
 COMPARISON = frozenset({"chosen", "rejected"})
-"""Columns that a layout must provide itself where they are needed: existing ones may already include the row's other
-columns.
-"""
+"""Columns that a layout must provide itself where they are needed: existing ones may include a row's other columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +41,8 @@ class Layout:
     gives: frozenset[str]
     """The columns of ours that it provides."""
     convert: Callable[[AnyRow], AnyRow]
-    """The columns that it provides for a row; raises ValueError, with a message that follows the row's place, for a row
-    in another format.
+    """The columns that it provides for a row; ValueError, with a message that follows the row's place, for other
+    formats.
     """
     is_added: bool = False
     """Whether it also applies where nothing is missing."""

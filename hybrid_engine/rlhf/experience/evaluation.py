@@ -309,9 +309,7 @@ class FollowedAnswers:
     """The last evaluation that was recorded, and the number of steps before it."""
 
     def keep(self, step: int, evaluation: Evaluation) -> None:
-        """Writes the answers after `step` steps to `answers.jsonl`; the actor is in evaluation mode afterwards.
-        Collective.
-        """
+        """Writes the answers after `step` steps to `answers.jsonl`; sets the actor to evaluation mode. Collective."""
         self.actor.eval()
         self.latest = step, evaluation
         logprobs, tokens = self.logprobs(), self.tokens() if step == 0 else []

@@ -70,8 +70,7 @@ class Policy:
     def old_logprobs(
         self, sequences: Sequences, sampled: torch.Tensor, temperature: float, bound: float
     ) -> tuple[torch.Tensor, float]:
-        """`[N, T]`, the trainer's log-probabilities of answers, and the mean distance of the sampler's (`sampled`) from
-        them.
+        """`[N, T]`, the trainer's log-probabilities of answers, and their mean distance to the sampler's (`sampled`).
 
         If the last measured difference, in nats per token, is at most `bound`, returns the sampler's own without a pass
         and 0 as the difference. Collective.

@@ -177,8 +177,7 @@ class SharedReward:
 
 
 def build_shared_base(source: str, adapters: Mapping[str, RewardAdapter], config: Any) -> PeftModel:
-    """The model in `source`, frozen, with adapters for `actor`, critic and each reward, and heads for all but the
-    actor.
+    """The model in `source`, frozen, with adapters `actor`, `critic` and one per reward, all but `actor` with a head.
 
     The critic begins as the first of the rewards, or as the base with a head of 0.
 

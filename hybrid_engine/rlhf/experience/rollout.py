@@ -284,9 +284,7 @@ class GroupSource:
 
 
 def steps_on_tokens(scores: Scores, rollout: Rollout) -> torch.Tensor:
-    """`[N, T]` fp32: the number of each step on the token that ends it, nan elsewhere; else the total on the last
-    token.
-    """
+    """`[N, T]` fp32: the number of each step on its last token, nan elsewhere; without steps the total on the last."""
     values = torch.full(rollout.sequences.response_mask.shape, nan)
     for row, (total, tokens) in enumerate(zip(scores.total, rollout.answers.response_ids, strict=True)):
         if scores.per_token is None or scores.is_step is None:

@@ -87,8 +87,10 @@ def token_log_probs(model: nn.Module, asked: Asked, inputs: Mapping[str, torch.T
 
 
 class Tried(NamedTuple):
-    """The result of testing a head: the computation of head and model at that time, and whether their logits differ
-    from those that `LogitShape` makes of the head's products.
+    """The result of testing a head.
+
+    `computed_by`: how head and model computed at that time; `differs`: whether their logits differ from those that
+    `LogitShape` makes of the head's products.
     """
 
     computed_by: tuple[Any, ...]
@@ -130,9 +132,7 @@ def _active(head: Any) -> Any:
 
 
 def logit_shape(module: nn.Module, temperature: float) -> LogitShape:
-    """Scale and softcap by the names in transformers' configs: Cohere's logit_scale, Granite's logits_scaling, Gemma's
-    softcap.
-    """
+    """Scale and softcap from a transformers config: Cohere's logit_scale, Granite's logits_scaling, Gemma's softcap."""
     config: Any = module.config.get_text_config()
     scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
     return LogitShape(scale, getattr(config, "final_logit_softcapping", None), temperature)

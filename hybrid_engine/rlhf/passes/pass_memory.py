@@ -115,8 +115,8 @@ def _masks_of(body: Callable[..., Any], input_ids: torch.Tensor) -> dict[str, to
 
 
 def _give_shapes(model: nn.Module, accumulates: bool) -> None:
-    """Replaces parameters and buffers by ones that claim to be on the CPU, tied ones together, with gradients if
-    requested.
+    """Replaces parameters and buffers by ones that claim to be on the CPU; tied ones stay tied. Optionally adds
+    gradients.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():

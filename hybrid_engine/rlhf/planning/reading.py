@@ -162,8 +162,9 @@ def _that_fit(
     encode: Callable[[R], T],
     what: str,
 ) -> list[T]:
-    """Tokens of the training rows that fit the model's positions; also checks held-out rows, and refuses what the run
-    will refuse.
+    """Tokens of the training rows that fit the model's positions.
+
+    Also encodes and checks held-out rows, and refuses what the run will refuse.
     """
     limit = limit_of(None, num_positions(first), f"--model={config.model!r}")
     found = [keep_fitting(config, *encode_each(config, rows, encode), limit)[1] for rows in parts]

@@ -274,8 +274,10 @@ def _frozen(name: str, shapes: list[Shape], setting: Setting) -> RolePlan:
 
 
 def _generation(actor: nn.Module, prompt_tokens: int, setting: Setting, *, is_streamed: bool) -> list[Part]:
-    """Memory of a rollout in addition to what is kept, after prompts of `prompt_tokens` tokens: the larger of training
-    and evaluation. Its weights are prepared before it begins, or layer by layer with `is_streamed`.
+    """Memory of a rollout in addition to what is kept: the larger of training and evaluation.
+
+    Prompts have `prompt_tokens` tokens. The rollout's weights are prepared before it begins, or layer by layer with
+    `is_streamed`.
     """
     config, size = setting.config, setting.weight.itemsize
     longest = prompt_tokens + config.max_new_tokens - 1  # the last token drawn is never fed

@@ -65,9 +65,7 @@ class Answers:
 
 @dataclass(frozen=True, kw_only=True)
 class RunView:
-    """The run as reward functions see it, by TRL's names: state that they may read, and values that they logged in one
-    call.
-    """
+    """The run as reward functions see it, by TRL's names: state to read, and values that they logged in one call."""
 
     state: TrainerState = field(default_factory=lambda: TrainerState(max_steps=1))  # some functions divide by max_steps
     metrics: dict[str, list[float]] = field(default_factory=dict)

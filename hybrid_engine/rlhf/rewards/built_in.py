@@ -259,9 +259,7 @@ def _is_right_answer(is_right: Callable[[str, str], bool], response: str, refere
 
 
 def read_references(value: Any, after: str) -> list[str]:
-    """The right answers in a row's value, as text; ValueError, with a message that follows the value, if there are
-    none.
-    """
+    """The right answers in a row's value, as text; ValueError, with a message that follows the value, without any."""
     if isinstance(value, Mapping):
         if GROUND_TRUTH not in value:
             raise ValueError(f"is an object without {GROUND_TRUTH!r}")

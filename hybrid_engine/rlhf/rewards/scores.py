@@ -23,9 +23,7 @@ class Scores:
     total: list[float]
     """`[B]`: the weighted sum of the rewards that judged the answer; nan if none did."""
     by_name: dict[str, list[float | None]]
-    """`[B]` for each reward, without its weight; None if it did not judge the answer. For a process reward the sum of
-    its numbers.
-    """
+    """`[B]` for each reward, without its weight; None if it did not judge the answer, a sum for a process reward."""
     per_token: list[list[float]] | None
     """`[B][T]`: the weighted sum on each token, which adds up to `total`. The numbers of a process reward are on their
     tokens, a number for the whole answer on its last token. None if no reward returned lists.

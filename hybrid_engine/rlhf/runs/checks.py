@@ -60,9 +60,7 @@ def check_at_least(name: str, value: float | None, smallest: float) -> None:
 
 
 def check_count(name: str, value: int | None, smallest: int) -> None:
-    """Raises ValueError unless `value` of option `name` is an integer from `smallest` to the largest allowed; None
-    passes.
-    """
+    """Raises ValueError unless `value` of option `name` is an integer from `smallest` to its limit; None passes."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):

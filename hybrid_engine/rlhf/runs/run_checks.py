@@ -61,8 +61,9 @@ def check_stage(folder: Path, name: str, batch_size: int) -> None:
 
 
 def check_positions(config: Any, longest: int, model: str, limit: int | None) -> None:
-    """Raises ValueError if a prompt of up to `longest` tokens and its response exceed `limit`, the positions of
-    `model`.
+    """Raises ValueError if the longest prompt and a response exceed `limit`, the positions of `model`.
+
+    `longest`: tokens of that prompt, before it is cut off at `--max-prompt-tokens`.
     """
     prompt_tokens = min(longest, config.max_prompt_tokens)
     total = prompt_tokens + config.max_new_tokens
