@@ -13,7 +13,6 @@ from typing import Any
 
 import yaml
 
-
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 """The file among a run's checkpoints that names the complete one; see `checkpoints.py`."""
