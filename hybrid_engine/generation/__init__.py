@@ -1,7 +1,7 @@
-"""From a request to responses: plans, the scheduler, decode steps, sampling.
+"""Generation, from a request to its responses: plans, the scheduler, decode steps and sampling.
 
-Its three public levels, each to be customised alone, are Megatron's and lie in `extensions/megatron/levels/`. Their
-names are found here at their first use.
+The three public levels, each of which can be customized alone, follow Megatron and lie in
+`extensions/megatron/levels/`. This module exports their names lazily.
 """
 
 import importlib
@@ -19,13 +19,13 @@ MODULE_OF = {
     "choose_backend": "backends",
     "common_generate": "backends",
 }
-"""The module below `LEVELS` of each public name."""
+"""Public name to the module below `LEVELS` that defines it."""
 
 __all__ = list(MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    """A name of the levels, whose module is imported now."""
+    """Returns a public name of the levels; imports its module at the first use."""
     if name not in MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{LEVELS}.{MODULE_OF[name]}"), name)

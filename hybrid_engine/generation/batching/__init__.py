@@ -1,1 +1,1 @@
-"""Who runs next: prompts and sequences, blocks, the plan of a rollout, the strategy that takes turns."""
+"""Continuous batching: KV blocks, the scheduler, rollout plans, decode steps and the strategy that takes turns."""

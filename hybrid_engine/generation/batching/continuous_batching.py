@@ -1,13 +1,13 @@
 """Continuous batching: turns waiting sequences into finished ones, one model pass per turn.
 
-A turn is a decode of everything that runs, a prefill of what was just admitted, or both in one pass: a mixed turn, as
-in Sarathi-Serve (Agrawal et al. 2024, arXiv 2403.02310), where a long prompt is fed in chunks over several turns. That
-every turn passes once over the layers is what lets processes whose weights are streamed layer by layer stay in step
-although their sequences differ.
+A turn is a decode of all running sequences, a prefill of the newly admitted ones, or both in one pass: a mixed turn, as
+in Sarathi-Serve (Agrawal et al. 2024, arXiv 2403.02310), in which a long prompt is fed in chunks over several turns.
+Every turn passes over the layers once. This keeps processes whose weights are streamed layer by layer in step although
+their sequences differ.
 
-With `lag=1` the tokens of a turn are read while the next one runs, so that the host never waits for the
-device: a sequence whose end of sequence is noticed late has been fed once too often, which its own blocks
-absorb, and what it drew then is dropped.
+With `lag=1` the tokens of a turn are read while the next one runs, so that the host never waits for the device. A
+sequence whose end of sequence is noticed late has been fed one token too many; its own blocks absorb that token, and
+the one drawn after it is dropped.
 """
 
 import time
@@ -25,11 +25,11 @@ from hybrid_engine.generation.batching.step import DecodeStep, Draw, OpenStep, T
 from hybrid_engine.generation.request.core import PENDING, Admission, Copy, Prefill, Prompt, Sequence
 from hybrid_engine.ops import BlockCopyOp, Context, PrefillBatch
 
-# Tokens of a long prompt in one mixed turn: as many as keep the products of a pass busy, so that rows which decode
-# beside them cost little, and few enough that these need not wait long. On one core of an AMD EPYC (torch 2.13, commit
-# 3609834; 12 prompts of 4000 tokens, 8 slots, four layers of width 384 in fp32) rollouts with chunks of 256, 512, 1024,
-# 2048 and 4096 took 23.2, 21.9, 22.7, 24.0 and 23.2 s of CPU, and the longest turn that others decoded in 0.19, 0.33,
-# 0.68, 1.35 and 3.6 s.
+# Tokens of a long prompt in one mixed turn: enough to keep the matrix products of a pass busy, so that the rows which
+# decode in the same pass cost little, and few enough that those rows do not wait long. On one core of an AMD EPYC
+# (torch 2.13, commit 3609834; 12 prompts of 4000 tokens, 8 slots, four layers of width 384 in fp32) rollouts with
+# chunks of 256, 512, 1024, 2048 and 4096 took 23.2, 21.9, 22.7, 24.0 and 23.2 s of CPU, and the longest turn in which
+# others decoded took 0.19, 0.33, 0.68, 1.35 and 3.6 s.
 CHUNK_TOKENS = 2048
 CHUNK_TOKENS_ON_CPU = 512
 
@@ -38,12 +38,12 @@ class TextGeneration:
     """Runs a scheduler's sequences through a model.
 
     Args:
-        step: decodes; its KV workspace is the one that the scheduler's block numbers count in.
+        step: decode step; the scheduler's block numbers are indices into its KV workspace.
         layers: called once per turn; yields the model's layers in order, gathered where they are sharded.
-        lag: turns that may be under way before their tokens are read; 0 reads them at once.
-        mixes: whether what runs decodes in the pass of a prefill; not with an OpenStep. Neither is a recorded step
-            then, but a prefill never is, so that a mixed turn saves a pass: on two busy Zen 5 cores rollouts with 64
-            slots took 0.89 to 0.99 of the seconds of CPU.
+        lag: number of turns that may be in flight before their tokens are read; 0 reads them at once.
+        mixes: whether running sequences decode in the pass of a prefill; not supported with an OpenStep. A mixed pass
+            is not recorded. A prefill pass never is either, so a mixed turn saves a pass: on two busy Zen 5 cores,
+            rollouts with 64 slots took 0.89 to 0.99 of the CPU seconds.
     """
 
     def __init__(
@@ -59,28 +59,28 @@ class TextGeneration:
         self.num_prefill_turns = self.num_mixed_turns = 0
         self.step, self.kv, self.lag = step, step.kv, lag
         self.raises_errors = True
-        """Whether an error of one row's own rule ends the turn; else it ends that row."""
+        """Whether an error of one row's own rule ends the turn; otherwise it ends that row."""
         self.copy_blocks = BlockCopyOp()
         self.prefill_time, self.decode_time = Stopwatch(self.kv.device), Stopwatch(self.kv.device)
         self._under_way: deque[tuple[list[Sequence], Draw]] = deque()
 
     @property
     def has_work(self) -> bool:
-        """True until every sequence has finished and every token been read."""
+        """True until every sequence has finished and every token has been read."""
         return self.scheduler.has_work or bool(self._under_way)
 
     def turn(self) -> None:
-        """One pass over the layers; an empty one when there is nothing to do."""
+        """Makes one pass over the layers, which is empty if there is no work."""
         self._recompute()
         chunk_tokens = CHUNK_TOKENS_ON_CPU if self.kv.device.type == "cpu" else CHUNK_TOKENS
         admission = self.scheduler.admit(chunk_tokens if self.mixes else None)
         if admission.prefills:
             with self.prefill_time.measure():
                 is_mixed = self._prefill(admission)
-                num_draws = is_mixed + bool(admission.sequences)  # nobody draws after a chunk that is not the last
+                num_draws = is_mixed + bool(admission.sequences)  # a chunk that is not the last draws nothing
                 self._read(self.lag * num_draws)
             return
-        # Reading counts too: where the host is the slower one, the device waits for it until the next turn.
+        # Reading is timed too: if the host is slower than the device, the device waits for it until the next turn.
         with self.decode_time.measure():
             self._enter(admission)
             if self.scheduler.running:
@@ -90,7 +90,7 @@ class TextGeneration:
             self._read(self.lag if self.scheduler.running else 0)
 
     def _recompute(self) -> None:
-        """Sends those back whose keys belong to other frequencies from their next token on, or who have to make way."""
+        """Sends back rows whose keys change frequencies at their next token, and rows that must make way."""
         length = self.model.recompute_length
         if length is not None and any(len(row) == length for row in self.scheduler.running):
             self._read(0)
@@ -106,7 +106,7 @@ class TextGeneration:
             pass
 
     def _prefill(self, admission: Admission) -> bool:
-        """Prefills what was admitted and draws for it; whether what runs decoded in the same pass."""
+        """Prefills the admitted sequences and draws for them; returns whether running rows decoded in the same pass."""
         own: dict[Sequence, torch.Tensor] = {}
         logits: torch.Tensor | list[torch.Tensor] = []
         rows: list[Sequence] = []
@@ -133,7 +133,7 @@ class TextGeneration:
         return bool(rows)
 
     def _rows_beside(self, admission: Admission) -> list[Sequence]:
-        """What decodes in the pass that prefills `admission`; nothing in a pure prefill turn."""
+        """Rows that decode in the pass that prefills `admission`; empty in a pure prefill turn."""
         if not self.mixes:
             return []
         entering = set(admission.sequences)
@@ -141,7 +141,7 @@ class TextGeneration:
         return self.scheduler.grow_beside(admission)
 
     def _enter(self, admission: Admission, own: dict[Sequence, torch.Tensor] | None = None) -> None:
-        """Forks what was admitted and draws its next token, from its own logits or from its prompt's."""
+        """Forks the admitted sequences and draws their next tokens, from their own logits or their prompt's."""
         if not admission.sequences:
             return
         self._copy(admission.copies)
@@ -164,12 +164,12 @@ class TextGeneration:
             self.idle()
 
     def _read_for(self, rows: list[Sequence]) -> None:
-        """Reads what is under way where what `rows` may draw depends on what they drew."""
+        """Reads the turns in flight if the next draw of one of `rows` depends on their tokens."""
         if self._under_way and any(row.options.rules.changes_by_tokens for row in rows):
             self._read(0)
 
     def _note(self, rows: list[Sequence], draw: Draw) -> None:
-        """Holds places for the drawn tokens; those leave that have all they may have."""
+        """Appends a PENDING token to each row; finishes the rows that have all their new tokens."""
         self._under_way.append((rows, draw))
         for row in rows:
             row.tokens.append(PENDING)
@@ -177,11 +177,11 @@ class TextGeneration:
                 self.scheduler.finish(row, "length")
 
     def _read(self, lag: int) -> None:
-        """Fills in the tokens of all turns but the last `lag`; those leave that drew an end of sequence."""
+        """Fills in the tokens of all turns but the last `lag`; finishes the rows that drew an end."""
         while len(self._under_way) > lag:
             rows, draw = self._under_way.popleft()
             tokens, logprobs, ends, tops = draw.read()
-            going_on = [row.finish_reason != "stop" for row in rows]  # others drew after their end
+            going_on = [row.finish_reason != "stop" for row in rows]  # the other rows had ended before this draw
             for row, token, logprob, goes_on in zip(rows, tokens, logprobs, going_on, strict=True):
                 if goes_on:
                     known = row.logprobs
@@ -216,15 +216,15 @@ class TextGeneration:
 def pack_prefills(
     prefills: list[Prefill], block_size: int, is_recomputed_whole: bool, device: torch.device
 ) -> PrefillBatch:
-    """The tokens of `prefills`, one after the other; logits are wanted of the last of each.
+    """Packs the tokens of `prefills` one after the other; logits are computed for the last token of each.
 
-    `is_recomputed_whole`: a response that is prefilled anew has been fed together with its prompt before, too; else
-    token by token after it.
+    `is_recomputed_whole`: whether a response that is prefilled again was computed together with its prompt before;
+    otherwise it was fed token by token after the prompt.
     """
     parts = [torch.arange(prefill.first, prefill.last) for prefill in prefills]
     lengths = tuple(map(len, parts))
     positions = torch.cat(parts)
-    # What was prefilled anew was fed as it would have been had it never left.
+    # Row lengths are those of the first computation, so that a repeated prefill reproduces it.
     fed = torch.tensor([len(p.tokens) if is_recomputed_whole else len(p.prompt.tokens) for p in prefills])
     fed = fed.repeat_interleave(torch.tensor(lengths), output_size=len(positions))
     tokens = torch.tensor([token for prefill in prefills for token in prefill.tokens[prefill.first : prefill.last]])
@@ -246,7 +246,7 @@ def pack_prefills(
 
 
 def _context(prefills: list[Prefill], block_size: int, device: torch.device) -> Context:
-    """All tokens of the owners up to the last ones that are fed."""
+    """Returns the blocks and offsets of all tokens of the owners up to the last ones that are fed."""
     parts = [torch.arange(prefill.last) for prefill in prefills]
     lengths = tuple(map(len, parts))
     places = torch.stack((_blocks_of(prefills, parts, block_size), torch.cat(parts) % block_size))
@@ -255,7 +255,7 @@ def _context(prefills: list[Prefill], block_size: int, device: torch.device) -> 
 
 
 def _blocks_of(prefills: list[Prefill], positions: list[torch.Tensor], block_size: int) -> torch.Tensor:
-    """The blocks in which the tokens at `positions` of each prefill lie, all in one row."""
+    """Returns the blocks that hold the tokens at `positions` of each prefill, concatenated."""
     pairs = zip(prefills, positions, strict=True)
     return torch.cat([torch.tensor(prefill.blocks)[places // block_size] for prefill, places in pairs])
 
@@ -265,16 +265,16 @@ def _starts(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 class Stopwatch:
-    """Adds up the time inside `measure()`: by the device's own clock on CUDA, by the host's elsewhere."""
+    """Adds up the time inside `measure()`, by the device's clock on CUDA and by the host's elsewhere."""
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # those of work that may be under way
+        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # events of unfinished work
         self._seconds = 0.0
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Measures what is started inside."""
+        """Measures the work that is started in the context."""
         if self._device.type == "cuda":
             self._add_finished()
             start = record_event(self._device, enable_timing=True)
@@ -286,14 +286,14 @@ class Stopwatch:
             self._seconds += time.perf_counter() - start_seconds
 
     def seconds(self) -> float:
-        """The sum so far; waits for the device."""
+        """Returns the sum so far; waits for the device."""
         if self._events:
             self._events[-1][1].synchronize()
         self._add_finished()
         return self._seconds
 
     def _add_finished(self) -> None:
-        """A batch that is served has turns without end, so events go as soon as their work is done."""
+        """Adds events whose work is done, at every measurement, because a server's batch takes turns without end."""
         while self._events and self._events[0][1].query():
             start, end = self._events.popleft()
             self._seconds += start.elapsed_time(end) / 1e3

@@ -1,31 +1,31 @@
-"""How many KV blocks of what size a rollout wants: the one formula, of plans of rollouts and of memory."""
+"""Number and size of the KV blocks that a rollout needs: the one formula, for plans of rollouts and of memory."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from hybrid_engine.config import HybridEngineConfig
 
-# Rows decoded at once unless the config says otherwise. 256 answers of 128 tokens from a 16M-parameter Llama
-# took 12.4, 9.5, 8.5 and 10.6 s at 32, 64, 128 and 256 rows (two Zen 5 cores, torch 2.13): beyond 64 the
-# KV workspace doubles for little. The number for a GPU is a guess.
+# Rows decoded at once unless the config sets another number. 256 answers of 128 tokens from a 16M-parameter Llama took
+# 12.4, 9.5, 8.5 and 10.6 s at 32, 64, 128 and 256 rows (two Zen 5 cores, torch 2.13): beyond 64 the KV workspace
+# doubles for little. The number for a GPU is a guess.
 MAX_RUNNING = {"cpu": 64, "cuda": 256}
-# On a CPU automatic blocks hold a whole sequence, which makes the cache contiguous; rounded up to this many tokens.
+# On a CPU an automatic block holds a whole sequence, which makes the cache contiguous; rounded up to this many tokens.
 BLOCK_GRAIN = 16
-# Elsewhere attention reads through the block table for nothing, and small blocks are shared and waste little.
+# On other devices attention reads through the block table at no cost, and small blocks are shared and waste little.
 BLOCK_SIZE = 64
 
 
 class Demand(NamedTuple):
-    """What a rollout asks of a KV workspace."""
+    """The KV blocks that a rollout asks for."""
 
     block_size: int
-    """Tokens of a block."""
+    """Number of tokens of a block."""
     max_running: int
-    """Sequences that decode at once."""
+    """Number of sequences that decode at once."""
     wanted: int
-    """Blocks with which nothing waits for blocks."""
+    """Number of blocks with which no sequence waits for blocks."""
     needed: int
-    """Blocks without which it cannot run."""
+    """Number of blocks without which the rollout cannot run."""
 
 
 def count_blocks(
@@ -37,15 +37,15 @@ def count_blocks(
     *,
     is_in_step: bool = False,
 ) -> Demand:
-    """The blocks of sequences of `num_prompts` prompts.
+    """Counts the blocks of the sequences of `num_prompts` prompts.
 
     Args:
-        lengths: tokens of each sequence before anything is drawn, of which there is one.
-        longest: tokens that are fed of the longest one.
-        num_prompts: those that samples share count once.
-        device_type: where the model computes.
-        config: what a user has set.
-        is_in_step: whether all run at once.
+        lengths: number of tokens of each sequence before its first draw; not empty.
+        longest: number of tokens that are fed of the longest sequence.
+        num_prompts: a prompt shared by several samples counts once.
+        device_type: device that the model computes on.
+        config: the user's settings.
+        is_in_step: whether all sequences run at once.
     """
     automatic = -(-longest // BLOCK_GRAIN) * BLOCK_GRAIN if device_type == "cpu" else BLOCK_SIZE
     block_size = config.kv_block_size or automatic

@@ -1,8 +1,8 @@
-"""Rollouts with functions of the user's: logits_processor, prefix_allowed_tokens_fn, stopping_criteria, streamer.
+"""Rollouts with the user's functions: logits_processor, prefix_allowed_tokens_fn, stopping_criteria, streamer.
 
-They get transformers' own arguments, `input_ids [R, P+t]` padded as transformers pads them and scores of all rows. So
-all rows draw their t-th token in the same turn. Those that have finished leave all the same: they take no pass over the
-layers any more, `input_ids` has padding for them, and their scores are those of their last token.
+The functions get transformers' own arguments, `input_ids [R, P+t]` padded as in transformers and the scores of all
+rows. So all rows draw their t-th token in the same turn. Finished rows leave nevertheless: they take no further pass
+over the layers, `input_ids` has padding for them, and their scores are those of their last token.
 
 R rows, P padded prompt length, t tokens drawn, V vocabulary.
 """
@@ -32,20 +32,20 @@ NAMES = ("logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria", "s
 
 @dataclass(frozen=True, kw_only=True)
 class UserFunctions:
-    """What the user passed, as transformers takes it."""
+    """The user's functions, in the form that transformers takes."""
 
     logits_processor: LogitsProcessorList
     prefix_allowed_tokens_fn: Any
     stopping_criteria: StoppingCriteriaList
     streamer: Any
     is_min_new: bool = False
-    """Whether `min_new_tokens` was given."""
+    """Whether `min_new_tokens` was passed."""
 
 
 def read_functions(merged: dict[str, Any]) -> UserFunctions | None:
-    """The functions among the options `merged`; None where there are none.
+    """Returns the functions among the options `merged`, or None if there are none.
 
-    Raises ValueError for what is no function, list of functions or streamer.
+    Raises ValueError for a value that is not a function, a list of functions or a streamer.
     """
     given = {name: merged.get(name) for name in NAMES}
     for name in ("logits_processor", "stopping_criteria"):
@@ -69,17 +69,17 @@ def read_functions(merged: dict[str, Any]) -> UserFunctions | None:
 
 
 class RowsInStep(MixedRows):
-    """All rows of a rollout, whose rules and functions are asked for all at once."""
+    """All rows of a rollout, with rules and user functions that are called for all rows at once."""
 
     def __init__(
         self, sequences: list[Sequence], functions: UserFunctions, width: int, vocab: int, device: torch.device
     ):
-        """`width`: columns of the padded prompts, P."""
+        """`width`: P, the number of columns of the padded prompts."""
         options, prefix = sequences[0].options, functions.prefix_allowed_tokens_fn
         ends, penalty = _early_ends(options, width, functions.is_min_new), _penalty(options)
         before, after = processors_before(options), processors_after(options, width, device, prefix, ends)
         merged = merge_processors([*before, *penalty, *after], functions.logits_processor)
-        # What stands for options that `MixedRows` sees to itself, unless the user's took all their places.
+        # Stand-ins for options that `MixedRows` applies itself, unless processors of the user replaced all of them.
         stand_ins = [*penalty, *ends]
         left = {type(stand_in) for stand_in in stand_ins if stand_in in merged}
         sampling = replace(
@@ -105,7 +105,7 @@ def _penalty(options: GenerationOptions) -> list[LogitsProcessor]:
 
 
 def _early_ends(options: GenerationOptions, width: int, is_min_new: bool) -> list[LogitsProcessor]:
-    """What transformers makes of `min_length`, and for `min_new_tokens` beside it."""
+    """Returns transformers' processors for `min_length` and, if it was passed, `min_new_tokens`."""
     least, ends = options.min_new_tokens, list(options.eos_token_ids)
     if least == 0 or not ends:
         return []
@@ -114,10 +114,10 @@ def _early_ends(options: GenerationOptions, width: int, is_min_new: bool) -> lis
 
 
 class InStep:
-    """Draws for the rows of a rollout that stay in step, as `OpenStep` asks for it.
+    """Draws for the rows of a rollout that stay in step; the `choice` of an `OpenStep`.
 
     Args:
-        sequences: all of them, in the order of their rows.
+        sequences: all sequences, in the order of their rows.
         input_ids: `[R, P]` padded prompts.
         mask: `[R, P]` bool, True for tokens.
     """
@@ -136,12 +136,12 @@ class InStep:
         self.options: GenerationOptions = sequences[0].options
         self.rows = RowsInStep(sequences, functions, self.width, vocab, self.device)
         self.keys = torch.tensor([sequence.key for sequence in sequences], device=self.device)
-        self.logits: torch.Tensor | None = None  # [R, V], of each row's last turn
+        self.logits: torch.Tensor | None = None  # [R, V], those of each row's last turn
         if functions.streamer is not None:
             functions.streamer.put(input_ids.cpu())
 
     def __call__(self, rows: list[Sequence], logits: torch.Tensor) -> Drawn:
-        """The next token of `rows` from `logits [S, V]` fp32; the others have finished."""
+        """Draws the next token of `rows` from `logits [S, V]` fp32; all other rows have finished."""
         places = torch.tensor([row.row for row in rows], device=self.device)
         self.logits = logits if self.logits is None else self.logits.index_copy(0, places, logits)
         self.rows.input_ids = self.input_ids
@@ -166,17 +166,17 @@ class InStep:
         return RowState(self.keys, draws, (seen + counts) > 0, counts)
 
     def finish(self) -> None:
-        """Tells the streamer that nothing comes any more."""
+        """Tells the streamer that no more tokens come."""
         if self.functions.streamer is not None:
             self.functions.streamer.end()
 
 
 class GenerationInStep(TextGeneration):
-    """Begins to draw when the last prompt is prefilled."""
+    """A TextGeneration that starts to draw when the last prompt is prefilled."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._held: dict[Sequence, torch.Tensor] = {}  # rows that are prefilled, with their logits
+        self._held: dict[Sequence, torch.Tensor] = {}  # prefilled rows with their logits
 
     def _enter(self, admission: Admission, own: dict[Sequence, torch.Tensor] | None = None) -> None:
         for sequence in admission.sequences:

@@ -1,4 +1,4 @@
-"""The decode steps of an engine, kept with their graphs for later rollouts that read the same addresses."""
+"""Keeps an engine's decode steps with their graphs for later rollouts that read the same addresses."""
 
 from typing import Any
 from weakref import WeakSet
@@ -11,8 +11,8 @@ from hybrid_engine.generation.batching.recorders import CaptureStats, StepGraphs
 from hybrid_engine.generation.batching.step import DecodeStep, SlotTables
 from hybrid_engine.ops import SampleOp
 
-# Kinds of rollout (sampling options, slots, workspace, addresses) whose steps are kept: training, evaluation and a
-# change of each. A step's graphs keep the memory of its intermediate results.
+# Number of kinds of rollout (sampling options, slots, workspace, addresses) whose steps are kept: training, evaluation
+# and one change of each. A step's graphs keep the memory of its intermediate results.
 MAX_KEPT = 4
 
 
@@ -20,28 +20,28 @@ _everywhere: "WeakSet[DecodeSteps]" = WeakSet()
 
 
 def drop_recorded_steps() -> None:
-    """Forgets the recorded steps of all engines of this process, before the groups go whose collectives they hold."""
+    """Drops the recorded steps of all engines in this process, before the process groups they use are destroyed."""
     for steps in list(_everywhere):
         steps.drop()
 
 
 class DecodeSteps:
-    """Builds the step of a rollout or finds the one that an earlier rollout of the same kind left.
+    """Builds the step of a rollout, or returns the one that an earlier rollout of the same kind left.
 
     Args:
-        max_tokens: longest sequence a kept step must serve.
-        recorder: records graphs (`CudaGraphs`); None: steps run as they come and are not kept.
-        has_tapes: whether steps that are not recorded may be played from a tape, within a rollout (tape.py).
+        max_tokens: length of the longest sequence that a kept step must serve.
+        recorder: records graphs (`CudaGraphs`); None: steps are launched as usual and not kept.
+        has_tapes: whether steps that are not recorded may be played from a tape within a rollout (recorders.py).
     """
 
     def __init__(self, model: InferenceModel, max_tokens: int, recorder: Any, has_tapes: bool = False):
         self.model, self.max_tokens, self.recorder, self.has_tapes = model, max_tokens, recorder, has_tapes
         self.stats = CaptureStats()
-        self._kept: dict[tuple, DecodeStep] = {}  # the last used one at the end
+        self._kept: dict[tuple, DecodeStep] = {}  # least recently used first
         _everywhere.add(self)
 
     def for_rollout(self, plan: Plan, kv: torch.Tensor, is_streamed: bool) -> DecodeStep:
-        """The step of `plan` on the workspace `kv`; weights must be bound as the rollout will read them."""
+        """Returns the step of `plan` on the workspace `kv`; weights must be bound as the rollout will read them."""
         self.stats = CaptureStats()
         if self.recorder is None or is_streamed:
             can_note = self.has_tapes and not is_streamed and self.model.parallel.size == 1
@@ -64,7 +64,7 @@ class DecodeSteps:
         self._forget(list(self._kept)[:-MAX_KEPT])
 
     def _forget(self, keys: list[tuple]) -> None:
-        """Drops steps of other addresses at once: their graphs, and a workspace that is no more, take memory."""
+        """Drops these steps at once: their graphs, and a workspace that no longer exists, take memory."""
         had_graphs = self._has_graphs
         for key in keys:
             del self._kept[key]
@@ -77,11 +77,11 @@ class DecodeSteps:
 
     @property
     def num_kept(self) -> int:
-        """Steps that wait for a rollout of their kind."""
+        """Number of kept steps."""
         return len(self._kept)
 
     def drop(self) -> None:
-        """Forgets every step; their graphs and memory go."""
+        """Drops every step with its graphs and their memory."""
         self._kept.clear()
         if self.recorder is not None:
             self.recorder.renew()

@@ -1,4 +1,7 @@
-"""Memory of this process: what training keeps, in bytes and in words, and what is free."""
+"""Memory of this process: the bytes that training keeps and will take, free memory, and the KV workspace in it.
+
+The engine reports these bytes, plans of rollouts size the workspace by them, and training reclaims it.
+"""
 
 import math
 import os
@@ -30,32 +33,32 @@ WEIGHTS_BY_STAGE = (
     "sharded; gathered layer by layer in forward and backward, gradients reduced at every micro-batch",
 )
 STATE_VALUES = 2
-"""Values per trained one that an optimizer is expected to keep before its first step has shown it: Adam's moments."""
+"""Values that an optimizer is expected to keep per trained value before its first step: Adam's two moments."""
 SERVED_SHARES = {"cpu": 0.5, "cuda": 0.9}
-"""Of the free memory, by the type of device, that a server's KV workspace may take unless told otherwise.
+"""Default share of the free memory that a server's KV workspace may take, by device type.
 
-Other programs run on the host beside it. On a GPU the rest is for activations and logits.
+On a CPU, other programs share the host. On a GPU the rest is for activations and logits.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBytes:
-    """What lies in this process's memory now, in bytes of storage; FSDP2's padding included."""
+    """Bytes of storage in this process's memory, including FSDP2's padding."""
 
     parameters: int
-    """Bytes of the parameters: whole, or at stage 3 shards."""
+    """Bytes of the parameters: whole, or shards at stage 3."""
     shards: int
-    """Bytes of the shards of parameters that are whole beside them."""
+    """Bytes of the shards of parameters that are also kept whole."""
     masters: int
     """Bytes of the copies that the optimizer steps in place of the parameters."""
     state: int
     """Bytes of the optimizer's state."""
     gradients: int
-    """Bytes of gradients, reduced ones and those that wait for it."""
+    """Bytes of the gradients, both reduced and waiting for reduction."""
 
 
 def count_bytes(sharding: Sharding, optimizer: ZeroOptimizer | None) -> TrainingBytes:
-    """The bytes of this process now; local."""
+    """Counts the bytes of this process now; local."""
     trained = optimizer.parameters if optimizer is not None else []
     states = optimizer.state.values() if optimizer is not None else []
     pairs = list(sharding.twins()) if sharding.stays_whole else []
@@ -71,7 +74,7 @@ def count_bytes(sharding: Sharding, optimizer: ZeroOptimizer | None) -> Training
 
 
 def _kept_parameters(sharding: Sharding) -> Iterator[torch.Tensor]:
-    """Those of the module, at stage 3 as shards also while they are gathered."""
+    """Yields the module's parameters; at stage 3 their shards, even while they are gathered."""
     if not sharding.is_sharded or sharding.stays_whole:
         yield from sharding.root.parameters()
         return
@@ -82,7 +85,7 @@ def _kept_parameters(sharding: Sharding) -> Iterator[torch.Tensor]:
 
 
 def describe_memory(sharding: Sharding, optimizer: ZeroOptimizer | None, config: EngineConfig) -> str:
-    """A few lines on stage, processes, precision, sharding and bytes on this process."""
+    """Describes stage, processes, precision, sharding and bytes of this process in a few lines."""
     held = count_bytes(sharding, optimizer)
     beside = f", and {format_bytes(held.shards)} of shards" if held.shards else ""
     lines = [
@@ -118,20 +121,20 @@ def _describe_sharding(sharding: Sharding) -> str:
 
 
 def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages on this process that the tensors lie in, each counted once."""
+    """Bytes of this process's storages that hold the tensors, each storage counted once."""
     plain = (part for tensor in tensors for part in stored_tensors(tensor))
     storages = [local_tensor(tensor).untyped_storage() for tensor in plain]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def usable_memory_bytes(device: torch.device) -> int:
-    """What a rollout may allocate on `device` now."""
+    """Number of bytes that a rollout may allocate on `device` now."""
     free, _ = free_and_total_bytes(device)
     return int(free * USABLE_MEMORY)
 
 
 def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
-    """What `device` can still give, the allocator's own stock included, and what it has in all."""
+    """Returns the free bytes of `device`, including the allocator's cached ones, and its total bytes."""
     if device.type != "cuda":
         return _host_bytes()
     free, total = torch.cuda.mem_get_info(device)
@@ -140,7 +143,7 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def _idle_bytes_of_graphs(device: torch.device) -> int:
-    """What the allocator keeps for recorded graphs alone: no tensor takes it, and no other may have it."""
+    """Bytes that the allocator reserves for recorded graphs and that no tensor uses; nothing else can use them."""
     index = torch.cuda.current_device() if device.index is None else device.index
     segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
     private = [segment for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0)]
@@ -148,12 +151,12 @@ def _idle_bytes_of_graphs(device: torch.device) -> int:
 
 
 def _host_bytes() -> tuple[int, int]:
-    """What this machine's memory still takes before it swaps, and all of it."""
+    """Returns the bytes of host memory available without swapping, and the total."""
     if sys.platform == "linux":
         with open("/proc/meminfo", "rb", buffering=0) as file:  # each rollout reads it several times
             total, _, available = (int(line.split()[1]) * 1024 for line in file.read(256).splitlines()[:3])
         return available, total
-    # Here, not at the top: Linux does without it.
+    # Imported here, not at the top, because Linux does not need it.
     import psutil
 
     memory = psutil.virtual_memory()
@@ -161,17 +164,17 @@ def _host_bytes() -> tuple[int, int]:
 
 
 class PeakMeter(Protocol):
-    """Measures by how much the memory that tensors take grew at most."""
+    """Measures the largest growth of the memory that tensors take."""
 
     def begin(self, forgets_earlier: bool) -> None:
-        """From here on; without `forgets_earlier` a peak counts only where it is above all earlier ones."""
+        """Starts a measurement; without `forgets_earlier` a peak counts only if it exceeds all earlier ones."""
 
     def growth_bytes(self) -> int:
-        """The most since `begin()`, beyond what was taken then; 0 where an earlier peak hides it."""
+        """Returns the largest growth since `begin()` in bytes; 0 if an earlier peak hides it."""
 
 
 class AllocatorPeak:
-    """A PeakMeter of a CUDA device: PyTorch's allocator, whose peak scripts read too."""
+    """A PeakMeter of a CUDA device, from the peak of PyTorch's allocator, which user scripts read too."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._start, self._earlier = device, 0, 0
@@ -184,20 +187,21 @@ class AllocatorPeak:
         self._earlier = 0 if forgets_earlier else torch.cuda.max_memory_allocated(self._device)
 
     def growth_bytes(self) -> int:
-        """What the peak has grown by since `begin()`. See PeakMeter."""
+        """Returns the growth of the peak since `begin()`. See PeakMeter."""
         peak = torch.cuda.max_memory_allocated(self._device)
         return peak - self._start if peak > self._earlier else 0
 
 
 class TrainingMemory:
-    """The bytes that training is going to take on `device`, this process's.
+    """Bytes that training will take on `device` in this process.
 
     Args:
-        sharding: of the model.
+        sharding: sharding of the model.
         optimizer: None for an engine that only evaluates, which takes nothing.
-        gradient_dtype: of the reduced gradients that the optimizer steps with.
-        device: where the model computes.
-        meter: None where nothing measures a peak, as on a CPU; activations are then left to the share that stays free.
+        gradient_dtype: dtype of the reduced gradients that the optimizer steps with.
+        device: device that the model computes on.
+        meter: measures peaks; None if that is not possible, as on a CPU: activations then use the share that stays
+            free.
     """
 
     def __init__(
@@ -214,7 +218,7 @@ class TrainingMemory:
         masters = [local_tensor(entry.master) for entry in trained]
         here = [master for master in masters if master.device.type == device.type]
         self._gradient_bytes = sum(master.numel() * gradient_dtype.itemsize for master in masters)
-        if sharding.is_sharded and sharding.stage < 2:  # whole ones wait for their reduction
+        if sharding.is_sharded and sharding.stage < 2:  # whole gradients wait for their reduction
             self._gradient_bytes += sum(entry.param.numel() * entry.param.element_size() for entry in trained)
         self._kept_bytes = self._held_bytes() + STATE_VALUES * sum(master.nbytes for master in here)
         self._peak_bytes: int | None = None
@@ -222,23 +226,23 @@ class TrainingMemory:
 
     @property
     def is_known(self) -> bool:
-        """Whether the first step's peak has been seen, where there is something to measure it."""
+        """Whether the peak of the first step is known, or cannot be measured."""
         return self._meter is None or self._optimizer is None or self._peak_bytes is not None
 
     def missing_bytes(self) -> int:
-        """What is not there yet: masters and optimizer state, gradients and, once a step was seen, activations."""
+        """Bytes still to be allocated: masters, optimizer state, gradients and, after a measured step, activations."""
         if self._optimizer is None:
             return 0
         return max(0, self._kept_bytes - self._held_bytes()) + max(self._gradient_bytes, self._peak_bytes or 0)
 
     def begin(self) -> None:
-        """Training begins: measures up to the end of the next optimizer step."""
+        """Starts a measurement when training begins; it ends with the next optimizer step."""
         if self._meter is not None and self._optimizer is not None:
             self._meter.begin(forgets_earlier=self._peak_bytes is None)
             self._held_at_start = self._held_bytes()
 
     def finish_step(self) -> None:
-        """After an optimizer step: what the optimizer keeps is known, and the peak of the step."""
+        """Records after an optimizer step the bytes that the optimizer keeps and the peak of the step."""
         if self._optimizer is None or self._optimizer.overflow:
             return
         self._kept_bytes = held = self._held_bytes()
@@ -248,7 +252,7 @@ class TrainingMemory:
             self._held_at_start = None
 
     def _held_bytes(self) -> int:
-        """Masters and state on the device now."""
+        """Bytes of masters and optimizer state on the device now."""
         if self._optimizer is None:
             return 0
         state = [v for values in self._optimizer.state.values() for v in values.values() if torch.is_tensor(v)]
@@ -263,23 +267,23 @@ class KVWorkspace:
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """The workspace, with or without memory behind it; None before the first rollout."""
+        """The workspace tensor, whether or not its memory is allocated; None before the first rollout."""
         return self._buffer.tensor
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes held now."""
+        """Number of bytes allocated now."""
         return self._buffer.num_bytes
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes held now that something was written to; on a CPU often fewer than are allocated."""
+        """Number of allocated bytes that have been written; on a CPU often fewer than are allocated."""
         return self._buffer.resident_bytes
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The tensor with memory behind it; one that is there is used again if it holds `shape` or more blocks.
+        """Returns the tensor with its memory allocated; reuses it if it has `shape` or more blocks.
 
-        New memory is zeros: attention multiplies hidden places by zero, which only finite numbers survive.
+        New memory is zeroed: attention multiplies masked places by zero, which requires finite numbers.
         """
         if self.tensor is not None and self.allocated_bytes > 0 and self._serves(self.tensor, shape, dtype, device):
             return self.tensor
@@ -296,22 +300,22 @@ class KVWorkspace:
         self._buffer.release()
 
     def retake(self) -> None:
-        """Gives a released tensor its memory back, zeroed; does nothing when there is none to give."""
+        """Allocates the memory of a released tensor again, zeroed; does nothing before the first rollout."""
         if self.tensor is not None:
             self.take(tuple(self.tensor.shape), self.tensor.dtype, self.tensor.device)
 
 
 class MemoryLimit(NamedTuple):
-    """What a KV workspace may take of the memory that is free: a number of bytes, or a share."""
+    """Limit of a KV workspace: a number of bytes, or a share of the free memory."""
 
     text: str
-    """As it was given, for errors."""
+    """The user's option, for errors."""
     num_bytes: int | None
-    """None: `share` says it."""
+    """Limit in bytes; None: `share` applies."""
     share: float = 1.0
 
     def of(self, free_bytes: int) -> int:
-        """The bytes that it may take of `free_bytes`; ValueError where more are asked for than are free."""
+        """Returns the limit in bytes for `free_bytes`; raises ValueError if it exceeds them."""
         if self.num_bytes is None:
             return int(self.share * free_bytes)
         if self.num_bytes > free_bytes:
@@ -322,10 +326,10 @@ class MemoryLimit(NamedTuple):
 
 
 def read_memory(memory: float | str | None, device_type: str, name: str = "memory") -> MemoryLimit:
-    """The limit that option `name` says: a size such as "6GiB", or a share from 0 to 1; None: that of SERVED_SHARES.
+    """Reads the limit from option `name`: a size such as "6GiB", or a share from 0 to 1; None: that of SERVED_SHARES.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: `memory` is neither.
     """
     text = f"{name}={memory}"
     if memory is None:
@@ -344,7 +348,7 @@ def read_memory(memory: float | str | None, device_type: str, name: str = "memor
 
 
 class MemoryBudget:
-    """The memory of `device`, where a model generates and, unless `training` is None, is trained. All of it local."""
+    """The memory of `device`, where a model generates and, unless `training` is None, trains. All methods are local."""
 
     def __init__(
         self,
@@ -358,38 +362,38 @@ class MemoryBudget:
         self._workspace, self._training = workspace, training
 
     def is_crowded(self, model: "InferenceModel | None") -> bool:
-        """Whether the whole weights do not fit, with the adapters that are fused for the containers of `model`."""
+        """Whether the whole weights, with the adapters fused for the containers of `model`, do not fit."""
         if not self._gatherer.asks_for_memory:
             return False
         buffers = 0 if model is None else model.buffer_bytes()
         return self._gatherer.is_crowded(usable_memory_bytes(self.device) - buffers)
 
     def bytes_to_gather(self, model: "InferenceModel | None") -> int:
-        """Memory of weights and fused adapters that is taken before the KV workspace."""
+        """Bytes of weights and fused adapters that are allocated before the KV workspace."""
         buffers = 0 if model is None else model.buffer_bytes(self._gatherer.is_streamed)
         return self._gatherer.resident_bytes + buffers
 
     def spare_bytes(self, model: "InferenceModel | None") -> int:
-        """Memory for a KV workspace: what is free and what one holds already, less what gathering will take."""
+        """Bytes available for a KV workspace: free memory and the current workspace, less what gathering will take."""
         held = self._workspace.resident_bytes
         return usable_memory_bytes(self.device) + held - self.bytes_to_gather(model)
 
     def served_bytes(self, model: "InferenceModel | None", limit: MemoryLimit) -> int:
-        """Memory for the KV workspace of a server: what `limit` says of the bytes that are free beside the weights."""
+        """Bytes for a server's KV workspace: `limit` of the memory that the weights leave free."""
         free, _ = free_and_total_bytes(self.device)
-        if self.device.type == "cpu" and limit.num_bytes is None:  # processes that torchrun starts here take alike
+        if self.device.type == "cpu" and limit.num_bytes is None:  # divided among torchrun's processes on this host
             free //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         return limit.of(max(0, free + self._workspace.resident_bytes - self.bytes_to_gather(model)))
 
     @property
     def training_bytes(self) -> int:
-        """What training will take while there is a KV workspace; nothing where that is given back before."""
+        """Bytes that training will take while a KV workspace exists; 0 if it is released before training."""
         if self._training is None or self._config.release_inference_cache:
             return 0
         return self._training.missing_bytes()
 
     def make_room_for_training(self) -> None:
-        """Gives the KV workspace back, unless what training takes and a share of the memory are free beside it."""
+        """Releases the KV workspace unless training's bytes and a share of the memory are free beyond it."""
         if self._training is None or self._workspace.allocated_bytes == 0:
             return
         free, total = free_and_total_bytes(self.device)
@@ -398,7 +402,7 @@ class MemoryBudget:
             self._workspace.release()
 
     def describe_kept_workspace(self) -> str:
-        """When a KV workspace stays after a rollout, in words."""
+        """Describes when a KV workspace is kept after a rollout."""
         if self._config.release_inference_cache:
             return "given back after each rollout"
         if self._training is None:

@@ -1,4 +1,4 @@
-"""Plans a rollout: which sequences, how many KV blocks of what size, how many rows at once. Checks before any work."""
+"""Plans a rollout: its sequences, number and size of KV blocks, and rows at once. All checks come before any work."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,45 +15,45 @@ from hybrid_engine.generation.request.core import Prompt, Sequence
 from hybrid_engine.generation.request.options import GenerationOptions
 from hybrid_engine.ops import SamplingOptions
 
-# Tokens of one prefill pass: bounds its activations.
+# Tokens of one prefill pass, which bounds its activations.
 MAX_PREFILL_TOKENS = 8192
-# What the host keeps of a sample: the Sequence with its lists, and of each token its id and its log-probability, as
-# Python objects and in the results.
+# Host memory of a sample: the Sequence with its lists, and for each token its id and log-probability, as Python objects
+# and in the results.
 BYTES_PER_SEQUENCE = 1024
 BYTES_PER_TOKEN = 80
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A rollout that fits into the memory that there is."""
+    """A rollout that fits into the available memory."""
 
     sequences: list[Sequence]
-    own: slice  # of `sequences`: this process's; the others belong to processes that it shares the model with
+    own: slice  # this process's part of `sequences`; the rest are of processes that share the model
     options: GenerationOptions
-    """What holds for the whole rollout: samples of each prompt, padding, the result; each sequence has its own, too."""
+    """Options of the whole rollout: samples of each prompt, padding, the result. Each sequence has options, too."""
     num_blocks: int
     block_size: int
     max_running: int
     longest_later: int = 1
-    """Tokens that are fed of the longest sequence that is added later."""
+    """Number of tokens that are fed of the longest sequence added later."""
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that is fed."""
+        """Number of tokens that are fed of the longest sequence."""
         return max((sequence.most_fed for sequence in self.sequences), default=self.longest_later)
 
     @property
     def sampling(self) -> SamplingOptions:
-        """What decode steps draw by; sequences that have other options are drawn beside the steps."""
+        """Sampling options of the decode steps; sequences with other options are drawn after the steps."""
         return self.sequences[0].options.sampling if self.sequences else self.options.sampling
 
     @property
     def num_columns(self) -> int:
-        """Blocks of the longest sequence: the columns of block tables."""
+        """Number of blocks of the longest sequence: the columns of block tables."""
         return -(-self.longest // self.block_size)
 
     def build_scheduler(self) -> Scheduler:
-        """The scheduler of this rollout, nothing run yet."""
+        """Builds the scheduler of this rollout in its initial state."""
         return Scheduler(
             self.sequences,
             max_running=self.max_running,
@@ -67,10 +67,10 @@ class Plan:
 def build_sequences(
     prompts: list[list[int]], options: list[GenerationOptions], num_samples: int, shares_equal: bool = False
 ) -> list[Sequence]:
-    """`num_samples` sequences for each prompt, with its `options`; sample g of prompt b has row `b * G + g`.
+    """Builds `num_samples` sequences for each prompt, with its `options`; sample g of prompt b has row `b * G + g`.
 
-    Equal prompts that follow each other are prefilled once where `shares_equal`: trainers repeat a row for each sample
-    of its group. Keys come later.
+    With `shares_equal`, equal prompts that follow each other are prefilled once, because trainers repeat a row for each
+    sample of its group. Noise keys are set later.
     """
     sequences: list[Sequence] = []
     prompt = None
@@ -88,9 +88,9 @@ def check_lengths(
     config: HybridEngineConfig,
     max_positions: int | None,
 ) -> None:
-    """Raises ValueError where a prompt and its response exceed a limit that no memory lifts.
+    """Raises ValueError if a prompt and its response exceed a limit other than memory.
 
-    `options` are those of each prompt; `max_positions` is None for a model without such a limit.
+    `options` has one entry for each prompt; `max_positions` is None for a model without such a limit.
     """
     pairs = zip(map(len, prompts), (of_prompt.max_new_tokens for of_prompt in options), strict=True)
     longest, max_new_tokens = max(pairs, key=sum, default=(0, 1))
@@ -108,7 +108,7 @@ def check_lengths(
 
 
 def check_result_fits(prompts: list[list[int]], options: list[GenerationOptions]) -> None:
-    """Raises ValueError where the bookkeeping and the results of all samples exceed this machine's free memory."""
+    """Raises ValueError if the bookkeeping and results of all samples exceed this machine's free memory."""
     num_samples = options[0].num_return_sequences if options else 1
     rows = len(prompts) * num_samples
     most_new = max((of_prompt.max_new_tokens for of_prompt in options), default=0)
@@ -134,15 +134,17 @@ def plan_rollout(
     own: slice = slice(None),
     is_in_step: bool = False,
 ) -> Plan:
-    """Sizes the KV workspace from the demand of `sequences` and the memory for it, `spare_bytes`.
+    """Sizes the KV workspace from the demand of `sequences` and the memory available for it, `spare_bytes`.
 
-    `num_reserved` are blocks that the workspace has beside those that the plan may use; `own` are the sequences
-    that this process returns; `is_in_step`: all run at once. `training_bytes` of the memory are left to training where
-    that costs the rollout no more than half of its blocks; otherwise the workspace is large, and must be given back
-    before training.
+    Args:
+        num_reserved: blocks of the workspace that the plan may not use.
+        training_bytes: memory left to training if that costs the rollout at most half of its blocks; otherwise the
+            workspace is large and must be released before training.
+        own: the sequences that this process returns.
+        is_in_step: whether all sequences run at once.
 
     Raises:
-        ValueError: not even one sequence fits; says how many blocks it needs and how many there are.
+        ValueError: not even one sequence fits; names the number of blocks needed and available.
     """
     distinct = len({id(sequence.prompt) for sequence in sequences})
     num_prompts = len(sequences) // options.num_return_sequences if is_in_step else distinct
@@ -171,32 +173,32 @@ def plan_rollout(
 
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """A request of this process, checked."""
+    """A checked request of this process."""
 
     input_ids: torch.Tensor
     """`[B, P]` int64."""
     mask: torch.Tensor
     """`[B, P]` bool, True for tokens."""
     prompts: list[list[int]]
-    """The tokens of each row that its mask marks."""
+    """The tokens of each row that its mask selects."""
     options: GenerationOptions
-    """What holds for the whole rollout."""
+    """Options of the whole rollout."""
     of_prompts: list[GenerationOptions]
-    """What holds for each prompt."""
+    """Options of each prompt."""
     only_native: str | None
-    """An option that only containers serve."""
+    """Name of an option that only containers serve, or None."""
     functions: UserFunctions | None
-    """The user's, for which rows stay in step."""
+    """Functions of the user that require rows to stay in step, or None."""
     fallback: str | None
-    """Why the model's own `generate()` would run; None where containers do."""
+    """Why the model's own `generate()` would run; None if containers serve the request."""
     kwargs: dict[str, Any]
-    """What that `generate()` takes."""
+    """Keyword arguments of the model's own `generate()`."""
     is_drawn: bool = False
-    """Whether that `generate()` answers row by row, each token drawn by the row's own options."""
+    """Whether the model's own `generate()` answers row by row, with each token drawn by the row's own options."""
 
     @property
     def is_native(self) -> bool:
-        """Whether containers can serve what this process asks for."""
+        """Whether containers can serve this request."""
         return self.fallback is None
 
     @property
@@ -211,8 +213,8 @@ class Request:
 
     wishes: Wishes
     plan: Plan | None
-    """None where the model's own `generate()` runs."""
+    """The plan on containers; None if the model's own `generate()` runs."""
     seed: int | None
-    """Of that `generate()`; None leaves torch's generator as it is."""
+    """Seed of the model's own `generate()`; None leaves torch's generator unchanged."""
     sequences: list[Sequence] = field(default_factory=list)
-    """The rows that the model answers one by one; empty: it takes all of them at once."""
+    """Rows that the model's own `generate()` answers one by one; empty: it answers all of them at once."""

@@ -1,7 +1,7 @@
-"""Rules as transformers' own logits processors, in its order, for one row or for rows that stay in step.
+"""Builds transformers' logits processors for rules, in its order, for one row or for rows in step.
 
-Repetition penalty, early ends and what works on single tokens is not here: `rows.py` does that for all rows at once,
-between the two lists.
+`rows.py` applies repetition penalty, early ends and rules on single tokens to all rows at once, between the two lists.
+This file also checks whether a row has ended.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ from hybrid_engine.generation.request.options import GenerationOptions
 
 
 def processors_before(options: GenerationOptions) -> LogitsProcessorList:
-    """What comes before the penalties."""
+    """Processors that run before the penalties."""
     bias = options.rules.sequence_bias
     given: dict[tuple[int, ...], float] = dict(bias)
     return LogitsProcessorList([transformers_logits.SequenceBiasLogitsProcessor(given)] if bias else [])  # type: ignore[arg-type]
@@ -33,7 +33,7 @@ def processors_after(
     prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
     early_ends: Iterable[LogitsProcessor] = (),
 ) -> LogitsProcessorList:
-    """What comes between penalties and temperature; `early_ends` stand where transformers forbids those."""
+    """Processors between penalties and temperature; `early_ends` are inserted where transformers forbids early ends."""
     rules, ends, made = options.rules, list(options.eos_token_ids), LogitsProcessorList()
     if rules.no_repeat_ngram_size:
         made.append(transformers_logits.NoRepeatNGramLogitsProcessor(rules.no_repeat_ngram_size))
@@ -62,7 +62,7 @@ def processors_after(
 
 
 def merge_processors(defaults: Iterable[Any], given: Iterable[Any]) -> list[Any]:
-    """The user's processors among the `defaults`: of a default's type they take its place, and others come last.
+    """Merges the user's processors `given` into `defaults`: one replaces the default of its type, the others come last.
 
     Source: transformers, `GenerationMixin._merge_criteria_processor_list`.
     """
@@ -74,7 +74,7 @@ def merge_processors(defaults: Iterable[Any], given: Iterable[Any]) -> list[Any]
 
 
 class RowProcessors(NamedTuple):
-    """The processors of one row; `guide` is among those of `after`."""
+    """The processors of one row; `guide` is one of those in `after`, or None."""
 
     before: LogitsProcessorList
     after: LogitsProcessorList
@@ -82,14 +82,14 @@ class RowProcessors(NamedTuple):
 
 
 def build_row_processors(options: GenerationOptions, prompt_length: int, device: torch.device) -> RowProcessors:
-    """The processors of a row whose prompt has `prompt_length` tokens, made of its options."""
+    """Builds the processors of a row whose prompt has `prompt_length` tokens from its options."""
     after = processors_after(options, prompt_length, device)
     guides = [processor for processor in after if isinstance(processor, GuidedTokens)]
     return RowProcessors(processors_before(options), after, guides[0] if guides else None)
 
 
 def warp(scores: torch.Tensor, options: GenerationOptions) -> torch.Tensor:
-    """`scores [m, V]` with the filters of rows that have these options which `sample_rows.py` has not."""
+    """Applies the filters that `sample_rows.py` does not have to `scores [m, V]` of rows with these options."""
     rules = options.rules
     no_tokens = torch.empty(0)
     if rules.typical_p < 1.0:
@@ -103,7 +103,7 @@ def warp(scores: torch.Tensor, options: GenerationOptions) -> torch.Tensor:
 
 
 def is_ended(row: Sequence, vocab: int) -> bool:
-    """Whether the last token that was read of `row` ends it; an error of its rules is noted there, and does."""
+    """Whether the last token read ends `row`. An error of its rules is stored in `row.error` and ends it too."""
     try:
         return _is_ended(row, vocab)
     except Exception as error:
@@ -119,15 +119,16 @@ def _is_ended(row: Sequence, vocab: int) -> bool:
         return True
     if rules.guide is None:
         return False
-    if row.processors is None:  # drawn elsewhere: this process holds no last stage
+    if row.processors is None:  # drawn elsewhere: this process does not hold the last stage
         row.processors = build_row_processors(row.options, len(row.prompt.tokens), torch.device("cpu"))
     return row.processors.guide.is_complete(tokens, vocab)
 
 
 def _ends_with_string(tokenizer: Any, strings: tuple[str, ...], prompt: list[int], tokens: list[int]) -> bool:
-    """Whether the last token completes the string, which may begin in the prompt; transformers' rule.
+    """Whether the last token completes a string, which may begin in the prompt; transformers' rule.
 
-    That knows the bytes of tokens of the backends of `tokenizers`; for others, text of more than ASCII is decoded.
+    transformers knows the bytes of tokens for backends of `tokenizers`; for others, non-ASCII strings are searched for
+    in the decoded text.
     """
     longest = max(len(string.encode()) for string in strings)  # tokens: one may be a single byte
     last = (prompt[-longest:] + tokens[-longest:])[-longest:]
@@ -143,7 +144,7 @@ def _ends_with_string(tokenizer: Any, strings: tuple[str, ...], prompt: list[int
 
 @lru_cache(maxsize=32)
 def _criteria(tokenizer: Any, strings: tuple[str, ...]) -> StopStringCriteria | None:
-    """transformers'; None where it knows no token that has part of the text of more than ASCII."""
+    """Returns transformers' criteria; None if it finds no token that contains part of a non-ASCII string."""
     try:
         return StopStringCriteria(tokenizer, list(strings))
     except ValueError:
@@ -153,7 +154,7 @@ def _criteria(tokenizer: Any, strings: tuple[str, ...]) -> StopStringCriteria | 
 
 
 def num_before_stop(row: Sequence) -> int:
-    """Tokens of a finished `row` that have no part of the stop sequence or string that ended it."""
+    """Number of tokens of a finished `row` that contain no part of the stop sequence or string that ended it."""
     rules, tokens = row.options.rules, row.tokens
     if row.finish_reason != "stop":
         return len(tokens)

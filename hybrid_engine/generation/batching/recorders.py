@@ -1,10 +1,11 @@
-"""Decode steps on a CPU that are noted once for each number of rows and played from then on.
+"""Records decode steps: as CUDA graphs on a GPU, as tapes of operator calls on a CPU.
 
-A step of a small model is some 300 operations of Python and PyTorch around the 40 that take time. What is compiled
-and torch's operators are noted with their arguments. Playing calls them again on the memory they had: a step reads and
-writes what `DecodeStep` keeps in place, as a CUDA graph does (graph.py), and the tape keeps what lies between.
+A CPU step of a small model makes some 300 Python and PyTorch calls around the 40 that take time. A tape stores the
+calls of compiled functions and of torch's operators with their arguments, once for each number of rows. Playing it
+repeats the calls on the same memory: like a CUDA graph, a step reads and writes the buffers that `DecodeStep` keeps,
+and the tape keeps the intermediate results.
 
-Weights and workspace must stay where they are while a tape is used.
+Weights and workspace must stay at their addresses while a graph or tape is used.
 """
 
 import time
@@ -26,10 +27,11 @@ from hybrid_engine.ops import cpu_kernels
 # Longest contexts are padded up to this times a power of two, which bounds the idle part of attention's grid.
 CONTEXT_GRAIN = 512
 NOTED_AT = 5
-"""The use of a step at which it is noted: that takes as long again as the step, which four plays win back."""
+"""Use of a step at which it is recorded on a tape: recording costs as much as one step, which four plays recover."""
 MAX_BYTES = 2**28
-"""Of memory that all tapes keep between their operations; a step that needs much of it is long enough."""
-# What hands values to the host: what it then decides is no part of a tape. Dispatch modes do not see the first two.
+"""Limit on the bytes that all tapes keep for intermediate results; a step that needs more gains little."""
+# Functions that hand values to the host, whose decisions a tape cannot contain. Dispatch modes do not see the first
+# two.
 _READS = {
     *(torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.item, torch.Tensor.__bool__, torch.Tensor.__int__),
     *(torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.__array__, torch.Tensor.__contains__),
@@ -38,9 +40,9 @@ _READS = {
 
 
 def batch_bucket(num_rows: int) -> int:
-    """The number of rows that a graph for `num_rows` has: powers of two and, from 16 on, what is halfway between.
+    """Number of rows of the graph that serves `num_rows`: a power of two or, above 16, halfway between two.
 
-    Thirteen up to 256 rows, of which at most a third is idle beyond 16.
+    These are thirteen sizes up to 256 rows; beyond 16 at most a third of the rows is idle.
     """
     power = 1 << (num_rows - 1).bit_length()
     halfway = power // 4 * 3
@@ -48,19 +50,19 @@ def batch_bucket(num_rows: int) -> int:
 
 
 def context_bucket(context: int, capacity: int) -> int:
-    """The context that a graph for rows of at most `context` tokens reaches; at most `capacity`."""
+    """Returns the context length of the graph that serves rows of up to `context` tokens; at most `capacity`."""
     grains = -(-context // CONTEXT_GRAIN)
     return min(CONTEXT_GRAIN << (grains - 1).bit_length(), capacity)
 
 
 @dataclass
 class CaptureStats:
-    """What recording took, and what came of it."""
+    """Time and results of recording."""
 
     captures: int = 0
     seconds: float = 0.0
     played: int = 0
-    """Steps that came from a tape (tape.py); graphs are not counted."""
+    """Number of steps played from a tape; graphs are not counted."""
 
 
 class CudaGraphs:
@@ -71,15 +73,15 @@ class CudaGraphs:
         self.renew()
 
     def another(self) -> "CudaGraphs":
-        """One for the same device, with memory of its own."""
+        """Returns a recorder for the same device with a memory pool of its own."""
         return CudaGraphs(self._device)
 
     def renew(self) -> None:
-        """The next graphs get a pool of their own: once all graphs of a pool are gone, PyTorch may not use it again."""
+        """Uses a new pool for the next graphs: PyTorch may not reuse a pool once all its graphs are gone."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """Records what `run` launches and returns its replay. `run` has been called once, so all is compiled."""
+        """Records the launches of `run` and returns the replay. `run` was called before, so everything is compiled."""
         with LAUNCHES, on_device(self._device):
             graph = torch.cuda.CUDAGraph()
             # Other threads, such as the one that watches collectives, may use the device meanwhile.
@@ -89,11 +91,11 @@ class CudaGraphs:
 
 
 class StepGraphs:
-    """The graphs of one step function, by kind: rows, context, with the draw; each recorded when first needed.
+    """The graphs of one step function by kind (rows, context, whether it draws); each is recorded when first needed.
 
     Args:
-        recorder: `CudaGraphs`, or what captures functions as it does.
-        model: whose steps these are.
+        recorder: `CudaGraphs`, or an object with its interface.
+        model: model of the steps.
     """
 
     def __init__(self, recorder: Any, model: InferenceModel):
@@ -102,17 +104,17 @@ class StepGraphs:
 
     @property
     def num_recorded(self) -> int:
-        """How many recorded steps are kept."""
+        """Number of recorded steps."""
         return len(self._replays)
 
     def has(self, kind: tuple[int, int, bool]) -> bool:
-        """Whether the graph of a kind is there."""
+        """Whether a graph of this kind exists."""
         return kind in self._replays
 
     def record(self, kind: tuple[int, int, bool], run: Callable[[], Any]) -> None:
-        """Runs `run` once, to compile and allocate, then records it. It must leave no trace that matters.
+        """Runs `run` once, to compile and allocate, then records it. It must leave no lasting effect.
 
-        Where `run` has found a kernel that does not compile, so that the step cannot be recorded, a replay runs it.
+        If `run` meets a kernel that does not compile, the step cannot be recorded, and a replay calls `run` itself.
         """
         start = time.perf_counter()
         run()
@@ -124,15 +126,16 @@ class StepGraphs:
         self.stats.seconds += time.perf_counter() - start
 
     def replay(self, kind: tuple[int, int, bool]) -> None:
-        """Starts the step recorded for `kind`; KeyError where there is none."""
+        """Starts the step recorded for `kind`; raises KeyError if there is none."""
         self._replays[kind]()
 
 
 class StepTapes:
-    """The tapes of one forward pass, by kind; what cannot be noted runs as it comes.
+    """The tapes of one forward pass, by kind; a step that cannot be recorded runs as usual.
 
     Args:
-        num_layers: whose attention must be compiled: torch's would go through all of the cache's places every time.
+        num_layers: number of layers whose attention must be compiled: torch's would read all places of the cache at
+            every step.
         stats: counts the steps that are played.
     """
 
@@ -143,12 +146,12 @@ class StepTapes:
         self._can_note, self._num_bytes = True, 0
 
     def run(self, kind: Hashable, step: Callable[[], torch.Tensor], noted: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `step` returns, from a tape where there is one.
+        """Returns the result of `step`, from a tape if there is one.
 
         Args:
-            kind: what the operations of the step depend on.
-            step: runs the step as it comes.
-            noted: runs it in the form that holds for every later step of its kind.
+            kind: everything that the operations of the step depend on.
+            step: runs the step as usual.
+            noted: runs it in the form that is valid for every later step of its kind.
         """
         tape = self._tapes.get(kind)
         if tape is not None:
@@ -171,7 +174,7 @@ class StepTapes:
 
 
 class _Reads(TorchFunctionMode):
-    """Whether the host read values."""
+    """Records whether the host read values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,17 +186,17 @@ class _Reads(TorchFunctionMode):
 
 
 class _Tape(TorchDispatchMode):
-    """What one step did, in order."""
+    """The operations of one step, in order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.result = torch.empty(0)
         self._plays: list[Callable[[], Any]] = []
-        self._kept: list[Any] = []  # all results: their memory is where the operations read and write
+        self._kept: list[Any] = []  # all arguments and results, whose memory the operations read and write
         self.num_bytes, self.num_attentions = 0, 0
 
     def note(self, name: str, play: Callable[[], None]) -> None:
-        """Takes a compiled function that was called."""
+        """Adds the call of a compiled function."""
         self._plays.append(play)
         self.num_attentions += name == "decode_attention"
 
@@ -209,7 +212,7 @@ class _Tape(TorchDispatchMode):
         return result
 
     def play(self) -> torch.Tensor:
-        """Does it all again; returns the result, which has new values."""
+        """Repeats all operations; returns the result tensor with its new values."""
         for play in self._plays:
             play()
         return self.result
@@ -221,7 +224,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _player(func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> Callable[[], None]:
-    """Calls an operator and leaves its results where they were."""
+    """Returns a function that calls an operator again and writes its results to the memory of `outputs`."""
 
     def play() -> None:
         for kept, new in zip(outputs, _tensors(func(*args, **kwargs)), strict=True):

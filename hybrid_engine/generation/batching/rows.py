@@ -1,7 +1,7 @@
-"""Rows of one turn that are drawn each by its own options, all at once.
+"""Draws the rows of one turn at once, each by its own options.
 
-What the options say is put into tensors when the rows change, and serves until they do again. Rules that read a row's
-tokens are asked row by row, and only for rows that have any. S rows, n of them sampled, V vocabulary.
+The options are put into tensors when the rows change, and these serve until the next change. Rules that read a row's
+tokens are applied row by row, and only to rows that have any. S rows, n of them sampled, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -27,29 +27,29 @@ Result = TypeVar("Result")
 
 
 class DrawnRows(NamedTuple):
-    """What was drawn for S rows, on their device."""
+    """Tokens drawn for S rows, on their device."""
 
     tokens: torch.Tensor
     """`[S]` int64."""
     logprobs: torch.Tensor
-    """`[S]` fp32, under softmax(logits / temperature), unfiltered, unless the row wants others."""
+    """`[S]` fp32, under softmax(logits / temperature), unfiltered, unless the row's `logprobs` selects others."""
     ends: torch.Tensor
     """`[S]` bool: whether the token ends its sequence."""
     tops: torch.Tensor | None = None
-    """`[2, S, k]` fp64: ids and log-probabilities of the likeliest tokens; None where no row wants any."""
+    """`[2, S, k]` fp64: ids and log-probabilities of the likeliest tokens; None if no row requests them."""
 
 
 class RowState(NamedTuple):
-    """What is known of S rows before a draw, on their device."""
+    """State of S rows before a draw, on their device."""
 
     keys: torch.Tensor
-    """`[S]` int64, with `draws` the name of the noise."""
+    """`[S]` int64; key and `draws` together determine the noise."""
     draws: torch.Tensor
-    """`[S]` int64, tokens drawn so far."""
+    """`[S]` int64: number of tokens drawn so far."""
     seen: torch.Tensor | None
-    """`[S, V]` bool, tokens of prompt and response; None where no row has a repetition penalty."""
+    """`[S, V]` bool: tokens of prompt and response; None if no row has a repetition penalty."""
     counts: torch.Tensor | None
-    """`[S, V]` int32, tokens of the response; None where no row has a penalty on them."""
+    """`[S, V]` int32: counts of the response's tokens; None if no row has a presence or frequency penalty."""
 
 
 class MixedRows:
@@ -64,9 +64,10 @@ class MixedRows:
         *,
         is_exact: bool = False,
     ):
-        """`all_rows`: what holds for every row, whose rules that read its tokens are asked elsewhere then.
+        """Builds the option tensors of the rows.
 
-        `is_exact`: as `SampleOp`'s.
+        `all_rows`: sampling options of every row; their rules that read tokens are then applied elsewhere. `is_exact`:
+        that of `SampleOp`.
         """
         self.sequences, self.device, self.is_exact = sequences, device, is_exact
         sampling = [all_rows or sequence.options.sampling for sequence in sequences]
@@ -104,7 +105,7 @@ class MixedRows:
             sequence.processors = build_row_processors(sequence.options, length, self.device)
 
     def _group_warped(self) -> list[tuple[Sequence, torch.Tensor]]:
-        """Sampled rows with filters beyond those of the ops, by their options: one of them, and their places."""
+        """Groups the sampled rows whose filters the ops lack by their options: one row of each, and the places."""
         sampled = [sequence for sequence in self.sequences if sequence.options.do_sample]
         groups: dict[tuple[float, float, float], list[int]] = {}
         for place, sequence in enumerate(sampled):
@@ -114,7 +115,7 @@ class MixedRows:
         return [(sampled[rows[0]], torch.tensor(rows, device=self.device)) for rows in groups.values()]
 
     def draw(self, logits: torch.Tensor, state: RowState) -> DrawnRows:
-        """One token for each row of `logits [S, V]` fp32, which stay as they are."""
+        """Draws one token for each row of `logits [S, V]` fp32, which are not changed."""
         adjusted = self._apply_rules(logits, state)
         scores = filter_rows(adjusted, self.options)
         for sequence, rows in self._warped:
@@ -126,13 +127,13 @@ class MixedRows:
         return DrawnRows(tokens, measure(reported, tokens), ends, self._tops(reported))
 
     def _apply_rules(self, logits: torch.Tensor, state: RowState) -> torch.Tensor:
-        """Logits `[S, V]` with rules and penalties of the rows, before temperature and filters."""
+        """Returns the logits `[S, V]` after the rules and penalties of the rows, before temperature and filters."""
         adjusted = self._ask(logits, lambda processors: processors.before)
         adjusted = self._penalise(adjusted, state)
         return self._ask(adjusted, lambda processors: processors.after)
 
     def _ask(self, scores: torch.Tensor, part: Callable[[RowProcessors], LogitsProcessorList]) -> torch.Tensor:
-        """`scores` after this part of the processors of rows that have any."""
+        """Applies this part of the processors to `scores`, for rows that have any."""
         for row in self._ruled:
             sequence = self.sequences[row]
             if sequence.error is None and (processors := part(sequence.processors)):
@@ -141,7 +142,7 @@ class MixedRows:
         return scores
 
     def _attempt(self, row: int, action: Callable[[], Result]) -> Result | None:
-        """What `action`, of one row's rules, brings; None where it fails, which is noted and the end of that row."""
+        """Returns the result of `action`, a rule of one row, or stores its error, which ends the row."""
         try:
             return action()
         except Exception as error:
@@ -149,7 +150,7 @@ class MixedRows:
             return None
 
     def _penalise(self, adjusted: torch.Tensor, state: RowState) -> torch.Tensor:
-        """What works on single tokens, for all rows at once."""
+        """Applies biases and penalties on single tokens to all rows at once."""
         if self._biased is not None:
             rows, tokens, biases = self._biased
             adjusted = adjusted.index_put((rows, tokens), biases, accumulate=True)
@@ -162,7 +163,7 @@ class MixedRows:
         return torch.tensor([sequence.prompt.tokens + sequence.tokens], device=self.device)
 
     def _reported(self, logits: torch.Tensor, adjusted: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """`[S, V]`: what log-probabilities are of."""
+        """Returns the scores `[S, V]` whose log-softmax is reported."""
         reported = logits if self.options.temperature is None else logits / self.options.temperature
         if self._raw is not None:
             reported = reported.index_copy(0, self._raw, logits[self._raw])

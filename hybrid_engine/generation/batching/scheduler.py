@@ -1,15 +1,16 @@
-"""Who runs next. Plain Python over prompts, sequences and block numbers; no tensor library.
+"""The scheduler of continuous batching: plain Python over prompts, sequences and block numbers, without tensors.
 
-Continuous batching: at most `max_running` sequences decode at once, a finished one leaves at once and the next waiting
-ones take its place. A prompt is prefilled once; its samples share its full blocks and copy the last partial one. When
-blocks run out, prompts kept for later samples go first, then the newest running sequence is preempted: its blocks are
-freed and it is prefilled again later, response included. What a sequence takes when it starts is decided by `Starts`
-(`blocks.py`), and who is first in line `waiting_line.py`'s. Where sequences are of several shares, the newest one of
-the largest share is preempted, also for a share that has fewer places than its part of them.
+At most `max_running` sequences decode at once; a finished one leaves at once, and the next waiting ones take its place.
+A prompt is prefilled once; its samples share its full blocks and copy the last partial one. When blocks run out,
+prompts kept for later samples are released first, then the newest running sequence is preempted: its blocks are freed,
+and it is prefilled again later, response included. `Starts` (`blocks.py`) decides which blocks a starting sequence
+takes, and `waiting_line.py` which sequence is first in line. If there are several shares, the newest sequence of the
+largest share is preempted, also to make way for a share that has fewer rows than its part.
 
-A pass with a prefill is no recorded step, and what runs waits for it where it cannot decode in the same pass (see
-`grow_beside`), so prompts enter in bulk: see `_is_worth_a_pass`. Samples of a prompt that is prefilled already enter at
-once. A prompt that would make others wait long is fed in chunks, one a turn, beside which they decode: see `admit`.
+A pass with a prefill is not a recorded step, and running sequences wait for it unless they can decode in the same pass
+(see `grow_beside`), so prompts enter in bulk: see `_is_worth_a_pass`. Samples of a prompt that is prefilled already
+enter at once. A prompt that would make others wait long is fed in chunks, one per turn, and the others decode in the
+same passes: see `admit`.
 """
 
 from bisect import insort
@@ -20,8 +21,8 @@ from hybrid_engine.generation.batching.blocks import BlockPool, KeptBlocks, Star
 from hybrid_engine.generation.batching.waiting_line import WaitingLine
 from hybrid_engine.generation.request.core import PENDING, Admission, Copy, Sequence
 
-# A prefill starts a sequence for every so many that run. With 1 024 prompts over 256 slots and answers of 256 tokens in
-# the mean there are 58 prefill turns instead of 511, and 1 777 decode turns instead of 1 746: 2.5% of the slots wait.
+# Running sequences per sequence that a prefill must start. With 1 024 prompts over 256 slots and answers of 256 tokens
+# on average there are 58 prefill turns instead of 511, and 1 777 decode turns instead of 1 746: 2.5% of the slots wait.
 RUNNING_PER_NEWCOMER = 16
 
 
@@ -38,7 +39,11 @@ class Scheduler:
         max_prefill_tokens: int,
         longest: int | None = None,
     ):
-        """`longest`: tokens that are fed of the longest sequence; None: of `sequences`, and no longer one is added."""
+        """Queues `sequences`.
+
+        `longest`: number of tokens that are fed of the longest sequence ever added; None: of the longest of
+        `sequences`.
+        """
         self.pool = BlockPool(num_blocks)
         self.kept = KeptBlocks(self.pool)
         self.waiting = WaitingLine(self.kept)
@@ -51,16 +56,16 @@ class Scheduler:
             longest = max((sequence.most_fed for sequence in self.waiting), default=0)
         self.is_contiguous = longest <= block_size  # every sequence fits one block
         self.free_slots = list(range(max_running))
-        self.changed: list[Sequence] = []  # started, or whose blocks changed, since somebody emptied the list
+        self.changed: list[Sequence] = []  # started, or blocks changed, since `take_changed`
         self.num_preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
-        """Puts a sequence at the end of its share's line; one that has tokens already goes on from them."""
+        """Appends a sequence to its share's line; one that has tokens already continues from them."""
         sequence.prompt.num_waiting += 0 if sequence.tokens else 1
         self.waiting.append(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
-        """Takes out a sequence that waits or runs, which then counts as finished."""
+        """Removes a waiting or running sequence, which then counts as finished."""
         if sequence.slot < 0:
             self.waiting.remove(sequence)
             if self.kept.has_begun(sequence):
@@ -76,8 +81,8 @@ class Scheduler:
     def admit(self, chunk_tokens: int | None = None) -> Admission:
         """Moves waiting sequences to running while slots, blocks and the prefill budget last.
 
-        With `chunk_tokens`, while others run a longer prompt is fed so many tokens of it a turn, and enters with the
-        last of them.
+        With `chunk_tokens`, a longer prompt is fed that many tokens per turn while others run, and its sequence enters
+        with the last chunk.
         """
         admission, budget = Admission(), self.max_prefill_tokens
         most_fed = chunk_tokens if chunk_tokens is not None and self.running else None
@@ -92,7 +97,7 @@ class Scheduler:
             if is_first_prefill and self.running and not self._is_worth_a_pass():
                 break
             if not self._starts.make_room(sequence, bool(self.running)):
-                if not self.running and self.kept.give_up_one():  # what another share's prompt keeps
+                if not self.running and self.kept.give_up_one():  # blocks that another share's prompt keeps
                     continue
                 break
             if is_chunk and self.must_preempt:
@@ -109,10 +114,10 @@ class Scheduler:
         return admission
 
     def _is_worth_a_pass(self) -> bool:
-        """Whether a prefill would now start enough of those that wait to stop decoding for it.
+        """Whether a prefill now would start enough waiting sequences to stop decoding for it.
 
-        Enough is one for every RUNNING_PER_NEWCOMER that run, or as many tokens as a pass may have, or all that wait,
-        or one of a share that is short of rows.
+        Enough is one for every RUNNING_PER_NEWCOMER running sequences, or as many tokens as a pass may have, or all
+        waiting sequences, or one of a share that is short of rows.
         """
         num_newcomers = max(1, len(self.running) // RUNNING_PER_NEWCOMER)
         if self._is_short(self.waiting.first.share):
@@ -125,7 +130,7 @@ class Scheduler:
                 return True
             num_blocks += self._starts.num_blocks(sequence, is_kept=sequence.prompt is prompt)
             prompt = sequence.prompt
-        # What finished sequences keep is given up for those that wait: see `Starts.make_room`.
+        # Blocks that finished sequences keep are given up for waiting ones: see `Starts.make_room`.
         room = len(self.pool.free) + self.kept.num_of_sequences
         return num_free >= min(num_newcomers, len(self.waiting)) and num_blocks <= room
 
@@ -135,7 +140,7 @@ class Scheduler:
         self.changed.append(sequence)
 
     def grow(self) -> None:
-        """Gives every running sequence a place for its newest token, preempting the newest where needed."""
+        """Gives every running sequence a place for its newest token, preempting sequences where needed."""
         for sequence in self.short_of_blocks():
             while not self.pool.free and sequence in self.running:
                 if not self.kept.give_up_one():
@@ -145,14 +150,14 @@ class Scheduler:
                 self.changed.append(sequence)
 
     def grow_beside(self, admission: Admission) -> list[Sequence]:
-        """Those that decode in the pass that prefills `admission`, with a place for their newest tokens; maybe none.
+        """Returns the rows that decode in the pass that prefills `admission`, with a place for their newest tokens.
 
-        Where blocks are short none do: who has to go is decided when all decode. What the prefill writes and the copies
-        read is left alone, though it may belong to nobody any more.
+        If blocks are short, it returns none: which row is preempted is decided when all decode. Blocks that the prefill
+        writes and the copies read are not allocated, even if they are free.
         """
         entering = set(admission.sequences)
         rows = [row for row in self.rows if row not in entering]
-        short = self.short_of_blocks()  # nobody who enters is among them
+        short = self.short_of_blocks()  # no entering sequence is among them
         busy = {block for prefill in admission.prefills for block in prefill.blocks}
         busy |= {copy.source for copy in admission.copies}
         free = [block for block in self.pool.free if block not in busy] if short else []
@@ -166,22 +171,22 @@ class Scheduler:
 
     @property
     def must_preempt(self) -> bool:
-        """Whether `grow` would find too few blocks."""
+        """Whether `grow` would find too few free blocks."""
         num_free = len(self.pool.free)
         return num_free < len(self.running) and num_free < len(self.short_of_blocks())
 
     def short_of_blocks(self) -> list[Sequence]:
-        """Running sequences whose newest token has no place yet."""
-        size = self.block_size  # asked at every turn of every row: the lengths are counted here, not by a call for each
+        """Returns the running sequences whose newest token has no place yet."""
+        size = self.block_size  # runs for every row at every turn, so lengths are computed inline
         return [s for s in self.running if len(s.prompt.tokens) + len(s.tokens) > size * len(s.blocks)]
 
     @property
     def rows(self) -> list[Sequence]:
-        """What runs, in the order in which it is decoded: by blocks where each has one, that row i may own block i."""
+        """The running sequences in decode order: sorted by block if each has one, so that row i may have block i."""
         return sorted(self.running, key=lambda s: s.blocks[0]) if self.is_contiguous else list(self.running)
 
     def take_changed(self, rows: list[Sequence] | None = None) -> list[Sequence]:
-        """`changed`, which is empty afterwards; or those of it that are `rows`, and the others stay."""
+        """Returns `changed`, or its sequences that are in `rows`, and removes them from it."""
         changed, self.changed = self.changed, []
         if rows is not None:
             among = set(rows)
@@ -190,7 +195,7 @@ class Scheduler:
         return changed
 
     def _is_short(self, share: str) -> bool:
-        """Whether a share has fewer running rows than its part of them, and another one has more."""
+        """Whether a share has fewer running rows than its part, and another one has more."""
         if self.waiting.num_shares < 2 or not self.running:
             return False
         counts, part = self.waiting.num_running, len(self.running) // self.waiting.num_shares
@@ -198,7 +203,7 @@ class Scheduler:
 
     @property
     def must_make_way(self) -> bool:
-        """Whether the first in line, whose share is short of rows, finds no place or no blocks."""
+        """Whether the first in line, whose share is short of rows, lacks a slot or blocks."""
         if not self.waiting or not self._is_short(self.waiting.first.share):
             return False
         return len(self.running) >= self.max_running or not self._starts.make_room(self.waiting.first, True)
@@ -218,16 +223,16 @@ class Scheduler:
         self.num_preemptions += 1
 
     def recompute(self, sequence: Sequence) -> None:
-        """Sends a running sequence back to the head of its share's line: it is prefilled anew, response included."""
+        """Moves a running sequence to the head of its share's line: it is prefilled again, response included."""
         assert PENDING not in sequence.tokens, "its tokens are needed to recompute it"
         self._leave(sequence)
-        self.kept.give_up_begun()  # the first one's in line, which may be another now
+        self.kept.give_up_begun()  # belongs to the first in line, which may change now
         self.waiting.append_first(sequence)
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """Notes why a sequence finished; takes it out and frees its blocks if it still runs, unless they are kept.
+        """Stores why a sequence finished; if it runs, removes it and frees its blocks, unless they are kept.
 
-        Where a sequence is one block they never are: rows would have to move out of their places for them.
+        They are never kept if a sequence is one block, because rows would have to move out of their places for them.
         """
         sequence.finish_reason = reason
         if sequence.slot >= 0:
@@ -246,8 +251,8 @@ class Scheduler:
     def close_gaps(self) -> list[Copy]:
         """Moves single-block rows down to the blocks that finished rows left; returns the copies to make.
 
-        A gap that no newcomer filled would turn every later read of the contiguous cache into a gather of all
-        of it, so each is closed by one copy. Where sequences may need several blocks they never move.
+        With a gap that no new sequence filled, every later read of the contiguous cache would gather all of it, so each
+        gap is closed by one copy. If sequences may need several blocks, they never move.
         """
         if not self.is_contiguous:
             return []

@@ -1,21 +1,21 @@
-"""One decode step for the whole batch, on buffers that never move, so that a GPU can replay it as one graph.
+"""One decode step for the whole batch, on buffers with fixed addresses, so that a GPU can replay it as one graph.
 
-Every running sequence has a slot; what a step needs to know of it lies in tables on the device, and a step
-is told only which slots its rows are:
+Every running sequence has a slot. Tables on the device hold the data of each slot, and a step receives only the slots
+of its rows:
 
-    numbers  [4, C+1]   position and draw of the token to feed, noise key, and 1 for a live slot
+    numbers  [4, C+1]   position and draw index of the token to feed, noise key, and 1 for a live slot
     blocks   [C+1, n]   block table
     tokens   [C+1]      the token drawn last, which only the device knows
-    seen     [C+1, V]   tokens of prompt and response; there once a sequence has a repetition penalty
-    counts   [C+1, V]   tokens of the response; there once a sequence has a penalty on their number
+    seen     [C+1, V]   tokens of prompt and response; allocated once a sequence has a repetition penalty
+    counts   [C+1, V]   tokens of the response; allocated once a sequence has a presence or frequency penalty
 
-The step advances positions by itself, and the host its image of them, so while the same rows run on the same blocks
-the host sends nothing; else one copy carries which rows decode and the cells of the slots that changed. Rows leave
-and enter by their slots; keys and values never move for it. Slot C is nobody's: it fills a batch up to its bucket, is
+The step advances positions itself, and the host advances its image of them. While the same rows run on the same blocks,
+the host sends nothing; otherwise one copy carries the slots of the rows and the changed cells of the tables. When rows
+leave and enter, their keys and values do not move. Slot C belongs to no sequence: it pads a batch to its bucket, is
 never live, and its block is the last one of the workspace.
 
-A step draws by one set of options. Where a row has others, all rows of the turn are drawn beside the step from the
-logits that it leaves, each by its own.
+A step draws by one set of options. If a row has other options, all rows of the turn are drawn after the step from its
+logits, each by its own options.
 
 C slots, S rows, n blocks per sequence, V vocabulary.
 """
@@ -45,7 +45,7 @@ class SlotTables:
     Args:
         num_slots: C.
         num_columns: n.
-        trash_block: where rows write that are nobody's; any block when there are none.
+        trash_block: block that padding rows write to; any block if there are no padding rows.
         vocab: V.
     """
 
@@ -66,20 +66,20 @@ class SlotTables:
         self._on_device = torch.from_numpy(self._image).to(device, copy=True)
         self.rows, self.numbers, self.blocks = _views(self._on_device, shapes)
         self._sent: list[int] = []  # the slots in `rows` on the device
-        self._slots: np.ndarray = np.zeros(0, dtype=np.int64)  # the same
+        self._slots: np.ndarray = np.zeros(0, dtype=np.int64)  # `_sent` as an array
         self.tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.seen: torch.Tensor | None = None
         self.counts: torch.Tensor | None = None
 
     def send(self, sequences: list[Sequence], changed: list[Sequence]) -> bool:
-        """Makes `sequences` the rows of the next step, in this order; one copy, or none when nothing changed.
+        """Makes `sequences` the rows of the next step, in this order, with one copy at most; returns whether it copied.
 
-        `changed` are those that started or whose blocks are not what they were. Returns False where nothing changed.
+        `changed` are the sequences that started or whose blocks changed.
         """
         return self._send_rows([sequence.slot for sequence in sequences], [s for s in changed if s.slot >= 0])
 
     def clear(self) -> None:
-        """Empties the tables: no row belongs to a sequence any more."""
+        """Empties the tables: no row belongs to a sequence."""
         self._send_rows([], [])
 
     def _send_rows(self, slots: list[int], changed: list[Sequence]) -> bool:
@@ -99,19 +99,19 @@ class SlotTables:
         return bool(places)
 
     def _write(self, sequence: Sequence) -> int:
-        """Puts a sequence into the image; returns its slot."""
+        """Writes a sequence into the image; returns its slot."""
         slot, blocks = sequence.slot, sequence.blocks
         self._numbers[:_LIVE, slot] = len(sequence) - 1, len(sequence.tokens), sequence.key
         self._blocks[slot, : len(blocks)] = blocks
         return slot
 
     def advance(self) -> None:
-        """Notes that the rows took a step, by which the device has advanced its own numbers."""
+        """Advances the host's image after a step, as the device has advanced its own numbers."""
         self._numbers[_POSITION][self._slots] += 1
         self._numbers[_DRAW][self._slots] += 1
 
     def longest(self) -> int:
-        """Tokens of the longest row, the one to feed included."""
+        """Number of tokens of the longest row, including the one to feed."""
         return int(self._numbers[_POSITION][self._slots].max()) + 1
 
     def are_rows_in_place(self) -> bool:
@@ -119,11 +119,11 @@ class SlotTables:
         return bool((self._blocks[self._slots, 0] == np.arange(len(self._slots))).all())
 
     def note_seen(self) -> None:
-        """Keeps from now on which tokens sequences have seen, of those that enter from now on."""
+        """Allocates `seen`; from now on it is filled for the sequences that enter."""
         self.seen = torch.zeros(self.num_slots + 1, self.vocab, dtype=torch.bool, device=self.tokens.device)
 
     def enter(self, sequence: Sequence) -> None:
-        """Marks what a sequence that starts has seen and said; its first token follows by a draw."""
+        """Marks the tokens of a sequence that starts in `seen` and `counts`; its first token is drawn after that."""
         rules = sequence.options.rules
         if self.counts is None and (rules.presence_penalty or rules.frequency_penalty):
             self.counts = torch.zeros(self.num_slots + 1, self.vocab, dtype=torch.int32, device=self.tokens.device)
@@ -143,12 +143,12 @@ def _views(flat: torch.Tensor, shapes: dict[str, tuple[int, ...]]) -> list[torch
 
 
 class Drawn(NamedTuple):
-    """What was drawn for each row of a turn."""
+    """The tokens drawn for the rows of a turn."""
 
     tokens: list[int]
     logprobs: list[float]
     ends: list[int]  # the rows whose token ends their sequence
-    tops: list[list[tuple[int, float]]] | None = None  # likeliest tokens of each row; None where no row wants any
+    tops: list[list[tuple[int, float]]] | None = None  # likeliest tokens of each row; None if no row requests them
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Draw:
 
 
 def send_to_host(results: torch.Tensor, tops: torch.Tensor | None = None) -> Draw:
-    """A Draw of `results [3, S]` fp64, and of `tops [2, S, k]`; the device goes on meanwhile and may overwrite them."""
+    """Returns a Draw of `results [3, S]` fp64 and `tops [2, S, k]`; the device may overwrite them at once."""
 
     def drawn(values: torch.Tensor, tops: torch.Tensor | None) -> Drawn:
         tokens, logprobs, ends = values.numpy()
@@ -184,18 +184,18 @@ def send_to_host(results: torch.Tensor, tops: torch.Tensor | None = None) -> Dra
 
 
 def _to_pinned(values: torch.Tensor) -> torch.Tensor:
-    """Host memory that has `values` once the device comes to it."""
+    """Returns pinned host memory that holds `values` once the device has executed the copy."""
     pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     return pinned.copy_(values, non_blocking=True)
 
 
 class DecodeStep:
-    """Model, sampler, stop check and next positions, as one function of what lies in the tables.
+    """Model, sampler, stop check and next positions, as one function of the contents of the tables.
 
     Args:
-        sample: draws where every row has its options.
-        graphs: where steps are recorded; None runs each step as it comes.
-        tapes: where the forward passes of steps are noted that are not recorded.
+        sample: sampler, used if every row has its options.
+        graphs: graphs of recorded steps; None: each step is launched as usual.
+        tapes: tapes of the forward passes of steps that are not recorded.
     """
 
     def __init__(
@@ -213,14 +213,14 @@ class DecodeStep:
         self._results = torch.zeros(3, tables.num_slots, dtype=torch.float64, device=kv.device)
         if sample.options.repetition_penalty != 1.0:
             tables.note_seen()  # before a graph holds the address
-        self._mixed: MixedRows | None = None  # the rows of the last step, where they differ from `sample`
-        self._logits = torch.empty(0)  # what they are drawn from, of a graph
-        self._tops: torch.Tensor | None = None  # of the last draw
+        self._mixed: MixedRows | None = None  # rows of the last step if their options differ from `sample`'s
+        self._logits = torch.empty(0)  # logits that a graph writes for mixed rows
+        self._tops: torch.Tensor | None = None  # likeliest tokens of the last draw
 
     def run(
         self, sequences: list[Sequence], changed: list[Sequence], layers: Callable[[], Iterable[InferenceLayer]]
     ) -> Draw:
-        """Feeds each sequence's newest token and draws the next; `changed` as `SlotTables.send` takes it."""
+        """Feeds each sequence's newest token and draws the next one; `changed` is that of `SlotTables.send`."""
         tables = self.tables
         if tables.send(sequences, changed):
             self._mixed = self._mix(sequences)
@@ -277,7 +277,7 @@ class DecodeStep:
         return send_to_host(self._results[:, : len(sequences)], self._tops)
 
     def _mix(self, sequences: list[Sequence]) -> MixedRows | None:
-        """None where all sequences have the options of `sample`."""
+        """Returns MixedRows for the sequences, or None if all of them have the options of `sample`."""
         kinds = {id(sequence.options): sequence.options for sequence in sequences}
         if all(options.is_plain and options.sampling == self.sample.options for options in kinds.values()):
             return None
@@ -291,7 +291,7 @@ class DecodeStep:
         is_identity: bool,
         layers: Callable[[], Iterable[InferenceLayer]],
     ) -> torch.Tensor:
-        """Logits `[S, V]` after the newest tokens of `slots [S]`, whose `numbers [4, S]` these are."""
+        """Returns the logits `[S, V]` after the newest tokens of `slots [S]`; `numbers [4, S]` are theirs."""
         return self.model.forward(self._batch(slots, numbers, context, is_identity), self.kv, layers())
 
     def _batch(self, slots: torch.Tensor, numbers: torch.Tensor, context: int, is_identity: bool) -> DecodeBatch:
@@ -306,7 +306,7 @@ class DecodeStep:
     def _run_unrecorded(
         self, num_rows: int, context: int, layers: Callable[[], Iterable[InferenceLayer]]
     ) -> torch.Tensor:
-        """A step as it comes, its forward pass from a tape where one can be; the logits."""
+        """Runs a step without a graph, with its forward pass from a tape if possible; returns the logits."""
         tables = self.tables
         slots = tables.rows[:num_rows]
         numbers = tables.numbers.index_select(1, slots)
@@ -317,7 +317,7 @@ class DecodeStep:
                 (
                     num_rows,
                     *(id(cos) for cos, _ in self.model.angles.tables.values()),
-                ),  # tables of positions may be made anew
+                ),  # position tables may be rebuilt
                 lambda: self._forward(slots, numbers, context, self._is_identity(context), layers),
                 lambda: self._forward_of_rows(num_rows, layers),
             )
@@ -330,7 +330,7 @@ class DecodeStep:
         return context <= self.kv.shape[4] and self.tables.are_rows_in_place()
 
     def _forward_of_rows(self, num_rows: int, layers: Callable[[], Iterable[InferenceLayer]]) -> torch.Tensor:
-        """`_forward` in a form that holds for any rows and lengths; it reads nothing but tables, weights and cache."""
+        """`_forward` in a form valid for any rows and lengths; it reads only tables, weights and cache."""
         slots = self.tables.rows[:num_rows]
         numbers = self.tables.numbers.index_select(1, slots)
         return self._forward(slots, numbers, self.tables.num_columns * self.kv.shape[4], False, layers)
@@ -338,7 +338,7 @@ class DecodeStep:
     def _step(
         self, num_rows: int, context: int, is_identity: bool, layers: Callable[[], Iterable[InferenceLayer]]
     ) -> None:
-        """What a graph records: nothing here may depend on a number that only the device knows."""
+        """The function that a graph records: nothing here may depend on a number that only the device knows."""
         slots = self.tables.rows[:num_rows]
         numbers = self.tables.numbers.index_select(1, slots)
         logits = self._forward(slots, numbers, context, is_identity, layers)
@@ -348,7 +348,7 @@ class DecodeStep:
     def _step_to_logits(
         self, num_rows: int, context: int, is_identity: bool, layers: Callable[[], Iterable[InferenceLayer]]
     ) -> None:
-        """`_step` without the draw, which is no part of a graph then."""
+        """`_step` without the draw, which is not part of the graph if rows are mixed."""
         slots = self.tables.rows[:num_rows]
         numbers = self.tables.numbers.index_select(1, slots)
         logits = self._forward(slots, numbers, context, is_identity, layers)
@@ -397,7 +397,7 @@ class DecodeStep:
     def record(
         self, rows: Iterable[int], contexts: Iterable[int], layers: Callable[[], Iterable[InferenceLayer]]
     ) -> None:
-        """Records the steps for these numbers of rows and lengths of context, those that are not there yet."""
+        """Records the steps for these numbers of rows and context lengths that are not recorded yet."""
         assert self.graphs is not None
         capacity = self.tables.num_columns * self.kv.shape[4]
         reaches = {context_bucket(context, capacity) for context in contexts}
@@ -410,27 +410,29 @@ class DecodeStep:
 
 
 class TurnModel(Protocol):
-    """What the turns of a rollout need of a model."""
+    """The model interface that the turns of a rollout need."""
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that there are logits of."""
+        """Vocabulary size of the logits."""
 
     @property
     def recompute_length(self) -> int | None:
         """See `InferenceModel.recompute_length`."""
 
     def forward(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
-        """The logits of `batch`, as `InferenceModel.forward` gives them."""
+        """Returns the logits of `batch`. See `InferenceModel.forward`."""
 
 
 Choice = Callable[[list[Sequence], torch.Tensor], Drawn]
-"""`(rows, logits [S, V] fp32) -> Drawn`: the next token of each row and which rows it ends. Where processes share the
-model, called on each of them with the same logits, and must return the same."""
+"""`(rows, logits [S, V] fp32) -> Drawn`: the next token of each row and which rows it ends.
+
+If processes share the model, each of them calls it with the same logits, and it must return the same on all.
+"""
 
 
 class OpenStep:
-    """Stands in the place of a DecodeStep, for rollouts without forks (one sample of each prompt) and without lag."""
+    """Replaces a DecodeStep in rollouts without forks (one sample of each prompt) and without lag."""
 
     graphs = None
 
@@ -440,7 +442,7 @@ class OpenStep:
     def run(
         self, sequences: list[Sequence], changed: list[Sequence], layers: Callable[[], Iterable[InferenceLayer]]
     ) -> Draw:
-        """Feeds each sequence's newest token and draws the next; `changed` is not needed."""
+        """Feeds each sequence's newest token and draws the next one; `changed` is not used."""
         newest = [sequence.tokens[-1] for sequence in sequences]
         assert PENDING not in newest, "a token must be known before it is fed"
         context, size = max(map(len, sequences)), self.kv.shape[4]
@@ -459,6 +461,6 @@ class OpenStep:
         return self.draw(sequences, self.model.forward(batch, self.kv, layers()))
 
     def draw(self, sequences: list[Sequence], logits: torch.Tensor) -> Draw:
-        """Draws the next token of sequences from `logits [S, V]` fp32."""
+        """Draws the next token of each sequence from `logits [S, V]` fp32."""
         drawn = self.choice(sequences, logits)
         return Draw(lambda: drawn)

@@ -1,10 +1,11 @@
-"""Sequences that wait for a place, fair between clients: the scheduler starts the first one. Plain Python.
+"""The line of waiting sequences, fair between clients; the scheduler starts the first one. Plain Python.
 
-Each sequence names a share (`Sequence.share`), the key that its request came by. Within a share the first that came is
-the first that starts. Between shares the one with the fewest running rows goes first, and of several such the one that
-has not been first for the longest time. Where there is one share, this is a queue.
+Each sequence names a share (`Sequence.share`), the key that its request came with. Within a share, sequences start in
+order of arrival. Between shares, the one with the fewest running rows goes first, and of several with equally few the
+one that was first least recently. With one share, this is a queue.
 
-Example: share a has 64 sequences in line and 2 of them run; share b comes with one, of which none runs. b is first.
+Example: share a has 64 sequences in line and 2 running; share b enters with one sequence and none running. b goes
+first.
 """
 
 from collections import Counter, deque
@@ -18,14 +19,14 @@ class WaitingLine:
     """The line of waiting sequences.
 
     Args:
-        kept: knows the sequence that has been fed some of its tokens, which stays the first one.
+        kept: knows the sequence of whose tokens some have been fed, which stays first.
     """
 
     def __init__(self, kept: KeptBlocks):
         self._kept = kept
-        self._lines: dict[str, deque[Sequence]] = {}  # by share, none empty; who was first last is the last one
+        self._lines: dict[str, deque[Sequence]] = {}  # by share, none empty; least recently served first
         self.num_running: Counter[str] = Counter()
-        """Rows that run, by share."""
+        """Number of running rows of each share."""
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
@@ -34,7 +35,7 @@ class WaitingLine:
         return bool(self._lines)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """All in the order in which they would start, if none of those that run ended."""
+        """Yields all sequences in the order in which they would start if no running sequence ended."""
         if len(self._lines) == 1:
             yield from next(iter(self._lines.values()))
             return
@@ -60,16 +61,16 @@ class WaitingLine:
 
     @property
     def largest_share(self) -> str:
-        """The share that has the most running rows."""
+        """The share with the most running rows."""
         return max(self.num_running, key=self.num_running.__getitem__)
 
     @property
     def num_shares(self) -> int:
-        """Shares that wait or run."""
+        """Number of shares with waiting or running sequences."""
         return len(self._lines.keys() | {share for share, count in self.num_running.items() if count})
 
     def append(self, sequence: Sequence) -> None:
-        """Puts a sequence at the end of its share's line."""
+        """Appends a sequence to its share's line."""
         self._lines.setdefault(sequence.share, deque()).append(sequence)
 
     def append_first(self, sequence: Sequence) -> None:
@@ -77,22 +78,22 @@ class WaitingLine:
         self._lines.setdefault(sequence.share, deque()).appendleft(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes out a sequence, wherever it stands."""
+        """Removes a sequence from its share's line."""
         self._lines[sequence.share].remove(sequence)
         self._drop_if_empty(sequence.share)
 
     def start_first(self) -> Sequence:
-        """Takes out the first one, which counts as running until `leave`."""
+        """Removes the first sequence, which counts as running until `leave`."""
         sequence = self.first
         line = self._lines.pop(sequence.share)
         line.popleft()
         if line:
-            self._lines[sequence.share] = line  # behind the others
+            self._lines[sequence.share] = line  # after the other shares
         self.num_running[sequence.share] += 1
         return sequence
 
     def leave(self, sequence: Sequence) -> None:
-        """Counts a sequence as running no more."""
+        """Stops counting a sequence as running."""
         self.num_running[sequence.share] -= 1
         if not self.num_running[sequence.share]:
             del self.num_running[sequence.share]

@@ -1,8 +1,9 @@
 """A live batch for each of several adapters over one model, of which one at a time is fused into the weights.
 
 Rows of two adapters never take a turn together. The batch whose adapter is fused takes TURNS_AT_ONCE turns while others
-have work, then the next one does: a switch fuses all adapted weights anew, and nobody waits for longer than the others'
-turns. The KV workspace is dealt out evenly, so that rows stay where they are while others take turns.
+have work, then the next batch does: a switch fuses all adapted weights again, and each batch waits at most for the
+turns of the others. The KV workspace is divided evenly, so that the rows of a batch stay in place during the turns of
+others.
 """
 
 from collections.abc import Mapping
@@ -19,10 +20,10 @@ TURNS_AT_ONCE = 32
 
 
 class FusedAdapter:
-    """Which adapter of a peft model its containers read; None: the base model alone.
+    """The adapter of a peft model that its containers read; None: the base model alone.
 
     Args:
-        module: a `PeftModel`, whose active adapter is another one meanwhile.
+        module: a `PeftModel`, whose active adapter changes meanwhile.
     """
 
     def __init__(self, module: nn.Module, model: InferenceModel):
@@ -32,7 +33,7 @@ class FusedAdapter:
         self._fused: str | None = self._before
 
     def fuse(self, name: str | None) -> None:
-        """Fuses this adapter in the place of the one that is."""
+        """Fuses this adapter in place of the current one."""
         if name == self._fused:
             return
         self._model.unfuse_lora()
@@ -41,7 +42,7 @@ class FusedAdapter:
         self._fused = name
 
     def give_back(self) -> None:
-        """Makes the adapter active again that was, and those parameters trained that were; nothing is fused then."""
+        """Restores the active adapter and the trained parameters; nothing is fused after it."""
         self._model.unfuse_lora()
         self._activate(self._before)
         for parameter, is_trained in self._trained.items():
@@ -57,45 +58,45 @@ class FusedAdapter:
 
 
 class AdapterBatches(LiveBatch):
-    """The batches of all adapters as one.
+    """The batches of all adapters as one batch.
 
     Args:
-        batches: by adapter; None is the base model.
+        batches: batch of each adapter; None is the base model.
     """
 
     def __init__(self, batches: Mapping[str | None, LiveBatch], fused: FusedAdapter):
         self._batches, self._fused = batches, fused
         self._current, self._num_turns = next(iter(batches)), 0
-        self._settled: list[Progress] = []  # and not told yet
+        self._settled: list[Progress] = []  # not reported yet
         self.longest = min(batch.longest for batch in batches.values())
 
     @property
     def has_work(self) -> bool:
-        """Whether a turn would bring something."""
+        """Whether a turn has a result."""
         return bool(self._settled) or any(batch.has_work for batch in self._batches.values())
 
     @property
     def num_running(self) -> int:
-        """Sequences that decode, each in the turns of its adapter."""
+        """Number of sequences that decode, each in the turns of its adapter."""
         return sum(batch.num_running for batch in self._batches.values())
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have not begun, or begin again."""
+        """Number of sequences that have not started, or start again."""
         return sum(batch.num_waiting for batch in self._batches.values())
 
     @property
     def kv_blocks(self) -> KVBlocks:
-        """What the KV blocks of all adapters' batches together are for."""
+        """Use of the KV blocks of all adapters' batches together."""
         return KVBlocks(*map(sum, zip(*(batch.kv_blocks for batch in self._batches.values()), strict=True)))
 
     @property
     def unfinished(self) -> list[Sequence]:
-        """All that something is still to come for."""
+        """All sequences for which progress is still to come."""
         return [sequence for batch in self._batches.values() for sequence in batch.unfinished]
 
     def add(self, sequences: list[Sequence]) -> None:
-        """Lets sequences wait, each in its adapter's batch."""
+        """Queues sequences, each in its adapter's batch."""
         for name, batch in self._batches.items():
             own = [sequence for sequence in sequences if sequence.adapter == name]
             if any(sequence.prompt.num_tops is not None for sequence in own):
@@ -104,17 +105,17 @@ class AdapterBatches(LiveBatch):
             batch.add(own)
 
     def cancel(self, sequences: list[Sequence]) -> None:
-        """Takes `sequences` out of their adapters' batches, whether they run or wait."""
+        """Removes `sequences` from their adapters' batches, whether they run or wait."""
         for name, batch in self._batches.items():
             batch.cancel([sequence for sequence in sequences if sequence.adapter == name])
 
     def take_out(self) -> list[Progress]:
-        """Takes everything out of all adapters' batches; returns what was drawn and not handed on yet."""
+        """Removes all sequences from all adapters' batches; returns the progress not reported yet."""
         settled, self._settled = self._settled, []
         return settled + [told for batch in self._batches.values() for told in batch.take_out()]
 
     def turn(self) -> list[Progress]:
-        """A turn of the batch whose adapter is fused, or of the next one that has work."""
+        """Takes a turn of the batch whose adapter is fused, or of the next one that has work."""
         before, self._current = self._current, self._choose()
         progress, self._settled = self._settled, []
         if before != self._current:
@@ -134,7 +135,7 @@ class AdapterBatches(LiveBatch):
 
 
 def split_workspace(kv: torch.Tensor, model: InferenceModel, plan: Plan, num_parts: int) -> list[torch.Tensor]:
-    """The workspaces of `num_parts` batches like `plan`, contiguous, in the memory of `kv`, which has their blocks."""
+    """Returns the workspaces of `num_parts` batches like `plan`, each contiguous, in the memory of `kv`."""
     shape = model.kv_shape(kv.shape[2] // num_parts, plan.block_size)
     size = torch.Size(shape).numel()
     return [part.view(shape) for part in kv.view(-1)[: size * num_parts].split(size)]

@@ -1,8 +1,9 @@
-"""Groups of answers as they finish, and rollouts that end before all have: partial rollouts.
+"""Yields groups of answers as they finish, and ends rollouts before all have finished: partial rollouts.
 
-While somebody looks at a finished group, a thread goes on decoding the others. Whoever has enough leaves; what is
-unfinished keeps its tokens and goes on in the next rollout, under the weights of then. Every token is stamped with the
-version of the weights that drew it, and its log-probability is that of those weights: what an importance ratio needs.
+While the caller uses a finished group, a thread continues to decode the others. The caller leaves when it has enough;
+unfinished answers keep their tokens and continue in the next rollout, under the weights of that time. Every token is
+stamped with the version of the weights that drew it, and its log-probability is that of those weights, as an importance
+ratio requires.
 
 Source: Kimi Team, "Kimi k1.5", arXiv 2501.12599, section 2.6.2 (partial rollouts).
 """
@@ -29,14 +30,14 @@ from hybrid_engine.generation.rollout.preparing import prepare
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer; lists of one length T."""
+    """One answer; all lists have the length T."""
 
     tokens: list[int]
-    """The end-of-sequence token included."""
+    """Token ids, including the end-of-sequence token."""
     logprobs: list[float]
-    """Under the weights that drew each token, as in `GenerateOutput`."""
+    """Log-probability of each token under the weights that drew it, as in `GenerateOutput`."""
     versions: list[int]
-    """Of those weights."""
+    """Version of the weights that drew each token."""
     finish_reason: str
     """"stop" or "length"."""
 
@@ -46,15 +47,15 @@ class Group:
     """All answers to one prompt."""
 
     index: int
-    """Of the prompt, counted from the first prompt of the rollout that the chain of rollouts began with."""
+    """Index of the prompt, counted from the first prompt of the first rollout in the chain."""
     prompt_ids: list[int]
     answers: list[Answer]
-    """In the order of their samples."""
+    """Answers in the order of their samples."""
 
 
 @dataclass
 class _Open:
-    """A group on its way."""
+    """An unfinished group."""
 
     index: int
     sequences: list[Sequence]
@@ -68,30 +69,30 @@ class Carried:
 
     groups: list[_Open]
     num_prompts: int
-    """Of all rollouts so far."""
+    """Number of prompts of all rollouts so far."""
 
     @property
     def num_unfinished(self) -> int:
-        """Answers that have not ended."""
+        """Number of answers that have not ended."""
         return sum(group.num_left for group in self.groups)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt with its answer; 0 where nothing is left."""
+        """Number of tokens of the longest prompt with its answer; 0 if nothing is left."""
         return max((s.most_fed + 1 for group in self.groups for s in group.sequences), default=0)
 
 
 class AsyncRollout:
-    """Iterates over groups in the order in which they finish; a context manager, whose end stops what still runs.
+    """Iterates over groups in the order in which they finish; a context manager whose exit stops the unfinished ones.
 
-    `carried` is there after the end.
+    `carried` is set at the exit.
 
     Args:
         opening: opens the live batch.
-        sequences: `num_samples` for each prompt, neighbours.
-        num_samples: answers to each prompt.
-        version: of the weights.
-        earlier: what the rollout before left; it goes first.
+        sequences: `num_samples` consecutive sequences for each prompt.
+        num_samples: number of answers to each prompt.
+        version: version of the weights.
+        earlier: unfinished answers of the previous rollout; they go first.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class AsyncRollout:
         self._num_prompts = first + len(sequences) // num_samples
         self._open = {group.index: group for group in groups}
         self._group_of = {sequence: group for group in groups for sequence in group.sequences}
-        self._complete = deque(group for group in groups if group.num_left == 0)  # and nobody took it
+        self._complete = deque(group for group in groups if group.num_left == 0)  # not yielded yet
         self._progress: queue.SimpleQueue[list[Progress]] = queue.SimpleQueue()
         waiting = [s for group in groups for s in group.sequences if s.finish_reason is None]
         self._thread = LiveThread(opening, self._progress.put, max_waiting=max(1, len(waiting)))
@@ -135,7 +136,7 @@ class AsyncRollout:
             yield _closed(group)
 
     def _take(self, progress: list[Progress]) -> None:
-        """Notes what a turn brought."""
+        """Records the progress of a turn."""
         for told in progress:
             if told.finish_reason == "error":
                 raise RuntimeError(
@@ -170,7 +171,7 @@ def _closed(group: _Open) -> Group:
 
 
 def _detach(group: _Open) -> None:
-    """Frees the sequences from the workspace that they were in."""
+    """Detaches the sequences from the workspace that they used."""
     prompt = group.sequences[0].prompt.with_own_blocks()
     for sequence in group.sequences:
         sequence.prompt, sequence.blocks, sequence.slot = prompt, [], -1
@@ -186,12 +187,12 @@ def start_async(
     earlier: Carried | None,
     version: int,
 ) -> AsyncRollout:
-    """A rollout that begins when it is entered; every check of the input is made here. Collective.
+    """Returns a rollout that starts when it is entered; all checks of the input are made here. Collective.
 
     Raises:
-        ValueError: on all processes, for input that cannot work, where the model's own `generate()` would run and
-            cannot answer row by row, for scores that an Answer has no place for, and where processes share the model:
-            each leaves when it has enough, and all must take the same turns.
+        ValueError: on all processes, if the input is invalid; if the model's own `generate()` would run and cannot
+            answer row by row; for scores that an Answer does not hold; and if processes share the model, because each
+            leaves when it has enough, and all must take the same turns.
     """
     if generator.group.size > 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A batch that sequences join and leave while it runs, one turn at a time."""
+"""A batch that sequences join and leave while it runs, one turn at a time; servers and asynchronous rollouts use it."""
 
 import math
 from typing import NamedTuple
@@ -11,89 +11,91 @@ from hybrid_engine.ops.kernel_errors import naming_kernels
 
 
 class Progress(NamedTuple):
-    """What a turn brought for one sequence."""
+    """Result of a turn for one sequence."""
 
     sequence: Sequence
     tokens: list[int]
     logprobs: list[float]
     finish_reason: str | None
-    """None: more is to come. "error": a rule of its own failed (`sequence.error`), the model's logits are not finite,
-    or the batch came to its end."""
+    """Why the sequence ended; None: more is to come.
+
+    "error": a rule of its own failed (`sequence.error`), the model's logits are not finite, or the batch ended.
+    """
 
 
 class KVBlocks(NamedTuple):
-    """What the blocks of a KV workspace are for."""
+    """Use of the blocks of a KV workspace."""
 
     used: int
-    """Of sequences that run, or have begun."""
+    """Number of blocks of sequences that run or have started."""
     kept: int
-    """Of finished sequences alone, for a conversation to go on from; given up where others need them."""
+    """Number of blocks only of finished sequences, which a conversation may continue; freed if others need them."""
     free: int
 
     @property
     def usage(self) -> float:
-        """The share that is used, from 0 to 1."""
+        """Share of the blocks that is used, from 0 to 1."""
         return self.used / max(1, sum(self))
 
 
 class LiveBatch:
-    """Takes turns for whoever is in it. One thread owns it.
+    """Takes turns for the sequences in it. One thread owns it.
 
     Args:
-        model: what `strategy` runs.
+        model: model that `strategy` runs.
         strategy: takes the turns, over a scheduler that may be empty.
-        longest: tokens of the longest sequence that fits, the last one drawn included.
+        longest: number of tokens of the longest sequence that fits, including the last one drawn.
     """
 
     seconds_between_stays: float | None = None
-    """How often `stay` must be called; None: never."""
+    """Seconds between required calls of `stay`; None: no calls are required."""
 
     def __init__(self, model: InferenceModel, strategy: TextGeneration, longest: int):
         self.model, self.strategy, self.scheduler, self.longest = model, strategy, strategy.scheduler, longest
-        strategy.raises_errors = False  # they end the sequence that has them
-        self._num_told: dict[Sequence, int] = {}  # of each unfinished sequence, the tokens that were handed on
+        strategy.raises_errors = False  # an error ends its sequence only
+        self._num_told: dict[Sequence, int] = {}  # number of reported tokens of each unfinished sequence
         self._scoring = ScoringTurns(model, lambda: strategy.layers())
         self._unscored: list[Sequence] = []  # they join the scheduler once their prompts are scored
 
     @property
     def has_work(self) -> bool:
-        """Whether a turn would bring something."""
+        """Whether a turn has a result."""
         return self.strategy.has_work or bool(self._unscored)
 
     @property
     def num_running(self) -> int:
-        """Sequences that decode now."""
+        """Number of sequences that decode now."""
         return len(self.scheduler.running)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have not begun, or begin again."""
+        """Number of sequences that have not started, or start again."""
         return len(self.scheduler.waiting) + len(self._unscored)
 
     @property
     def kv_blocks(self) -> KVBlocks:
-        """What blocks are for. May be asked by another thread."""
+        """Use of the KV blocks. May be called by another thread."""
         pool, kept = self.scheduler.pool, self.scheduler.kept.num_given_up_on_demand
         num_free = len(pool.free)
         return KVBlocks(max(0, pool.num_blocks - num_free - kept), kept, num_free)
 
     @property
     def unfinished(self) -> list[Sequence]:
-        """All that something is still to come for."""
+        """All sequences for which progress is still to come."""
         return list(self._num_told)
 
     def add(self, sequences: list[Sequence]) -> None:
-        """Lets `sequences` wait for a place. Each must fit: its prompt and answer within `longest` tokens."""
+        """Queues `sequences`. Each must fit: prompt and answer within `longest` tokens."""
         self.score(list(dict.fromkeys(sequence.prompt for sequence in sequences)))
         for sequence in sequences:
-            if self.model.angles.trained_length is not None:  # keys belong to other frequencies in a longer sequence
+            if self.model.angles.trained_length is not None:  # keys have other frequencies in a longer sequence
                 sequence.is_kept = False
-            self._num_told[sequence] = len(sequence.tokens)  # one that goes on has some already
+            self._num_told[sequence] = len(sequence.tokens)  # a continued sequence has some already
             self._unscored.append(sequence)
         self._join_scored()
 
     def score(self, prompts: list[Prompt]) -> None:
-        """Sees to it that those of `prompts` which want scores have them before their sequences end."""
+        """Ensures that those of `prompts` that request scores have them before their sequences end."""
         self._scoring.add(prompts)
 
     def _join_scored(self) -> None:
@@ -103,7 +105,7 @@ class LiveBatch:
         self._unscored = [sequence for sequence in self._unscored if is_unscored(sequence.prompt)]
 
     def cancel(self, sequences: list[Sequence]) -> None:
-        """Takes `sequences` out at once, whether they run or wait; those that have finished stay as they are."""
+        """Removes `sequences` at once, whether they run or wait; finished ones are not changed."""
         for sequence in sequences:
             if self._num_told.pop(sequence, None) is not None and sequence.finish_reason is None:
                 if sequence in self._unscored:
@@ -114,7 +116,7 @@ class LiveBatch:
         self._scoring.keep({sequence.prompt for sequence in self._unscored})
 
     def take_out(self) -> list[Progress]:
-        """Takes everything out, for another batch to go on with; returns what was drawn and not handed on yet."""
+        """Removes all sequences so that another batch can continue them; returns the progress not reported yet."""
         self.strategy.read_all()
         progress = self.tell()
         left = self.unfinished
@@ -124,9 +126,9 @@ class LiveBatch:
         return progress
 
     def turn(self) -> list[Progress]:
-        """One pass over the layers; what it brought, in the order in which the sequences were added.
+        """Makes one pass over the layers; returns its progress, in the order in which the sequences were added.
 
-        Where prompts are to be scored there is another one before it.
+        If prompts are to be scored, another pass comes before it.
         """
         with naming_kernels():
             self._scoring.turn()
@@ -136,14 +138,14 @@ class LiveBatch:
         return self.tell()
 
     def settle(self) -> list[Progress]:
-        """Reads what other processes have still to tell of earlier turns, before weights change; what that brought."""
+        """Reads the messages of other processes about earlier turns, before weights change; returns their progress."""
         return []
 
     def stay(self) -> None:
-        """Called in that time, also where nothing is asked."""
+        """Called at least every `seconds_between_stays`, even without requests."""
 
     def tell(self) -> list[Progress]:
-        """What was read and not handed on yet."""
+        """Returns the progress that was read and not reported yet."""
         progress = [told for sequence in list(self._num_told) if (told := self._tell(sequence)) is not None]
         for told in progress:
             if told.finish_reason is not None:
@@ -166,5 +168,5 @@ class LiveBatch:
             return Progress(sequence, [], [], "error")
         self._num_told[sequence] = known
         if is_complete:
-            sequence.processors = sequence.begins_from = None  # a kept sequence may stay for long
+            sequence.processors = sequence.begins_from = None  # a kept sequence may stay for a long time
         return Progress(sequence, tokens, logprobs, sequence.finish_reason if is_complete else None)

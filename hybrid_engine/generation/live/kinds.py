@@ -1,4 +1,8 @@
-"""A live batch of a model without containers: its own `generate()` answers one sequence after the other."""
+"""Live batches other than that of whole weights on containers; `opening.py` chooses one.
+
+`OwnBatch` answers one sequence after the other by the `generate()` of a model without containers, `StagedBatch` takes
+turns of micro-batches on pipeline stages, and `StreamedBatch` turns over layers that all processes gather together.
+"""
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
@@ -17,36 +21,36 @@ from hybrid_engine.generation.rollout.staged_rollouts import MicroBatch, Ordered
 from hybrid_engine.ops.kernel_errors import naming_kernels
 
 TOKENS_OF_A_TURN = 16
-"""At least, and a quarter of the sequence, so that a long one is fed anew less often."""
+"""Minimum number of tokens of a turn; a quarter of a longer sequence, so that it is fed again less often."""
 
 
 class OwnBatch(LiveBatch):
-    """Answers those that were added in their order, a part of an answer a turn, by the model's own `generate()`.
+    """Answers sequences in the order of their arrival by the model's own `generate()`, a part of an answer per turn.
 
-    Where they are of several shares (`Sequence.share`), turns go to each share in turn.
+    If they are of several shares (`Sequence.share`), the shares take turns.
 
-    A turn feeds the sequence anew, so that nothing is kept between turns: the next one may be another's.
+    A turn feeds the whole sequence again, so no state is kept between turns: the next one may be another sequence's.
 
     Args:
-        generator: without containers, its weights gathered.
-        longest: tokens of the longest sequence that may join.
-        passes: keeps the model's forward passes in step with those of other processes; None: nobody waits for them.
+        generator: generator without containers, its weights gathered.
+        longest: number of tokens of the longest sequence that may join.
+        passes: keeps the model's forward passes in step with those of other processes; None: no process waits for them.
     """
 
     def __init__(self, generator: Generator, longest: int, passes: JointPasses | None = None):
         self.generator, self.longest, self._passes = generator, longest, passes
         self.seconds_between_stays = None if passes is None else STREAMED_STAYS
         self._num_told: dict[Sequence, int] = {}
-        self._turns: dict[str, int] = {}  # by share, the number of its last turn
+        self._turns: dict[str, int] = {}  # number of each share's last turn
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence waits."""
+        """Whether a sequence is unfinished."""
         return bool(self._num_told)
 
     @property
     def num_running(self) -> int:
-        """The one whose turn it is."""
+        """1 if a sequence is unfinished, else 0: one is answered at a time."""
         return min(1, len(self._num_told))
 
     @property
@@ -56,37 +60,37 @@ class OwnBatch(LiveBatch):
 
     @property
     def kv_blocks(self) -> KVBlocks:
-        """None: the model keeps a cache of its own."""
+        """No blocks: the model has a cache of its own."""
         return KVBlocks(0, 0, 0)
 
     def add(self, sequences: list[Sequence]) -> None:
-        """Lets `sequences` wait for their turn."""
+        """Queues `sequences` for their turns."""
         self.score(list(dict.fromkeys(sequence.prompt for sequence in sequences)))
         for sequence in sequences:
             sequence.is_kept = False
             self._num_told[sequence] = len(sequence.tokens)
 
     def score(self, prompts: list[Prompt]) -> None:
-        """Sees to it that those of `prompts` which want scores have them, by the model's forward."""
+        """Scores those of `prompts` that request it, by the model's forward."""
         self.generator.own.score(prompts, self.generator.device)
 
     def cancel(self, sequences: list[Sequence]) -> None:
-        """Takes `sequences` out; those that have finished stay as they are."""
+        """Removes `sequences`; finished ones are not changed."""
         for sequence in sequences:
             self._num_told.pop(sequence, None)
 
     def take_out(self) -> list[Progress]:
-        """Takes everything out; all that was drawn is handed on already."""
+        """Removes all sequences; all their progress was reported already."""
         self._num_told.clear()
         return []
 
     def stay(self) -> None:
-        """Takes part in passes of other processes; where there is work here, its next pass does."""
+        """Takes part in passes of other processes; if there is work here, its next pass does."""
         if self._passes is not None and not self.has_work:
             self._passes.meet(IDLE)
 
     def turn(self) -> list[Progress]:
-        """More of the answer of the sequence that waits longest, of each share in turn."""
+        """Continues the answer of the sequence that waits longest, of each share in turn."""
         sequence = self._take_next()
         first = self._num_told[sequence]
         most = max(TOKENS_OF_A_TURN, len(sequence) // 4)
@@ -115,7 +119,7 @@ class OwnBatch(LiveBatch):
 
 
 def open_own(generator: Generator, longest: int | None, release: ExitStack, caller: str) -> OwnBatch:
-    """A batch of `generator`, which has no containers; the return of what it takes goes on `release`.
+    """Opens a batch of `generator`, which has no containers; registers what must be released on `release`.
 
     Errors name `caller`.
 
@@ -136,46 +140,49 @@ def open_own(generator: Generator, longest: int | None, release: ExitStack, call
 
 
 class StagedBatch(LiveBatch):
-    """The micro-batches as one; every stage makes the same calls.
+    """The micro-batches of a pipeline as one batch; every stage makes the same calls.
 
     Args:
-        batches: of which `turns` are taken.
+        batches: micro-batches that take turns by `turns`.
     """
 
     def __init__(self, model: InferenceModel, batches: list[MicroBatch], longest: int, turns: OrderedTurns):
         self.model, self.longest = model, longest
         self._turns = turns
         self._parts = [LiveBatch(model, batch, longest) for batch in batches]
-        self._settled: list[Progress] = []  # and not told yet
+        self._settled: list[Progress] = []  # not reported yet
         self._next = 0
 
     @property
     def has_work(self) -> bool:
-        """Whether a turn would bring something, an error that was met included."""
+        """Whether a turn has a result, which may be an error that occurred before."""
         return bool(self._turns.failed or self._settled) or any(part.has_work for part in self._parts)
 
     @property
     def num_running(self) -> int:
-        """Sequences that decode now."""
+        """Number of sequences that decode now."""
         return sum(part.num_running for part in self._parts)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have not begun, or begin again."""
+        """Number of sequences that have not started, or start again."""
         return sum(part.num_waiting for part in self._parts)
 
     @property
     def kv_blocks(self) -> KVBlocks:
-        """What the KV blocks of all micro-batches on this stage are for; those of other stages are alike."""
+        """Use of the KV blocks of all micro-batches on this stage; those of other stages are equal."""
         return KVBlocks(*map(sum, zip(*(part.kv_blocks for part in self._parts), strict=True)))
 
     @property
     def unfinished(self) -> list[Sequence]:
-        """All sequences that something is still to come for."""
+        """All sequences for which progress is still to come."""
         return [sequence for part in self._parts for sequence in part.unfinished]
 
     def add(self, sequences: list[Sequence]) -> None:
-        """LiveBatch's. Samples of a prompt go together, and what goes on from another sequence goes where that was."""
+        """See `LiveBatch.add`.
+
+        Samples of a prompt go together, and a continued sequence goes where the earlier one was.
+        """
         self.score(list(dict.fromkeys(sequence.prompt for sequence in sequences)))
         of_prompts: dict[Prompt, list[Sequence]] = {}
         for sequence in sequences:
@@ -193,31 +200,31 @@ class StagedBatch(LiveBatch):
         return min(self._parts, key=lambda part: len(part.unfinished))
 
     def score(self, prompts: list[Prompt]) -> None:
-        """LiveBatch's, by passes through all stages."""
+        """See `LiveBatch.score`; makes passes through all stages."""
         wanted = [prompt for prompt in prompts if is_unscored(prompt)]
         if wanted:
             self._settled += self.settle()  # a pass through all stages has messages of its own
             score_prompts(self.model, wanted)
 
     def cancel(self, sequences: list[Sequence]) -> None:
-        """Takes `sequences` out of their micro-batches, whether they run or wait."""
+        """Removes `sequences` from their micro-batches, whether they run or wait."""
         for part in self._parts:
             if part.strategy not in self._turns.failed:
                 part.cancel(sequences)
 
     def take_out(self) -> list[Progress]:
-        """Takes everything out of all micro-batches; returns what was drawn and not handed on yet."""
+        """Removes all sequences from all micro-batches; returns the progress not reported yet."""
         self._turns.read_all()
         settled, self._settled = self._settled, []
         return settled + [told for part in self._parts for told in part.take_out()]
 
     def settle(self) -> list[Progress]:
-        """Reads what the last stage has still to tell of earlier turns; what that brought."""
+        """Reads the last stage's messages about earlier turns; returns their progress."""
         self._turns.read_all()
         return [told for part in self._parts for told in part.tell()]
 
     def turn(self) -> list[Progress]:
-        """A turn of the next micro-batch that has work; what was told since its last one."""
+        """Takes a turn of the next micro-batch that has work; returns the progress of its previous one."""
         settled, self._settled = self._settled, []
         places = [(self._next + step) % len(self._parts) for step in range(len(self._parts))]
         for place in places:
@@ -233,11 +240,11 @@ class StagedBatch(LiveBatch):
 
 
 class StreamedBatch(LiveBatch):
-    """LiveBatch, whose turns are those of all processes.
+    """A LiveBatch whose turns are taken by all processes together.
 
     Args:
         native: runs a turn over the stream.
-        partners: whose layers are gathered with these.
+        partners: processes whose layers are gathered with this one's.
     """
 
     seconds_between_stays = STREAMED_STAYS
@@ -254,21 +261,21 @@ class StreamedBatch(LiveBatch):
         self._turns = JointTurns(partners, lambda: native.pass_over_stream(self._pass))
 
     def turn(self) -> list[Progress]:
-        """One pass over the layers, on all processes."""
+        """Makes one pass over the layers, on all processes."""
         self._turns.meet(WORKS)
         return self.tell()
 
     def stay(self) -> None:
-        """Takes part in the turns of others; where there is work here, its next turn does."""
+        """Takes part in the turns of others; if there is work here, its next turn does."""
         if not self.has_work:
             self._turns.meet(IDLE)
 
     def leaving(self) -> AbstractContextManager[None]:
-        """Takes part in the turns of others afterwards until all have left; an error inside is raised on all."""
+        """On exit, takes part in the turns of others until all have left; raises an error inside on all."""
         return self._turns.leaving()
 
     def _pass(self) -> None:
-        """One pass over the layers, whether there is something to compute or not."""
+        """Makes one pass over the layers, even if there is nothing to compute."""
         with naming_kernels():
             if not self._scoring.turn():
                 self._join_scored()

@@ -1,4 +1,4 @@
-"""Opens live batches: weights gathered, adapters fused, a KV workspace taken for sequences that are still to come."""
+"""Opens live batches: gathers weights, fuses adapters and allocates a KV workspace for sequences that join later."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -37,25 +37,25 @@ def live_batch(
     caller: str = "serving()",
     memory: MemoryLimit | None = None,
 ) -> Iterator[LiveBatch]:
-    """Inside, the weights are gathered, LoRA fused and the KV workspace taken for a batch that is empty at first.
+    """Inside, weights are gathered, LoRA is fused and the KV workspace allocated for a batch that starts empty.
 
-    Collective where weights are sharded or shared: each process that has a whole model has a batch of its own, those
-    that share one have the same, which one of them leads.
+    Collective if weights are sharded or shared: each process with a whole model has a batch of its own; processes that
+    share one have the same batch, which one of them leads.
 
     Args:
-        generator: whose module is in eval mode.
-        longest: tokens of prompt and answer together; None: as many as the model and `max_out_tokens` allow and memory
-            holds.
-        max_running: sequences that decode at once; None: as many as in a rollout.
-        link: of the processes that share the model.
-        adapters: of a peft model, each with a batch of its own beside that of the base model; empty: the active one is
+        generator: generator whose module is in eval mode.
+        longest: number of tokens of prompt and answer together; None: as many as the model, `max_out_tokens` and memory
+            allow.
+        max_running: number of sequences that decode at once; None: as many as in a rollout.
+        link: link of the processes that share the model.
+        adapters: adapters of a peft model, each with a batch in addition to the base model's; empty: the active one is
             fused, as in a rollout.
-        caller: the function or command that errors and notices name.
-        memory: for the KV workspace; None: as for a rollout.
+        caller: name of the function or command for errors and notices.
+        memory: limit of the KV workspace; None: that of a rollout.
 
     Raises:
         ValueError: the model is in another live batch; it has no containers, and processes share it or `adapters` are
-            wanted; several processes share it and there is no link; or there is no memory for one sequence.
+            requested; several processes share it without a link; or memory does not suffice for one sequence.
     """
     partners = generator.partners
     # A thread of a live batch starts on device 0.
@@ -86,7 +86,7 @@ def live_batch(
             with streamed.leaving():
                 yield streamed
             return
-        if adapters and generator.group.slices is not None:  # groups of processes switch at times of their own
+        if adapters and generator.group.slices is not None:  # each group of processes switches at its own time
             release.enter_context(generator.group.slices.keeping())
         batch = partners.agree(lambda: _open(generator, native, plan, kv, adapters, release))
         if link is None:
@@ -108,9 +108,9 @@ def _open(
     adapters: tuple[str, ...],
     release: ExitStack,
 ) -> LiveBatch:
-    """The batch of whole weights, or one for each of `adapters` and one for the base model, each with its part of `kv`.
+    """Opens the batch of the whole weights, or one for the base model and each of `adapters`, each with a part of `kv`.
 
-    What is to be given back goes on `release`.
+    Registers what must be released on `release`.
     """
     if not adapters:
         return _open_one(native, plan, kv)
@@ -120,7 +120,7 @@ def _open(
     batches: dict[str | None, LiveBatch] = {}
     for name, part in zip(names, split_workspace(kv, native.model, plan, len(names)), strict=True):
         fused.fuse(name)
-        # A graph holds addresses, which fusing anew may change; on a CPU they last.
+        # A graph holds addresses, which fusing again may change; on a CPU they stay.
         batches[name] = _open_one(native, plan, part, is_recorded=kv.device.type == "cpu")
     return AdapterBatches(batches, fused)
 
@@ -136,22 +136,22 @@ def _open_one(native: ContainerRollouts, plan: Plan, kv: torch.Tensor, is_record
 
 
 class Memory(NamedTuple):
-    """What memory one process has for a live batch, in bytes."""
+    """Memory of one process for a live batch, in bytes."""
 
     spare: int
-    """For the KV workspace."""
+    """Bytes for the KV workspace."""
     training: int
-    """That training will take of them."""
+    """Bytes that training will take of them."""
 
 
 class Asked(NamedTuple):
-    """A live batch as it is asked for; the first two fields as `live_batch` takes them."""
+    """A requested live batch; `longest` and `max_running` are those of `live_batch`."""
 
     longest: int | None
     max_running: int | None
     is_linked: bool
     num_parts: int
-    """Workspaces, one for each adapter and the base model."""
+    """Number of workspaces, one for each adapter and the base model."""
     caller: str
 
 
@@ -172,7 +172,7 @@ def _open_own(generator: Generator, longest: int | None, release: ExitStack, cal
 
 
 def _plan(generator: Generator, asked: Asked, memory: list[Memory]) -> Plan:
-    """A KV workspace, one of `num_parts`, for as many sequences as are asked for, or as there is memory for."""
+    """Plans a KV workspace, one of `num_parts`, for the requested number of sequences, or as many as memory allows."""
     config, model, native = generator.config, generator.model, generator.native
     longest, max_running, is_linked, num_parts, caller = asked
     _check_free(generator, caller)
@@ -201,8 +201,8 @@ def _plan(generator: Generator, asked: Asked, memory: list[Memory]) -> Plan:
     check_integer("max_running", rows, 1)
     spare, training = min(process.spare for process in memory) // num_parts, max(each.training for each in memory)
     if generator.exact is None:
-        # The next turn of a conversation goes on from the blocks of the last. On a CPU, where a rollout gives each
-        # sequence one block that is its own, small ones took 0.97 to 1.03 of the seconds of CPU.
+        # The next turn of a conversation continues from the blocks of the last one. On a CPU, where a rollout gives
+        # each sequence a single block, small blocks took 0.97 to 1.03 of the CPU seconds.
         config = replace(config, kv_block_size=config.kv_block_size or BLOCK_SIZE)
     num_held = _most_tokens(model, config, spare, native.num_reserved_blocks)
     longest = max(2, min(longest, num_held)) if is_free else longest
@@ -214,22 +214,22 @@ def _plan(generator: Generator, asked: Asked, memory: list[Memory]) -> Plan:
     options = GenerationOptions(max_new_tokens=longest - 1)
     shapes = [Sequence(Prompt([0]), row, options) for row in range(rows)]
     plan = plan_rollout(model, shapes, options, config, spare, native.num_reserved_blocks, training)
-    num_blocks = max(plan.num_blocks, plan.num_columns + 1)  # samples of a prompt as long as may be fork into one more
+    num_blocks = max(plan.num_blocks, plan.num_columns + 1)  # samples of the longest prompt fork into one more
     return replace(plan, sequences=[], own=slice(0), longest_later=plan.longest, num_blocks=num_blocks)
 
 
 def _most_tokens(model: InferenceModel, config: HybridEngineConfig, spare_bytes: int, num_reserved: int) -> int:
-    """Tokens of the longest sequence that there is memory for."""
+    """Number of tokens of the longest sequence that memory suffices for."""
 
     def block_bytes(block_size: int) -> int:
         return torch.Size(model.kv_shape(1, block_size)).numel() * model.dtype.itemsize
 
-    if config.kv_block_size == 0 and model.device.type == "cpu":  # a block holds a whole sequence
+    if config.kv_block_size == 0 and model.device.type == "cpu":  # one block holds a whole sequence
         return spare_bytes // block_bytes(1) // (num_reserved + 2)
     block_size = config.kv_block_size or BLOCK_SIZE
     return count_tokens(block_bytes(block_size), block_size, spare_bytes, num_reserved)
 
 
 def count_tokens(block_bytes: int, block_size: int, spare_bytes: int, num_reserved: int) -> int:
-    """Tokens of the longest sequence in blocks of so many tokens, beside the ones that are reserved and a fork's."""
+    """Number of tokens of the longest sequence in these blocks, less the reserved ones and one for a fork."""
     return max(0, spare_bytes // block_bytes - num_reserved - 1) * block_size

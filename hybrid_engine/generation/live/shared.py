@@ -1,4 +1,4 @@
-"""One live batch on all processes that share its model: one leads, the others follow."""
+"""One live batch on all processes that share its model: one process leads, the others follow its calls."""
 
 import io
 import pickle
@@ -31,35 +31,35 @@ class Call(NamedTuple):
 
 
 class LiveLink:
-    """One end of the line between a leader and those that follow it; messages arrive in the order they were sent.
+    """One end of the link between a leader and its followers; messages arrive in the order in which they were sent.
 
     Args:
-        group: the processes that share the model, this one among them. Its collectives must not be under way meanwhile.
+        group: the processes that share the model, including this one. Its collectives must not be in flight meanwhile.
     """
 
     def __init__(self, group: ModelGroup):
         self.leader = group.ranks[0]
-        """Its rank among all processes."""
+        """The leader's rank among all processes."""
         self.is_leader = group.rank == 0
         self._group, self._partners, self._codec = host_group(group.process_group), group.partners, _Codec()
         self._model_group = group
 
     def send_call(self, name: str, sequences: list[Sequence] | None = None) -> None:
-        """Tells the followers of a call; waits until they have it."""
+        """Sends a call to the followers; waits until they have received it."""
         self.send((name, self._codec.encode(sequences or [])))
 
     def receive_call(self) -> Call:
-        """The leader's next call; waits for it."""
+        """Waits for the leader's next call and returns it."""
         name, sequences = self.receive()
         return Call(name, self._codec.decode(sequences))
 
     @contextmanager
     def leading(self) -> Iterator[None]:
-        """Inside, the followers make the leader's calls; they hear that it ends. An error of one is raised on all."""
+        """Inside, the followers make the leader's calls; the exit ends them. Raises an error of one on all."""
         try:
             yield
         except BaseException as error:
-            with suppress(RuntimeError):  # what ended this process may be that there is no link any more
+            with suppress(RuntimeError):  # the error may be that the link is broken
                 self.send_call("end")
             self.part(error)
             raise
@@ -67,12 +67,12 @@ class LiveLink:
         self.part(None)
 
     def making_call(self) -> AbstractContextManager[None]:
-        """Around a call of a batch: an error in it ends the sums that the other processes wait in."""
+        """Wraps a call of a batch: an error in it ends the sums that the other processes wait in."""
         sums = self._model_group.sums
         return nullcontext() if sums is None else sums.ending_others()
 
     def part(self, error: BaseException | None) -> None:
-        """After the last call: raises `error`, this process's, or another one's; collective."""
+        """Ends the link after the last call: raises `error`, this process's, or that of another one; collective."""
         if isinstance(error, LostError):
             raise error
         if self._partners.highest([int(error is not None)]) == [0]:
@@ -82,17 +82,17 @@ class LiveLink:
         raise found
 
     def send(self, value: Any) -> None:
-        """Gives `value` to every follower; collective with their `receive`."""
+        """Sends `value` to every follower; collective with their `receive`."""
         dist.broadcast_object_list([value], src=self.leader, group=self._group)
 
     def receive(self) -> Any:
-        """The value that the leader sends next; collective with its `send`."""
+        """Returns the value that the leader sends next; collective with its `send`."""
         received: list[Any] = [None]
         dist.broadcast_object_list(received, src=self.leader, group=self._group)
         return received[0]
 
     def led(self, action: Callable[[], Result]) -> Result | None:
-        """Runs `action` on the leader, which returns its result; an error of it is raised on all."""
+        """Runs `action` on the leader and returns its result there; raises its error on all."""
         if self.is_leader:
             result, error = attempt(action)
             self.send(None if error is None else describe_error(error))
@@ -105,14 +105,14 @@ class LiveLink:
         return None
 
     def highest(self, state: int) -> int:
-        """The highest state of the processes."""
+        """Returns the highest state of the processes."""
         return self._partners.highest([state])[0]
 
 
 class _Codec:
-    """Sequences and tokenizers as bytes: each travels once and is a number from then on.
+    """Encodes sequences and tokenizers as bytes: each is sent once and is a number from then on.
 
-    A sequence that a follower has forgotten is one that its batch has no keys of, and the leader's has none either.
+    If a follower no longer has a sequence, its batch has no keys of it, and neither does the leader's.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class _Codec:
         self._num_sequences = 0
 
     def encode(self, sequences: list[Sequence]) -> bytes:
-        """`sequences` as bytes, on the leader; their tokenizers are told once."""
+        """Encodes `sequences` on the leader; their tokenizers are sent once."""
         needed = {id(s.options.rules.tokenizer): s.options.rules.tokenizer for s in sequences}
         known = {id(tokenizer) for tokenizer in self._tokenizers}
         new = [tokenizer for key, tokenizer in needed.items() if tokenizer is not None and key not in known]
@@ -147,7 +147,7 @@ class _Codec:
         return pickle.dumps((new, buffer.getvalue()))
 
     def decode(self, data: bytes) -> list[Sequence]:
-        """On a follower; what it has forgotten is left out."""
+        """Decodes sequences on a follower; leaves out those that it no longer has."""
         new, body = pickle.loads(data)
         self._tokenizers += new
 
@@ -167,49 +167,49 @@ class _Codec:
 
 
 class LeadingBatch(LiveBatch):
-    """`batch`, of a process that leads others: they make each call that is made here."""
+    """The batch of a leading process: the followers repeat each call of it."""
 
     seconds_between_stays = 0.5
 
     def __init__(self, batch: LiveBatch, link: LiveLink):
         self._batch, self.longest = batch, batch.longest
         self.link, self.is_needed = link, True
-        """Whether a follower's caller still had a use for this batch when they were asked last."""
+        """Whether a follower's caller still used this batch at the last `stay`."""
 
     @property
     def has_work(self) -> bool:
-        """Whether a turn would bring something."""
+        """Whether a turn has a result."""
         return self._batch.has_work
 
     @property
     def num_running(self) -> int:
-        """Sequences that decode now."""
+        """Number of sequences that decode now."""
         return self._batch.num_running
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have not begun, or begin again."""
+        """Number of sequences that have not started, or start again."""
         return self._batch.num_waiting
 
     @property
     def kv_blocks(self) -> KVBlocks:
-        """What the KV blocks of this process are for; those of the others are alike."""
+        """Use of the KV blocks of this process; those of the others are equal."""
         return self._batch.kv_blocks
 
     @property
     def unfinished(self) -> list[Sequence]:
-        """All sequences that something is still to come for."""
+        """All sequences for which progress is still to come."""
         return self._batch.unfinished
 
     def add(self, sequences: list[Sequence]) -> None:
-        """Lets `sequences` wait for a place, on all processes. See `LiveBatch.add`."""
+        """Queues `sequences` on all processes. See `LiveBatch.add`."""
         if sequences:
             self.link.send_call("add", sequences)
             with self.link.making_call():
                 self._batch.add(sequences)
 
     def cancel(self, sequences: list[Sequence]) -> None:
-        """Takes out, on all processes, those of `sequences` that have not finished."""
+        """Removes those of `sequences` that have not finished, on all processes."""
         unfinished = set(self.unfinished) if sequences else set()
         known = [sequence for sequence in sequences if sequence in unfinished]
         if known:
@@ -217,19 +217,19 @@ class LeadingBatch(LiveBatch):
             self._batch.cancel(known)
 
     def take_out(self) -> list[Progress]:
-        """Takes everything out on all processes; returns what was drawn and not handed on yet."""
+        """Removes all sequences on all processes; returns the progress not reported yet."""
         self.link.send_call("take_out")
         with self.link.making_call():
             return self._batch.take_out()
 
     def turn(self) -> list[Progress]:
-        """One pass over the layers on all processes; what it brought."""
+        """Makes one pass over the layers on all processes; returns its progress."""
         self.link.send_call("turn")
         with self.link.making_call():
             return self._batch.turn()
 
     def stay(self) -> None:
-        """Shows the followers that the leader is there, and asks whether they still have a use for it."""
+        """Shows the followers that the leader is alive, and asks whether they still use it."""
         self.link.send_call("stay")
         state = self.link.highest(_LEAVES)
         if state == _FAILED:
@@ -238,10 +238,10 @@ class LeadingBatch(LiveBatch):
 
 
 def follow(batch: LiveBatch, link: LiveLink, is_staying: Callable[[], bool]) -> None:
-    """Makes the leader's calls on this process's batch until the leader says that it ends.
+    """Makes the leader's calls on this process's batch until the leader ends.
 
-    `is_staying` says whether the caller of this process still has a use for the leader. After an error here no call is
-    made any more, until the leader has noticed. Raises it, or that of another process.
+    `is_staying` returns whether the caller of this process still uses the leader. After an error here no call is made
+    any more, until the leader has noticed. Raises this error, or that of another process.
     """
     error: BaseException | None = None
     while True:
@@ -282,11 +282,11 @@ class LiveFollower:
         self._opened = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hybrid-engine-follower", daemon=True)
         self.is_staying = True
-        """Whether somebody on this process still has a use for the leader."""
+        """Whether this process still uses the leader."""
         self.error: BaseException | None = None
 
     def start(self) -> None:
-        """Opens the batch; raises what that raises."""
+        """Opens the batch; raises the error of opening it."""
         give_back_openmp_pool()
         self._thread.start()
         self._opened.wait()
@@ -294,7 +294,7 @@ class LiveFollower:
             self.close()
 
     def close(self) -> None:
-        """Waits until the leader has ended; raises what ended the thread, if something did."""
+        """Waits until the leader has ended; raises the error that ended the thread, if any."""
         self.is_staying = False
         self._thread.join()
         if self.error is not None:

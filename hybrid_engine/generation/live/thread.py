@@ -1,7 +1,7 @@
-"""The thread that owns the model: takes what was asked for into the running batch, turn by turn.
+"""The thread that owns the model and runs a live batch turn by turn, for servers and asynchronous rollouts.
 
-Other threads only leave notes for it. Between two turns it reads them: who joins, whose client went away, whether to
-end. What a turn brought is handed on once a turn, to whoever listens.
+Other threads only leave notes for it. Between two turns it reads them: sequences that join, canceled ones, and whether
+to end. After each turn it passes the progress to the listener.
 """
 
 import ctypes
@@ -18,13 +18,13 @@ from hybrid_engine.generation.live.batch import KVBlocks, LiveBatch, Progress
 from hybrid_engine.generation.request.core import Sequence
 
 Listener = Callable[[list[Progress]], None]
-"""Called on the worker's thread with what a turn brought."""
+"""Called on the worker's thread with the progress of a turn."""
 _SOFT = 1
-"""omp_pause_soft: everything may be used again, and is built again then."""
+"""omp_pause_soft: resources may be used again and are then created again."""
 
 
 class TooManyWaitError(Exception):
-    """As many sequences wait to begin as may."""
+    """The maximum number of sequences already waits to start."""
 
 
 class EndedError(Exception):
@@ -33,7 +33,7 @@ class EndedError(Exception):
 
 @dataclass
 class _Notes:
-    """What other threads want, read between two turns."""
+    """Requests of other threads, read between two turns."""
 
     joining: list[Sequence] = field(default_factory=list)
     leaving: list[Sequence] = field(default_factory=list)
@@ -47,25 +47,25 @@ class LiveThread:
 
     Args:
         opening: opens the batch; entered and left on the worker's thread.
-        listener: gets every turn's progress; must not wait.
-        max_waiting: sequences that may wait to begin, beyond those that run.
+        listener: called with every turn's progress; must not block.
+        max_waiting: number of sequences that may wait to start, in addition to running ones.
     """
 
     def __init__(self, opening: Callable[[], AbstractContextManager[LiveBatch]], listener: Listener, max_waiting: int):
         self._opening, self._listener, self.max_waiting = opening, listener, max_waiting
         self._notes, self._changed = _Notes(), threading.Condition()
-        self._joining: list[Sequence] = []  # those that the batch is taking in
+        self._joining: list[Sequence] = []  # sequences that the batch is adding
         self._opened = threading.Event()
-        self._waiting: Counter[str] = Counter()  # sequences that have not begun, by share
-        self._shares: set[str] = set()  # all that were heard of
+        self._waiting: Counter[str] = Counter()  # number of sequences not started, by share
+        self._shares: set[str] = set()  # all shares seen so far
         self._thread = threading.Thread(target=self._run, name="hybrid-engine-live", daemon=True)
         self.batch: LiveBatch | None = None
         self.error: BaseException | None = None
         self.has_ended = False
-        """Whether nobody hears of turns any more."""
+        """Whether turns are no longer reported."""
 
     def start(self) -> None:
-        """Opens the batch; raises what that raises."""
+        """Opens the batch; raises the error of opening it."""
         give_back_openmp_pool()
         self._thread.start()
         self._opened.wait()
@@ -74,11 +74,11 @@ class LiveThread:
             raise self.error
 
     def submit(self, sequences: list[Sequence]) -> None:
-        """Lets `sequences` join, which together are one request, all of one share.
+        """Queues `sequences`, which form one request of one share.
 
         Raises:
-            TooManyWaitError: nothing joined; some of those that wait have to begin first. Where others fill the line,
-                a share may still have its part of it.
+            TooManyWaitError: no sequence was queued; some waiting ones have to start first. If others fill the line, a
+                share may still have its part of it.
             EndedError: the batch has ended, or is about to.
         """
         with self._changed:
@@ -101,30 +101,30 @@ class LiveThread:
         return self._waiting[share] + count <= part
 
     def cancel(self, sequences: list[Sequence]) -> None:
-        """Takes out what nobody waits for any more; one that has finished stays as it is."""
+        """Removes sequences that are no longer wanted; a finished one is not changed."""
         with self._changed:
             self._notes.leaving += sequences
             self._changed.notify()
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have not begun."""
+        """Number of sequences that have not started."""
         return self._waiting.total()
 
     @property
     def num_running(self) -> int:
-        """Sequences in the batch now."""
+        """Number of sequences in the batch that decode now."""
         return 0 if self.batch is None else self.batch.num_running
 
     @property
     def kv_blocks(self) -> KVBlocks:
-        """Blocks of the batch's KV workspace."""
+        """Use of the blocks of the batch's KV workspace."""
         return KVBlocks(0, 0, 0) if self.batch is None else self.batch.kv_blocks
 
     def stop(self) -> None:
-        """Ends at once; what is unfinished keeps the tokens that it has, and may join another batch.
+        """Ends at once; unfinished sequences keep their tokens, and may join another batch.
 
-        Raises what ended the thread, if something did.
+        Raises the error that ended the thread, if any.
         """
         with self._changed:
             self._notes.is_stopping = self._notes.is_closing = True
@@ -134,16 +134,16 @@ class LiveThread:
             raise self.error
 
     def drop(self) -> None:
-        """Tells whoever waits, at once, that nothing more comes, and ends after this turn; `close()` waits for it."""
+        """Reports at once that nothing more comes, and ends after this turn; `close()` waits for the end."""
         with self._changed:
             self._notes.is_dropping = True
             self._changed.notify()
         self._tell_of_the_end()
 
     def close(self) -> None:
-        """Waits for everything that was asked for, then gives back what the batch holds.
+        """Waits for all queued sequences, then releases what the batch holds.
 
-        Raises what ended the thread, if something did.
+        Raises the error that ended the thread, if any.
         """
         with self._changed:
             self._notes.is_closing = True
@@ -191,7 +191,7 @@ class LiveThread:
                 self._listener(progress)
 
     def _count_waiting(self, batch: LiveBatch) -> Counter[str]:
-        """Sequences that have not begun, or begin again, by share; none is zero."""
+        """Counts sequences that have not started, or start again, by share; no count is zero."""
         joining = Counter(sequence.share for sequence in self._notes.joining)
         if len(self._shares) > 1:
             return joining + Counter(sequence.share for sequence in batch.unfinished if sequence.slot < 0)
@@ -202,7 +202,7 @@ class LiveThread:
         return bool(self._notes.joining or self._notes.leaving or self._notes.is_closing)
 
     def _tell_of_the_end(self) -> None:
-        """Nobody waits for what will not come."""
+        """Reports an error for every unfinished sequence."""
         with self._changed:
             self._notes.is_closing = self.has_ended = True
             left = self._joining + self._notes.joining
@@ -213,15 +213,16 @@ class LiveThread:
 
 
 def give_back_openmp_pool() -> bool:
-    """Ends the threads that the caller's operations on a CPU are shared out to; its next operation starts them again.
+    """Ends the threads that the caller's CPU operations are distributed to; its next operation starts them again.
 
     Every thread that computes has such a pool of its own. GNU's OpenMP counts the threads of all pools, and once they
-    are more than the CPUs, none waits actively for work any more: each operation of any thread wakes its pool through
-    the kernel, which took a quarter more time for decoding 64 rows on two CPUs (`GOMP_SPINCOUNT` in its manual). So a
-    thread that hands the model to another one gives its pool back first.
+    outnumber the CPUs, none waits actively for work any more: each operation of any thread wakes its pool through the
+    kernel, which took a quarter more time for decoding 64 rows on two CPUs (`GOMP_SPINCOUNT` in its manual). So a
+    thread that hands the model to another one ends its pool first.
 
     Returns:
-        Whether there is none now; False where OpenMP is not used, older than 5.0, or the caller is in a parallel part.
+        Whether there is no pool now; False if OpenMP is not used or older than 5.0, or the caller is in a parallel
+        region.
     """
     try:
         pause = ctypes.CDLL(torch._C.__file__).omp_pause_resource_all

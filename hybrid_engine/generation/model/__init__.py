@@ -1,1 +1,1 @@
-"""The model while it generates: containers on gathered weights, stages, exact mode, scores of given tokens."""
+"""The model while it generates: containers on gathered weights, stages, exact mode, scores of existing tokens."""

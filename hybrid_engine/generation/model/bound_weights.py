@@ -1,4 +1,7 @@
-"""Containers on gathered weights: bound and fused once, or layer by layer where the layers are streamed."""
+"""Binds containers to gathered weights: once, to copies at fixed addresses, or layer by layer if layers are streamed.
+
+Also checks that containers can generate with the weights of a model that a plan splits, and builds its group.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,15 +22,15 @@ from hybrid_engine.zero.slicing import PartReader, places_of_ranks
 from hybrid_engine.zero.split_module import SplitModule, StagedModule, num_stages_of, original_of, unit_size_of
 
 Read = Callable[[torch.Tensor, Cut | None, int, str], torch.Tensor]
-"""`TensorParallel.read`: a rank's part of a parameter."""
+"""Signature of `TensorParallel.read`: returns a rank's part of a parameter."""
 OPTION = "plan_ngpus"
 
 
 class LastingWeights:
-    """Copies of gathered parameters, each at an address that lasts; FSDP2 gathers to another one every time.
+    """Copies of gathered parameters at fixed addresses; FSDP2 gathers to another address every time.
 
-    Recorded steps read them, so that the next rollout need not record anew. A layer's gathered weights are freed once
-    they are copied: a rollout holds the whole weights once, and two layers of them twice.
+    Recorded steps read them, so the next rollout does not have to record again. A layer's gathered weights are freed
+    once they are copied: a rollout holds the whole weights once, and two layers of them twice.
     """
 
     def __init__(self, read: Read, wait: Callable[[], None]):
@@ -38,7 +41,7 @@ class LastingWeights:
         self.is_used = False
 
     def read(self, parameter: torch.Tensor, cut: Cut | None, rank: int, name: str) -> torch.Tensor:
-        """The part of `rank`, or the copy of it, made once between `taken` and its end."""
+        """Returns the part of `rank`; inside `taken`, its copy, which is made once."""
         key = (id(parameter), cut)
         if key in self._filled:
             return self._copies[key][1].held
@@ -52,13 +55,13 @@ class LastingWeights:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """What is read inside are copies; their memory is given back at the end."""
+        """Inside, `read` returns copies; their memory is released at the end."""
         self.is_used = True
         try:
             yield
         finally:
             self.is_used = False
-            self._copies = {key: self._copies[key] for key in self._filled}  # others' parameters are gone
+            self._copies = {key: self._copies[key] for key in self._filled}  # the other parameters are gone
             for _, buffer in self._copies.values():
                 buffer.release()
             self._filled.clear()
@@ -82,9 +85,11 @@ def bound_to_copies(model: InferenceModel, gatherer: WeightGatherer, weights: La
 
 @contextmanager
 def bound(model: InferenceModel, gatherer: WeightGatherer, layers_at_once: int = 1) -> Iterator[None]:
-    """Inside, containers read what `gatherer` has gathered, adapters fused; of streamed layers, what is outside them.
+    """Inside, containers read the weights that `gatherer` has gathered, adapters fused.
 
-    `layers_at_once`: layers whose parts are on their way together, where they are taken from other processes.
+    If streamed, those outside layers.
+
+    `layers_at_once`: number of layers whose parts are in flight together, if other processes send them.
     """
     if gatherer.is_streamed:
         model.bind_rest()
@@ -101,7 +106,7 @@ def bound(model: InferenceModel, gatherer: WeightGatherer, layers_at_once: int =
 
 
 def pass_over_layers(model: InferenceModel, gatherer: WeightGatherer) -> Iterable[InferenceLayer]:
-    """The layers in order, for one forward pass; streamed ones are each gathered, bound and fused while in use."""
+    """Returns the layers in order for one forward pass; streamed ones are gathered, bound and fused while in use."""
     return _streamed(model, gatherer) if gatherer.is_streamed else model.layers
 
 
@@ -115,9 +120,9 @@ def _streamed(model: InferenceModel, gatherer: WeightGatherer) -> Iterator[Infer
 
 
 def check_parts(model: nn.Module, is_exact: bool, tp_size: int) -> None:
-    """ValueError where no containers of `model`, which a plan has split, can generate in its parts; collective.
+    """Raises ValueError if containers of `model`, which a plan has split, cannot generate in its parts; collective.
 
-    A model that has none generates by its own `generate()`, which its hooks put on parts; in stages it cannot.
+    A model without containers generates by its own `generate()`, whose hooks work on parts; in stages it cannot.
     """
     size = unit_size_of(model)
     if size == 1:
@@ -148,9 +153,9 @@ def _check_containers(model: nn.Module, num_parts: int) -> None:
 
 
 def layers_of_stages(model: StagedModule, root: nn.Module, containers: InferenceModel) -> tuple[range, ...]:
-    """The layers of each stage of the plan; `root` is what `containers` were made of.
+    """Returns the layers of each stage of the plan; `containers` were built from `root`.
 
-    ValueError where rollouts cannot go through them in the plan's stages.
+    Raises ValueError if rollouts cannot pass through them in the plan's stages.
     """
     num_stages = model.num_stages
     paths = {id(module): path for path, module in root.named_modules()}
@@ -184,10 +189,10 @@ def layers_of_stages(model: StagedModule, root: nn.Module, containers: Inference
 
 
 def share_unit(model: nn.Module, device: torch.device) -> ModelGroup:
-    """The group in which the processes of a unit generate, given the same prompts; collective.
+    """Returns the group in which the processes of a unit generate from the same prompts; collective.
 
-    Of several axes the one over which most is split is the outermost for tensor parallelism, so that what a process
-    generates with lies in what it trains.
+    Of several axes, the one that splits most is the outermost for tensor parallelism, so that the weights a process
+    generates with are among those that it trains.
     """
     assert isinstance(model, SplitModule)
     root = original_of(model)

@@ -1,15 +1,15 @@
-"""What a module computes by, besides its parameters: its children, and the hooks and forwards that others gave it."""
+"""Detects changes of a module's children, hooks and forward, after which the generator rebuilds its containers."""
 
 from typing import Any
 
 from torch import nn
 
 WITHOUT_EFFECT = ("hybrid_engine.", "torch.distributed.")
-"""Whose hooks and forwards leave what a module computes as it is."""
+"""Packages whose hooks and forwards do not change what a module computes."""
 
 
 def computes_by(module: nn.Module) -> tuple[Any, ...]:
-    """Equal as long as `module` has the same children, and the same hooks and forward of its own from others."""
+    """Returns a value that stays equal while `module` has the same children and the same foreign hooks and forward."""
     children = tuple(module._modules.values())
     forward = vars(module).get("forward")
     if forward is None and not module._forward_hooks and not module._forward_pre_hooks:
@@ -21,5 +21,5 @@ def computes_by(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _has_effect(function: Any) -> bool:
-    function = getattr(function, "func", function)  # of a functools.partial
+    function = getattr(function, "func", function)  # unwraps a functools.partial
     return not str(getattr(function, "__module__", "")).startswith(WITHOUT_EFFECT)

@@ -1,8 +1,8 @@
-"""Exact mode: rollouts run the module's own forward, and with the trainer's every operation in fixed shapes.
+"""Exact mode: rollouts run the module's own forward and, like the trainer, every operation in fixed shapes.
 
-The log-probability that a rollout records for a token then has the bits that the trainer computes, whatever stands
-beside it in a batch. Inside `training()` and `rollout()`, and nowhere else, the module's attention is
-`fixed_attention.py`'s, its experts go one by one, and `FixedShapes` is in force; nothing of the module is replaced.
+The log-probability that a rollout records for a token is then bitwise equal to the trainer's, whatever other rows a
+batch has. Inside `training()` and `rollout()`, and nowhere else, the module's attention is that of
+`fixed_attention.py`, its experts run one by one, and `FixedShapes` is in force; no part of the module is replaced.
 Adapters are not fused: the rollout adds them as the trainer does.
 """
 
@@ -27,12 +27,12 @@ from hybrid_engine.ops.kernel_errors import need_kernels, replaced_kernels
 OPTION = "hybrid_engine.exact"
 DTYPES = (torch.float32, torch.bfloat16)
 ATTENTION = "hybrid_engine_exact"
-# What exact mode sets in the model's config while a forward runs: names of implementations in transformers.
+# Config entries that exact mode sets while a forward runs: names of implementations in transformers.
 IMPLEMENTATIONS = {"_attn_implementation_internal": ATTENTION, "_experts_implementation_internal": "eager"}
 
 
 class RolloutPass(NamedTuple):
-    """A pass over packed or decoded tokens, whose keys and values lie in blocks."""
+    """A pass over packed or decoded tokens, whose keys and values are in KV blocks."""
 
     batch: Batch
     caches: tuple[torch.Tensor, ...]  # keys and values of each layer in turn
@@ -103,7 +103,7 @@ def _over_padded(
     attention: Attention,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of sequences `[B, T, ...]` as if each had its tokens first; what padding gets is never read."""
+    """Attention of sequences `[B, T, ...]` as if each had its tokens first; the values at padding are never read."""
     positions = torch.arange(query.shape[1], device=query.device).expand(query.shape[:2])
     if order is None:
         return attend(query, key, value, positions, attention, sinks)
@@ -116,9 +116,9 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 class ExactModel(InferenceModel):
-    """The module itself in the place of containers, which only say how its keys and values lie.
+    """The module itself in place of containers, which only provide the layout of its keys and values.
 
-    Raises UnsupportedModelError for what is not exact.
+    Raises UnsupportedModelError for a model or device that cannot be exact.
     """
 
     runs_module = True
@@ -145,37 +145,37 @@ class ExactModel(InferenceModel):
         self._configs = {id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")}
 
     def bind(self, layers_at_once: int = 1) -> None:
-        """Nothing: the module reads its own parameters."""
+        """Does nothing: the module reads its own parameters."""
 
     def bind_rest(self) -> None:
-        """Nothing: the module reads its own embedding, norm and head."""
+        """Does nothing: the module reads its own embedding, norm and head."""
 
     def fuse_lora(self) -> int:
-        """Nothing: the module adds its adapters itself."""
+        """Does nothing: the module adds its adapters itself."""
         return 0
 
     def fuse_rest(self) -> int:
-        """Nothing: the module adds the adapters of its head itself."""
+        """Does nothing: the module adds the adapters of its head itself."""
         return 0
 
     def buffer_bytes(self, is_streamed: bool = False) -> int:
-        """0: nothing is fused."""
+        """Returns 0: nothing is fused."""
         return 0
 
     def unfuse_lora(self) -> None:
-        """Nothing: no adapter was fused."""
+        """Does nothing: no adapter was fused."""
 
     def prepare_positions(self, num_positions: int) -> None:
-        """Nothing: the module makes its own angles."""
+        """Does nothing: the module computes its own angles."""
 
     def forward(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
-        """The logits of `batch`, from the module's own forward with exact functions; `layers` are not read."""
+        """Returns the logits of `batch` from the module's own forward with exact functions; `layers` are not read."""
         caches = kv.view(-1, *kv.shape[2:]).unbind(0)
         wanted = 0 if batch.wanted is None else batch.wanted  # 0: all
         with self._installed(RolloutPass(batch, caches)):
             output = self.module(
                 input_ids=batch.tokens[None],
-                attention_mask=torch.ones_like(batch.tokens)[None],  # OPT would count with floats
+                attention_mask=torch.ones_like(batch.tokens)[None],  # for OPT, which would count positions in floats
                 position_ids=batch.positions[None],
                 use_cache=False,
                 logits_to_keep=wanted,
@@ -183,7 +183,7 @@ class ExactModel(InferenceModel):
         return output.logits[0].float()
 
     def run_trainer(self, **kwargs: Any) -> Any:
-        """The module's forward as the trainer runs it."""
+        """Runs the module's forward in exact mode, as the trainer does."""
         with self.training((), kwargs) as arguments:
             return self.module(**arguments)
 
@@ -191,10 +191,10 @@ class ExactModel(InferenceModel):
     def training(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Inside, the trainer's forward is exact; yields the keywords to call it with.
 
-        A padded batch without `position_ids` gets those that count its tokens, as a rollout has them.
+        A padded batch without `position_ids` gets positions that count its tokens, as in a rollout.
 
         Raises:
-            ValueError: for what would not be what the rollout computes.
+            ValueError: the arguments would compute something other than a rollout.
         """
         given = inspect.signature(self.module.forward).bind_partial(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
@@ -246,7 +246,7 @@ def _check_training(module: nn.Module, given: dict[str, Any]) -> None:
 
 
 def _check_positions(positions: torch.Tensor, mask: torch.Tensor | None) -> None:
-    """Positions must count the tokens of a row; others, as of several sequences in one row, mean another mask."""
+    """Raises ValueError unless positions count the tokens of a row; several sequences in one row need another mask."""
     steps = positions.diff(dim=-1) == 1
     if mask is not None:
         steps = steps | (mask[:, 1:] == 0) | (mask[:, :-1] == 0)

@@ -1,6 +1,6 @@
-"""The processes that share one model between them in `generate()`: consecutive ranks.
+"""The consecutive ranks that share one model in `generate()`, and their collectives.
 
-Each has its part of every layer (tensor parallelism), or some of the layers (pipeline stages), or both.
+Each process has its part of every layer (tensor parallelism), some of the layers (pipeline stages), or both.
 """
 
 import traceback
@@ -25,23 +25,23 @@ from hybrid_engine.zero.slicing import PartReader, SliceReader
 
 Value = TypeVar("Value")
 TRAINING_OPTION = "hybrid_engine.inference_tp_size"
-"""What says how many processes share the model of a training engine."""
+"""Option for the number of processes that share the model of a training engine."""
 PIPELINE_OPTION = "pipeline_parallel_size"
-"""What says how many stages a model has that only generates."""
+"""Option for the number of stages of a model that only generates."""
 
 
 class Recordings(Protocol):
     """Recorded steps, whose graphs may hold collectives of a group."""
 
     def drop(self) -> None:
-        """Forgets every graph."""
+        """Drops every graph."""
 
 
 class LayerSums:
     """The collectives of this process's group.
 
     Args:
-        ranks: those of every group, which all processes of the run make together.
+        ranks: ranks of every group; all processes of the run create the groups together.
     """
 
     def __init__(self, ranks: list[list[int]]):
@@ -51,19 +51,19 @@ class LayerSums:
         self.renew()
 
     def drop_before_leaving(self, recordings: "Recordings") -> None:
-        """Has `recordings` dropped before the group goes: NCCL's must not outlive their communicator."""
+        """Registers `recordings` to drop before the group is destroyed: NCCL's must not outlive their communicator."""
         self._recordings.add(recordings)
 
     def renew(self) -> None:
-        """Makes the groups, anew where there were some; collective over all processes of the run.
+        """Creates the groups, or creates them again; collective over all processes of the run.
 
-        All have theirs when it returns: one that went on and left it again would break it for those who yet connect.
+        When it returns, all have theirs: a process that left its group early would break it for those still connecting.
         """
         self._leave()
         self._group = everyone().agree(lambda: dist.new_subgroups_by_enumeration(self._ranks)[0])
 
     def _leave(self) -> None:
-        """Closes this process's connections; the last reference to the group must go with it."""
+        """Destroys this process's group; the last reference to the group must be dropped with it."""
         if self._group is not None:
             for recordings in list(self._recordings):
                 recordings.drop()
@@ -72,9 +72,9 @@ class LayerSums:
 
     @contextmanager
     def ending_others(self) -> Iterator[None]:
-        """Inside, an error of this process ends the sums that the others wait in; then `renew` is due on all.
+        """Inside, an error of this process ends the sums that the others wait in; then all must call `renew`.
 
-        Locals of the frames that raised the error are cleared: one might hold the group.
+        The locals of the frames that raised the error are cleared, because one might reference the group.
         """
         try:
             yield
@@ -95,14 +95,17 @@ class LayerSums:
             raise
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the group; may overwrite `tensor`. FollowedError where another process left."""
+        """Returns the sum over the group; may overwrite `tensor`. Raises FollowedError if another process left."""
         tensor = tensor.contiguous()
         with self._noting_who_left() as group:
             dist.all_reduce(tensor, group=group)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensors of the group's processes side by side along the last dimension; errors as `all_reduce`."""
+        """Returns the tensors of the group's processes concatenated along the last dimension.
+
+        Raises as `all_reduce`.
+        """
         with self._noting_who_left() as group:
             size = dist.get_world_size(group)
             gathered = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
@@ -112,22 +115,22 @@ class LayerSums:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """This process's stage."""
+    """The pipeline stage of this process."""
 
     index: int
-    """From 0, which has the embedding; the last has the final norm and the LM head."""
+    """Index from 0, the stage of the embedding; the last one has the final norm and the LM head."""
     ranks: tuple[int, ...]
-    """The rank of each stage's process that this one passes hidden states to and takes them from, its own included."""
+    """Rank of the process of each stage, this one included, that exchanges hidden states with this process."""
     group: dist.ProcessGroup
-    """The process group of these."""
+    """Process group of these ranks."""
     host_group: dist.ProcessGroup
-    """Another one of the same processes, over gloo: what the host reads does not wait for the device."""
+    """Gloo group of the same processes: messages that the host reads do not wait for the device."""
     bounds: tuple[range, ...] | None = None
-    """The layers of each stage; None: as equal as they can be."""
+    """The layers of each stage; None: split as equally as possible."""
 
     @property
     def size(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return len(self.ranks)
 
     @property
@@ -137,20 +140,20 @@ class Stage:
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage makes logits."""
+        """Whether this stage computes logits."""
         return self.index == self.size - 1
 
     def layers(self, num_layers: int) -> range:
-        """The layers that this stage holds."""
+        """Returns the layers of this stage."""
         return self.all_layers(num_layers)[self.index]
 
     def all_layers(self, num_layers: int) -> Sequence[range]:
-        """The layers of each stage."""
+        """Returns the layers of each stage."""
         return self.bounds or split_layers(num_layers, self.size)
 
 
 def split_layers(num_layers: int, num_stages: int) -> list[range]:
-    """The layers of each stage; the first ones have one more where they cannot be equal: the last has the LM head."""
+    """Splits layers into stages; if they cannot be equal, the first ones have one more, as the last has the LM head."""
     fewest, num_longer = divmod(num_layers, num_stages)
     starts = [stage * fewest + min(stage, num_longer) for stage in range(num_stages + 1)]
     return [range(start, stop) for start, stop in pairwise(starts)]
@@ -158,54 +161,54 @@ def split_layers(num_layers: int, num_stages: int) -> list[range]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelGroup:
-    """This process's group; alone it holds the whole model."""
+    """The group of this process; alone, it holds the whole model."""
 
     parallel: TensorParallel = ALONE
-    """What the containers are told of those that share each layer."""
+    """Tensor parallelism of the processes that share each layer, for the containers."""
     stage: Stage | None = None
-    """Which layers this process has a part of; None: all."""
+    """This process's pipeline stage; None: it has a part of all layers."""
     stage_option: str = PIPELINE_OPTION
-    """What said that there are stages, as errors name it."""
+    """Option that sets the number of stages, for errors."""
     process_group: dist.ProcessGroup | None = None
-    """Processes that share the model; None for one process."""
+    """Process group of the processes that share the model; None for one process."""
     layer_group: dist.ProcessGroup | None = None
-    """Those of them that share each layer; None for one process."""
+    """Process group of those that share each layer; None for one process."""
     sums: LayerSums | None = None
-    """What adds up the parts of layers, where an error of one process ends the waiting of the others; or None."""
+    """Sums the parts of layers so that an error of one process ends the waiting of the others; or None."""
     slices: SliceReader | None = None
-    """Reads this rank's part of parameters that are sharded over the processes; None where nothing is shared."""
+    """Reads this rank's part of parameters sharded over the processes; None if nothing is shared."""
     parts: PartReader | None = None
-    """Reads this rank's part out of what its unit trains by a plan; None where no plan splits parameters."""
+    """Reads this rank's part of the weights that its unit trains by a plan; None if no plan splits parameters."""
     places: tuple[int, ...] | None = None
-    """By the tensor-parallel rank, the place of its process among those that share each layer; None: the same."""
+    """Index in the layer's group of the process of each tensor-parallel rank; None: the rank itself."""
     has_same_prompts: bool = False
-    """Every rank is given the same prompts and returns all rows, instead of its own prompts and rows."""
+    """Whether every rank gets the same prompts and returns all rows, instead of its own prompts and rows."""
     has_whole_module: bool = True
-    """Whether the module itself can run on every process, gathered where it is sharded."""
+    """Whether the module itself can run on every process, gathered if it is sharded."""
 
     @property
     def size(self) -> int:
-        """How many processes share the model."""
+        """Number of processes that share the model."""
         return self.parallel.size * self.num_stages
 
     @property
     def num_stages(self) -> int:
-        """How many stages the model's layers are dealt out to."""
+        """Number of stages of the model's layers."""
         return 1 if self.stage is None else self.stage.size
 
     @property
     def rank(self) -> int:
-        """This process's place among those that share the model."""
+        """Index of this process among those that share the model."""
         return self._layer_place + (0 if self.stage is None else self.stage.index * self.parallel.size)
 
     @property
     def _layer_place(self) -> int:
-        """This process's place among those that share each layer."""
+        """Index of this process among those that share each layer."""
         return self.parallel.rank if self.places is None else self.places[self.parallel.rank]
 
     @property
     def remedy(self) -> str:
-        """Options with which nothing would be shared, as an error names them."""
+        """The options with which nothing would be shared, for errors."""
         alone = [f"{self.parallel.option}=1"] if self.parallel.size > 1 else []
         return " and ".join(dict.fromkeys(alone + ([] if self.stage is None else [f"{self.stage_option}=1"])))
 
@@ -226,7 +229,7 @@ class ModelGroup:
         return range(first, first + self.size)
 
     def in_order(self, places: Sequence[int]) -> "ModelGroup":
-        """This group with its tensor-parallel ranks dealt out otherwise: rank r to the process at `places[r]`."""
+        """Returns this group with its tensor-parallel ranks permuted: rank r is the process at `places[r]`."""
         gather, size = self.parallel.all_gather, self.parallel.size
 
         def all_gather(tensor: torch.Tensor) -> torch.Tensor:
@@ -237,11 +240,11 @@ class ModelGroup:
         return replace(self, places=tuple(places), parallel=replace(self.parallel, rank=rank, all_gather=all_gather))
 
     def without_module(self) -> "ModelGroup":
-        """This group after its processes let go of all but their parts of the model."""
+        """Returns this group for processes that keep only their parts of the model."""
         return replace(self, has_whole_module=False)
 
     def gather_objects(self, value: Value) -> list[Value]:
-        """`value` of every process of the group, in the order of ranks; collective."""
+        """Returns `value` of every process of the group, in the order of ranks; collective."""
         if self.size == 1:
             return [value]
         values: list[Value | None] = [None] * self.size
@@ -249,7 +252,7 @@ class ModelGroup:
         return values  # type: ignore[return-value]
 
     def agree(self, action: Callable[[], Value]) -> Value:
-        """Runs `action`, in which the processes meet in layers; an error of one is raised on all; collective."""
+        """Runs `action`, in which the processes meet in layers; raises an error of one on all; collective."""
         try:
             return self.partners.agree(lambda: self._ending_others(action))
         except LostError:
@@ -263,17 +266,20 @@ class ModelGroup:
             return action()
 
     def renew_sums(self, partners: Partners) -> None:
-        """After an error that `partners` have raised; only all processes of a run can make groups. Collective."""
+        """Recreates the groups after an error that `partners` raised, if they are all processes of the run.
+
+        Collective.
+        """
         if self.sums is not None and partners.size == get_world_size():
             self.sums.renew()
 
     def from_last_stage(self, value: Value) -> Value:
-        """What the last stage passes, on all; `value` itself where there are no stages; collective."""
+        """Returns the last stage's `value` on all stages, or `value` itself without stages; collective."""
         return value if self.stage is None else self.gather_objects(value)[-1]
 
 
 def check_group_size(size: int, option: str) -> None:
-    """Raises ValueError, which names `option`, where groups of `size` processes do not make up all processes."""
+    """Raises ValueError, which names `option`, if groups of `size` processes do not cover all processes."""
     world_size = get_world_size()
     if world_size % size:
         choices = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
@@ -281,7 +287,7 @@ def check_group_size(size: int, option: str) -> None:
 
 
 def join_model_group(size: int, device: torch.device, option: str) -> ModelGroup:
-    """The group of `size` consecutive processes that this one belongs to; collective over all processes.
+    """Returns the group of `size` consecutive processes with this one; collective over all processes.
 
     Raises ValueError as `check_group_size` does.
     """
@@ -293,14 +299,14 @@ def join_model_group(size: int, device: torch.device, option: str) -> ModelGroup
 
 
 def _with_sums(group: ModelGroup, size: int) -> ModelGroup:
-    """`group`, whose `size` consecutive processes add up layers in groups that serve nothing else; collective."""
+    """Returns `group` with separate groups of `size` consecutive processes for the sums in layers; collective."""
     sums = LayerSums(torch.arange(get_world_size()).view(-1, size).tolist())
     parallel = replace(group.parallel, all_reduce=sums.all_reduce, all_gather=sums.all_gather)
     return replace(group, parallel=parallel, sums=sums)
 
 
 def describe_group(group: dist.ProcessGroup, option: str) -> ModelGroup:
-    """A ModelGroup of the processes in `group`."""
+    """Returns a ModelGroup of the processes in `group`."""
     size = dist.get_world_size(group)
 
     def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
@@ -320,7 +326,7 @@ def describe_group(group: dist.ProcessGroup, option: str) -> ModelGroup:
 
 
 def check_layout(tp_size: int, num_stages: int, option: str) -> None:
-    """Raises ValueError, which names both options, where such groups do not make up all processes."""
+    """Raises ValueError, which names both options, if groups of this size do not cover all processes."""
     world_size, size = get_world_size(), tp_size * num_stages
     if world_size % size:
         pairs = [(tp, n // tp) for n in range(1, world_size + 1) if world_size % n == 0 for tp in range(1, n + 1)]
@@ -334,9 +340,9 @@ def check_layout(tp_size: int, num_stages: int, option: str) -> None:
 def join_stages(
     tp_size: int, num_stages: int, device: torch.device, option: str, bounds: tuple[range, ...] | None = None
 ) -> ModelGroup:
-    """The group of `num_stages` stages of `tp_size` processes that this one belongs to; collective over all processes.
+    """Returns this process's group of `num_stages` stages of `tp_size` processes; collective over all processes.
 
-    `bounds` are the layers of each stage; None: as equal as they can be. Raises ValueError as `check_layout` does.
+    `bounds` are the layers of each stage; None: as equal as possible. Raises ValueError as `check_layout` does.
     """
     check_layout(tp_size, num_stages, option)
     shape = (get_world_size() // (tp_size * num_stages), num_stages, tp_size)
@@ -355,7 +361,7 @@ def join_stages(
 
 
 def share_sharded_model(size: int, sharding: Sharding, device: torch.device) -> ModelGroup:
-    """The group in which `generate()` of a training engine shares the model; collective."""
+    """Returns the group in which `generate()` of a training engine shares the model; collective."""
     group = join_model_group(size, device, TRAINING_OPTION)
     if size == 1:
         return group

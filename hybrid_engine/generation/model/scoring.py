@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens that are given, by one pass over whole sequences.
+"""Log-probabilities of existing tokens, such as a prompt's, by passes over whole sequences.
 
 N packed tokens, V vocabulary.
 """
@@ -17,16 +17,16 @@ from hybrid_engine.generation.request.core import Prompt
 from hybrid_engine.ops import Context, PrefillBatch
 
 MAX_LOGITS = 2**27
-"""Of one pass; more are made in several."""
+"""Maximum number of logits of one pass; more are computed in several passes."""
 MOST_TOKENS = {"cpu": 512, "cuda": 2048}
-"""Of one pass of containers, by the type of device: others decode between two, as between chunks of a long prompt."""
+"""Tokens of one pass of containers, by device type: others decode between two passes, as between chunks of a prompt."""
 
 
 class TokenScores(NamedTuple):
-    """Scores of the tokens of one prompt, the first left out, which nothing comes before."""
+    """Scores of the tokens of one prompt except the first, which no token precedes."""
 
     logprobs: list[float]
-    """Under softmax(logits), unfiltered and at temperature 1."""
+    """Log-probabilities under softmax(logits), unfiltered and at temperature 1."""
     tops: list[list[tuple[int, float]]]
     """The likeliest tokens at each position, the likeliest first."""
 
@@ -38,9 +38,9 @@ def score_packed(
     wanted: torch.Tensor | None = None,
     layers: Iterable[InferenceLayer] | None = None,
 ) -> torch.Tensor:
-    """Logits `[N, V]` fp32 after every one of the packed `tokens [N]` of sequences of `lengths`, or after `wanted`.
+    """Returns logits `[N, V]` fp32 after each of the packed `tokens [N]` of sequences of `lengths`, or after `wanted`.
 
-    `layers`: one pass over the model's, where they are gathered one by one.
+    `layers`: one pass over the model's layers, if they are gathered one by one.
     """
     longest = max(lengths)
     model.prepare_positions(longest)
@@ -51,7 +51,7 @@ def score_packed(
 def pack(
     tokens: torch.Tensor, lengths: list[int], wanted: torch.Tensor | None = None, num_before: int = 0
 ) -> PrefillBatch:
-    """The packed `tokens [N]` of sequences of `lengths`, each in a block of its own; logits after all or `wanted`.
+    """Packs the `tokens [N]` of sequences of `lengths`, each in a block of its own; logits after all or `wanted`.
 
     `num_before` tokens of each sequence have been fed before.
     """
@@ -83,30 +83,30 @@ def _whole_blocks(lengths: list[int], device: torch.device) -> Context:
 
 
 def score_prompts(model: InferenceModel, prompts: Iterable[Prompt]) -> None:
-    """Notes the scores of the tokens of those `prompts` that want them and have none. The weights must be bound."""
+    """Scores those of `prompts` that request scores and do not have them. The weights must be bound."""
     for prompt in dict.fromkeys(prompts):
         for _ in score_in_passes(model, prompt, lambda: model.layers) if is_unscored(prompt) else ():
             pass
 
 
 def is_unscored(prompt: Prompt) -> bool:
-    """Whether scores of the tokens of `prompt` are wanted and not there."""
+    """Whether `prompt` requests scores of its tokens and does not have them."""
     return prompt.num_tops is not None and prompt.scores is None
 
 
 def score_in_passes(
     model: InferenceModel, prompt: Prompt, layers: Callable[[], Iterable[InferenceLayer]]
 ) -> Iterator[None]:
-    """Notes the log-probability of each token of `prompt` but the first, after those before it. The weights are bound.
+    """Scores each token of `prompt` but the first, given the tokens before it. The weights must be bound.
 
-    Each step is one pass over `layers()`; the scores are there after the last.
+    Each step is one pass over `layers()`; the scores are set after the last one.
     """
 
     longest, kv = len(prompt.tokens), None
 
     def logits_after(given: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         nonlocal kv
-        if model.angles.trained_length is not None:  # keys of a part belong to other frequencies than the whole's
+        if model.angles.trained_length is not None:  # keys of a part have other frequencies than those of the whole
             return score_packed(model, given, [longest], places, layers())
         if kv is None:
             model.prepare_positions(longest)
@@ -117,7 +117,7 @@ def score_in_passes(
 
 
 def score_by_module(module: nn.Module, prompts: Iterable[Prompt], vocab_size: int, device: torch.device) -> None:
-    """As `score_prompts`, by the forward of `module`, which is on `device` and whole."""
+    """`score_prompts` by the forward of `module`, which must be whole and on `device`."""
     forward = getattr(module, "get_base_model", lambda: module)().forward
     keeps_places = "logits_to_keep" in inspect.signature(forward).parameters
 
@@ -138,7 +138,7 @@ def _score(
     device: torch.device,
     most_tokens: int = MAX_LOGITS,
 ) -> Iterator[None]:
-    """`logits_after`: of tokens `[N]` and the next n places, up to `most_tokens`, `[n, V]`; asked once a step."""
+    """Scores `prompt` in steps of one call of `logits_after`: tokens `[N]` and n places -> logits `[n, V]`."""
     tokens, num_tops = prompt.tokens, prompt.num_tops or 0
     given = torch.tensor(tokens, device=device)
     scores = TokenScores([], [])
@@ -155,7 +155,7 @@ def _score(
 
 
 class ScoringTurns:
-    """Prompts to be scored beside sequences that take turns: a turn for every pass.
+    """Scores prompts in addition to the turns of sequences, one pass per turn.
 
     Args:
         layers: one pass over the layers of `model`.
@@ -167,23 +167,23 @@ class ScoringTurns:
 
     @property
     def has_work(self) -> bool:
-        """Whether `turn` has something to do."""
+        """Whether a pass is left."""
         return bool(self._passes)
 
     def add(self, prompts: Iterable[Prompt]) -> None:
-        """Notes those of `prompts` that want scores and have none."""
+        """Queues those of `prompts` that request scores and do not have them."""
         known = {prompt for prompt, _ in self._passes}
         new = [prompt for prompt in dict.fromkeys(prompts) if is_unscored(prompt) and prompt not in known]
         self._passes += [(prompt, score_in_passes(self._model, prompt, self._layers)) for prompt in new]
 
     def keep(self, wanted: set[Prompt]) -> None:
-        """Forgets the passes of all prompts but `wanted`."""
+        """Drops the passes of all prompts but `wanted`."""
         self._passes = deque((prompt, passes) for prompt, passes in self._passes if prompt in wanted)
 
     def turn(self) -> bool:
-        """Makes the next pass, if one is left; otherwise False."""
+        """Makes the next pass; returns False if none is left."""
         while self._passes:
             if next(self._passes[0][1], self) is not self:
                 return True
-            self._passes.popleft()  # it had its last pass before
+            self._passes.popleft()  # its last pass was the previous one
         return False

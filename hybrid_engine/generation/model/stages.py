@@ -1,8 +1,10 @@
-"""What stages pass to each other: hidden states to the next one, drawn tokens from the last one to all.
+"""Pipeline stages: hidden states go to the next stage, drawn tokens from the last one to all.
 
-In a rollout each turn of a micro-batch has one message on every link. A header of two numbers goes before each, its
-shape, or that the sender stopped at an error. So a stage that fails can still keep every message of its turn, all
-stages end at the same turn, and no message is left over for the next rollout.
+`StageModel` runs a stage.
+
+In a rollout each turn of a micro-batch sends one message on every link. Each is preceded by a header of two numbers:
+its shape, or that the sender stopped at an error. So a stage that fails can still exchange every message of its turn,
+all stages end at the same turn, and no message is left over for the next rollout.
 
 N rows of a pass, E hidden size, S drawn rows, k likeliest tokens of each.
 """
@@ -26,55 +28,55 @@ from hybrid_engine.generation.model.model_group import ModelGroup, Stage
 from hybrid_engine.ops import Batch
 
 HIDDEN, DRAWN = 2, 4
-"""Tags of headers; what follows a header has the next one."""
+"""Tags of headers; the message that follows a header has the next tag."""
 FAILED = -1
 
 
 class StageFailedError(FollowedError):
-    """Another stage stopped at an error in this turn; what it was is told by the verdict after the rollout."""
+    """Another stage stopped at an error in this turn; the verdict after the rollout reports the error."""
 
 
 class StageLinks:
-    """The messages of one process. Waits as long as the process group's timeout.
+    """The messages of one process. Waits for at most the process group's timeout.
 
-    All methods raise LostError where a process is gone.
+    All methods raise LostError if a process is gone.
     """
 
     def __init__(self, stage: Stage, device: torch.device):
         self.stage, self.device = stage, device
-        self.num_awaited = 0  # draws of the last stage that this one has not received
-        self._sent: deque[list[tuple[dist.Work, torch.Tensor]]] = deque([[]])  # by turns; tensors stay until they went
-        self._has_received = self._has_sent = self._has_drawn = True  # the messages of this turn
+        self.num_awaited = 0  # number of the last stage's draws not received yet
+        self._sent: deque[list[tuple[dist.Work, torch.Tensor]]] = deque([[]])  # by turn; tensors are kept until sent
+        self._has_received = self._has_sent = self._has_drawn = True  # state of this turn's messages
         self.has_agreed = True
         """Whether the processes of the last stage, if this is one, have had their verdict on this turn's draw."""
 
     def begin_turn(self, turns_at_once: int, is_drawn: bool = True) -> None:
-        """Before a turn, of `turns_at_once` that are under way; `is_drawn`: the last stage draws at its end."""
+        """Begins a turn; `turns_at_once` are in flight. `is_drawn`: whether the last stage draws at its end."""
         self._has_received, self._has_sent = self.stage.is_first, self.stage.is_last
         self._has_drawn, self.has_agreed = not is_drawn, not (is_drawn and self.stage.is_last)
         self._sent.append([])
-        while len(self._sent) > turns_at_once + 1:  # these were answered by draws that have been read
+        while len(self._sent) > turns_at_once + 1:  # draws that have been read confirm these
             self._wait_for(self._sent.popleft())
 
     def receive_hidden(self, dtype: torch.dtype) -> torch.Tensor:
-        """`[N, E]` of the stage before; StageFailedError where that has failed."""
+        """Receives `[N, E]` from the previous stage; raises StageFailedError if that has failed."""
         self._has_received = True
         return self._receive(self.stage.ranks[self.stage.index - 1], HIDDEN, dtype, self.device)
 
     def send_hidden(self, hidden: torch.Tensor) -> None:
-        """`[N, E]` to the next stage."""
+        """Sends `[N, E]` to the next stage."""
         self._send(self.stage.ranks[self.stage.index + 1], HIDDEN, hidden)
         self._has_sent = True
 
     def pass_nothing(self) -> None:
-        """Keeps the messages of a turn without a pass over the layers; nothing after one."""
+        """Exchanges the messages of a turn without a pass over the layers; does nothing after a pass."""
         if not self._has_received:
             assert len(self.receive_hidden(torch.float32)) == 0, "stages are at different turns"
         if not self._has_sent:
             self.send_hidden(torch.empty(0, 0))
 
     def send_drawn(self, drawn: Drawn, problems: dict[int, Problem]) -> None:
-        """What the last stage drew, to all others, and what is wrong with rows whose own rules failed."""
+        """Sends the last stage's draw, and the errors of rows whose own rules failed, to all other stages."""
         ends = [0.0] * len(drawn.tokens)
         for row in drawn.ends:
             ends[row] = 1.0
@@ -92,12 +94,12 @@ class StageLinks:
         self._has_drawn = True
 
     def await_drawn(self) -> None:
-        """Notes that the last stage will draw in this turn; `receive_drawn` is called for each, in their order."""
+        """Records that the last stage will draw in this turn; `receive_drawn` is called for each draw, in order."""
         self._has_drawn = True
         self.num_awaited += 1
 
     def receive_drawn(self) -> tuple[Drawn, dict[int, Problem]]:
-        """What `send_drawn` sent in the first turn that was not received; StageFailedError where one failed."""
+        """Receives the oldest draw not received yet; raises StageFailedError if the last stage failed in that turn."""
         self.num_awaited -= 1
         values = self._receive(self.stage.ranks[-1], DRAWN, torch.float64, torch.device("cpu"))
         tokens, logprobs, ends, *tops = values.tolist()
@@ -113,7 +115,10 @@ class StageLinks:
         return Drawn([int(token) for token in tokens], logprobs, is_end, likeliest), problems
 
     def fail_turn(self, dtype: torch.dtype) -> None:
-        """After an error in a turn: keeps its messages, which tell the others; `dtype` is that of hidden states."""
+        """Exchanges the messages of a turn after an error in it, which tells the others.
+
+        `dtype` is that of hidden states.
+        """
         if not self._has_received:
             with suppress(StageFailedError):
                 self.receive_hidden(dtype)
@@ -126,7 +131,7 @@ class StageLinks:
             self.await_drawn()
 
     def finish(self) -> None:
-        """Receives every draw that is on its way and waits until all that was sent has gone."""
+        """Receives every draw in flight and waits until all messages have been sent."""
         while self.num_awaited:
             with suppress(StageFailedError):
                 self.receive_drawn()
@@ -135,7 +140,10 @@ class StageLinks:
         self._sent.append([])
 
     def broadcast_logits(self, logits: torch.Tensor, num_rows: int, vocab_size: int) -> torch.Tensor:
-        """The last stage's `logits [R, V]` fp32 on all stages, of which the others pass anything; collective."""
+        """Returns the last stage's `logits [R, V]` fp32 on all stages; the argument of the others is ignored.
+
+        Collective.
+        """
         if not self.stage.is_last:
             logits = torch.empty(num_rows, vocab_size, device=self.device)
         logits = logits.contiguous()
@@ -192,9 +200,9 @@ class StageLinks:
 
 
 class StageModel(InferenceModel):
-    """The layers of `stage`; the embedding on the first, the final norm and the LM head on the last.
+    """The layers of `stage`, with the embedding on the first, and the final norm and the LM head on the last.
 
-    Of `model`, which may lie on the meta device, nothing else is ever bound, and so nothing else is read.
+    Other parts of `model`, which may be on the meta device, are never bound, and so never read.
     """
 
     embedding: Any  # type: ignore[assignment]
@@ -211,15 +219,15 @@ class StageModel(InferenceModel):
 
     @property
     def weight(self) -> torch.Tensor:
-        """One of the weights that are bound here."""
+        """One of the weights bound on this stage."""
         return self.layers[0].linears[0].pair[0]
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Shape of the KV workspace, alike on all stages, so that all plan the same."""
+        """Shape of the KV workspace, equal on all stages, so that all make the same plan."""
         return (self.most_layers, *super().kv_shape(num_blocks, block_size)[1:])
 
     def forward(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
-        """The logits `[R, V]` fp32 of a pass through all stages, on each of them; collective.
+        """Returns the logits `[R, V]` fp32 of a pass through all stages, on each of them; collective.
 
         An error of one process is raised on all. A rollout keeps the logits on the last stage: see `run_stage`.
         """
@@ -228,7 +236,10 @@ class StageModel(InferenceModel):
         return self.links.broadcast_logits(logits, num_rows, self.vocab_size)
 
     def _run_alone(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
-        """`run_stage` as a turn of its own without a draw; its messages have all gone at its end, also by an error."""
+        """`run_stage` as a turn of its own without a draw.
+
+        When it ends, even by an error, all its messages have been sent.
+        """
         self.links.begin_turn(1, is_drawn=False)
         try:
             logits = self.run_stage(batch, kv, layers)
@@ -242,10 +253,10 @@ class StageModel(InferenceModel):
         return logits
 
     def run_stage(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
-        """This stage's part of a pass; logits `[R, V]` fp32 on the last, `[R, 0]` on the others.
+        """Runs this stage's part of a pass; returns logits `[R, V]` fp32 on the last stage, `[R, 0]` on the others.
 
-        Waits for the stage before, not for the next one. StageFailedError where the stage before has failed; an error
-        also ends the sums that other processes of this stage wait in.
+        Waits for the previous stage, not for the next one. Raises StageFailedError if the previous stage has failed. An
+        error also ends the sums that other processes of this stage wait in.
         """
         with nullcontext() if self.group.sums is None else self.group.sums.ending_others():
             return self._run_stage(batch, kv, layers)
@@ -261,10 +272,10 @@ class StageModel(InferenceModel):
 
 
 def keep_stage(model: Any, layers: range, is_first: bool, is_last: bool) -> None:
-    """Takes from an `InferenceModel` all but these layers, and the ends that the first and the last stage have."""
+    """Removes all layers but these from an `InferenceModel`, and the ends that this stage does not have."""
     model.layers = [model.layers[index] for index in layers]
     for place, layer in enumerate(model.layers):
-        layer.index = place  # in the KV workspace
+        layer.index = place  # index in the KV workspace
     if not is_first:
         model.embedding = model.position_embedding = model.embedding_norm = model.project_in = None
     if not is_last:

@@ -1,1 +1,1 @@
-"""Whether containers compute what the module computes, measured and remembered."""
+"""Probes: measure whether containers compute the module's function, and cache the verdicts."""

@@ -1,4 +1,4 @@
-"""How far the rollout's log-probabilities are from the trainer's: measured, never assumed."""
+"""Measures the difference between the rollout's and the trainer's log-probabilities."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 Parameters = list[tuple[dict[str, Any], str, Any]]
-"""The dictionary that a parameter stands in, its name there, and the parameter."""
+"""The dictionary that holds a parameter, its name there, and the parameter."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class LogprobDifference:
     mean: float
     max: float
     past_switch: "LogprobDifference | None" = None
-    """The same around the length that changes rope's frequencies, where both must differ; None: none does."""
+    """The difference around the length that changes rope's frequencies, where both must differ; None: none does."""
 
 
 def describe_switch(difference: LogprobDifference, length: int) -> str:
-    """How far rollouts that grow beyond `length` tokens must be from the trainer, in one line."""
+    """Describes in one line how far rollouts that grow beyond `length` tokens are from the trainer."""
     return (
         f"rollouts that grow beyond {length} tokens: rope's frequencies change there, in the rollout for the tokens "
         "that follow, in the trainer's forward for all of them; around that length log-probabilities are "
@@ -36,9 +36,9 @@ def describe_switch(difference: LogprobDifference, length: int) -> str:
 def compare_logprobs(
     rollout: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor, world_size: int = 1
 ) -> LogprobDifference:
-    """Over the places where `mask` is True, of one shape with the others, and over `world_size` processes.
+    """Compares at the places where `mask` is True, which has the others' shape, over `world_size` processes.
 
-    Collective when there are several, so that all come to the same decision.
+    Collective if there are several, so that all make the same decision.
     """
     difference = (rollout.detach().float() - trainer.detach().float()).abs()[mask.bool()].double()
     total = torch.stack([difference.sum(), torch.tensor(float(difference.numel())).to(difference)])
@@ -51,7 +51,7 @@ def compare_logprobs(
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Eval mode inside; every submodule gets its own mode back."""
+    """Inside, the module is in eval mode; on exit, every submodule gets its own mode back."""
     modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.eval()
     try:
@@ -63,12 +63,12 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def widened(module: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, forward passes of `module` compute in fp32; `layers` are those parts that are widened as one."""
+    """Inside, forward passes of `module` compute in fp32; `layers` are the parts that are widened as one."""
     handles: list[Any] = []
     for unit in _units(module, set(layers)):
         kept: Parameters = []
         handles.append(unit.register_forward_pre_hook(_widening(kept), with_kwargs=True))
-        # First of all hooks, before FSDP2 takes the gathered parameters away; also after an error.
+        # Runs first of all hooks, before FSDP2 frees the gathered parameters, and also after an error.
         handles.append(unit.register_forward_hook(_restoring(kept), prepend=True, always_call=True))
     try:
         yield
@@ -78,7 +78,7 @@ def widened(module: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _units(module: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Module]:
-    """Parts that are widened while they run: layers, and what has parameters of its own outside of them."""
+    """Yields the parts to widen while they run: layers, and modules outside them that have parameters of their own."""
     if module in layers:
         yield module
         return

@@ -1,4 +1,7 @@
-"""When containers are probed, and under which weights: at once when they are built, and once a machine more widely."""
+"""Runs the probes of containers: the narrow one when they are built, the wide one once per machine.
+
+`Generator` calls it. It makes the weights readable, brings all processes to one verdict, and caches wide verdicts.
+"""
 
 import hashlib
 import json
@@ -29,33 +32,33 @@ from hybrid_engine.ops.kernel_errors import KernelError, naming_kernels, replace
 from hybrid_engine.zero.gathering import WeightGatherer
 
 Readable = Callable[[InferenceModel | None], AbstractContextManager[None]]
-"""Inside, containers and the module's forward both find their weights."""
+"""Returns a context in which containers and the module's forward can read their weights."""
 PACKAGES = ("torch", "triton", "transformers", "peft", "hybrid-engine")
 NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")
-"""Entries of a config that say nothing of what is computed."""
+"""Config entries that do not affect the computation."""
 
 
 @contextmanager
 def _falling_back() -> Iterator[None]:
-    """Inside, a kernel that does not compile is a reason for the model's own `generate()`."""
+    """Inside, a kernel that does not compile becomes a reason to use the model's own `generate()`."""
     try:
         with naming_kernels():
             yield
     except KernelError as error:
-        if is_out_of_memory(error):  # of the card, for the kernel's code
+        if is_out_of_memory(error):  # of the GPU, for the kernel's code
             raise
         raise UnsupportedModelError(str(error)) from error
 
 
 class ContainerProbe:
-    """Holds containers of `module` against its forward. Collective; an error of one process is raised on all.
+    """Compares containers of `module` with its forward. Collective; an error of one process is raised on all.
 
     Args:
-        module: whose containers are probed.
-        gatherer: of its weights.
-        readable: makes them readable.
+        module: module whose containers are probed.
+        gatherer: gatherer of its weights.
+        readable: makes the weights readable.
         partners: the processes that come to one verdict.
-        world_size: those that have parts of the weights.
+        world_size: number of processes that have parts of the weights.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class ContainerProbe:
         self._partners, self._world_size = partners, world_size
 
     def run(self, model: InferenceModel) -> LogprobDifference:
-        """The narrow probe, or that of the bits in exact mode.
+        """Runs the narrow probe, or in exact mode the probe of bits.
 
         Raises:
             UnsupportedModelError: containers and module compute different functions, or a kernel does not compile.
@@ -80,10 +83,10 @@ class ContainerProbe:
             return probe_containers(self._module, model, layers, self._world_size)
 
     def run_own(self, generate: Callable[..., Any]) -> LogprobDifference | None:
-        """How far the module's `generate()`, token by token with a cache, is from its forward; None: it cannot say.
+        """Measures the module's cached, token-by-token `generate()` against its forward; None: not measurable.
 
-        Collective. A module whose forward or `generate()` takes more than tokens, as an encoder-decoder does, and one
-        whose `generate()` fails on a few tokens are not measured: their first rollout says what is wrong with them.
+        Collective. Not measured are modules whose forward or `generate()` takes more than tokens, such as an
+        encoder-decoder, and modules whose `generate()` fails on a few tokens: their first rollout reports the error.
         """
         (cannot,) = self._partners.highest([int(self._module.config.is_encoder_decoder)])
         if cannot:
@@ -101,14 +104,14 @@ class ContainerProbe:
     def run_widely(
         self, model: InferenceModel, device: torch.device, block_size: int, recorder: Any, num_sharing: int
     ) -> bool:
-        """The wide probe; False: its verdict on such a model was known on all processes.
+        """Runs the wide probe; returns False if its verdict on such a model was known on all processes.
 
         Args:
-            model: containers that passed the narrow one.
-            device: where they compute.
-            block_size: tokens of a KV block.
-            recorder: records a step, None where steps are not recorded.
-            num_sharing: processes that share one model.
+            model: containers that passed the narrow probe.
+            device: device that they compute on.
+            block_size: number of tokens of a KV block.
+            recorder: records a step; None if steps are not recorded.
+            num_sharing: number of processes that share one model.
 
         Raises:
             UnsupportedModelError: containers and module compute different functions, or a kernel does not compile.
@@ -124,7 +127,7 @@ class ContainerProbe:
         if self._partners.highest([int(read_verdict(key) is None)]) == [0]:
             return False
         difference = self._partners.agree(lambda: self._run_widely(model, block_size, recorder))
-        self._gatherer.count_bytes()  # no rollout's
+        self._gatherer.count_bytes()  # not a rollout's
         keep_verdict(key, difference)
         return True
 
@@ -135,7 +138,7 @@ class ContainerProbe:
 
 
 def cache_key(module: nn.Module, device: torch.device, dtype: torch.dtype, **others: Any) -> str:
-    """Names a verdict; `others` are further things that it depends on, as JSON takes them."""
+    """Returns the cache key of a verdict; `others` are further JSON values that it depends on."""
     structure = [(name, type(part).__qualname__) for name, part in module.named_modules()]
     shapes = [(name, list(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
     config = {name: value for name, value in module.config.to_dict().items() if name not in NOT_OF_THE_MODEL}
@@ -146,7 +149,7 @@ def cache_key(module: nn.Module, device: torch.device, dtype: torch.dtype, **oth
 
 
 def read_verdict(key: str) -> LogprobDifference | None:
-    """What was measured under `key`; None where nothing was, or the file is damaged."""
+    """Returns the difference stored under `key`; None if there is none, or the file is damaged."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads(_path(key).read_text())
         return LogprobDifference(mean=float(found["mean"]), max=float(found["max"]))
@@ -154,7 +157,7 @@ def read_verdict(key: str) -> LogprobDifference | None:
 
 
 def keep_verdict(key: str, difference: LogprobDifference) -> None:
-    """Keeps it, if the folder can be written; several processes may at once."""
+    """Stores a verdict if the folder is writable; several processes may do so at once."""
     path = _path(key)
     temporary = path.with_suffix(f".{os.getpid()}")
     with suppress(OSError):
@@ -182,7 +185,7 @@ def _versions() -> dict[str, str]:
 
 
 def _source_hash() -> str:
-    """Hash of the source of containers and ops: a kernel that was edited is probed again."""
+    """Hash of the source of containers and ops, so that edited kernels are probed again."""
     folders = [Path(part.__file__ or "").parent for part in (hybrid_engine.containers, hybrid_engine.ops)]
     files = [path for folder in folders for path in sorted((*folder.glob("*.py"), *folder.glob("*.c")))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

@@ -1,12 +1,12 @@
-"""Runs containers and the module's own forward pass over the same tokens: do they compute the same function?
+"""Runs containers and the module's forward over the same tokens, and checks that they compute the same function.
 
-The narrow probe is a few tokens of one sequence, prefilled and decoded one by one; it runs whenever containers are
-built, also with the windows of attention shortened to its few tokens, and at the positions where rope's frequencies
-change. The wide one meets what large rollouts meet: more than one split of attention's context, tiles of many rows, a
-recorded step. Containers that disagree with the module by more than rounding explains are not used.
+The narrow probe is a few tokens of one sequence, prefilled and decoded one by one. It runs whenever containers are
+built, also with attention windows shortened to its few tokens, and at the positions where rope's frequencies change.
+The wide probe covers the conditions of large rollouts: more than one split of attention's context, tiles of many rows,
+a recorded step. Containers that differ from the module by more than rounding explains are not used.
 
-All rows of the wide probe's decode steps are places of one sequence, so that its keys and values are needed only once.
-R rows, V vocabulary.
+All rows of the wide probe's decode steps are places of one sequence, so its keys and values are computed only once. R
+rows, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -23,23 +23,23 @@ from hybrid_engine.generation.probing.agreement import LogprobDifference, compar
 from hybrid_engine.ops import DecodeBatch, PrefillBatch, token_logprobs
 
 MAX_ROUNDING_FP32 = 1e-3
-"""Largest difference that is still rounding in fp32, where about 1e-6 is measured."""
+"""Largest difference that counts as rounding in fp32, where about 1e-6 is measured."""
 MAX_TIMES_OWN_ERROR = 4.0
-"""The same in 16 bits, in units of the model's own largest error, which may be another token's."""
+"""The bound in 16 bits, in units of the model's own largest error, which may be another token's."""
 NUM_EXCUSED = 10
-"""In 16 bits one place of so many may be farther off where rounding alone sends a token to other experts."""
+"""In 16 bits, one of this many places may differ more if rounding alone sends a token to other experts."""
 NUM_NARROW_TOKENS = 12
 NUM_OWN_TOKENS = 64
-"""Over which the narrow probe takes the model's own error: the largest of eleven is too much of an accident."""
+"""Tokens over which the narrow probe takes the model's own error: the largest of eleven varies too much."""
 NUM_WIDE_TOKENS = 320
 WIDE_ROWS = (1, 8, 64, 128)
 NUM_RECORDED_ROWS = 8
 NUM_EXACT_TOKENS, EXACT_BLOCK_SIZE, EXACT_ROWS = 80, 32, (1, 8, 33)
 """More keys than one chunk of `fixed_attention.py`, more rows than one piece of `fixed_shapes.py`."""
 Found = dict[str, tuple[torch.Tensor, torch.Tensor]]
-"""Log-probabilities of tokens, and the places of the tokens before them in the sequence, by what gave them."""
+"""Source to log-probabilities of tokens, and the places of the tokens before them in the sequence."""
 LayerPass = Callable[[], Iterable[InferenceLayer]]
-"""Called once per forward pass of the containers; yields their layers in order, with weights to read."""
+"""Called once per forward pass of the containers; yields their layers in order, with readable weights."""
 SHORT_WINDOW = 4
 WINDOW_NAMES = ("sliding_window", "window_size", "attention_chunk_size")
 """Names of windows in configs and modules, whether or not the policy knows that the family has one."""
@@ -49,10 +49,10 @@ WINDOW_NAMES = ("sliding_window", "window_size", "attention_chunk_size")
 def probe_containers(
     module: nn.Module, model: InferenceModel, layers: LayerPass, world_size: int = 1
 ) -> LogprobDifference:
-    """The narrow probe; weights must be gathered, or `layers` gathers each as it comes.
+    """Runs the narrow probe; weights must be gathered, or `layers` gathers each layer.
 
-    Collective over `world_size` processes, which come to the same verdict. What it returns is the difference within
-    the real windows; `past_switch` says how far rollout and trainer must be apart at lengths that change rope.
+    Collective over `world_size` processes, which come to the same verdict. Returns the difference within the real
+    windows; its `past_switch` is how far rollout and trainer must differ at lengths that change rope.
 
     Raises:
         UnsupportedModelError: they compute different functions.
@@ -65,9 +65,9 @@ def probe_containers(
 
 @contextmanager
 def _naming_dtypes(module: nn.Module) -> Iterator[None]:
-    """An error inside, of containers or of the module's forward, becomes UnsupportedModelError where dtypes explain it.
+    """Inside, an error of containers or the module's forward becomes UnsupportedModelError if dtypes explain it.
 
-    That is where weights have several of them, or hooks give a module another one than that of its weights.
+    This happens if weights have several dtypes, or hooks give a module another dtype than that of its weights.
     """
     try:
         yield
@@ -83,7 +83,7 @@ def _naming_dtypes(module: nn.Module) -> Iterator[None]:
 
 
 def _probe_beginning(module: nn.Module, model: InferenceModel, layers: LayerPass, world_size: int) -> LogprobDifference:
-    """The narrow probe's tokens as they are, decoded one by one."""
+    """Probes the narrow probe's tokens as they are, decoded one by one."""
     tokens = _tokens(model, NUM_NARROW_TOKENS)
     num_prefilled = max(1, len(tokens) // 2)
     passes = _Passes(model, layers, tokens, len(tokens))
@@ -97,9 +97,9 @@ def _probe_beginning(module: nn.Module, model: InferenceModel, layers: LayerPass
 
 
 def _probe_windows(module: nn.Module, model: InferenceModel, layers: LayerPass, world_size: int) -> None:
-    """The same with short windows; longer than the real ones where the module keeps those where nothing changes them.
+    """Probes short windows, or a sequence longer than the real ones if the module's windows cannot be changed.
 
-    GPT-Neo's module is such: its masks are made when it is built.
+    GPT-Neo is such a module: its masks are made when it is built.
     """
     tokens = _tokens(model, NUM_NARROW_TOKENS if model.dtype == torch.float32 else NUM_OWN_TOKENS)
     with short_windows(module, model) as has_windows:
@@ -120,11 +120,11 @@ def _probe_windows(module: nn.Module, model: InferenceModel, layers: LayerPass, 
 def _probe_rope_switch(
     module: nn.Module, model: InferenceModel, layers: LayerPass, world_size: int
 ) -> LogprobDifference | None:
-    """The positions around the length at which rope's frequencies change; None where they never do.
+    """Probes the positions around the length at which rope's frequencies change; None if they never do.
 
-    A prompt beyond it must be computed as the module computes it. A response that grows beyond it cannot be: its keys
-    were rotated by the lengths that its row had, in transformers' `generate()` as here, and a forward pass rotates
-    them all by the last one. Returns how far that is, over the few tokens before and after.
+    A prompt beyond this length must be computed as the module computes it. A response that grows beyond it cannot be:
+    its keys were rotated by the lengths that its row had, in transformers' `generate()` as well as here, and a forward
+    pass rotates them all by the last one. Returns this difference over the few tokens before and after.
     """
     length = model.angles.trained_length
     if length is None:
@@ -147,7 +147,7 @@ def _probe_rope_switch(
 
 
 def _all_places(model: InferenceModel, layers: LayerPass, tokens: torch.Tensor, what: str) -> Found:
-    """Every token's log-probability by one prefill, and by one step that decodes them all."""
+    """Computes every token's log-probability by one prefill, and by one step that decodes all of them."""
     passes = _Passes(model, layers, tokens, len(tokens))
     prefilled, places = passes.prefill_all()
     decoded = token_logprobs(passes.decode(places.tolist()), tokens[1:])
@@ -163,9 +163,9 @@ def probe_widely(
     recorder: Any = None,
     world_size: int = 1,
 ) -> LogprobDifference:
-    """The wide probe, on KV blocks of `block_size` tokens; collective and raising as the narrow one.
+    """Runs the wide probe on KV blocks of `block_size` tokens; collective, and raises as the narrow one does.
 
-    `recorder` records a step, as `CudaGraphs` does; None where steps are not recorded.
+    `recorder` records a step, as `CudaGraphs` does; None if steps are not recorded.
     """
     tokens = _tokens(model, NUM_WIDE_TOKENS)
     passes = _Passes(model, layers, tokens, block_size)
@@ -189,12 +189,12 @@ def probe_bits(
     run_trainer: Callable[..., Any],
     world_size: int = 1,
 ) -> LogprobDifference:
-    """Exact mode's probe: prefill, decode in batches of several sizes and the trainer's forward give equal bits.
+    """Runs exact mode's probe: prefill, decode in several batch sizes and the trainer's forward must give equal bits.
 
-    Collective as the narrow one.
+    Collective like the narrow probe.
 
     Raises:
-        UnsupportedModelError: they do not on this machine.
+        UnsupportedModelError: the bits differ on this machine.
     """
     tokens = _tokens(model, NUM_EXACT_TOKENS)
     passes = _Passes(model, layers, tokens, EXACT_BLOCK_SIZE)
@@ -214,9 +214,9 @@ def probe_bits(
 
 @torch.no_grad()
 def probe_module(module: nn.Module, generate: Callable[..., Any], world_size: int = 1) -> LogprobDifference:
-    """How far the log-probabilities of a module's own `generate()`, which caches, are from one forward pass of it.
+    """Compares the log-probabilities of a module's own cached `generate()` with those of one forward pass of it.
 
-    Over a few tokens; collective over `world_size` processes.
+    Uses a few tokens; collective over `world_size` processes.
     """
     device = next(module.parameters()).device
     vocab_size = module.config.get_text_config().vocab_size
@@ -248,7 +248,7 @@ def _some_tokens(number: int, vocab_size: int, device: torch.device) -> torch.Te
 
 
 def _spread(num_rows: int, length: int) -> list[int]:
-    """Places over the whole sequence, the last one first; the last token of all has no successor."""
+    """Returns places over the whole sequence, the last one first; the last token has no successor."""
     return [int(place) for place in torch.linspace(length - 2, 0, num_rows)]
 
 
@@ -263,7 +263,7 @@ class _Passes:
         self.kv = torch.zeros(model.kv_shape(num_blocks, block_size), dtype=model.dtype, device=tokens.device)
 
     def prefill(self, length: int) -> torch.Tensor:
-        """Logits `[length, V]` after each of the first tokens."""
+        """Returns logits `[length, V]` after each of the first `length` tokens."""
         places = torch.arange(length, device=self.tokens.device)
         batch = PrefillBatch(
             tokens=self.tokens[:length],
@@ -278,18 +278,18 @@ class _Passes:
         return self.model.forward(batch, self.kv, self.layers())
 
     def prefill_all(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities of all tokens but the first, and the places before them."""
+        """Returns the log-probabilities of all tokens but the first, and the places before them."""
         places = torch.arange(len(self.tokens) - 1, device=self.tokens.device)
         return token_logprobs(self.prefill(len(self.tokens))[:-1], self.tokens[1:]), places
 
     def decode(self, rows: list[int], is_identity: bool = False) -> torch.Tensor:
-        """Logits `[R, V]` after the tokens at `rows`, whose predecessors' keys and values are there."""
+        """Returns logits `[R, V]` after the tokens at `rows`; the keys and values before them must exist."""
         places = torch.tensor(rows, device=self.tokens.device)
         batch = self._batch(self.tokens[places], places, max(rows) + 1, is_identity)
         return self.model.forward(batch, self.kv, self.layers())
 
     def replay(self, rows: list[int], recorder: Any) -> torch.Tensor:
-        """Logits `[R, V]` as `decode` gives, from a step that was recorded for other rows."""
+        """Returns the logits `[R, V]` of `decode` from a step that was recorded for other rows."""
         wanted = torch.tensor(rows, device=self.tokens.device)
         places = torch.full_like(wanted, max(rows))
         tokens = self.tokens[places]
@@ -326,10 +326,10 @@ def _judge(
     world_size: int,
     first: int = 0,
 ) -> LogprobDifference:
-    """Compares the log-probabilities in `found` with the module's, for which the tokens are at positions from `first`.
+    """Compares the log-probabilities in `found` with the module's, whose tokens have positions from `first` on.
 
     Raises:
-        UnsupportedModelError: they are farther apart than rounding explains.
+        UnsupportedModelError: they differ by more than rounding explains.
     """
     trainer = _module_logprobs(module, tokens, first)
     bound, has_flips = MAX_ROUNDING_FP32, False
@@ -354,7 +354,7 @@ def _judge(
 
 
 def _module_logprobs(module: nn.Module, tokens: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """Log-probability of each token but the first, by one forward pass of the module; the first one is at `first`."""
+    """Returns the log-probability of each token but the first, by one forward pass; the first has position `first`."""
     positions = {}
     if first:
         positions["position_ids"] = torch.arange(first, first + len(tokens), device=tokens.device)[None]
@@ -366,13 +366,13 @@ def _module_logprobs(module: nn.Module, tokens: torch.Tensor, first: int = 0) ->
 
 
 def widest_window(model: InferenceModel) -> int:
-    """Tokens of the widest window of containers; 0 where no layer has one."""
+    """Number of tokens of the containers' widest window; 0 if no layer has one."""
     return max(layer.attention.softmax_context.window or 0 for layer in model.layers)
 
 
 @contextmanager
 def short_windows(module: nn.Module, model: InferenceModel) -> Iterator[bool]:
-    """Inside, windows wider than SHORT_WINDOW have its size; yields whether there are any, in module or containers."""
+    """Inside, windows wider than SHORT_WINDOW have its size; yields whether module or containers have any."""
     ops = [layer.attention.softmax_context for layer in model.layers]
     wide_ops = [(op, op.window) for op in ops if op.window is not None and op.window > SHORT_WINDOW]
     holders = list(_holders(module, (*WINDOW_NAMES, *([model.policy.window] if model.policy.window else []))))
@@ -390,7 +390,7 @@ def short_windows(module: nn.Module, model: InferenceModel) -> Iterator[bool]:
 
 
 def _holders(module: nn.Module, names: tuple[str, ...]) -> Iterator[tuple[Any, str, int]]:
-    """Configs and modules that say how wide a window is, under which name, and how wide."""
+    """Yields the configs and modules that set a window's width, with its name and width."""
     parts = list(module.modules())
     configs = [config for part in parts if (config := getattr(part, "config", None)) is not None]
     configs += [config.get_text_config() for config in configs if hasattr(config, "get_text_config")]

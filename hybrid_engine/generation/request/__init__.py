@@ -1,1 +1,1 @@
-"""What a rollout is asked for: prompts and sequences, options, rules, guides, what ends an answer."""
+"""The parts of a generation request: prompts and sequences, options, rules, guides and end tokens."""

@@ -1,4 +1,4 @@
-"""The nouns of a rollout: a prompt, and the sequences sampled from it."""
+"""The data types of a rollout: a prompt, the sequences sampled from it, and the work that the scheduler admits."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -15,72 +15,75 @@ _FINISHED = GenerationOptions(max_new_tokens=1)
 
 @dataclass(eq=False)
 class Prompt:
-    """Token ids of one prompt, and its KV blocks while samples of it still wait to start."""
+    """Token ids of one prompt, and its KV blocks while some of its samples have not started."""
 
     tokens: list[int]
     num_waiting: int = 0  # samples that have not started
-    blocks: list[int] = field(default_factory=list)  # the prefilled blocks that samples fork from; empty: none
-    logits: Any = None  # [V] next-token logits after the prompt, kept beside the blocks
-    num_tops: int | None = None  # likeliest tokens reported at each of its positions; None: it is not scored
-    scores: Any = None  # `TokenScores` of its tokens, where they are wanted
+    blocks: list[int] = field(default_factory=list)  # prefilled blocks that samples fork from; may be empty
+    logits: Any = None  # [V] next-token logits after the prompt, kept with the blocks
+    num_tops: int | None = None  # number of likeliest tokens reported at each position; None: the prompt is not scored
+    scores: Any = None  # `TokenScores` of its tokens, if requested
 
     def with_own_blocks(self) -> "Prompt":
-        """The same prompt for samples that share no blocks with those of this one."""
+        """Returns a copy of the prompt for samples that do not share blocks with the samples of this one."""
         return Prompt(self.tokens, num_tops=self.num_tops, scores=self.scores)
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One sample of a prompt. `tokens` and `logprobs` are of the response, end-of-sequence token included.
+    """One sample of a prompt. `tokens` and `logprobs` hold the response, end-of-sequence token included.
 
-    A token that was drawn and has not come back from the device yet is there as `PENDING`, without a log-probability.
+    A token that was drawn and has not reached the host yet is `PENDING` in `tokens` and has no entry in `logprobs`.
     """
 
     prompt: Prompt
-    row: int  # of the output
+    row: int  # row of the output
     options: GenerationOptions
-    key: int = 0  # names this sample's noise, int64
+    key: int = 0  # int64 key of this sample's noise
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)  # its block table, in order
-    slot: int = -1  # its row in the tables of the device while it runs; -1: it does not run
-    is_kept: bool = False  # its blocks stay when it finishes, as long as nobody needs them
-    begins_from: "Sequence | None" = None  # a kept one, whose tokens its prompt begins with
-    processors: Any = None  # of its logits, where its rules read its tokens; made when it is first drawn for
-    tops: list[list[tuple[int, float]]] = field(default_factory=list)  # likeliest tokens at each position, where wanted
-    share: str = ""  # of the places: that of the client's key, where clients have keys with names
-    adapter: str | None = None  # peft's, in a live batch that serves several; None: the base model, or what is fused
-    error: Exception | None = None  # of a rule of its own, which ends it
-    finish_reason: str | None = None  # "stop": drew what ends it; "length": ran out of new tokens
+    slot: int = -1  # row in the device's tables; -1: not running
+    is_kept: bool = False  # its blocks are kept after it finishes, until others need them
+    begins_from: "Sequence | None" = None  # kept sequence whose tokens are a prefix of the prompt
+    processors: Any = None  # logits processors, if its rules read its tokens; built at its first draw
+    tops: list[list[tuple[int, float]]] = field(default_factory=list)  # likeliest tokens at each position, if requested
+    share: str = ""  # name of the client's share of the places, if client keys have names
+    adapter: str | None = None  # peft adapter in a live batch that serves several; None: base model, or fused adapter
+    error: Exception | None = None  # error of one of its own rules, which ended it
+    finish_reason: str | None = None  # "stop": an end ended it; "length": it has all its new tokens
 
     def __len__(self) -> int:
-        """Tokens of prompt and response."""
+        """Number of tokens of prompt and response."""
         return len(self.prompt.tokens) + len(self.tokens)
 
     def let_go(self) -> None:
-        """Lets go, of one that has finished, all that only drawing and reporting needed; tokens and blocks stay."""
+        """Drops everything of a finished sequence that only drawing and reporting needed; tokens and blocks stay."""
         self.prompt, self.options = Prompt(self.prompt.tokens), _FINISHED
         self.processors = self.begins_from = None
         self.tops = []
 
     @property
     def most_fed(self) -> int:
-        """Tokens that the model is fed where it gets all its new tokens; the last one drawn never is."""
+        """Number of tokens that the model is fed if the sequence gets all its new tokens; the last one is never fed."""
         return len(self.prompt.tokens) + self.options.max_new_tokens - 1
 
     @property
     def num_fed(self) -> int:
-        """Tokens whose keys and values are there when it has finished: the last one drawn was never needed."""
+        """Number of tokens whose keys and values exist when the sequence has finished: all but the last one drawn."""
         return len(self) - 1
 
 
 def prompt_digest(tokens: list[int]) -> bytes:
-    """Names a prompt by its content."""
+    """Returns a digest that identifies a prompt by its tokens."""
     return blake2b(torch.tensor(tokens).numpy().tobytes(), digest_size=16).digest()
 
 
 def sample_keys(seed: int, digests: list[bytes], earlier: list[bytes], num_samples: int) -> list[int]:
-    """int64 keys, `num_samples` for each prompt in turn; `earlier` has a digest for each sample of the ranks before."""
+    """Returns int64 noise keys, `num_samples` for each prompt in turn.
+
+    `earlier` has one digest for each sample of the lower ranks.
+    """
     counts = Counter(earlier)
     keys = []
     for digest in digests:
@@ -95,7 +98,7 @@ def _key(seed: int, digest: bytes, index: int) -> int:
 
 
 def rank_seed(seed: int, rank: int) -> int:
-    """A seed of rank `rank`'s own for noise that is not drawn by keys; rank 0's is `seed` itself."""
+    """Returns rank `rank`'s seed for noise that is not drawn by keys; rank 0's is `seed` itself."""
     return seed if rank == 0 else _key(seed, b"", rank)
 
 
@@ -113,25 +116,25 @@ class Prefill:
     """Tokens to run through the model into `blocks`, for a prompt that samples fork from or for one sequence."""
 
     owner: Prompt | Sequence
-    tokens: list[int]  # of the owner, from its first one on
+    tokens: list[int]  # the owner's tokens from its first one on
     blocks: list[int]
-    first: int  # those before it are in the blocks already
-    last: int  # those from it on are fed in a later turn
+    first: int  # tokens before this index are in the blocks already
+    last: int  # tokens from this index on are fed in a later turn
 
     @property
     def prompt(self) -> Prompt:
-        """The prompt whose tokens are the first of `tokens`."""
+        """The prompt whose tokens `tokens` begins with."""
         return self.owner if isinstance(self.owner, Prompt) else self.owner.prompt
 
     @property
     def is_last(self) -> bool:
-        """Whether the owner's next token is drawn from what this feeds."""
+        """Whether this prefill ends with the owner's last token, so that its next token can be drawn."""
         return self.last == len(self.tokens)
 
 
 @dataclass
 class Admission:
-    """What enters now. Prefills come first, then copies, then every sequence draws its next token."""
+    """Work admitted in one turn: prefills run first, then copies, then each sequence draws its next token."""
 
     prefills: list[Prefill] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)

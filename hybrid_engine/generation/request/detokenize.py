@@ -1,10 +1,10 @@
-"""From tokens that come one by one to text that may be shown at once.
+"""Turns tokens that arrive one by one into text that can be shown at once, for streams and stop strings.
 
     shown so far + held back = tokenizer.decode(tokens so far), up to a stop string
 
-What later tokens may change is held back: bytes of an unfinished UTF-8 character, a run of byte-fallback tokens (which
-decodes as a whole or not at all), the end of a text whose spaces the tokenizer cleans up, and what may be the
-beginning of a stop string. Only the last tokens are decoded each time: they are context enough.
+Text that later tokens may change is held back: bytes of an unfinished UTF-8 character, a run of byte-fallback tokens
+(which decodes as a whole or not at all), the end of a text whose spaces the tokenizer cleans up, and a possible
+beginning of a stop string. Only the last tokens are decoded each time; they are enough context.
 """
 
 import re
@@ -15,19 +15,20 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-# Tokens decoded anew for each one that comes: from CONTEXT to LONGEST_WINDOW.
+# Number of tokens that are decoded again for each new one: from CONTEXT to LONGEST_WINDOW.
 CONTEXT = 16
 LONGEST_WINDOW = 48
-# Characters at the end that transformers' clean-up of spaces may still change: " n't" and its like, one after another.
+# Number of characters at the end that transformers' clean-up of spaces may still change, such as several " n't" in a
+# row.
 CLEANED_UP = 16
 REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class IncrementalDetokenizer:
-    """The text of one response; holds its tokens and gives text out once and in order.
+    """The text of one response; takes its tokens and returns text once and in order.
 
-    `stopped` is the stop string that came, None until one does; nothing is given out from then on.
+    `stopped` is the stop string that came, or None; after it no text is returned.
     """
 
     def __init__(
@@ -40,17 +41,19 @@ class IncrementalDetokenizer:
         shown_tokens: Collection[int] = (),
         min_tokens: int = 0,
     ):
-        """`tokenizer` is transformers'; `includes_stop`: whether the stop string is shown itself.
+        """Raises ValueError for an empty stop string.
 
-        `shown_tokens` are special tokens that are not skipped. A stop string that ends within the first `min_tokens`
-        tokens is text like any other.
-
-        Raises ValueError for an empty stop string.
+        Args:
+            tokenizer: a tokenizer of transformers.
+            includes_stop: whether the stop string itself is shown.
+            shown_tokens: special tokens that are not skipped.
+            min_tokens: a stop string that ends within this many first tokens is ordinary text.
         """
         check_stop_strings(stop_strings)
         self.tokenizer, self.stop_strings, self.includes_stop = tokenizer, tuple(stop_strings), includes_stop
         self.stopped: str | None = None
-        # Those that are skipped never come into the window: where some are shown, it is decoded with all that it has.
+        # Skipped tokens never enter the window, so if some special tokens are shown, the window is decoded with all of
+        # them.
         self._options = {"skip_special_tokens": skip_special_tokens and not shown_tokens}
         cleans_up = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
         self._unstable = CLEANED_UP if cleans_up else 0
@@ -59,14 +62,14 @@ class IncrementalDetokenizer:
         self._skipped = {token for token, kind in added.items() if kind.special and skip_special_tokens}
         self._skipped -= set(shown_tokens)
         self._window: list[int] = []  # tokens that are decoded again
-        self._num_read = 0  # characters of the window's text that were taken
-        self._num_unstoppable = min_tokens  # tokens to come in which no stop string ends
-        self._free = 0  # characters of the text below, and of what follows it, in which none ends
-        self._text = ""  # taken and not given out: may begin a stop string
-        self._held: str | None = ""  # the rest of the window's text as it stands; None: not decoded yet
+        self._num_read = 0  # characters of the window's text that `_text` has received
+        self._num_unstoppable = min_tokens  # number of tokens to come in which no stop string may end
+        self._free = 0  # leading characters of `_text` + `_held` in which no stop string may end
+        self._text = ""  # stable text not returned yet: it may begin a stop string
+        self._held: str | None = ""  # unstable rest of the window's text; None: not decoded yet
 
     def add(self, token: int) -> str:
-        """The text that may be shown now that `token` has come; often empty."""
+        """Adds `token` and returns the text that can be shown now, which is often empty."""
         self._num_unstoppable -= 1
         if self.stopped is not None or token in self._skipped:
             return ""
@@ -87,7 +90,7 @@ class IncrementalDetokenizer:
 
     @property
     def held(self) -> str:
-        """The text that `finish()` would give out now: the rest of all tokens so far, up to a stop string."""
+        """The text that `finish()` would return now: the rest of all tokens so far, up to a stop string."""
         if self.stopped is not None:
             return ""
         if self._held is None:
@@ -97,7 +100,7 @@ class IncrementalDetokenizer:
         return text if found is None else text[: self._end_of(found)]
 
     def finish(self) -> str:
-        """The rest of the text, when no token comes any more; up to a stop string."""
+        """Returns the rest of the text after the last token, up to a stop string."""
         rest = self.held
         if self.stopped is None:
             found = first_stop(self._text + (self._held or ""), self.stop_strings, self._free)
@@ -126,23 +129,23 @@ class IncrementalDetokenizer:
         return found[0] + (len(found[1]) if self.includes_stop else 0)
 
     def _shorten(self, text: str) -> None:
-        """Drops tokens in front that what comes does not depend on; `text` is that of the window."""
+        """Drops leading tokens that later text does not depend on; `text` is the decoded window."""
         if len(self._window) <= LONGEST_WINDOW:
             return
         window, num_held = self._window[-CONTEXT:], len(text) - self._num_read
         shorter = self._decode_tokens(window, **self._options)
-        # A text's first space may be dropped by the tokenizer: something visible must stand in front of what comes.
+        # The tokenizer may drop a text's first space, so something visible must precede the held text.
         if shorter[: len(shorter) - num_held].strip() and text.endswith(shorter[len(shorter) - num_held - 1 :]):
             self._window, self._num_read = window, len(shorter) - num_held
 
 
 class TextOffsets:
-    """Where in a text each of its tokens begins, as they come: behind the characters that those before it finish.
+    """Offsets in a text at which its tokens begin: after the characters that the tokens before them complete.
 
     Args:
-        tokenizer: transformers'.
+        tokenizer: a tokenizer of transformers.
         skip_special_tokens: whether special tokens have no text.
-        first: characters before the first token.
+        first: number of characters before the first token.
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True, first: int = 0):
@@ -150,14 +153,14 @@ class TextOffsets:
         self._num_given = first
 
     def next(self, token: int) -> int:
-        """The offset of the next token, in characters."""
+        """Adds `token` and returns its offset in characters."""
         offset = self._num_given + len(self._detokenizer.held.rstrip(REPLACEMENT))
         self._num_given += len(self._detokenizer.add(token))
         return offset
 
 
 def _decoder(tokenizer: Any, cleans_up: bool) -> Callable[..., str]:
-    """`tokenizer.decode`, or what it comes to: its checks take twice as long as the decoding of a few tokens."""
+    """Returns `tokenizer.decode`, or an equal without checks, which take twice as long as decoding a few tokens."""
     kind = type(tokenizer)
     is_plain = isinstance(tokenizer, PreTrainedTokenizerFast) and not cleans_up
     if is_plain and all(
@@ -168,13 +171,13 @@ def _decoder(tokenizer: Any, cleans_up: bool) -> Callable[..., str]:
 
 
 PREFIX = "abcdef"
-"""Text that stands in front of a token whose own text is asked for: a decoder may strip the first space of a text."""
+"""Text before a token that is decoded alone: a decoder may strip the first space of a text."""
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """The bytes that `token` adds to a text, UTF-8; one that holds part of a character gives that part."""
+    """Returns the UTF-8 bytes that `token` adds to a text, which may be part of a character."""
     name = tokenizer.convert_ids_to_tokens(token)
-    if name is None:  # of a model's vocabulary, which may be longer than the tokenizer's
+    if name is None:  # the model's vocabulary may be longer than the tokenizer's
         return b""
     if token in getattr(tokenizer, "added_tokens_decoder", {}):
         return name.encode()
@@ -195,7 +198,7 @@ def _prefix(tokenizer: Any) -> tuple[int, ...]:
 
 @lru_cache(maxsize=8)
 def _byte_letters(tokenizer: Any) -> dict[str, int]:
-    """The byte that each letter of a token's name stands for; none where the tokenizer's names are text."""
+    """Returns the byte for each letter of a token's name; empty if the tokenizer's names are plain text."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     state = b"" if decoder is None else decoder.__getstate__()
     if b'"ByteLevel"' not in (state.encode() if isinstance(state, str) else state):
@@ -204,7 +207,7 @@ def _byte_letters(tokenizer: Any) -> dict[str, int]:
 
 
 def check_stop_strings(stop_strings: Any, option: str = "stop_strings") -> None:
-    """Raises ValueError unless `stop_strings` is a list of strings that are not empty."""
+    """Raises ValueError unless `stop_strings` is a list of non-empty strings."""
     if not isinstance(stop_strings, list | tuple) or not all(isinstance(stop, str) for stop in stop_strings):
         raise ValueError(f"{option}={stop_strings!r} must be a list of strings")
     if not all(stop_strings):
@@ -214,9 +217,10 @@ def check_stop_strings(stop_strings: Any, option: str = "stop_strings") -> None:
 
 
 def first_stop(text: str, stop_strings: Sequence[str], free: int = 0) -> tuple[int, str] | None:
-    """Where in `text` the stop string begins that is complete first, of those the longest, and which it is.
+    """Returns the start in `text` and the value of the stop string that is complete first, or None.
 
-    None ends in the first `free` characters.
+    Of several that end at the same place, the longest is returned. A stop string that ends in the first `free`
+    characters does not count.
     """
     found = [(text.find(stop, max(0, free - len(stop) + 1)), stop) for stop in stop_strings]
     return min(
@@ -227,7 +231,7 @@ def first_stop(text: str, stop_strings: Sequence[str], free: int = 0) -> tuple[i
 
 
 def longest_beginning(text: str, stop_strings: Sequence[str]) -> int:
-    """Characters at the end of `text` that may be the beginning of a stop string."""
+    """Returns the number of characters at the end of `text` that may begin a stop string."""
     longest = 0
     for stop in stop_strings:
         for size in range(min(len(stop) - 1, len(text)), longest, -1):

@@ -1,8 +1,9 @@
-"""The tokens that end an answer. Rollouts, `generate`, servers and encodings of training data ask here.
+"""Finds the tokens that end an answer, for rollouts, `generate`, servers and encodings of training data.
 
-Four places name such tokens, and models differ in which they use: the tokenizer's `eos_token`, `generation_config.json`
-(Gemma's `<end_of_turn>`, gpt-oss' `<|call|>`), `config.json`, and the chat template, by what it writes after an
-assistant's turn (`<|im_end|>` of ChatML on a base model, for which the other three say `<|endoftext|>`).
+Four places name end tokens, and models differ in which of them they use: the tokenizer's `eos_token`,
+`generation_config.json` (Gemma's `<end_of_turn>`, gpt-oss' `<|call|>`), `config.json`, and the chat template, by the
+text that it writes after an assistant's turn (`<|im_end|>` of ChatML on a base model, for which the other three name
+`<|endoftext|>`).
 """
 
 from collections.abc import Collection
@@ -13,12 +14,12 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from hybrid_engine.generation.request.options import token_ids
 
-# Stands for an answer while a template writes what comes after it: no template changes letters, and no text has it.
+# Stands for an answer when a template is rendered: no template changes its letters, and no text contains it.
 _PLACEHOLDER = "ANSWERc2b90de7714f"
 
 
 class ModelWithEnds(Protocol):
-    """A model of transformers, or an engine of one."""
+    """A model of transformers, or an engine over one."""
 
     config: PretrainedConfig
     generation_config: GenerationConfig
@@ -30,11 +31,11 @@ class _TurnEnd(NamedTuple):
 
 
 _turn_ends: "WeakKeyDictionary[PreTrainedTokenizerBase, _TurnEnd]" = WeakKeyDictionary()
-"""Each tokenizer's, for the chat template that it had."""
+"""The turn end of each tokenizer, with the chat template that it was read from."""
 
 
 def end_token_ids(model: ModelWithEnds, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids of the tokens that end an answer of `model`, each once, those of its configs first.
+    """Returns the ids of the tokens that end an answer of `model`, without duplicates, those of its configs first.
 
     Ids outside the model's vocabulary cannot be drawn and are left out.
     """
@@ -50,22 +51,22 @@ def end_token_ids(model: ModelWithEnds, tokenizer: PreTrainedTokenizerBase) -> l
 
 
 def answer_ends(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids of the tokens that end an answer as far as the tokenizer knows: its `eos_token` and `turn_end`."""
+    """Returns the ids of the end tokens that the tokenizer knows: its `eos_token` and its `turn_end`."""
     ends = (tokenizer.eos_token_id, turn_end(tokenizer))
     return list(dict.fromkeys(end for end in ends if end is not None))
 
 
 def answer_text(tokenizer: PreTrainedTokenizerBase, tokens: list[int], ends: Collection[int]) -> str:
-    """An answer as text, without special tokens and its end, which some tokenizers do not call special."""
+    """Decodes an answer without special tokens and its end token, which some tokenizers do not mark as special."""
     is_ended = bool(tokens) and tokens[-1] in ends
     return tokenizer.decode(tokens[:-1] if is_ended else tokens, skip_special_tokens=True)
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Id of the token with which the chat template ends an assistant's turn; None where that is no special token.
+    """Returns the id of the special token with which the chat template ends an assistant's turn, or None.
 
-    Blanks before it do not count, and neither does what follows: Phi-3 ends a turn with `<|end|>`, then a line feed
-    and, after the last one, `<|endoftext|>`.
+    Blanks before the token and everything after it are ignored: Phi-3 ends a turn with `<|end|>`, then a line feed and,
+    after the last turn, `<|endoftext|>`.
     """
     template = getattr(tokenizer, "chat_template", None)
     if not template:
@@ -80,7 +81,7 @@ def _find_turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _PLACEHOLDER}]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except Exception:  # a template is a program of the model's; the rows that it refuses are named where they are read
+    except Exception:  # templates are programs; the code that renders rows reports the refused ones
         return None
     _, shown, behind = text.rpartition(_PLACEHOLDER)
     ids = tokenizer(behind.lstrip(), add_special_tokens=False)["input_ids"] if shown else []

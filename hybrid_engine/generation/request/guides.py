@@ -1,6 +1,7 @@
-"""Text that must be one of some strings, or follow a pattern, a JSON schema or a grammar: by the library llguidance.
+"""Guided decoding: limits a response to one of some strings, or to a regular expression, a JSON schema or a grammar.
 
-It says after every token which ones may come next; the others' logits become -inf.
+The library llguidance reports after every token which tokens may come next; the logits of all others become -inf. Rules
+read guides here, and servers check and compile them before a request enters the batch.
 """
 
 import importlib.util
@@ -18,12 +19,12 @@ import torch
 
 LIBRARY = "llguidance"
 JSON_SPACE = r"( |\n[ \t]{0,24})?"
-"""White space between the parts of guided JSON by default: what `json.dumps` writes, also indented, and no more.
+"""Default white space between the parts of guided JSON: what `json.dumps` writes, with or without indentation.
 
-JSON itself allows any amount, and a model that is uncertain may write it up to the end of its answer.
+JSON itself allows any amount, and an uncertain model may write white space up to the end of its answer.
 """
 _SPECIAL = str.maketrans({letter: f"\\{letter}" for letter in "\\.+*?()|[]{}^$#&-~"})
-# The library says so where it stopped for want of room; other reasons are ends of the text.
+# Stop reasons with which the library reports that it passed one of its limits; other reasons are ends of the text.
 _GIVEN_UP = ("InternalError", "LexerTooComplex", "ParserTooComplex")
 
 
@@ -41,13 +42,13 @@ trial.join()
 
 
 class GuideError(ValueError):
-    """A guide that the library could not follow: it passes its limits, or a token came that it does not allow."""
+    """A guide passes the library's limits, or a token came that it does not allow."""
 
 
 def read_guide(option: str, value: Any, json_space: str | None = None) -> tuple[str, str]:
-    """Kind and content of a guide that the library can read; raises ValueError where `value` is none.
+    """Returns the kind and the content of a guide after the library has checked it.
 
-    Args: as of `guide_of`.
+    Args are those of `guide_of`. Raises ValueError if the library cannot read `value`.
     """
     guide = guide_of(option, value, json_space)
     problem = _library(option).LLMatcher.validate_grammar(_grammar(option, guide), None)
@@ -58,11 +59,13 @@ def read_guide(option: str, value: Any, json_space: str | None = None) -> tuple[
 
 
 def guide_of(option: str, value: Any, json_space: str | None = None) -> tuple[str, str]:
-    """Kind and content of a guide that the library has not seen; raises ValueError where `value` has another type.
+    """Returns the kind and the content of a guide, which the library does not check here.
 
     Args:
         option: `guided_choice`, `guided_regex`, `guided_json` or `guided_grammar`.
         json_space: regular expression of white space in JSON; None: `JSON_SPACE`.
+
+    Raises ValueError if `value` does not have the option's type.
     """
     kind = option.removeprefix("guided_")
     if json_space is not None and (kind != "json" or not isinstance(json_space, str)):
@@ -86,9 +89,10 @@ def guide_of(option: str, value: Any, json_space: str | None = None) -> tuple[st
 
 
 def try_guide(guide: tuple[str, str]) -> None:
-    """Raises GuideError for a guide of a stranger's whose reading would not end, or would end the process.
+    """Raises GuideError for an untrusted guide whose parsing would not end, or would end the process.
 
-    The library has no bound on the time of it, and one on the depth only in the stack: so it is tried elsewhere.
+    The library does not limit its parsing time, and its depth is limited by the stack alone, so another process tries
+    it.
     """
     option = f"guided_{guide[0]}"
     try:
@@ -99,11 +103,12 @@ def try_guide(guide: tuple[str, str]) -> None:
         raise GuideError(f"{option} cannot guide: {reason}; make it smaller")
 
 
-@lru_cache(maxsize=64)  # starting a process takes a tenth of a second and more
+@lru_cache(maxsize=64)  # starting a process takes at least a tenth of a second
 def _tried(grammar: str) -> str | None:
-    """The failure of a process that read `grammar`, other than what the library says itself; None where there is none.
+    """Parses `grammar` in another process; returns the failure of that process, or None.
 
-    Raises TimeoutExpired where it took too long, which is not kept: a busy machine may be the cause.
+    An error that the library itself reports is not a failure. Raises TimeoutExpired if parsing takes too long; that is
+    not cached, because a busy machine may be the cause.
     """
     command = [sys.executable, "-c", _TRIAL]
     ended = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=SECONDS_TO_TRY)
@@ -137,7 +142,7 @@ def _library(option: str) -> Any:
 def _grammar(option: str, guide: tuple[str, str]) -> str:
     kind, content = guide
     matcher = _library(option).LLMatcher
-    if kind == "choice":  # as one lexeme: alternatives of a grammar may be 2000 at once
+    if kind == "choice":  # one lexeme, because a grammar may have at most 2000 alternatives
         return matcher.grammar_from_regex("|".join(choice.translate(_SPECIAL) for choice in json.loads(content)))
     if kind == "regex":
         return matcher.grammar_from_regex(json.loads(content))
@@ -148,9 +153,9 @@ def _grammar(option: str, guide: tuple[str, str]) -> str:
 
 @lru_cache(maxsize=8)
 def _read_tokenizer(tokenizer: Any, vocab: int) -> Any:
-    """The tokenizer as the library has it, with one end of text: rows have ends of their own.
+    """The library's form of the tokenizer, with one end-of-text token; rows have end tokens of their own.
 
-    Reading one of 49,000 tokens takes half a second of CPU, in which no other thread of Python's runs.
+    Reading a tokenizer of 49,000 tokens takes half a second of CPU, during which no other Python thread runs.
     """
     from llguidance.hf import from_tokenizer
 
@@ -159,33 +164,35 @@ def _read_tokenizer(tokenizer: Any, vocab: int) -> Any:
 
 
 def prepare_guides(tokenizer: Any, vocab: int) -> None:
-    """Reads the tokenizer for guides that come later, where the library is installed and can."""
+    """Reads the tokenizer for later guides, if the library is installed and supports it."""
     if importlib.util.find_spec(LIBRARY) is not None and tokenizer.is_fast:
-        with suppress(ValueError):  # a decoder that it does not know is an error of a request with a guide alone
+        with suppress(ValueError):  # an unknown decoder is an error only for a request with a guide
             _read_tokenizer(tokenizer, vocab)
 
 
 @dataclass(eq=False)
 class CompiledGuide:
-    """A guide at the beginning of a text, of which rows take copies."""
+    """A compiled guide in its initial state, which rows copy."""
 
     matcher: Any
     end: int
-    """The token that it allows where the text is complete."""
+    """Token that the matcher allows once the text is complete."""
 
 
 _compiled: WeakValueDictionary[tuple[Any, ...], CompiledGuide] = WeakValueDictionary()
 
 
 def compile_guide(guide: tuple[str, str], tokenizer: Any, vocab: int) -> CompiledGuide:
-    """The guide for these tokens; the same one again as long as somebody holds it. Takes up to seconds.
+    """Returns the compiled guide for this tokenizer; takes up to seconds.
+
+    The result is cached as long as something else references it.
 
     Args:
-        guide, tokenizer: as `GuidedTokens` takes them.
+        guide, tokenizer: those of `GuidedTokens`.
         vocab: width of the logits.
 
     Raises:
-        GuideError: it is too large for the library's limits.
+        GuideError: the guide is too large for the library's limits.
     """
     key = guide, tokenizer, vocab
     compiled = _compiled.get(key)
@@ -193,14 +200,14 @@ def compile_guide(guide: tuple[str, str], tokenizer: Any, vocab: int) -> Compile
         known, library = _read_tokenizer(tokenizer, vocab), _library(f"guided_{guide[0]}")
         matcher = library.LLMatcher(known, _grammar(f"guided_{guide[0]}", guide), log_level=0)
         _check_state(matcher, guide)
-        matcher.compute_bitmask()  # the first one is the dearest
+        matcher.compute_bitmask()  # the first call is the slowest
         _check_state(matcher, guide)
         compiled = _compiled[key] = CompiledGuide(matcher, known.eos_tokens[0])
     return compiled
 
 
 def _check_state(matcher: Any, guide: tuple[str, str], num_tokens: int = 0) -> None:
-    """Raises GuideError where the library gave up, which it calls the end of the text otherwise."""
+    """Raises GuideError if the library passed a limit, which it otherwise reports as the end of the text."""
     if matcher.is_error() or matcher.stop_reason() in _GIVEN_UP:
         reason = (matcher.get_error() or matcher.stop_reason()).strip().splitlines()[0]
         raise GuideError(
@@ -210,13 +217,13 @@ def _check_state(matcher: Any, guide: tuple[str, str], num_tokens: int = 0) -> N
 
 
 class GuidedTokens:
-    """Lets only tokens through that continue the guide; a logits processor of one row.
+    """Logits processor of one row that allows only tokens that continue the guide.
 
     Args:
-        guide: as `read_guide` gives it.
-        tokenizer: transformers', a fast one.
-        ends: the row's end-of-sequence tokens, which may come where the text is complete; empty: the tokenizer's.
-        prompt_length: tokens of the row that are not guided.
+        guide: result of `read_guide`.
+        tokenizer: a fast tokenizer of transformers.
+        ends: the row's end-of-sequence tokens, allowed once the text is complete; empty: the tokenizer's.
+        prompt_length: number of leading tokens of the row that are not guided.
     """
 
     def __init__(self, guide: tuple[str, str], tokenizer: Any, ends: tuple[int, ...], prompt_length: int):
@@ -227,7 +234,7 @@ class GuidedTokens:
         self._has_ended = False
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """`scores [1, V]` after the tokens `input_ids [1, L]`, prompt included. Raises GuideError."""
+        """Masks `scores [1, V]` after the tokens `input_ids [1, L]`, prompt included. Raises GuideError."""
         vocab = scores.shape[1]
         compiled = self._follow(input_ids[0, self.prompt_length :].tolist(), vocab)
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
@@ -239,7 +246,7 @@ class GuidedTokens:
         return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), float("-inf"))
 
     def is_complete(self, tokens: list[int], vocab: int) -> bool:
-        """Whether nothing may follow the response `tokens` but an end of sequence. Raises GuideError."""
+        """Whether only an end of sequence may follow the response `tokens`. Raises GuideError."""
         self._follow(tokens, vocab)
         return self._has_ended or self._matcher.is_stopped()
 

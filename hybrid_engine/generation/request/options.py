@@ -1,6 +1,7 @@
-"""What a rollout is asked for: Hugging Face's generation options, merged, checked, and split by who serves them.
+"""Hugging Face's generation options of a rollout: merges and checks them, and tells which backend serves them.
 
-Priority is Hugging Face's: keyword arguments, then `generation_config`, then the model's own, then defaults.
+The order of priority is Hugging Face's: keyword arguments, then `generation_config`, then the model's own, then
+defaults.
 """
 
 import difflib
@@ -15,7 +16,8 @@ from hybrid_engine.config.checks import check_flag, check_integer, check_number,
 from hybrid_engine.generation.request.rules import NO_RULES, RULE_DEFAULTS, Rules, is_on, read_rules
 from hybrid_engine.ops import SamplingOptions
 
-# Served by the native backend, with transformers' defaults (`GenerationConfig._get_default_generation_params`).
+# Options that the native backend serves, with transformers' defaults
+# (`GenerationConfig._get_default_generation_params`).
 NATIVE_DEFAULTS: dict[str, Any] = {
     "max_new_tokens": None,
     "max_length": None,
@@ -33,8 +35,8 @@ NATIVE_DEFAULTS: dict[str, Any] = {
     "return_dict_in_generate": False,
     **RULE_DEFAULTS,
 }
-# Of no consequence here: caching, compiling and batching are the engine's own business; some say more of another
-# option, which is not served natively.
+# Options without an effect here: the engine itself decides on caching, compiling and batching. Some of them only
+# qualify another option, which is not served natively.
 WITHOUT_EFFECT = {
     "assistant_tokenizer",
     "bos_token_id",
@@ -59,13 +61,13 @@ WITHOUT_EFFECT = {
 
 @cache
 def transformers_options() -> frozenset[str]:
-    """Names of what transformers' GenerationConfig holds; building one takes as long as ten operations on tensors."""
+    """Names of the fields of transformers' GenerationConfig; building one takes as long as ten tensor operations."""
     return frozenset(vars(GenerationConfig()))
 
 
-# What transformers' generate() has not.
+# Options that transformers' generate() does not have.
 OWN_OPTIONS = {"row_options", *RULE_DEFAULTS} - transformers_options()
-# Settings of decoding strategies that nothing selects unless another option does; and the neutral values.
+# Settings of decoding strategies that only another option can select, with their neutral values.
 NEUTRAL_VALUES: dict[str, Any] = {
     "num_beams": 1,
     "num_beam_groups": 1,
@@ -124,12 +126,12 @@ class GenerationOptions:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether `sampling` says all of how tokens are drawn and reported."""
+        """Whether `sampling` describes completely how tokens are drawn and reported."""
         return not self.rules.shapes_draws
 
     @cached_property
     def sampling(self) -> SamplingOptions:
-        """How tokens are drawn."""
+        """The sampling options of these options."""
         return SamplingOptions(**{field.name: getattr(self, field.name) for field in fields(SamplingOptions)})
 
 
@@ -139,9 +141,9 @@ def _check(holds: bool, option: str, value: object, rule: str, remedy: str) -> N
 
 
 def merge_options(model_config: GenerationConfig, given: GenerationConfig | None, kwargs: dict) -> dict[str, Any]:
-    """Every option that is set, by name. As in transformers a keyword of None switches an option off.
+    """Returns every option that is set, by name. As in transformers, a keyword of None switches an option off.
 
-    With `use_model_defaults=False` the model says nothing but its special tokens.
+    With `use_model_defaults=False` only the special tokens of the model's config are used.
     """
     uses_defaults = kwargs.get("use_model_defaults")
     if uses_defaults is not None:
@@ -157,17 +159,17 @@ def merge_options(model_config: GenerationConfig, given: GenerationConfig | None
 
 
 def _set_options(config: GenerationConfig) -> dict[str, Any]:
-    # Not `to_dict()`, which copies every value: nobody writes into them.
+    # Not `to_dict()`, which copies every value: no caller writes into them.
     return {k: v for k, v in vars(config).items() if v is not None and not k.startswith("_")}
 
 
 def _is_unset_pad(pad: Any) -> bool:
-    """-1, by which the configs of the first Llamas say that there is no such token."""
+    """Whether the pad token is -1, with which the configs of the first Llamas say that there is none."""
     return isinstance(pad, int) and pad < 0
 
 
 def override(options: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`options` with those of `kwargs` in their place; None switches one off."""
+    """Returns `options` overridden by `kwargs`; None switches an option off."""
     merged = dict(options)
     off = NATIVE_DEFAULTS | {"top_k": 0}
     for name, value in kwargs.items():
@@ -180,7 +182,7 @@ def override(options: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
 def check_names(kwargs: dict[str, Any], accepted: Iterable[str]) -> None:
     """Raises ValueError for the first keyword that neither `generate()` nor the model knows.
 
-    Beside a `custom_generate` every name may be one of that function's own.
+    With `custom_generate`, any name is accepted, because it may be an argument of that function.
     """
     if kwargs.get("custom_generate") is not None:
         return
@@ -208,14 +210,14 @@ def foreign_options(merged: dict[str, Any]) -> list[str]:
 
 
 def own_options(merged: dict[str, Any]) -> list[str]:
-    """Names of the options that transformers has not, where they are on."""
+    """Names of the options that are on and that transformers does not have."""
     return [name for name in RULE_DEFAULTS if name in OWN_OPTIONS and is_on(name, merged.get(name))]
 
 
 def read_options(merged: dict[str, Any], prompt_width: int, vocab_size: int) -> GenerationOptions:
-    """The native options of `merged`; raises ValueError for the first that is out of range.
+    """Returns the native options of `merged`; raises ValueError for the first that is out of range.
 
-    `prompt_width` is that of the padded prompts, which `max_length` and `min_length` include.
+    `prompt_width` is the width of the padded prompts, which `max_length` and `min_length` include.
     """
     values = NATIVE_DEFAULTS | {name: value for name, value in merged.items() if name in NATIVE_DEFAULTS}
     max_new_tokens, max_length = values["max_new_tokens"], values["max_length"]
@@ -261,7 +263,7 @@ def read_options(merged: dict[str, Any], prompt_width: int, vocab_size: int) -> 
 
 
 def token_ids(option: str, value: Any, vocab_size: int) -> tuple[int, ...]:
-    """One id, a list or a tensor of ids as a tuple, without those beyond the vocabulary, which cannot be drawn."""
+    """Returns an id, or a list or tensor of ids, as a tuple, without ids beyond the vocabulary."""
     if value is None:
         return ()
     ids = value.flatten().tolist() if hasattr(value, "flatten") else value

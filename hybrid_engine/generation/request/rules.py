@@ -1,7 +1,7 @@
-"""What a row is asked for beyond temperature and filters: which tokens come, which end it, what is reported.
+"""Rules of a row beyond temperature and filters: which tokens are allowed, which end it, and what is reported.
 
-Names, meanings and the order of application are transformers' (`GenerationMixin._get_logits_processor`), beside them
-OpenAI's penalties and `logit_bias`, and what only this engine has.
+Names, meanings and order of application follow transformers (`GenerationMixin._get_logits_processor`). OpenAI's
+penalties and `logit_bias`, and the rules that only this engine has, come in addition.
 """
 
 import math
@@ -14,12 +14,12 @@ from hybrid_engine.config.checks import check_choice, check_flag, check_integer,
 from hybrid_engine.generation.request.detokenize import check_stop_strings
 
 MOST_TOP_LOGPROBS = 100
-# What a token's log-probability is of: the logits as the model gave them; these divided by the temperature; what it was
-# drawn from, all rules and filters applied.
+# The distribution of a reported log-probability: the model's logits; the logits divided by the temperature; the
+# distribution that the token was drawn from, after all rules and filters.
 LOGPROBS = ("raw", "scaled", "processed")
 
 GUIDES = ("guided_choice", "guided_regex", "guided_json", "guided_grammar")
-# With the values that switch them off.
+# Each rule with the value that switches it off.
 RULE_DEFAULTS: dict[str, Any] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
@@ -51,12 +51,12 @@ RULE_DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Checked; the values that are there by default change nothing. Token sequences are tuples of ids."""
+    """Checked rules of a row; the default values change nothing. Token sequences are tuples of ids."""
 
     presence_penalty: float = 0.0
-    """Taken off the logit of every token that the response has; -2 to 2, OpenAI's formula."""
+    """Subtracted from the logit of every token that the response contains; -2 to 2, OpenAI's formula."""
     frequency_penalty: float = 0.0
-    """The same, for each time that it has it."""
+    """Subtracted from a token's logit once for each time that the response contains it; -2 to 2."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Added to the logits of single tokens."""
     sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = ()
@@ -66,37 +66,37 @@ class Rules:
     suppress_tokens: tuple[int, ...] = ()
     begin_suppress_tokens: tuple[int, ...] = ()
     forced_bos_token_id: int | None = None
-    """The first token after a prompt of one token; None also where prompts are padded to more."""
+    """First token after a prompt of one token; None if prompts are padded to more than one token."""
     forced_eos_token_id: tuple[int, ...] = ()
-    """One of them is the last token where the row reaches its length."""
+    """Tokens of which one is the last token of a row that reaches its length."""
     exponential_decay_length_penalty: tuple[int, float] | None = None
     typical_p: float = 1.0
     epsilon_cutoff: float = 0.0
     eta_cutoff: float = 0.0
     stop_sequences: tuple[tuple[int, ...], ...] = ()
-    """Tokens that end the row where the response ends with them."""
+    """Token sequences that end the row once the response ends with one of them."""
     stop_strings: tuple[str, ...] = ()
-    """Text that ends the row, as transformers' StopStringCriteria finds it."""
+    """Strings that end the row, found as by transformers' StopStringCriteria."""
     trim_stop: bool = False
-    """Whether a stop sequence or string is left out of tokens and log-probabilities, with what it shares a token."""
+    """Whether tokens and log-probabilities leave out a stop sequence or string, and the tokens that hold part of it."""
     guide: tuple[str, str] | None = None
-    """"choice", "regex", "json" or "grammar", and what it says, as JSON."""
+    """Kind of the guide ("choice", "regex", "json" or "grammar") and its content as JSON."""
     logprobs: str = "scaled"
     top_logprobs: int = 0
-    """Likeliest tokens reported at each position."""
+    """Number of likeliest tokens reported at each position."""
     prompt_logprobs: int | None = None
-    """The same of the prompt, whose log-probabilities are reported then; None: they are not."""
+    """Number of likeliest tokens reported at each prompt position, with its log-probabilities; None: not reported."""
     tokenizer: Any = field(default=None, compare=False)
-    """Of stop strings and guides."""
+    """Tokenizer that stop strings and guides need."""
 
     @cached_property
     def has_ends(self) -> bool:
-        """Whether more than end-of-sequence tokens ends the row."""
+        """Whether something other than end-of-sequence tokens can end the row."""
         return bool(self.stop_sequences or self.stop_strings or self.guide)
 
     @cached_property
     def changes_by_tokens(self) -> bool:
-        """Whether what is drawn depends on the tokens of the row, which the host must know then."""
+        """Whether the draw depends on the tokens of the row, which the host must know in that case."""
         return bool(
             self.sequence_bias
             or self.bad_words_ids
@@ -128,7 +128,7 @@ NO_RULES = Rules()
 
 
 def read_rules(merged: dict[str, Any], prompt_width: int, vocab_size: int) -> Rules:
-    """The rules among the options `merged`; raises ValueError for the first that cannot work."""
+    """Reads the rules among the options `merged`; raises ValueError for the first that is invalid."""
     given = {name: merged[name] for name in RULE_DEFAULTS if is_on(name, merged.get(name))}
     if not given:
         return NO_RULES
@@ -168,7 +168,7 @@ def read_rules(merged: dict[str, Any], prompt_width: int, vocab_size: int) -> Ru
 
 
 def is_on(name: str, value: Any) -> bool:
-    """Whether the rule `name` with this value is not switched off."""
+    """Whether the rule `name` is switched on by this value."""
     if value is None or name in GUIDES or name == "guided_whitespace_pattern":
         return value is not None
     if isinstance(value, list | tuple | dict) and len(value) == 0:
@@ -178,7 +178,7 @@ def is_on(name: str, value: Any) -> bool:
 
 
 def _check_forced(values: dict[str, Any]) -> None:
-    """Raises ValueError where nothing is left to draw: transformers suppresses tokens after it has forced one."""
+    """Raises ValueError if no token is left to draw: transformers suppresses tokens after it has forced one."""
     suppressed = values.get("suppress_tokens", ())
     first = values.get("forced_bos_token_id")
     forced = {
@@ -226,7 +226,7 @@ def _token_sequences(option: str, value: Any, vocab_size: int) -> tuple[tuple[in
 
 
 def _logit_bias(value: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """OpenAI's: keys may be strings, as JSON has them."""
+    """Reads OpenAI's form: keys may be strings, because JSON's are."""
     if not isinstance(value, dict):
         raise ValueError(f"logit_bias={value!r} must be a dict from token ids to numbers")
     biases = []
@@ -239,7 +239,7 @@ def _logit_bias(value: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
 
 
 def _sequence_bias(value: Any, vocab_size: int) -> tuple[tuple[tuple[int, ...], float], ...]:
-    """transformers': a dict from tuples of ids to numbers, or a list of pairs."""
+    """Reads transformers' form: a dict from tuples of ids to numbers, or a list of pairs."""
     pairs: Iterable = value.items() if isinstance(value, dict) else value
     biases = []
     for pair in pairs if isinstance(pairs, Iterable) else [pairs]:

@@ -1,1 +1,1 @@
-"""A rollout from `generate()`'s arguments to what it returns."""
+"""Rollouts, from the arguments of `generate()` to its output."""

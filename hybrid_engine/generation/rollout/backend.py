@@ -1,7 +1,7 @@
 """The two ways to run a rollout: on inference containers, or by the model's own `generate()`.
 
-Each gathers for a rollout that passed every check, and runs it. What gathering takes it puts on an ExitStack, which
-gives it back in the opposite order, also when the run raises.
+Each gathers for a rollout that passed every check, and runs it. Everything that gathering takes is registered on an
+ExitStack, which releases it in reverse order, even if the run raises.
 """
 
 import math
@@ -37,7 +37,7 @@ from hybrid_engine.generation.rollout.output import collect_output, measure_modu
 from hybrid_engine.generation.rollout.own_sequences import answer_sequence
 from hybrid_engine.zero.gathering import WeightGatherer
 
-# Options under which a row may end without an end-of-sequence token, or its logits are not one row's own.
+# Options with which a row may end without an end-of-sequence token, or its logits depend on other rows or models.
 ENDS_OTHERWISE = (
     "assistant_model",
     "constraints",
@@ -51,12 +51,12 @@ ENDS_OTHERWISE = (
 
 
 _FAILED = 2
-"""What a process says of itself between two turns, beside 1: it has work, and 0: it has none."""
+"""State of a process between two turns after an error; 1 means that it has work, 0 that it has none."""
 
 
 @dataclass
 class RolloutResult:
-    """What a run returns and what it took."""
+    """The output of a rollout and its costs."""
 
     output: Any
     num_samples: int
@@ -67,7 +67,7 @@ class RolloutResult:
     captures: CaptureStats = field(default_factory=CaptureStats)
 
     def figures(self) -> dict[str, float]:
-        """What it took, by the names of `latency_stats()`."""
+        """The costs by the names of `latency_stats()`."""
         return {
             "prefill_seconds": self.prefill_seconds,
             "decode_seconds": self.decode_seconds,
@@ -95,7 +95,10 @@ class ContainerRollouts:
         config: HybridEngineConfig,
         partners: Partners,
     ):
-        """`lasting`: what `model` reads sharded weights through; `partners`: whose weights are streamed with these."""
+        """`lasting`: provides copies of sharded weights to `model`.
+
+        `partners`: processes that stream weights with this one.
+        """
         self.model, self.gatherer, self.workspace, self.config = model, gatherer, workspace, config
         self.lasting, self.partners = lasting, partners
         is_cuda = model.device.type == "cuda"
@@ -104,21 +107,21 @@ class ContainerRollouts:
         has_tapes = model.device.type == "cpu" and config.enable_cuda_graph
         self.steps = DecodeSteps(model, config.max_out_tokens, recorder, has_tapes)
         self.mixes = True  # see TextGeneration
-        self.lag = 1 if is_cuda else 0  # turns whose tokens are read late, so that the host need not wait
+        self.lag = 1 if is_cuda else 0  # turns read late, so that the host does not wait
 
     @property
     def num_reserved_blocks(self) -> int:
-        """Blocks of the workspace beside the scheduler's: one where the rows that fill a graph's batch write."""
+        """Workspace blocks outside the scheduler's: one that the padding rows of a graph's batch write to."""
         return 0 if self.steps.recorder is None else 1
 
     def new_recorder(self) -> Any:
-        """One like that of the steps, with memory of its own; None where steps are not recorded."""
+        """Returns a new recorder with memory of its own; None if steps are not recorded."""
         return None if self.steps.recorder is None else self.steps.recorder.another()
 
     def warm_up(self, plan: Plan, kv: torch.Tensor) -> CaptureStats:
-        """Compiles what rollouts like `plan` run, by a prefill and a decode, and records their steps of every size.
+        """Compiles the kernels of rollouts like `plan` by a prefill and a decode; records their steps of every size.
 
-        Its sequences are left half-way, with nothing read of what they drew.
+        Its sequences are left unfinished, and their drawn tokens are not read.
         """
         strategy = self.start(plan, kv)
         for _ in range(2):
@@ -130,9 +133,12 @@ class ContainerRollouts:
         return self.steps.stats
 
     def gather(self, plan: Plan, release: ExitStack, is_recorded: bool = True) -> torch.Tensor:
-        """Weights whole or a stream of them, LoRA fused, KV workspace taken; returns the workspace's tensor.
+        """Gathers the weights or a stream of them, fuses LoRA and takes the KV workspace.
 
-        `is_recorded`: whether steps may be, which read copies of sharded weights. Copies have no other adapter.
+        Returns the workspace's tensor.
+
+        `is_recorded`: whether steps may be recorded. Recorded steps read copies of sharded weights, which hold no other
+        adapter.
         """
         # Under autocast the projections would leave the dtype of the workspace.
         release.enter_context(torch.autocast(self.model.device.type, enabled=False))
@@ -154,26 +160,26 @@ class ContainerRollouts:
 
     @property
     def _reads_copies(self) -> bool:
-        """Whether weights are copied where recorded steps find them again: sharded ones that are whole in a rollout."""
+        """Whether recorded steps read copies at fixed addresses: if weights are sharded, and whole in a rollout."""
         return self.steps.recorder is not None and self.gatherer.can_stream and not self.gatherer.is_streamed
 
     def _give_back_workspace(self, error_type: type | None, *_: object) -> None:
-        """After an error the memory always goes: it may hold numbers that are not finite."""
+        """Releases the workspace if the config says so, and always after an error: it may hold non-finite numbers."""
         if error_type is not None:
-            self.steps.drop()  # a step that was interrupted may not know what its tables hold
+            self.steps.drop()  # the tables of an interrupted step may be inconsistent
         if self.config.release_inference_cache or error_type is not None:
             self.workspace.release()
 
     def layers(self) -> Iterable[InferenceLayer]:
-        """One pass over the layers."""
+        """Returns one pass over the layers."""
         return pass_over_layers(self.model, self.gatherer)
 
     def start(
         self, plan: Plan, kv: torch.Tensor, choice: Choice | None = None, is_recorded: bool = True
     ) -> TextGeneration:
-        """What takes the turns of `plan`, none taken yet; `choice` as `run` takes it.
+        """Builds the strategy that takes the turns of `plan`; none is taken yet. `choice` is that of `run`.
 
-        `is_recorded`: whether its steps may be, which read weights where they are now.
+        `is_recorded`: whether its steps may be recorded, which read weights at their current addresses.
         """
         if choice is not None:
             kind = GenerationInStep if isinstance(choice, InStep) else TextGeneration
@@ -183,9 +189,9 @@ class ContainerRollouts:
         return TextGeneration(self.model, plan.build_scheduler(), step, self.layers, lag, self.mixes)
 
     def run(self, plan: Plan, kv: torch.Tensor, input_ids: torch.Tensor, choice: Choice | None = None) -> RolloutResult:
-        """Takes turns until every sequence has finished; streamed, until those of every process have.
+        """Takes turns until every sequence has finished or, if weights are streamed, those of every process have.
 
-        `choice` draws the tokens and says which rows end; without it the options of each sequence do.
+        `choice` draws the tokens and decides which rows end; if it is None, each sequence's options do.
 
         Raises:
             RuntimeError: the model's logits are not finite.
@@ -210,7 +216,10 @@ class ContainerRollouts:
     def run_turns(
         self, plan: Plan, kv: torch.Tensor, choice: Choice | None, tell: Callable[[], None] = _say_nothing
     ) -> list[TextGeneration]:
-        """Takes all turns of `plan`; returns what took them. Between turns it calls `tell`, unless it streams."""
+        """Takes all turns of `plan`; returns the strategies that took them.
+
+        Unless it streams, calls `tell` between turns.
+        """
         is_streamed = self.gatherer.is_streamed
         meets_others = is_streamed or self.model.parallel.size > 1
         start = partial(self.start, plan, kv, choice)
@@ -226,11 +235,11 @@ class ContainerRollouts:
         return [strategy]
 
     def _turn_together(self, strategy: TextGeneration, scoring: ScoringTurns) -> None:
-        """Takes turns until every process's work is done: streamed layers are gathered by all together.
+        """Takes turns until every process's work is done, because streamed layers are gathered by all together.
 
-        Prompts are scored first; one that has none to score takes turns meanwhile.
+        Prompts are scored first; a process without prompts to score takes turns in the meantime.
 
-        An error of one process is raised on all, after the turn in which it came: until then it gathers with them.
+        An error of one process is raised on all after the turn in which it occurred: until then it gathers with them.
         """
         error: BaseException | None = None
 
@@ -249,7 +258,10 @@ class ContainerRollouts:
                 error = self.pass_over_stream(take_pass) or attempt(held.pass_on)[1]
 
     def pass_over_stream(self, action: Callable[[], object]) -> BaseException | None:
-        """`action`, one pass over the layers, which ends with the last one also after an error; returns that."""
+        """Runs `action`, one pass over the layers, and finishes the pass even after an error.
+
+        Returns that error, or None.
+        """
         self.gatherer.begin_pass()
         _, error = attempt(action)
         if error is not None:
@@ -258,7 +270,7 @@ class ContainerRollouts:
 
 
 class _LettingOthersRecord(StoppingCriteria):
-    """Ends no row; between two tokens threads that wait to record a graph do so."""
+    """Ends no row; lets threads that wait to record a graph do so between two tokens."""
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         """`[B]`, all False."""
@@ -267,19 +279,20 @@ class _LettingOthersRecord(StoppingCriteria):
 
 
 class ModuleRollouts:
-    """Runs rollouts through the model's own `generate()`, in its own padded batches."""
+    """Runs rollouts by the model's own `generate()`, in its own padded batches."""
 
     def __init__(self, module: nn.Module, gatherer: WeightGatherer, partners: Partners):
-        """`partners`: whose layers are gathered with these, where that happens one by one."""
-        # The class's: on the module itself an engine's generate() may stand in its place.
+        """`partners`: processes whose layers are gathered with this one's, if layers are gathered one by one."""
+        # The class's method: on the module itself an engine's generate() may have replaced it.
         self._module_generate = type(module).generate.__get__(module)
         self.module = module
         self.gatherer, self.partners = gatherer, partners
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own `generate()`, which may draw from PyTorch's generators: others record between two tokens.
+        """Calls the module's own `generate()`; other threads may record graphs only between two tokens.
 
-        Where it draws is known to it alone. One of no transformers' model is told of no stopping criteria.
+        It may draw from PyTorch's generators, and only it knows when. A model that is not from transformers gets no
+        stopping criteria.
         """
         if self._device.type == "cuda" and hasattr(self.module, "prepare_inputs_for_generation"):
             criteria = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or ()), _LettingOthersRecord()])
@@ -292,13 +305,13 @@ class ModuleRollouts:
         return next(self.module.parameters()).device
 
     def gather(self, release: ExitStack) -> None:
-        """Weights for forward passes of the module: whole, or each pass gathers its layers one by one."""
+        """Gathers weights for forward passes of the module: whole, or layer by layer in each pass."""
         release.enter_context(self.gatherer.gathered_for_forward())
 
     def joint_passes(self) -> JointPasses | None:
-        """Keeps forward passes in step with those of other processes where layers are gathered one by one; or None.
+        """Returns the passes that keep processes in step if layers are gathered one by one, otherwise None.
 
-        With whole weights nobody waits for others, as transformers would for every token of a module under FSDP2.
+        With whole weights no process waits for others, as transformers would for every token of a module under FSDP2.
         """
         if not self.gatherer.is_streamed or self.partners.size == 1:
             return None
@@ -316,10 +329,13 @@ class ModuleRollouts:
         seed: int | None,
         kwargs: dict[str, Any],
     ) -> RolloutResult:
-        """`seed` holds for this call alone; None draws from torch's generators as transformers does."""
+        """Runs a rollout of the prompts `input_ids`.
+
+        `seed` holds for this call alone, None draws from torch's generators.
+        """
         if len(input_ids) == 0:
             return self._run_empty(input_ids, options)
-        # This process's GPU alone: looking at the generators of others would take memory there.
+        # Only this process's GPU: reading the generators of others would take memory there.
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices, enabled=seed is not None):
             if seed is not None:
@@ -331,13 +347,13 @@ class ModuleRollouts:
         return RolloutResult(output, num_samples=len(responses), generated_tokens=num_tokens)
 
     def score(self, prompts: Iterable[Prompt], device: torch.device) -> None:
-        """Notes the scores of those of `prompts` that want them, by the forward of the model on `device`."""
+        """Scores those of `prompts` that request it, by the forward of the model on `device`."""
         score_by_module(self.module, prompts, self.module.config.get_text_config().vocab_size, device)  # type: ignore[union-attr, operator]
 
     def run_sequences(
         self, input_ids: torch.Tensor, sequences: list[Sequence], options: GenerationOptions, device: torch.device
     ) -> RolloutResult:
-        """The answers to `sequences`, one after the other, on `device`; `options` are those of all rows."""
+        """Answers `sequences` one after the other on `device`; `options` are those of all rows."""
         with self._in_step():
             self.score((sequence.prompt for sequence in sequences), device)
             for sequence in sequences:
@@ -352,7 +368,7 @@ class ModuleRollouts:
         )
 
     def _run_empty(self, input_ids: torch.Tensor, options: GenerationOptions) -> RolloutResult:
-        """No rows, which transformers cannot generate; other processes may have some."""
+        """Returns an output without rows, which transformers cannot generate; other processes may have some."""
         with self._in_step():
             pass
         output = collect_output(input_ids, [], options)
@@ -361,7 +377,10 @@ class ModuleRollouts:
     def _generate(
         self, input_ids: torch.Tensor, mask: torch.Tensor, options: GenerationOptions, kwargs: dict[str, Any]
     ) -> Any:
-        """Measured like a native rollout where end-of-sequence tokens alone say where a row ends."""
+        """Calls `generate`.
+
+        Measures log-probabilities as in a native rollout if only end-of-sequence tokens end rows.
+        """
         kwargs = {**kwargs, "synced_gpus": False}  # see joint_passes()
         is_plain = options.return_dict and options.num_beams == 1 and not any(map(kwargs.get, ENDS_OTHERWISE))
         if not is_plain or any(name.startswith("output_") and value for name, value in kwargs.items()):

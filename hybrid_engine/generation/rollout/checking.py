@@ -1,4 +1,4 @@
-"""The arguments of one process's `generate()`, checked: they become its wishes, or an error. Asks no other process."""
+"""Checks the arguments of one process's `generate()`, without communication: they become its wishes, or an error."""
 
 import difflib
 from typing import Any
@@ -24,8 +24,8 @@ from hybrid_engine.generation.request.options import (
 from hybrid_engine.generation.rollout.generator import Generator
 
 MIXES_ROWS = ("rwkv", "recurrent_gemma")
-"""Model types whose batches transformers gets wrong: RWKV adds up states of rows, and RecurrentGemma reads padding."""
-# What holds for the whole rollout: how many rows there are, and what is returned of them.
+"""Model types whose batches transformers mixes up: RWKV adds up states of rows, and RecurrentGemma reads padding."""
+# Options of the whole rollout: the number of rows, and the form of the output.
 OF_ALL_ROWS = {"num_return_sequences", "pad_token_id", "return_dict_in_generate"}
 ROW_OPTIONS = set(NATIVE_DEFAULTS) - OF_ALL_ROWS
 
@@ -39,12 +39,12 @@ def read_wishes(
     kwargs: dict[str, Any],
     in_sequences: bool = False,
 ) -> Wishes:
-    """The wishes in these arguments of `generate()` to `generator`, as it is now; changes nothing.
+    """Reads these arguments of `generate()` for `generator` in its current state; changes nothing.
 
-    `in_sequences`: each row must be a sequence of its own, also where the model's own `generate()` runs.
+    `in_sequences`: whether each row must be a sequence of its own, even if the model's own `generate()` runs.
 
     Raises:
-        ValueError: if they cannot work on this process.
+        ValueError: they are invalid on this process.
     """
     kwargs = dict(kwargs)
     input_ids = _take_inputs(input_ids, kwargs)
@@ -57,7 +57,7 @@ def read_wishes(
     width = input_ids.shape[-1] if hasattr(input_ids, "shape") else 0
     options = read_options(merged, width, vocab_size)
     pad = merged.get("pad_token_id")
-    # As in transformers, a padding id that also ends sequences says nothing about padding.
+    # As in transformers, a padding id that also ends sequences is not used to find padding.
     pad = None if pad in options.eos_token_ids else pad
     may_be_empty = generator.partners.size > 1 and not generator.group.has_same_prompts
     mask = check_prompts(input_ids, attention_mask, vocab_size, pad, may_be_empty)
@@ -103,7 +103,7 @@ def read_wishes(
 
 
 def _take_inputs(input_ids: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The prompts, which transformers' `generate()` calls `inputs`; takes them out of `kwargs`."""
+    """Returns the prompts, which transformers' `generate()` calls `inputs`; removes them from `kwargs`."""
     inputs = kwargs.pop("inputs", None)
     if inputs is not None and input_ids is not None:
         raise ValueError("generate(): inputs and input_ids are both the prompts; pass one of them")
@@ -117,7 +117,7 @@ def _check_call(
     seed: int | None,
     caller: str,
 ) -> None:
-    """ValueError, which names `caller`, for what is wrong before any option is read."""
+    """Raises ValueError, which names `caller`, for errors that do not concern options."""
     if generator.is_live:
         raise ValueError(f"{caller}: the model is being served; ask the server, or wait until serving ends")
     if input_ids is None:
@@ -135,7 +135,7 @@ def _check_call(
 
 
 def _max_positions(generator: Generator) -> int | None:
-    """Tokens of the longest sequence that the model has positions for; None: no limit is known."""
+    """Number of tokens of the longest sequence that the model has positions for; None: no limit is known."""
     if generator.model is not None:
         return generator.model.max_positions
     return getattr(generator.module.config.get_text_config(), "max_position_embeddings", None)
@@ -149,7 +149,7 @@ def _check_can_score(options: GenerationOptions) -> None:
 def _reason_to_fall_back(
     generator: Generator, merged: dict[str, Any], functions: UserFunctions | None, num_rows: int
 ) -> str | None:
-    """Why only the model's own `generate()` can serve these options; None where containers do."""
+    """Returns why only the model's own `generate()` can serve these options, or None if containers do."""
     if generator.fallback_reason is not None:
         return generator.fallback_reason
     foreign = [name for name in foreign_options(merged) if name not in FUNCTIONS]
@@ -172,19 +172,19 @@ def _reason_to_fall_back(
 
 
 def mixes_rows(generator: Generator, num_rows: int) -> bool:
-    """Whether the model's own `generate()` would give `num_rows` rows what they do not get alone."""
+    """Whether the model's own `generate()` would compute `num_rows` rows differently than each alone."""
     kind = getattr(generator.module.config, "model_type", None)
     return generator.fallback_reason is not None and num_rows > 1 and kind in MIXES_ROWS
 
 
 def _reason_not_to_draw(merged: dict[str, Any]) -> str | None:
-    """Why the model's own `generate()` cannot answer row by row, tokens drawn by the rows' options; None: it can."""
+    """Returns why the model's own `generate()` cannot answer row by row with the rows' options, or None if it can."""
     foreign = foreign_options(merged)
     return f"option {foreign[0]} is not served row by row" if foreign else None
 
 
 def _check_can_fall_back(generator: Generator, reason: str) -> None:
-    """Raises ValueError where the model's own `generate()`, which has to run for `reason`, cannot or must not."""
+    """Raises ValueError if the model's own `generate()`, which must run for `reason`, cannot or must not."""
     if generator.config.exact:
         raise ValueError(f"generate(): {reason}, and hybrid_engine.exact is on; leave one of them out")
     if not generator.group.has_whole_module:
@@ -201,11 +201,13 @@ def check_prompts(
     pad_token_id: int | None,
     may_be_empty: bool = False,
 ) -> torch.Tensor:
-    """The mask `[B, P]` bool, True for tokens; where none is given, what stands left of the first other token
-    than `pad_token_id` is padding, and nothing is when that is None.
+    """Checks the prompts and returns their mask `[B, P]` bool, True for tokens.
 
-    Raises ValueError for an empty batch, unless it `may_be_empty`, or an empty prompt, ids outside the vocabulary, a
-    mask of another shape, a row without a token, and padding anywhere but on the left.
+    Without `attention_mask`, everything left of the first token other than `pad_token_id` is padding; if that is None,
+    nothing is.
+
+    Raises ValueError for an empty batch, unless it `may_be_empty`, an empty prompt, ids outside the vocabulary, a mask
+    of another shape, a row without a token, and padding anywhere but on the left.
     """
     if not isinstance(input_ids, torch.Tensor):
         raise ValueError(
@@ -250,7 +252,7 @@ def _mask(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, pad_toke
     if attention_mask is None:
         if pad_token_id is None or not (input_ids == pad_token_id).any():
             return torch.ones_like(input_ids, dtype=torch.bool)
-        # Leading pads only: a pad id later in the prompt is a token like any other.
+        # Leading pads only: a pad id later in the prompt is an ordinary token.
         mask = (input_ids != pad_token_id).cumsum(1) > 0
         return mask & ~_trailing(input_ids == pad_token_id, mask)
     if not isinstance(attention_mask, torch.Tensor):
@@ -273,21 +275,21 @@ def _mask(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, pad_toke
 
 
 def _trailing(is_pad: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Pads with nothing but pads to their right, in rows that have a token: padding on the right, to be refused."""
+    """Marks pads with only pads to their right, in rows that have a token: padding on the right, which is refused."""
     return is_pad.flip(1).cumprod(1).flip(1).bool() & mask
 
 
 def prompt_token_ids(input_ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
-    """Each row's token ids without its padding."""
+    """Returns each row's token ids without its padding."""
     return [row[kept].tolist() for row, kept in zip(input_ids.cpu().unbind(), mask.cpu().unbind(), strict=True)]
 
 
 def read_row_options(
     row_options: Any, merged: dict[str, Any], num_prompts: int, prompt_width: int, vocab_size: int
 ) -> list[GenerationOptions]:
-    """The options of each prompt: those of `row_options[i]`, then those of all in `merged`.
+    """Returns the options of each prompt: those of `row_options[i]`, then the common ones in `merged`.
 
-    Raises ValueError, which names the row, where one cannot work.
+    Raises ValueError, which names the row, if one is invalid.
     """
     common = read_options(merged, prompt_width, vocab_size)
     if row_options is None:
@@ -310,7 +312,7 @@ def _read_row(
         if name not in ROW_OPTIONS:
             raise ValueError(f"row_options[{row}]: {name} is no option of a row; {_remedy(name)}")
     others = merged
-    if "max_length" in given and "max_new_tokens" not in given:  # which would come before it
+    if "max_length" in given and "max_new_tokens" not in given:  # which would take precedence
         others = {name: value for name, value in merged.items() if name != "max_new_tokens"}
     try:
         return read_options(override(others, given), prompt_width, vocab_size)

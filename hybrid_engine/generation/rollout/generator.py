@@ -1,8 +1,8 @@
-"""Everything that generates, in one place: the containers, the gathered weights, the KV workspace, the backends.
+"""Everything that generates, for an engine above it: containers, gathered weights, KV workspace and backends.
 
-The engine above it has modes and clocks; this has none. A rollout is `begin`, `prepare` (`preparing.py`, which makes
-a request of a call), `gather` and `run`; each ends with a verdict of all processes, so that an error of one is raised
-on all. What `gather` took goes back when its caller closes `release`.
+The engine has modes and clocks; the generator does not. A rollout is `begin`, `prepare` (`preparing.py`, which makes a
+request of a call), `gather` and `run`. Each of them ends with a verdict of all processes, so that an error of one is
+raised on all. Everything that `gather` takes is released when its caller closes `release`.
 """
 
 import inspect
@@ -46,7 +46,7 @@ from hybrid_engine.zero.sharding import Sharding
 
 
 class Generator:
-    """Generates from the weights of `module`, sharded as `sharding` says, shared in `group` while it generates."""
+    """Generates from the weights of `module`, sharded by `sharding` and shared in `group` while it generates."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class Generator:
         device: torch.device | None = None,
         training: TrainingMemory | None = None,
     ):
-        """`device` is where it computes; None: where the parameters are. No `training`: nothing is trained."""
-        fallback_forced()  # a switch with a value nobody knows is an error now, not in the middle of a rollout
+        """`device`: device to compute on; None: that of the parameters. `training`: None if nothing is trained."""
+        fallback_forced()  # reports an invalid value of the switch now, not in the middle of a rollout
         self.module, self.sharding, self.config = module, sharding, config
         self.group = group or ModelGroup()
         self.device = device or next(module.parameters()).device
@@ -69,19 +69,19 @@ class Generator:
         self.model: InferenceModel | None = None
         self.fallback_reason: str | None = None
         self.logprob_difference: LogprobDifference | None = None
-        """How far rollout and trainer were apart when last measured, by the narrow probe or on a rollout."""
+        """Difference between rollout and trainer when last measured, by the narrow probe or on a rollout."""
         self.switch_difference: LogprobDifference | None = None
-        """The same around the length that changes rope's frequencies, by the narrow probe; None: none does."""
+        """The difference around the length that changes rope's frequencies, by the narrow probe; None: none does."""
         self.native: ContainerRollouts | None = None
         self.is_live = False
-        """Whether a live batch has the workspace."""
-        self._choice: Choice | None = None  # what draws the tokens of the rollouts now
+        """Whether a live batch uses the workspace."""
+        self._choice: Choice | None = None  # draws the tokens of rollouts, instead of their options
         functions = (GenerationMixin.generate, getattr(module, "get_base_model", lambda: module)().forward)
         self.accepted_names = [name for function in functions for name in inspect.signature(function).parameters]
-        """What transformers' `generate()` and the model's forward take by name, beside GenerationConfig's fields."""
+        """Argument names of transformers' `generate()` and the model's forward, beyond GenerationConfig's fields."""
         if hasattr(module, "peft_config"):
-            self.accepted_names.append("adapter_names")  # an adapter for each row, which peft's own generate() serves
-        self._found: list[tuple[nn.Module, tuple[Any, ...]]] = []  # when the containers were built
+            self.accepted_names.append("adapter_names")  # one adapter per row; peft's own generate() serves it
+        self._found: list[tuple[nn.Module, tuple[Any, ...]]] = []  # `computes_by` at the build
         if sharding.world_size > 1:
             self.partners = Partners(size=sharding.world_size, rank=sharding.rank)
         else:
@@ -90,7 +90,7 @@ class Generator:
         self.probe = ContainerProbe(module, self.gatherer, self.readable, self.partners, sharding.world_size)
 
     def build_containers(self) -> None:
-        """Builds containers and measures them against the module; if there are none, the reason is kept. Collective."""
+        """Builds containers and measures them against the module, or stores why there are none. Collective."""
         self._found = [(module, computes_by(module)) for module in self.module.modules()]
         try:
             if self.config.exact:
@@ -109,10 +109,10 @@ class Generator:
                 raise ValueError(f"hybrid_engine.exact: {error}; leave hybrid_engine.exact out") from error
             self.drop_containers(str(error))
             self.measure_own()
-        self.gatherer.count_bytes()  # no rollout's
+        self.gatherer.count_bytes()  # not a rollout's
 
     def measure_own(self) -> None:
-        """How far the model's own `generate()` is from its forward, where no containers run; collective."""
+        """Measures the model's own `generate()` against its forward, if no containers run; collective."""
         if not self.group.has_whole_module:
             return
         difference = self.logprob_difference = self.probe.run_own(self.own.generate)
@@ -129,7 +129,10 @@ class Generator:
         return ExactModel(self.module) if self.config.exact else InferenceModel(self.module, self._parallel)
 
     def _check_threads(self) -> None:
-        """Large products are summed otherwise with another number of threads. Collective."""
+        """Checks that all processes have the same number of threads, on which the sums of large products depend.
+
+        Collective.
+        """
         most, fewest = self.partners.highest([torch.get_num_threads(), -torch.get_num_threads()])
         if most != -fewest:
             raise UnsupportedModelError(
@@ -139,17 +142,23 @@ class Generator:
 
     @property
     def exact(self) -> ExactModel | None:
-        """What generates in exact mode, and makes the trainer's forward exact."""
+        """The exact-mode model, which generates and makes the trainer's forward exact, or None."""
         return self.model if isinstance(self.model, ExactModel) else None
 
     @property
     def _parallel(self) -> TensorParallel:
-        """The group as containers see it; sharded weights that no processes share may be read from copies."""
+        """The group's tensor parallelism for containers.
+
+        Sharded weights that are not shared may be read from copies.
+        """
         parallel = self.group.parallel
         return replace(parallel, read=self.lasting.read) if self.gatherer.can_stream else parallel
 
     def _bind_once(self, model: InferenceModel) -> None:
-        """What uses containers asks for the dtype and the device of what they have bound; collective."""
+        """Binds the weights once, because containers are asked for the dtype and device of their bound weights.
+
+        Collective.
+        """
 
         def bind() -> None:
             with self.readable(model):
@@ -158,25 +167,27 @@ class Generator:
         self.partners.agree(bind)
 
     def drop_containers(self, reason: str) -> None:
-        """Generates by the model's own `generate()` from now on, for this reason."""
+        """Generates by the model's own `generate()` from now on; stores the reason."""
         self.model, self.native, self.logprob_difference, self.fallback_reason = None, None, None, reason
         self.switch_difference = None
 
     def probe_widely(self) -> bool:
-        """The wide probe, see `ContainerProbe.run_widely`; False: its verdict was known, or there is none. Collective.
+        """Runs the wide probe (`ContainerProbe.run_widely`); returns False if its verdict was known or none applies.
+
+        Collective.
 
         Raises:
             UnsupportedModelError: containers and module compute different functions.
         """
         assert self.model is not None and self.native is not None
         if self.exact is not None or not self.group.has_whole_module:
-            return False  # equal bits were asked of it when it was built; or there is nothing to compare with
+            return False  # bits were compared when it was built, or there is no module to compare with
         block_size = self.config.kv_block_size or BLOCK_SIZE
         recorder = None if self.gatherer.is_streamed else self.native.new_recorder()
         return self.probe.run_widely(self.model, self.device, block_size, recorder, self.group.size)
 
     def _choose_gathering(self, is_crowded: bool) -> None:
-        """Streams layers where the whole weights do not fit on some process."""
+        """Streams layers if the whole weights do not fit on some process."""
         self.gatherer.choose(is_crowded)
         if self.gatherer.is_streamed and self.config.exact:
             raise ValueError(
@@ -188,8 +199,8 @@ class Generator:
 
     @contextmanager
     def readable(self, model: InferenceModel | None) -> Iterator[None]:
-        """Inside, containers, if any, and the module's forward both find their weights; no autocast changes dtypes."""
-        # With parts of the weights read, the module's forward gathers its layers one by one.
+        """Inside, the weights of the module's forward and of containers, if any, are readable; autocast is off."""
+        # If each process reads parts of the weights, the module's forward gathers its layers one by one.
         is_shared = self.group.slices is not None
         gathered = self.gatherer.gathered() if is_shared else self.gatherer.gathered_for_forward()
         with torch.autocast(self.device.type, enabled=False), gathered, ExitStack() as stack:
@@ -198,23 +209,26 @@ class Generator:
             yield
 
     def layers(self) -> Iterable[InferenceLayer]:
-        """One pass over the containers' layers, where their weights are readable."""
+        """Returns one pass over the containers' layers, whose weights must be readable."""
         assert self.model is not None
         return pass_over_layers(self.model, self.gatherer)
 
     def has_other_modules(self) -> bool:
-        """Whether modules were put into the module, taken out, exchanged or hooked since `build_containers()`."""
-        # Walking the tree by `modules()` takes three times as long, before every rollout.
+        """Whether submodules were added, removed, exchanged or hooked since `build_containers()`."""
+        # Walking the tree by `modules()` takes three times as long, and this runs before every rollout.
         return any(computes_by(module) != found for module, found in self._found)
 
     def use_containers(self, model: InferenceModel, difference: LogprobDifference | None) -> None:
-        """Generates on `model` from now on, found to be so far from the trainer; its weights must have been bound."""
+        """Generates on `model` from now on, which differs from the trainer by `difference`.
+
+        Its weights must have been bound.
+        """
         self.model, self.logprob_difference, self.fallback_reason = model, difference, None
         self.switch_difference = difference.past_switch if difference is not None else None
         if self.switch_difference is not None and model.angles.trained_length is not None:
             say_once(describe_switch(self.switch_difference, model.angles.trained_length))
         parts = (self.gatherer, self.lasting, self.workspace, self.config)
-        if isinstance(model, StageModel):  # other units take other turns
+        if isinstance(model, StageModel):  # other units take turns of their own
             self.native = StageRollouts(model, *parts, self.group.partners, peers=self.group.layer_partners)
         else:
             self.native = ContainerRollouts(model, *parts, self.partners)
@@ -222,14 +236,14 @@ class Generator:
             self.group.sums.drop_before_leaving(self.native.steps)
 
     def move_to(self, device: torch.device) -> None:
-        """After the module was moved there, or cast: builds containers for it as it is now."""
+        """Rebuilds containers after the module was moved to `device`, or cast."""
         self.device = self.memory.device = device
         self.build_containers()
 
     def begin(self, check: Callable[[], None] | None = None) -> None:
-        """Before a rollout, on the engine's side: raises an error of `check` on all processes; collective.
+        """Starts a rollout on the engine's side: raises an error of `check` on all processes; collective.
 
-        Chooses whether weights are streamed. Where modules were exchanged on one process, containers are built anew.
+        Decides whether weights are streamed. If modules were exchanged on one process, containers are rebuilt on all.
         """
         error = None if check is None else attempt(check)[1]
         is_changed = error is None and self.has_other_modules()
@@ -243,22 +257,22 @@ class Generator:
                 self.build_containers()
 
     def release_workspace(self) -> None:
-        """Frees the KV workspace's memory; recorded steps that read it wait for it to come back to its address."""
+        """Frees the KV workspace's memory; recorded steps that read it stay valid, as it returns to its address."""
         self.workspace.release()
 
     def destroy(self) -> None:
         """Drops recorded steps, which hold collectives of process groups, and frees the workspace.
 
-        A later rollout takes and records both again.
+        A later rollout allocates and records them again.
         """
         if self.native is not None:
             self.native.steps.drop()
         self.release_workspace()
 
     def gather(self, request: Request, release: ExitStack) -> torch.Tensor | None:
-        """Takes what the rollout needs and puts its return on `release`; an error of one process is raised on all.
+        """Gathers for the rollout and registers the release on `release`; raises an error of one process on all.
 
-        Returns the KV workspace, which `run` takes; None where the model's own `generate()` runs.
+        Returns the KV workspace for `run`; None if the model's own `generate()` runs.
         """
         return self.partners.agree(lambda: self._gather(request, release))
 
@@ -270,7 +284,7 @@ class Generator:
         return self.native.gather(request.plan, release)
 
     def run(self, request: Request, kv: torch.Tensor | None, held: HeldInterrupts) -> RolloutResult:
-        """The rollout itself, which Ctrl-C that is `held` may end; an error of one process is raised on all."""
+        """Runs the rollout; Ctrl-C, which is `held`, may end it. Raises an error of one process on all."""
         try:
             return self.partners.agree(lambda: self._run(request, kv, held))
         except LostError:
@@ -283,7 +297,7 @@ class Generator:
         wishes, plan = request.wishes, request.plan
         choice = self._choice
         if plan is not None:
-            # An error of one is raised on all before they meet in layers: a streamer may be one process's alone.
+            # An error of one is raised on all before they meet in layers: only one process may have a streamer.
             choice = self.partners.agree(lambda: self._choose(plan, wishes))
         with held.allowed(), naming_kernels():
             if request.sequences:
@@ -303,7 +317,7 @@ class Generator:
             return result
 
     def _choose(self, plan: Plan, wishes: Wishes) -> Choice | None:
-        """What draws the tokens of `plan`; None: the options of its sequences."""
+        """Returns the function that draws the tokens of `plan`; None: the options of its sequences."""
         return self._choice if wishes.functions is None else self._stay_in_step(plan, wishes)
 
     def _stay_in_step(self, plan: Plan, wishes: Wishes) -> InStep | None:
@@ -318,7 +332,7 @@ class Generator:
 
     @contextmanager
     def choosing_by(self, choice: Choice | None) -> Iterator[None]:
-        """Inside, `choice` draws every token of rollouts on containers and says which rows end; None: options do."""
+        """Inside, `choice` draws every token of rollouts on containers and decides which rows end; None: options do."""
         self._choice = choice
         try:
             yield

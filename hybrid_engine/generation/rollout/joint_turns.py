@@ -1,8 +1,8 @@
-"""Turns that all processes take together, as each gathers every layer with the others, as long as one has work.
+"""Turns that all processes take together, because each gathers every layer with the others, while any has work.
 
-Before a turn each says whether it has work; those without it take the turn for the sake of the others. `JointTurns` are
-those of containers, one pass over the layers each. `JointPasses` are those of a module whose own forward gathers its
-layers, called by whatever code: each of its forward passes is a turn.
+Before a turn each process reports whether it has work; those without work take the turn for the others. `JointTurns`
+are turns of containers, with one pass over the layers each. `JointPasses` are the forward passes of a module that
+gathers its layers itself, whatever code calls them: each pass is a turn.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,25 +18,25 @@ from hybrid_engine.zero.passes import GatheringOrder
 from hybrid_engine.zero.sharding import Sharding
 
 LEFT, IDLE, WORKS, FAILED = range(4)
-"""States of a process before a turn, by which the highest says what all do."""
+"""States of a process before a turn; the highest one decides what all processes do."""
 STREAMED_STAYS = 0.02
-"""Seconds after which a live batch without work looks whether others have some."""
+"""Seconds after which a live batch without work checks whether other processes have some."""
 
 
 class JointTurns:
-    """The turns of `partners`, this process's among them.
+    """The turns of `partners`, which include this process.
 
     Args:
-        take_turn: takes one turn whether there is work here or not; returns its error, or None.
+        take_turn: takes one turn whether or not this process has work; returns its error, or None.
     """
 
     def __init__(self, partners: Partners, take_turn: Callable[[], BaseException | None]):
         self._partners, self._take_turn = partners, take_turn
         self.has_parted = False
-        """Whether the others have heard of an error, or hear nothing from here any more."""
+        """Whether the others know of an error, or receive nothing more from this process."""
 
     def agree(self, state: int) -> int:
-        """The highest state of all processes; an error of one is raised on all. Collective."""
+        """Returns the highest state of all processes; raises an error of one on all. Collective."""
         self.has_parted = True
         (highest,) = self._partners.highest([state])
         if highest == FAILED:
@@ -45,7 +45,10 @@ class JointTurns:
         return highest
 
     def meet(self, state: int) -> int:
-        """A turn of all, if one has work; returns the highest state. An error of one is raised on all. Collective."""
+        """Takes a turn with all if one has work; returns the highest state. Raises an error of one on all.
+
+        Collective.
+        """
         highest = self.agree(state)
         if highest == WORKS:
             error = self._take_turn()
@@ -54,14 +57,14 @@ class JointTurns:
         return highest
 
     def fail(self, error: BaseException) -> None:
-        """Raises `error` here, and its like on the others where they meet next; collective."""
+        """Raises `error` here and a matching one on the others when they meet next; collective."""
         self.has_parted = True
         self._partners.highest([FAILED])
         self._partners.raise_together(error)
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """Takes part in the turns of others afterwards until all have left; an error inside is raised on all."""
+        """On exit, takes part in the turns of others until all have left; raises an error inside on all."""
         try:
             yield
         except BaseException as error:
@@ -73,9 +76,9 @@ class JointTurns:
 
 
 class JointPasses(JointTurns):
-    """The forward passes of `module`, which lies on the processes as `sharding` says and gathers its layers itself.
+    """The forward passes of `module`, which is sharded as `sharding` says and gathers its layers itself.
 
-    Everything but the layers must be gathered. A process without work passes a single token through the module.
+    All weights outside the layers must be gathered. A process without work passes a single token through the module.
     """
 
     def __init__(self, module: nn.Module, sharding: Sharding, partners: Partners):
@@ -88,7 +91,7 @@ class JointPasses(JointTurns):
 
     @contextmanager
     def joined(self) -> Iterator["JointPasses"]:
-        """Inside, each pass waits for one of every other process, and so does the end. An error is raised on all."""
+        """Inside, each pass waits for one of every other process, and so does the exit. Raises an error on all."""
         with holding_interrupts() as self._held, ExitStack() as hooks:
             self._order = GatheringOrder(self._sharding.fsdp_modules())
             hooks.callback(self._order.remove)
@@ -100,7 +103,7 @@ class JointPasses(JointTurns):
 
     @contextmanager
     def ending_pass(self) -> Iterator[None]:
-        """After an error in the middle of a pass, gathers what the others still do in theirs; they are in step then."""
+        """After an error in a pass, gathers its remaining layers, because the others still gather them in theirs."""
         try:
             yield
         except BaseException:
@@ -123,7 +126,7 @@ class JointPasses(JointTurns):
             self._order.complete()
 
     def _pass_for_others(self) -> BaseException | None:
-        """A pass over one token; the hooks let it through as one inside of another."""
+        """A pass over one token; the hooks treat it as nested in another pass, so they do not act."""
         assert self._held is not None
         self._order.begin()
         self._depth = 1

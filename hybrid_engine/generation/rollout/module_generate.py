@@ -1,4 +1,4 @@
-"""What stands in the place of a module's own `generate()`, as an attribute of that one module."""
+"""Replaces a module's own `generate()` by an attribute of that module, and retries rollouts that run out of memory."""
 
 import weakref
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class PutGenerate:
-    """A `generate` that was put on `module`; a copy or a pickle of the module has its class's."""
+    """A `generate` attribute of `module`; a copy or pickle of the module gets its class's method instead."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -33,7 +33,7 @@ class PutGenerate:
 
 
 class GeneratingEngine(Protocol):
-    """An engine around a module, with a `generate()` of its own."""
+    """An engine over a module, with a `generate()` of its own."""
 
     module: nn.Module
 
@@ -44,18 +44,18 @@ class GeneratingEngine(Protocol):
         generation_config: GenerationConfig | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As `HybridEngine.generate`."""
+        """See `HybridEngine.generate`."""
 
 
 class ModuleGenerate(PutGenerate):
-    """`engine.module.generate`: the engine's, with the positions and names of the arguments that the model's has.
+    """`engine.module.generate`: the engine's, with the positions and names of the arguments of the model's.
 
-    The module, once the engine is gone, generates by itself.
+    Once the engine is gone, the module's own `generate()` runs.
     """
 
     def __init__(self, engine: GeneratingEngine) -> None:
         super().__init__(engine.module)
-        # Weak: a module that is kept must not keep optimizer state and KV workspace of an engine that nobody has.
+        # A weak reference: the module must not keep an unused engine's optimizer state and KV workspace alive.
         self.engine = weakref.ref(engine)
 
     def __call__(
@@ -74,7 +74,7 @@ class ModuleGenerate(PutGenerate):
 
 
 def with_one_name(inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`kwargs` with transformers' `inputs`, if any, under the name `input_ids`; ValueError where both are given."""
+    """Returns `kwargs` with transformers' `inputs`, if any, as `input_ids`; raises ValueError if both are passed."""
     if inputs is None:
         return kwargs
     if kwargs.get("input_ids") is not None:
@@ -83,10 +83,10 @@ def with_one_name(inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> dict[s
 
 
 def roll_out_what_fits(generator: Generator, request: Request, roll_out: Callable[[Request], Result]) -> Result:
-    """`roll_out(request)`, begun again with half the rows at once where memory ends on one process; collective.
+    """Calls `roll_out(request)`; starts over with half the rows at once if a process runs out of memory; collective.
 
     Raises:
-        RuntimeError: as `_with_half_the_rows` says.
+        RuntimeError: see `_with_half_the_rows`.
     """
     while True:
         try:
@@ -98,13 +98,13 @@ def roll_out_what_fits(generator: Generator, request: Request, roll_out: Callabl
 
 
 def _with_half_the_rows(generator: Generator, request: Request, error: RuntimeError) -> Request:
-    """`request` with half the rows at once; collective, where all processes have an error of one of them.
+    """Returns `request` with half the rows at once; collective, called on all processes after an error of one.
 
-    Processes with rows of their own halve each its own number; one that has a single row begins again with it.
+    Processes with rows of their own each halve their own number; one with a single row starts over with it.
 
     Raises:
-        RuntimeError: `error`, where one row ran alone on each process, where rows must stay in step, and
-            where the model's own `generate()` ran.
+        RuntimeError: `error`, if one row ran alone on each process, if rows must stay in step, or if the model's own
+            `generate()` ran.
     """
     plan = request.plan
     is_bound = plan is None or request.wishes.functions is not None
@@ -120,7 +120,7 @@ def _with_half_the_rows(generator: Generator, request: Request, error: RuntimeEr
 
 
 def _halved(plan: Plan, rows: int) -> Plan:
-    """`plan` with nothing run yet, and as many KV blocks a row as there were, or those of one row and its prompt."""
+    """Returns `plan` in its initial state with as many KV blocks per row; at least those of a row and its prompt."""
     prompts: dict[Prompt, Prompt] = {}
     sequences = []
     for sequence in plan.sequences:

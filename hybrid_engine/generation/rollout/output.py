@@ -1,4 +1,4 @@
-"""What `generate(..., return_dict_in_generate=True)` returns."""
+"""The output of `generate(..., return_dict_in_generate=True)`, from containers or the model's own `generate()`."""
 
 from dataclasses import dataclass
 
@@ -13,36 +13,38 @@ from hybrid_engine.ops import token_logprobs
 
 @dataclass
 class GenerateOutput(ModelOutput):
-    """B prompts of padded width P, G samples each, T the longest response. On the device of the prompts."""
+    """Output for B prompts of padded width P with G samples each; T is the longest response. On the prompts' device."""
 
     sequences: torch.Tensor | None = None
     """`[B*G, P+T]` int64: the padded prompt, the response, then `pad_token_id`."""
     logprobs: torch.Tensor | None = None
     """`[B*G, T]` fp32 of the sampled tokens; 0 after the response.
 
-    By default under softmax(logits / temperature) of the logits as the model gave them, whatever filters, penalties or
-    rules chose the token: what a trainer computes again. Under `logprobs="raw"` not divided by the temperature; under
-    `"processed"` of what the token was drawn from, with all rules and filters."""
+    By default under softmax(logits / temperature) of the model's logits, whatever filters, penalties or rules chose the
+    token: the values that a trainer recomputes. With `logprobs="raw"` the logits are not divided by the temperature;
+    `"processed"` is the distribution that the token was drawn from, with all rules and filters.
+    """
     lengths: torch.Tensor | None = None
-    """`[B*G]` int64: tokens of the response, the end-of-sequence token included."""
+    """`[B*G]` int64: number of tokens of the response, end-of-sequence token included."""
     finish_reason: list[str] | None = None
-    """"stop" after what ends a row (an end-of-sequence token, a stop sequence or string, a complete guide), "length"
-    after `max_new_tokens`."""
+    """Why each row ended: "stop" (end-of-sequence token, stop sequence or string, complete guide) or "length"."""
     top_tokens: torch.Tensor | None = None
-    """`[B*G, T, n]` int64 under `top_logprobs=n`: the likeliest tokens at each position, the likeliest first."""
+    """`[B*G, T, n]` int64 with `top_logprobs=n`: the likeliest tokens at each position, the likeliest first."""
     top_logprobs: torch.Tensor | None = None
     """`[B*G, T, n]` fp32: their log-probabilities, of the same distribution as `logprobs`; 0 after the response."""
     prompt_logprobs: torch.Tensor | None = None
-    """`[B, P]` fp32 under `prompt_logprobs=n`, of the prompts' own tokens under softmax(logits); 0 at padding and at
-    the first token of each, which nothing comes before."""
+    """`[B, P]` fp32 with `prompt_logprobs=n`: log-probabilities of the prompts' own tokens under softmax(logits).
+
+    0 at padding and at the first token of each prompt.
+    """
     prompt_top_tokens: torch.Tensor | None = None
-    """`[B, P, n]` int64: the likeliest tokens in the place of each, the likeliest first."""
+    """`[B, P, n]` int64: the likeliest tokens at each position, the likeliest first."""
     prompt_top_logprobs: torch.Tensor | None = None
     """`[B, P, n]` fp32: their log-probabilities."""
 
 
 def add_prompt_scores(output: GenerateOutput, sequences: list[Sequence], mask: torch.Tensor) -> None:
-    """Puts the scores of prompts into `output`, where some want them; `mask [B, P]` is True for their tokens."""
+    """Adds the scores of prompts to `output`, if any are requested; `mask [B, P]` is True for their tokens."""
     prompts = [row.prompt for row in sequences[:: max(1, len(sequences) // max(1, len(mask)))]]
     num_tops = max((prompt.num_tops for prompt in prompts if prompt.num_tops is not None), default=None)
     if num_tops is None:
@@ -64,7 +66,7 @@ def add_prompt_scores(output: GenerateOutput, sequences: list[Sequence], mask: t
 
 
 def collect_output(input_ids: torch.Tensor, sequences: list[Sequence], options: GenerationOptions) -> GenerateOutput:
-    """The finished `sequences`, in the order of their rows, beside their prompts `input_ids [B, P]`."""
+    """Collects the finished `sequences`, in the order of their rows, with their prompts `input_ids [B, P]`."""
     rows = sorted(sequences, key=lambda sequence: sequence.row)
     for row in rows:
         if row.options.rules.trim_stop:
@@ -103,7 +105,7 @@ def _tops(rows: list[Sequence], width: int, pad: int, device: torch.device) -> d
 
 
 def response_lengths(responses: torch.Tensor, eos_token_ids: tuple[int, ...]) -> torch.Tensor:
-    """`[N]`: tokens of each row of `responses [N, T]` up to its first end-of-sequence token, which counts."""
+    """Number of tokens `[N]` of each row of `responses [N, T]` up to and including its first end-of-sequence token."""
     if responses.shape[1] == 0:  # argmax() takes no dimension without elements
         return responses.new_zeros(len(responses))
     ends = torch.isin(responses, torch.tensor(eos_token_ids, dtype=responses.dtype, device=responses.device))
@@ -113,7 +115,7 @@ def response_lengths(responses: torch.Tensor, eos_token_ids: tuple[int, ...]) ->
 def measure_module_output(
     sequences: torch.Tensor, logits: tuple[torch.Tensor, ...], prompt_width: int, options: GenerationOptions
 ) -> GenerateOutput:
-    """A GenerateOutput of what the model's own `generate()` returned: `sequences`, and T raw logits `[B*G, V]`."""
+    """Builds a GenerateOutput from a model's own `generate()`: its `sequences` and T raw logits `[B*G, V]`."""
     responses = sequences[:, prompt_width:]
     lengths = response_lengths(responses, options.eos_token_ids)
     last = responses.gather(1, lengths[:, None] - 1).flatten().tolist()

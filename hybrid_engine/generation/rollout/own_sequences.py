@@ -1,7 +1,8 @@
-"""Single sequences answered by a model's own `generate()`, whatever the model is.
+"""Answers single sequences by the `generate()` of any model.
 
-A logits processor draws each token by the sequence's own options, as on containers, and leaves `generate()` no other
-choice; so every architecture that transformers generates with has row options, guides, log-probabilities and seeds.
+A logits processor draws each token by the sequence's own options, as on containers, and masks all other tokens for
+`generate()`. So row options, guides, log-probabilities and seeds work on every architecture that transformers generates
+with.
 """
 
 from collections.abc import Callable
@@ -19,16 +20,16 @@ NEUTRAL: dict[str, Any] = {
     "begin_suppress_tokens": None, "forced_bos_token_id": None, "forced_eos_token_id": None, "min_length": 0,
     "min_new_tokens": None, "sequence_bias": None, "exponential_decay_length_penalty": None,
 }  # fmt: skip
-"""Options of the model's own config that would change logits before they are drawn from: a sequence has its own."""
+"""Neutral values of config options that would change logits before the draw: a sequence has its own."""
 
 
 def answer_sequence(
     generate: Callable[..., Any], sequence: Sequence, device: torch.device, most: int | None = None
 ) -> None:
-    """Goes on with `sequence` until it ends, by a model's `generate` on `device`; an error of its rules is kept there.
+    """Continues `sequence` until it ends, by a model's `generate` on `device`; stores an error of its rules in it.
 
     Args:
-        most: tokens to draw before it returns in any case; None: as many as the sequence may have.
+        most: maximum number of tokens to draw in this call; None: as many as the sequence may have.
 
     Raises:
         RuntimeError: the model's logits are not finite.
@@ -46,13 +47,13 @@ def answer_sequence(
         eos_token_id=None,
         pad_token_id=sequence.options.pad_token_id,
         return_dict_in_generate=False,
-        synced_gpus=False,  # who calls this keeps processes in step
+        synced_gpus=False,  # the caller keeps processes in step
         **NEUTRAL,
     )
 
 
 class _Drawing(LogitsProcessor):
-    """Draws the next token of one sequence and leaves it alone among the scores."""
+    """Draws the next token of one sequence and masks the scores of all others."""
 
     def __init__(self, sequence: Sequence, device: torch.device):
         self.sequence, self.device = sequence, device

@@ -1,8 +1,8 @@
-"""From a call of `generate()` on all processes to one request, or an error that all of them raise.
+"""Turns a call of `generate()` on all processes into one request, or an error that all of them raise.
 
-Each process checks its own arguments (`checking.py`); those that share a model then plan one rollout of all their
-prompts, and all agree on who generates and what names the noise of their samples. A generator is
-read here, never changed: up to now an error costs nothing.
+Each process checks its own arguments (`checking.py`). Processes that share a model then plan one rollout of all their
+prompts, and all agree on which backend generates and on the noise keys of their samples. The generator is only read, so
+an error here leaves it unchanged.
 """
 
 from dataclasses import dataclass
@@ -23,30 +23,33 @@ from hybrid_engine.generation.rollout.generator import Generator
 
 @dataclass(frozen=True, kw_only=True)
 class Bid:
-    """What one process brings to a rollout of all."""
+    """Message of one process to all others about a rollout."""
 
     problem: Problem | None
-    """Why it cannot start."""
+    """Why it cannot start, or None."""
     fallback: str | None
-    """Why only the model's own `generate()` can run there."""
+    """Why only the model's own `generate()` can run on this process, or None."""
     seed: int | None
-    """The seed of the noise; None where this process draws none."""
+    """Seed of the noise; None if this process draws none."""
     digests: list[bytes]
-    """Names of its prompts."""
+    """Digests of its prompts."""
     num_samples: int
-    """Samples of each prompt."""
+    """Number of samples of each prompt."""
     only_native: str | None
-    """An option that only containers serve; None where this process has none."""
+    """Name of an option that only containers serve; None if this process has none."""
 
 
 def check_prompts_somewhere(bids: list[Bid]) -> None:
-    """Raises ValueError where no process has a prompt."""
+    """Raises ValueError if no process has a prompt."""
     if not any(bid.digests for bid in bids):
         raise ValueError("generate(): input_ids is empty on every process; pass at least one prompt to one of them")
 
 
 def reason_to_fall_back(bids: list[Bid], rank: int) -> str | None:
-    """Why the model's own `generate()` runs on every process; None where the containers do. `rank` is this one's."""
+    """Returns why the model's own `generate()` runs on every process, or None if containers do.
+
+    `rank` is this process's.
+    """
     reasons = {other: bid.fallback for other, bid in enumerate(bids) if bid.fallback is not None}
     if not reasons or rank in reasons:
         return reasons.get(rank)
@@ -55,7 +58,7 @@ def reason_to_fall_back(bids: list[Bid], rank: int) -> str | None:
 
 
 def check_only_native(bids: list[Bid], fallback: str) -> None:
-    """Raises ValueError where a process wants what the model's own `generate()`, which has to run, does not serve."""
+    """Raises ValueError if a process has an option that the model's own `generate()`, which must run, lacks."""
     for rank, bid in enumerate(bids):
         if bid.only_native is not None:
             raise ValueError(
@@ -65,36 +68,36 @@ def check_only_native(bids: list[Bid], fallback: str) -> None:
 
 
 def choose_seed(bids: list[Bid]) -> int:
-    """The seed of the first process that draws noise; 0 where none does."""
+    """The seed of the first process that draws noise; 0 if none does."""
     return next((bid.seed for bid in bids if bid.seed is not None), 0)
 
 
 def keys_of(bids: list[Bid], rank: int) -> list[int]:
-    """Noise keys of the samples of process `rank`, prompt by prompt."""
+    """Returns the noise keys of the samples of process `rank`, prompt by prompt."""
     earlier = [digest for bid in bids[:rank] for digest in bid.digests for _ in range(bid.num_samples)]
     return sample_keys(choose_seed(bids), bids[rank].digests, earlier, bids[rank].num_samples)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What one process brings to a model that several share: how it wants its prompts continued, and with what."""
+    """Message of one process to those that share its model: its prompts, options and memory."""
 
     can_start: bool
     prompts: list[list[int]]
     options: GenerationOptions | None
-    """The options that this process asks for; None where it cannot start."""
+    """Options of this process; None if it cannot start."""
     of_prompts: list[GenerationOptions]
-    """Those of each of its prompts."""
+    """Options of each of its prompts."""
     is_native: bool
     """Whether containers run the rollout."""
     spare_bytes: int
     """Free memory for the KV workspace."""
     training_bytes: int
-    """What training will take of it."""
+    """Bytes of that memory that training will take."""
 
 
 def check_agreement(shares: list[Share], has_same_prompts: bool) -> None:
-    """Raises ValueError where these processes, which can all start, cannot run one rollout together."""
+    """Raises ValueError if these processes, which can all start, cannot run one rollout together."""
     first = shares[0]
     for rank, share in enumerate(shares):
         if share.options != first.options:
@@ -123,14 +126,14 @@ def prepare(
     kwargs: dict[str, Any],
     in_sequences: bool = False,
 ) -> Request:
-    """Every check of the input and the plan of the rollout; changes nothing. Collective on several processes.
+    """Checks the input and plans the rollout without changing state. Collective on several processes.
 
-    Prompts and options are each process's own, except where processes share the model, and one may have no prompt.
-    Where only the model's own `generate()` can run on one process, it runs on all; it answers sequences one by one
-    where the rows' options or `in_sequences` ask for that.
+    Each process passes its own prompts and options, unless processes share the model; a process may have no prompt. If
+    only the model's own `generate()` can run on one process, it runs on all; it answers sequences one by one if the
+    rows' options or `in_sequences` require it.
 
     Raises:
-        ValueError: on all processes, if the input of one cannot work, or none has a prompt.
+        ValueError: on all processes, if the input of one is invalid, or none has a prompt.
     """
     group, partners = generator.group, generator.partners
     wishes, error = attempt(
@@ -161,12 +164,15 @@ def prepare(
 
 
 def _needs_seed(wishes: Wishes, group: ModelGroup) -> bool:
-    """Whether a seed names the noise of this process's samples; elsewhere none is drawn, as it moves torch's state."""
+    """Whether this process's samples need a seed for their noise.
+
+    Otherwise none is drawn, which would move torch's state.
+    """
     return wishes.is_sampled and (wishes.is_native or wishes.is_drawn or (group.has_same_prompts and group.size > 1))
 
 
 def _share(generator: Generator, wishes: Wishes | None) -> Share:
-    """The message of this process to those that share its model; no `wishes`: it cannot start."""
+    """Builds this process's message to those that share its model; `wishes` is None if it cannot start."""
     is_native = wishes is not None and wishes.is_native
     return Share(
         can_start=wishes is not None,
@@ -180,7 +186,7 @@ def _share(generator: Generator, wishes: Wishes | None) -> Share:
 
 
 def _bid(wishes: Wishes | None, seed: int | None, error: BaseException | None) -> Bid:
-    """The message of this process to all others; `error`: why it cannot start."""
+    """Builds this process's message to all others; `error` is why it cannot start."""
     problem = None if error is None else describe_error(error)
     if wishes is None:
         return Bid(problem=problem, fallback=None, seed=None, digests=[], num_samples=1, only_native=None)
@@ -195,10 +201,10 @@ def _bid(wishes: Wishes | None, seed: int | None, error: BaseException | None) -
 
 
 def _plan(generator: Generator, wishes: Wishes, shares: list[Share]) -> Plan | None:
-    """The rollout of all prompts of the group, the same on each of its processes; None where containers have none.
+    """Plans the rollout of all prompts of the group, equal on each of its processes; None if containers do not run it.
 
     Raises:
-        ValueError: they want different things, or there is no memory for it.
+        ValueError: the processes disagree, or memory does not suffice.
     """
     group = generator.group
     check_agreement(shares, group.has_same_prompts)
@@ -214,7 +220,7 @@ def _plan(generator: Generator, wishes: Wishes, shares: list[Share]) -> Plan | N
         first = num_samples * sum(len(share.prompts) for share in shares[: group.rank])
         own = slice(first, first + num_samples * len(wishes.prompts))
     is_in_step = wishes.functions is not None
-    if is_in_step:  # no sample waits for another, and each is prefilled for itself
+    if is_in_step:  # all samples run at once, and each is prefilled for itself
         prompts = [prompt for prompt in prompts for _ in range(num_samples)]
         of_prompts = [options for options in of_prompts for _ in range(num_samples)]
     sequences = build_sequences(prompts, of_prompts, 1 if is_in_step else num_samples, shares_equal=not is_in_step)
@@ -227,7 +233,7 @@ def _plan(generator: Generator, wishes: Wishes, shares: list[Share]) -> Plan | N
 
 
 def _sequences(group: ModelGroup, wishes: Wishes, bids: list[Bid], rank: int) -> list[Sequence]:
-    """This process's own sequences, with the keys of their noise; `rank` as `_name_noise` takes it."""
+    """Builds this process's sequences with their noise keys; `rank` is that of `_name_noise`."""
     sequences = build_sequences(wishes.prompts, wishes.of_prompts, wishes.options.num_return_sequences)
     if group.has_same_prompts:
         bids, rank = bids[:: group.size], rank // group.size
@@ -237,20 +243,20 @@ def _sequences(group: ModelGroup, wishes: Wishes, bids: list[Bid], rank: int) ->
 
 
 def _seed_of_fallback(generator: Generator, seed: int | None, bids: list[Bid]) -> int | None:
-    """The seed with which processes that have the same prompts draw the same, and others do not."""
+    """Returns a seed with which processes draw alike if and only if they have the same prompts."""
     if generator.group.has_same_prompts and generator.group.size > 1:
         size, partners = generator.group.size, generator.partners
         return choose_seed(bids) if partners.size == size else rank_seed(choose_seed(bids), partners.rank // size)
     if generator.partners.size == 1:
         return seed
-    # Scripts seed all processes alike, and equal prompts would be given equal samples.
+    # Scripts seed all processes alike, so equal prompts would get equal samples.
     return rank_seed(int(torch.randint(2**62, ()).item()) if seed is None else seed, generator.partners.rank)
 
 
 def _name_noise(group: ModelGroup, plan: Plan, bids: list[Bid], rank: int) -> None:
-    """Gives each sequence of `plan` the key of its noise; processes of a group with the same prompts count once.
+    """Sets the noise key of each sequence of `plan`; a group of processes with the same prompts counts once.
 
-    `rank` is this process's place among those of `bids`, which is 0 where it generates alone.
+    `rank` is this process's index in `bids`, which is 0 if it generates alone.
     """
     if group.has_same_prompts:
         keys = keys_of(bids[:: group.size], rank // group.size)

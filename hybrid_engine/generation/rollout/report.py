@@ -1,4 +1,4 @@
-"""How an engine generates, in words."""
+"""Describes in words how an engine generates, for its report."""
 
 import torch
 
@@ -14,7 +14,7 @@ from hybrid_engine.ops.kernel_errors import replaced_kernels
 
 
 def describe_generation(generator: Generator) -> str:
-    """Which layers run on containers, how weights are gathered, what memory that takes, and why."""
+    """Describes which layers run on containers, how weights are gathered, the memory that this takes, and why."""
     lines = [_containers(generator), _gathering(generator)]
     if generator.native is not None:
         lines.append(_decoding(generator, generator.native))

@@ -1,7 +1,7 @@
-"""Rollouts on pipeline stages: micro-batches in turn, until all rows of all of them have ended.
+"""Rollouts on pipeline stages: micro-batches take turns until all rows of all of them have ended.
 
-Every stage comes to the same end: the tokens that a turn drew, and so which rows are done, are known to all before the
-micro-batch goes on, and an error of one stage stops all at the same turn.
+Every stage ends at the same turn: all know the tokens that a turn drew, and so which rows are done, before the
+micro-batch continues, and an error of one stage stops all at the same turn.
 """
 
 from collections import deque
@@ -26,23 +26,23 @@ from hybrid_engine.ops import Batch, SampleOp
 
 
 class StageTurns:
-    """The model as the turns of a micro-batch see it: logits stay on the last stage."""
+    """The model interface for the turns of a micro-batch: logits stay on the last stage."""
 
     def __init__(self, model: StageModel):
         self.model = model
         self.vocab_size, self.recompute_length = model.vocab_size, model.recompute_length
 
     def forward(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
-        """A pass through this stage's layers: the logits on the last stage. See `StageModel.run_stage`."""
+        """Runs this stage's layers; returns the logits on the last stage. See `StageModel.run_stage`."""
         return self.model.run_stage(batch, kv, layers)
 
 
 class StageStep(OpenStep):
-    """A decode step of one stage: the last draws, and tells the others.
+    """A decode step of one stage: the last stage draws and sends the tokens to the others.
 
     Args:
         drawer: draws by each row's options.
-        choice: draws in its place, if there is one.
+        choice: draws instead of `drawer`, or None.
         peers: the processes of this stage.
     """
 
@@ -51,8 +51,8 @@ class StageStep(OpenStep):
         self.links, self.peers = model.links, peers
 
     def draw(self, sequences: list[Sequence], logits: torch.Tensor) -> Draw:
-        """The next token of each sequence; `logits [S, V]` count on the last stage alone."""
-        self.links.pass_nothing()  # of samples that enter beside others of their prompt
+        """Draws the next token of each sequence; `logits [S, V]` are used on the last stage only."""
+        self.links.pass_nothing()  # for samples that enter without a pass: their prompt is prefilled
         if not self.links.stage.is_last:
             self.links.await_drawn()
             return Draw(lambda: self._receive(sequences))
@@ -73,7 +73,7 @@ class MicroBatch(TextGeneration):
     """A continuous batch whose tokens are read before its next turn, not at the end of its last."""
 
     def turn(self) -> None:
-        """One pass over the layers and one draw, or a draw alone; every token drawn before must have been read."""
+        """Makes one pass over the layers and one draw, or a draw alone; all tokens drawn before must have been read."""
         self._recompute()
         admission = self.scheduler.admit()
         if admission.sequences:
@@ -85,9 +85,9 @@ class MicroBatch(TextGeneration):
 
 
 def split_plan(plan: Plan, num_parts: int) -> list[Plan]:
-    """`plan` as up to `num_parts`, as many as have rows and the KV blocks for their longest sequence.
+    """Splits `plan` into up to `num_parts`, as many as have rows and KV blocks for their longest sequence.
 
-    Whole prompts are dealt out in turn; where there are fewer prompts than parts, their samples are.
+    Whole prompts are dealt out in turn; if there are fewer prompts than parts, their samples are.
     """
     by_prompt: dict[Prompt, list[Sequence]] = {}
     for sequence in plan.sequences:
@@ -112,12 +112,12 @@ def _part(plan: Plan, num_parts: int, place: int, hands: list[list[Sequence]]) -
 
 
 def _fewest_blocks(part: Plan) -> int:
-    """Blocks that the longest sequence needs, and the prompt that samples fork from."""
+    """Number of blocks for the longest sequence, and one more if samples fork from its prompt."""
     return part.num_columns + (1 if part.options.num_return_sequences > 1 else 0)
 
 
 def _separate_prompts(parts: list[Plan]) -> None:
-    """Gives samples of one prompt in several parts a prompt in each: its blocks are of one part."""
+    """Gives samples of one prompt in several parts a prompt in each, because its blocks belong to one part."""
     for part in parts[1:]:
         others: dict[Prompt, Prompt] = {}
         for sequence in part.sequences:
@@ -125,7 +125,7 @@ def _separate_prompts(parts: list[Plan]) -> None:
 
 
 def split_empty_plan(plan: Plan, num_parts: int) -> list[Plan]:
-    """A plan without sequences in micro-batches that each have blocks for one, for a batch that is joined later."""
+    """Splits a plan without sequences into micro-batches with blocks for one sequence each, for a live batch."""
     for number in range(min(num_parts, plan.max_running), 1, -1):
         parts = [_part(plan, number, place, []) for place in range(number)]
         if all(part.num_blocks > part.num_columns for part in parts):  # one more for samples to fork into
@@ -134,7 +134,7 @@ def split_empty_plan(plan: Plan, num_parts: int) -> list[Plan]:
 
 
 def split_workspace(kv: torch.Tensor, model: StageModel, parts: list[Plan]) -> list[torch.Tensor]:
-    """Each part's workspace, contiguous, in the memory of `kv`, which has at least all their blocks."""
+    """Returns each part's workspace, contiguous, in the memory of `kv`, which has at least all their blocks."""
     shapes = [model.kv_shape(part.num_blocks, part.block_size) for part in parts]
     sizes = [torch.Size(shape).numel() for shape in shapes]
     pieces = kv.view(-1)[: sum(sizes)].split(sizes)
@@ -147,12 +147,12 @@ class StageRollouts(ContainerRollouts):
     model: StageModel
 
     def __init__(self, *parts: Any, peers: Partners):
-        """`parts` as `ContainerRollouts` takes them; `peers`: the processes of this stage."""
+        """`parts`: arguments of `ContainerRollouts`; `peers`: the processes of this stage."""
         super().__init__(*parts)
         self.peers = peers
 
     def warm_up(self, plan: Plan, kv: torch.Tensor) -> CaptureStats:
-        """Compiles what rollouts like `plan` run, by a prefill and a decode of each micro-batch; collective."""
+        """Compiles the kernels of rollouts like `plan`, by a prefill and a decode of each micro-batch; collective."""
         self._take_turns(self._start_all(plan, kv, None), lambda: None, most=2)
         return self.steps.stats
 
@@ -168,7 +168,7 @@ class StageRollouts(ContainerRollouts):
         return list(batches)
 
     def _start_all(self, plan: Plan, kv: torch.Tensor, choice: Choice | None) -> list[MicroBatch]:
-        """Starts as many micro-batches as there are stages, where there are rows for them."""
+        """Starts as many micro-batches as there are stages, if there are rows for them."""
         parts = split_plan(plan, self.model.stage.size)
         workspaces = split_workspace(kv, self.model, parts)
         return [self._start(part, space, choice) for part, space in zip(parts, workspaces, strict=True)]
@@ -181,7 +181,7 @@ class StageRollouts(ContainerRollouts):
         return MicroBatch(StageTurns(model), plan.build_scheduler(), step, self.layers)
 
     def _take_turns(self, batches: list[MicroBatch], tell: Callable[[], None], most: int | None = None) -> None:
-        """Rounds of one turn of each micro-batch, at most `most`, until none has work.
+        """Takes rounds of one turn of each micro-batch, at most `most`, until none has work.
 
         An error, or Ctrl-C, of one stage ends the rounds on all.
         """
@@ -202,37 +202,37 @@ class StageRollouts(ContainerRollouts):
             self.model.links.finish()
 
     def start_live(self, plan: Plan, kv: torch.Tensor) -> list[MicroBatch]:
-        """Empty micro-batches that sequences join later, as many as stages where there is room."""
+        """Starts empty micro-batches that sequences join later, as many as stages if memory suffices."""
         parts = split_empty_plan(plan, self.model.stage.size)
         workspaces = split_workspace(kv, self.model, parts)
         return [self._start(part, space, None) for part, space in zip(parts, workspaces, strict=True)]
 
 
 class OrderedTurns:
-    """Takes turns of micro-batches, of which at most `at_once` are under way.
+    """Takes turns of micro-batches, of which at most `at_once` are in flight.
 
     Args:
-        dtype: of hidden states.
+        dtype: dtype of hidden states.
         peers: the processes of this stage.
     """
 
     def __init__(self, links: StageLinks, dtype: torch.dtype, at_once: int, peers: Partners):
         self.links, self.dtype, self.at_once, self.peers = links, dtype, at_once, peers
         self.failed: set[MicroBatch] = set()
-        """Those of which this stage had an error in a turn; nothing must change them any more."""
+        """Micro-batches in which this stage had an error in a turn; they must not change any more."""
         self._error: BaseException | None = None
         self._under_way: deque[MicroBatch] = deque()
 
     def read(self, batch: MicroBatch) -> None:
-        """Reads the tokens of the last turn of `batch`, if it is under way, and of all turns before.
+        """Reads the tokens of the last turn of `batch`, if it is in flight, and of all turns before it.
 
-        Raises, on all stages, where one had an error in one of these: that error, or StageFailedError.
+        If a stage had an error in one of these turns, raises it, or StageFailedError, on all stages.
         """
         while batch in self._under_way:
             self.read_oldest()
 
     def read_oldest(self) -> None:
-        """Reads the tokens of the first turn that is under way, if there is one."""
+        """Reads the tokens of the oldest turn in flight, if there is one."""
         if not self._under_way:
             return
         oldest = self._under_way.popleft()
@@ -244,21 +244,24 @@ class OrderedTurns:
             raise error
 
     def read_all(self) -> None:
-        """Reads all turns that are under way, the oldest first; errors as of `read_oldest`."""
+        """Reads all turns in flight, the oldest first; raises the errors of `read_oldest`."""
         while self._under_way:
             self.read_oldest()
 
     def take(self, batch: MicroBatch, begin: Callable[[], None] = lambda: None) -> None:
-        """A turn of `batch`, whose tokens have been read; `begin` is called before it and raises alike on all or not.
+        """Takes a turn of `batch`, whose tokens have been read.
 
-        An error is kept for when the turn is read; LostError is raised: nothing can be told any more.
+        `begin` is called first and raises on all processes or on none.
+
+        An error is stored until the turn is read, except LostError, which is raised at once, because no message can be
+        sent.
         """
         self.links.begin_turn(self.at_once)
         problem = attempt(begin)[1] or attempt(batch.turn)[1]
         if isinstance(problem, LostError):
             raise problem
         if problem is not None:
-            if not self.links.has_agreed:  # the others of the last stage may have come as far as the draw
+            if not self.links.has_agreed:  # the other processes of the last stage may be at the draw
                 problem = attempt(partial(self.peers.raise_together, problem))[1] or problem
             self.links.fail_turn(self.dtype)
             self.failed.add(batch)

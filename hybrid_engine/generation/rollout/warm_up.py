@@ -1,4 +1,4 @@
-"""`engine.warm_up()`: what the first rollout would wait for happens before it, and how long that took is said."""
+"""`engine.warm_up()`: does the work that the first rollout would wait for in advance, and reports how long it took."""
 
 import time
 from contextlib import ExitStack
@@ -19,13 +19,13 @@ PROMPT_LENGTH = 256
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What a warm-up did; times in seconds."""
+    """The work of a warm-up; times in seconds."""
 
     seconds: float
     probe_seconds: float
-    """Of the wide probe; 0 where its verdict was known, or there are no containers."""
+    """Duration of the wide probe; 0 if its verdict was known, or there are no containers."""
     graphs: int
-    """Steps that were recorded."""
+    """Number of steps that were recorded."""
     graph_seconds: float
 
     def __str__(self) -> str:
@@ -40,16 +40,17 @@ def warm_up(
 ) -> WarmUp:
     """Probes containers widely, compiles kernels and records every step of rollouts with these options; collective.
 
-    Nothing is generated for anybody, and no random state moves. A model without containers has nothing to warm up.
+    No output is generated, and no random state changes. A model without containers has nothing to warm up.
 
     Args:
-        generator: whose module is in eval mode.
-        num_prompts: of the rollouts to come; None: on a GPU as many as are decoded at once, elsewhere one.
-        prompt_length: tokens of the shortest prompt; None: 256, or half of what a sequence may hold.
-        options: as `generate()` takes them; `max_new_tokens` fills a sequence up where it is missing.
+        generator: generator whose module is in eval mode.
+        num_prompts: number of prompts of later rollouts; None: on a GPU as many as are decoded at once, elsewhere one.
+        prompt_length: number of tokens of the shortest prompt; None: 256, or half of the longest sequence if that is
+            less.
+        options: options of `generate()`; without `max_new_tokens`, answers fill sequences up to their longest length.
 
     Raises:
-        ValueError: for options that `generate()` would refuse.
+        ValueError: `generate()` would refuse the options.
         KernelError: a kernel does not compile.
     """
     start = time.perf_counter()
@@ -73,14 +74,14 @@ def warm_up(
             with naming_kernels():
                 stats = generator.partners.agree(lambda: native.warm_up(plan, kv))
             graphs, graph_seconds = stats.captures, stats.seconds
-        generator.gatherer.count_bytes()  # no rollout's
+        generator.gatherer.count_bytes()  # not a rollout's
     return WarmUp(time.perf_counter() - start, probe_seconds, graphs, graph_seconds)
 
 
 def _prompts(
     generator: Generator, num_prompts: int | None, prompt_length: int | None, options: dict[str, Any]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Made-up prompts `[num_prompts, prompt_length]`, and the options with a length of the answers."""
+    """Returns synthetic prompts `[num_prompts, prompt_length]`, and the options with a length of the answers."""
     model, config = generator.model, generator.config
     assert model is not None
     most = min(config.max_out_tokens, model.max_positions or config.max_out_tokens)
