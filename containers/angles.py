@@ -21,42 +21,42 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 
 
 class RotaryAngles:
-    """One set of angles, or one for each kind of layer; none where ALiBi or learned positions take their place.
+    """One set of angles, or one for each kind of layer; none if ALiBi or learned positions replace them.
 
     Args:
-        rotaries: by kind of layer; None for all of them.
-        recomputes_longrope: whether a sequence that grows past the trained length gets its keys anew.
+        rotaries: rotary embedding of each kind of layer; key None: of all layers.
+        recomputes_longrope: whether the keys of a sequence that grows past the trained length are recomputed.
     """
 
     def __init__(self, rotaries: dict[str | None, Rotary], recomputes_longrope: bool):
         self.rotaries, self._recomputes_longrope = rotaries, recomputes_longrope
         self._first_position = 0
         self.tables: dict[str | None, Rows] = {}
-        """Cosines and sines by position, each `[P, R]`; `prepare` makes them."""
+        """Cosines and sines by position, each `[P, R]`, computed by `prepare`."""
 
     @property
     def trained_length(self) -> int | None:
-        """Tokens up to which positions alone decide angles; None: they always do."""
+        """Number of tokens up to which angles depend on positions alone; None: they always do."""
         lengths = [rotary.trained_length for rotary in self.rotaries.values() if rotary.depends_on_length]
         return min(lengths, default=None)
 
     @property
     def recompute_length(self) -> int | None:
-        """Tokens of a sequence with which its keys are computed anew; None: they never are."""
+        """Length of a sequence at which all its keys are recomputed; None: they never are."""
         switches = any(rotary.rope_type == "longrope" for rotary in self.rotaries.values())
         return self.trained_length + 1 if self._recomputes_longrope and switches and self.trained_length else None
 
     def prepare(self, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Makes the tables reach `num_positions`; computed once and kept while they are long enough."""
+        """Extends the tables to `num_positions`; they are computed again only if they are too short."""
         for kind, rotary in self.rotaries.items():
             if kind not in self.tables or len(self.tables[kind][0]) < num_positions:
                 self.tables[kind] = rotary.table(num_positions, dtype, device, self._first_position)
 
     @contextmanager
     def shifted(self, first_position: int) -> Iterator[None]:
-        """Inside, sequences begin at `first_position`, as if so many tokens came before that nobody attends to.
+        """Inside, sequences begin at `first_position`, as if that many tokens came before without being attended to.
 
-        The modules' own frequencies, which longer sequences change, are those of before again afterwards.
+        On exit, the modules' own frequencies, which longer sequences change, are restored.
         """
         tables, self.tables, self._first_position = self.tables, {}, first_position
         try:
@@ -68,7 +68,7 @@ class RotaryAngles:
             self.tables, self._first_position = tables, 0
 
     def rows(self, batch: Batch, dtype: torch.dtype) -> dict[str | None, Rows]:
-        """The angles of each token of `batch`, by kind of layer."""
+        """Returns the angles of each token of `batch`, by kind of layer."""
         return {kind: self._rows(kind, batch, dtype) for kind in self.rotaries}
 
     def _rows(self, kind: str | None, batch: Batch, dtype: torch.dtype) -> Rows:
@@ -84,7 +84,7 @@ class RotaryAngles:
 
 
 def take_angles(policy: Policy, decoder: nn.Module, config: Any, layers: list[InferenceLayer]) -> RotaryAngles:
-    """The angles that `decoder` gives its `layers`; each layer's `kind` becomes that of its angles."""
+    """Builds the angles that `decoder` gives its `layers`; sets each layer's `kind` to that of its angles."""
     if layers[0].attention.alibi is not None or not (policy.rotary or policy.rotary_dim):
         return RotaryAngles({}, policy.recomputes_longrope)
     if policy.rotary:

@@ -28,29 +28,31 @@ WINDOWED_KINDS = ("sliding_attention", "local")
 
 
 def layer_kind(policy: Policy, config: Any, index: int) -> str | None:
-    """What the config calls layer `index`; None where it knows one kind only."""
+    """Returns the config's kind of layer `index`; None if the config has one kind only."""
     kinds = getattr(config, policy.layer_kinds, None) if policy.layer_kinds else None
     return None if kinds is None else kinds[index]
 
 
 def sliding_window(policy: Policy, config: Any, index: int) -> int | None:
-    """Tokens that layer `index` may look back on, its own included; None: all."""
+    """Number of tokens that layer `index` attends to, including its own; None: all."""
     if policy.window is None or layer_kind(policy, config, index) not in (None, *WINDOWED_KINDS):
         return None
     return config_value(config, policy.window)
 
 
 def soft_capping(policy: Policy, config: Any) -> float | None:
-    """What caps the scores in the model's own attention, of which transformers' SDPA leaves the capping out."""
+    """Cap of the scores in the model's own attention, or None; transformers' SDPA does not cap them."""
     if policy.softcap is None or getattr(config, "_attn_implementation", None) == "sdpa":
         return None
     return config_value(config, policy.softcap)
 
 
 def alibi_slopes(num_heads: int) -> torch.Tensor:
-    """`[H]` fp32 slopes of ALiBi (Press et al. 2022, arXiv 2108.12409, section 3), as its authors extend them.
+    """Returns the `[H]` fp32 slopes of ALiBi (Press et al.
 
-    For a power of two they are 2^(-8/H), 2^(-16/H), ...; else those of the next lower power of two, followed by
+    2022, arXiv 2108.12409, section 3), as its authors extend them.
+
+    For a power of two they are 2^(-8/H), 2^(-16/H), ...; otherwise those of the next lower power of two, followed by
     every other one of the next higher.
     """
     power = 2 ** math.floor(math.log2(num_heads))
@@ -60,7 +62,7 @@ def alibi_slopes(num_heads: int) -> torch.Tensor:
 
 
 def read_heads(policy: Policy, config: Any, parallel: TensorParallel = ALONE) -> Heads:
-    """The numbers of heads of a family's attention."""
+    """Returns the numbers of heads of a family's attention."""
     num_heads, num_kv_heads = config.num_attention_heads, policy.num_kv_heads
     if isinstance(num_kv_heads, str):
         num_kv_heads = getattr(config, num_kv_heads, None) or num_heads
@@ -72,7 +74,7 @@ class Attention:
     """Views and ops of one layer's attention, or of this rank's heads."""
 
     def __init__(self, policy: Policy, layer: nn.Module, config: Any, index: int, norm: NormView | None, heads: Heads):
-        """`norm` is applied in front of the projections; None: nothing is."""
+        """`norm` is applied before the projections; None: no norm."""
         self.norm, self.heads, self.parallel = norm, heads, heads.parallel
         self.num_heads, self.num_kv_heads, self.head_dim = heads.local
         self.layer, self.sinks_path = layer, policy.sinks
@@ -139,11 +141,11 @@ class Attention:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What a forward pass reads beside linears and norms."""
+        """Tensors other than linears and norms that a forward pass reads."""
         return [tensor for tensor in (self.sinks, self.alibi) if tensor is not None]
 
     def bind(self) -> None:
-        """Points all views at the parameters as they lie in memory now, unfused; not `norm`, which is the layer's."""
+        """Points all views at the parameters' current memory, unfused; except `norm`, which is the layer's."""
         for part in (*self.linears, *self.norms):
             part.bind()
         if self.sinks_path:
@@ -160,7 +162,7 @@ class Attention:
         batch: Batch | EncoderBatch,
         residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`hidden [N, E]` -> the output `[N, E]`, plus `residual` where given, and the normed input."""
+        """`hidden [N, E]` -> the output `[N, E]`, plus `residual` if it is passed, and the normed input."""
         weights, biases = zip(*(linear.pair for linear in self.qkv), strict=True)
         gamma, beta = (self.norm.gamma, self.norm.beta) if self.norm else (None, None)
         (q, k, v), normed = self.qkv_gemm(hidden, weights, biases, gamma, beta)
@@ -177,14 +179,14 @@ class Attention:
         return output if residual is None else residual + output, normed
 
     def _norm_heads(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Norms that span all heads, or have weights for each."""
+        """Applies norms that span all heads, or have weights for each head."""
         assert self.q_norm is not None and self.k_norm is not None
         if isinstance(self.q_norm, HeadNormsView):
             return self.q_norm.apply(q.flatten(1, 2)).view(q.shape), self.k_norm.apply(k)
         parallel, num_shared = self.parallel, max(1, self.parallel.size // self.heads.num_kv_heads)
         if parallel.size == 1:
             return self.q_norm.apply(q.flatten(1)).view(q.shape), self.k_norm.apply(k.flatten(1)).view(k.shape)
-        # The norm needs the heads of all ranks; of those that hold the same key head, one counts.
+        # The norm needs the heads of all ranks; of ranks that hold the same key head, one counts.
         all_q = self.q_norm.apply(parallel.all_gather(q.flatten(1)))
         all_k = parallel.all_gather(k.flatten(1)).unflatten(1, (parallel.size, -1))[:, ::num_shared].flatten(1)
         all_k = self.k_norm.apply(all_k).unflatten(1, (-1, *k.shape[1:]))

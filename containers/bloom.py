@@ -1,4 +1,4 @@
-"""BLOOM: ALiBi instead of positions, a norm of the embedded tokens, query, key and value of each head side by side."""
+"""BLOOM: ALiBi instead of positions, a norm of the embedded tokens, one projection with q, k and v of each head."""
 
 from hybrid_engine.containers.policy import Policy, register_policy
 

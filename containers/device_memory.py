@@ -1,8 +1,8 @@
-"""Memory of a GPU behind an address that stays reserved while the memory comes and goes.
+"""GPU memory at an address that stays reserved while the memory is freed and allocated again.
 
-PyTorch's allocator gives a tensor that is made anew another address. CUDA's driver can map memory behind a reserved
-range of addresses and take it away again ("Virtual Memory Management" in the CUDA Driver API), so what a CUDA
-graph has recorded stays valid, and in the mean time the memory is anybody's.
+PyTorch's allocator gives a tensor that is created again another address. CUDA's driver can map memory to a reserved
+range of addresses and unmap it ("Virtual Memory Management" in the CUDA Driver API), so recorded CUDA graphs stay
+valid, and the memory can be used for other purposes meanwhile.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ class _Access(ctypes.Structure):
 
 @functools.cache
 def is_supported(device: torch.device) -> bool:
-    """Whether the driver maps memory behind reserved addresses of `device`."""
+    """Whether the driver can map memory to reserved addresses of `device`."""
     driver, answer = load_driver(), ctypes.c_int(0)
     if driver is None or device.type != "cuda":
         return False
@@ -48,13 +48,13 @@ def _index(device: torch.device) -> int:
 
 
 class DeviceMemory:
-    """A reserved range of `num_bytes`, with memory behind it between `take` and `release`.
+    """A reserved range of `num_bytes`, with memory mapped to it between `take` and `release`.
 
-    A tensor on it keeps the range for as long as it lives, whether or not there is memory behind it.
+    A tensor on it keeps the range reserved as long as the tensor exists, whether or not memory is mapped.
     """
 
     def __init__(self, num_bytes: int, device: torch.device):
-        """RuntimeError where no range can be reserved; see `is_supported`."""
+        """Raises RuntimeError if no range can be reserved; see `is_supported`."""
         self.num_bytes, self.device = num_bytes, device
         driver = load_driver()
         assert driver is not None
@@ -70,15 +70,15 @@ class DeviceMemory:
 
     @property
     def __cuda_array_interface__(self) -> dict:
-        """Bytes, for `torch.as_tensor`."""
+        """The range as bytes, for `torch.as_tensor`."""
         return {"shape": (self.num_bytes,), "typestr": "|u1", "data": (self._address.value, False), "version": 3}
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The range as a tensor, which owns a reference to this; only while it is taken."""
+        """Returns the range as a tensor, which references this object; valid only while memory is mapped."""
         return torch.as_tensor(self, device=self.device).view(dtype).view(shape)
 
     def take(self) -> None:
-        """Puts memory behind the addresses, of any content. torch.OutOfMemoryError where there is none."""
+        """Maps memory of any content to the addresses. Raises torch.OutOfMemoryError if there is none."""
         if self.is_taken:
             return
         _free_abandoned()
@@ -88,7 +88,7 @@ class DeviceMemory:
         )  # fmt: skip
         status = create()
         if status == _OUT_OF_MEMORY:
-            torch.cuda.empty_cache()  # what PyTorch keeps for tensors to come
+            torch.cuda.empty_cache()  # frees the memory that PyTorch caches
             status = create()
         if status == _OUT_OF_MEMORY:
             free, total = torch.cuda.mem_get_info(self.device)
@@ -103,7 +103,7 @@ class DeviceMemory:
         self.is_taken = True
 
     def release(self) -> None:
-        """Gives the memory back, when the device is through with it; the addresses stay reserved."""
+        """Frees the memory once the device has finished using it; the addresses stay reserved."""
         _free_abandoned()
         if self.is_taken:
             torch.cuda.synchronize(self.device)
@@ -115,7 +115,7 @@ class DeviceMemory:
         self.is_taken = False
 
     def __del__(self) -> None:
-        """The addresses go later: a graph may be recorded at this moment, which bears no waiting."""
+        """Defers the release of the addresses: a graph may be recorded at this moment, which forbids waiting."""
         if "is_taken" in vars(self):
             _ABANDONED.append(self)
 
@@ -129,7 +129,7 @@ class DeviceMemory:
 
     def _status(self, name: str, *arguments: object) -> int:
         function: Callable[..., int] = getattr(self._driver, name)
-        with torch.cuda.device(self.device):  # some calls want a context, which a new thread has not
+        with torch.cuda.device(self.device):  # some calls need a context, which a new thread does not have
             return function(*arguments)
 
     def _check(self, name: str, status: int) -> None:
@@ -141,7 +141,7 @@ _ABANDONED: list[DeviceMemory] = []
 
 
 def _free_abandoned() -> None:
-    """Gives back what nobody has looked at since the last call."""
+    """Frees the ranges that lost their last reference since the last call."""
     while _ABANDONED:
         memory = _ABANDONED.pop()
         torch.cuda.synchronize(memory.device)

@@ -1,9 +1,9 @@
 """The layers of an encoder on containers, inside the model's own forward.
 
-Embeddings, pooler and heads stay the model's modules: they are a small part of the work, differ between the
-many classes of one family, and make its output objects. Only what the list of layers computes is replaced, by
-one module in that list's place for the time of a forward pass. Padding is packed away: the layers see the
-real tokens of all rows one after the other, and no row's result depends on the others.
+Embeddings, pooler and heads stay the model's modules: they are a small part of the work, differ between the many
+classes of one family, and create its output objects. Only the list of layers is replaced, by one module for the time of
+a forward pass. Padding is packed away: the layers see the real tokens of all rows one after the other, and no row's
+result depends on the others.
 
 B rows, P their padded length, N real tokens, E hidden size.
 """
@@ -27,14 +27,14 @@ INNER_OUTPUTS = ("output_attentions", "output_hidden_states")
 
 
 class PackedLayers(nn.Module):
-    """Stands in the list of layers for all of them during one forward pass."""
+    """Replaces the list of layers during one forward pass."""
 
     def __init__(self, layers: list[InferenceLayer], mask: torch.Tensor | None):
         super().__init__()
         self.layers, self.mask = layers, mask
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """`hidden [B, P, E]` -> `[B, P, E]`, zero at padding. What else the model hands its layers is left aside."""
+        """`hidden [B, P, E]` -> `[B, P, E]`, zero at padding. Other arguments of the model's layers are ignored."""
         rows, length, _ = hidden.shape
         mask = self.mask if self.mask is not None else hidden.new_ones(rows, length, dtype=torch.bool)
         if mask.shape != (rows, length):
@@ -45,7 +45,7 @@ class PackedLayers(nn.Module):
 
 
 def run_packed(layers: list[InferenceLayer], hidden: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """`hidden [N, E]` of sequences of `lengths` one after the other, through all layers; lengths may be 0."""
+    """Passes `hidden [N, E]` of concatenated sequences of `lengths` through all layers; lengths may be 0."""
     lengths = lengths[lengths > 0]
     batch = EncoderBatch(
         lengths=tuple(lengths.tolist()), starts=nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
@@ -62,7 +62,7 @@ def run_packed(layers: list[InferenceLayer], hidden: torch.Tensor, lengths: torc
 class InferenceEncoder:
     """An encoder whose layers run on containers, or this rank's part of them.
 
-    Raises UnsupportedModelError when the model cannot be one, ValueError when the ranks cannot share it equally.
+    Raises UnsupportedModelError if containers cannot run the model, ValueError if the ranks cannot share it equally.
     """
 
     def __init__(self, model: nn.Module, parallel: TensorParallel = ALONE):
@@ -77,7 +77,7 @@ class InferenceEncoder:
         self.layers = [InferenceLayer(policy, layer, config, i, parallel) for i, layer in enumerate(layers)]
 
     def bind(self) -> None:
-        """Points all views at the parameters as they lie in memory now, unfused."""
+        """Points all views at the parameters' current memory, unfused."""
         for layer in self.layers:
             layer.bind()
 
@@ -86,13 +86,13 @@ class InferenceEncoder:
         return sum(layer.fuse_lora() for layer in self.layers)
 
     def unfuse_lora(self) -> None:
-        """Back to the parameters themselves; they were never written to."""
+        """Restores the parameters themselves, which were never written to."""
         for layer in self.layers:
             layer.unfuse_lora()
 
     @contextmanager
     def _in_place(self, mask: torch.Tensor | None) -> Iterator[None]:
-        """The model runs on containers inside; afterwards it is as it was."""
+        """Inside, the model runs on containers; the exit restores its layers."""
         setattr(self.owner, self.name, nn.ModuleList([PackedLayers(self.layers, mask)]))
         try:
             yield
@@ -101,12 +101,11 @@ class InferenceEncoder:
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model's own forward gives for these arguments, of its own type, without gradients.
+        """Returns the result of the model's own forward for these arguments, of its own type, without gradients.
 
-        Hidden states are zero at padding (`attention_mask [B, P]` 0), where the model's own have values that mean
-        nothing; a pooler or head that reads a row's first place therefore wants padding on the right. Where states
-        or attentions from inside are asked for, or the mask is no `[B, P]`, the model's own layers run, and that is
-        said once.
+        Hidden states are zero at padding (`attention_mask [B, P]` 0), where the model's own have meaningless values; so
+        a pooler or head that reads a row's first place requires padding on the right. If inner states or attentions are
+        requested, or the mask is not `[B, P]`, the model's own layers run, and a notice says so once.
         """
         kwargs.update(zip(inspect.signature(self.base.forward).parameters, args, strict=False))
         reason = self._reason_to_fall_back(kwargs)
@@ -126,7 +125,7 @@ class InferenceEncoder:
             self.unfuse_lora()
 
     def _reason_to_fall_back(self, kwargs: dict[str, Any]) -> str | None:
-        """Why the containers cannot give what is asked for; None: they can."""
+        """Returns why the containers cannot serve these arguments, or None if they can."""
         if self.module.training:
             return "the model is in training mode, and containers have no dropout"
         for name in INNER_OUTPUTS:

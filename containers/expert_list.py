@@ -1,7 +1,7 @@
-"""Experts that a model keeps as a list of modules, stacked into one tensor as the grouped product reads them.
+"""Stacks experts that a model keeps as a list of modules into one tensor, which the grouped product reads.
 
-DeepSpeed's MoE layers have such lists (deepspeed/moe/experts.py). Their weights lie apart, so a view cannot
-stack them: what is bound is a copy, made anew at every `bind`, into the same buffer. X experts.
+DeepSpeed's MoE layers have such lists (deepspeed/moe/experts.py). Their weights are separate, so a view cannot stack
+them: each `bind` copies them into the same buffer. X experts.
 """
 
 import torch
@@ -16,7 +16,7 @@ from hybrid_engine.containers.views import submodule
 class ExpertList:
     """`tensor [X, out, in]` and `bias [X, out]` or None: the linear at `path` of every expert, or this rank's part.
 
-    Raises UnsupportedModelError where an expert has no such linear or one of another shape.
+    Raises UnsupportedModelError if an expert has no such linear, or one of another shape.
     """
 
     def __init__(
@@ -37,16 +37,16 @@ class ExpertList:
         if len(sizes) != 1:
             raise UnsupportedModelError(f"{self.name} has linears of {len(sizes)} shapes; expected one")
         self.shape = (len(self.linears), *sizes.pop())
-        self.tensor = torch.empty(0)  # until `bind`
+        self.tensor = torch.empty(0)  # empty until `bind`
         self.bias: torch.Tensor | None = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What a forward pass reads."""
+        """Tensors that a forward pass reads."""
         return [self.tensor] if self.bias is None else [self.tensor, self.bias]
 
     def bind(self) -> None:
-        """Copies the parameters as they are now, unfused."""
+        """Copies the current parameters, unfused."""
         for linear in self.linears:
             linear.bind()
         self.parallel.wait()
@@ -54,11 +54,11 @@ class ExpertList:
 
     @property
     def buffer_bytes(self) -> int:
-        """What `fuse_lora` will take: the buffer is there already."""
+        """Returns 0: the buffer of `fuse_lora` exists already."""
         return 0
 
     def fuse_lora(self) -> int:
-        """Copies weights with the active adapters added; returns 0: the buffer is there already."""
+        """Copies weights with the active adapters added; returns 0, because the buffer exists already."""
         if sum(linear.fuse_lora() for linear in self.linears) > 0:
             self._copy()
             for linear in self.linears:
@@ -66,7 +66,7 @@ class ExpertList:
         return 0
 
     def unfuse_lora(self) -> None:
-        """Nothing to do: the parameters were never written to, and `bind` copies them again."""
+        """Does nothing: the parameters were never written to, and `bind` copies them again."""
 
     def _copy(self) -> None:
         weights, biases = zip(*(linear.pair for linear in self.linears), strict=True)
@@ -75,7 +75,7 @@ class ExpertList:
 
 
 def _stacked(parts: list[torch.Tensor], buffer: torch.Tensor | None) -> torch.Tensor:
-    """The parts in `buffer`, so that its address stays, or in a new one where it does not fit."""
+    """Stacks the parts into `buffer`, so that its address stays, or into a new one if they do not fit."""
     first = parts[0]
     if buffer is None or not buffer.numel() or buffer.dtype != first.dtype or buffer.device != first.device:
         return torch.stack(parts)

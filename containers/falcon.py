@@ -1,4 +1,4 @@
-"""Falcon: one or a few key/value heads, ALiBi or rotary, attention and MLP side by side or one after the other."""
+"""Falcon: one or a few key/value heads, ALiBi or rotary, attention and MLP in parallel or one after the other."""
 
 from dataclasses import replace
 

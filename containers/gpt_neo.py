@@ -1,4 +1,4 @@
-"""GPT-Neo: GPT-2's layer with three projections, no scaling of the scores, and local layers in between."""
+"""GPT-Neo: GPT-2's layer with three projections, no scaling of the scores, and local layers among the global ones."""
 
 from dataclasses import replace
 

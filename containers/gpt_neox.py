@@ -1,5 +1,7 @@
-"""GPT-NeoX and Pythia: attention and MLP side by side, each behind its layer norm, or one after the other;
-query, key and value of each head side by side in one projection; partial rotary."""
+"""GPT-NeoX and Pythia: attention and MLP in parallel, each after its layer norm, or one after the other.
+
+One projection holds query, key and value of each head together; partial rotary.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks, local layers in between, a mixture of experts with clamped SwiGLU."""
+"""gpt-oss: attention sinks, local layers among the global ones, a mixture of experts with clamped SwiGLU."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""GPT-J: attention and MLP side by side behind one layer norm; rotary on neighbouring pairs of some dimensions."""
+"""GPT-J: attention and MLP in parallel after one layer norm; rotary on adjacent pairs of some dimensions."""
 
 from hybrid_engine.containers.policy import Policy, register_policy
 

@@ -1,4 +1,4 @@
-"""A tensor whose memory comes and goes while its address stays, so that recorded steps that read it stay valid."""
+"""A tensor whose memory is freed and allocated again at the same address, so recorded steps that read it stay valid."""
 
 import ctypes
 import mmap
@@ -8,17 +8,17 @@ import torch
 
 from hybrid_engine.containers.device_memory import DeviceMemory, is_supported
 
-# Pages of private memory that are given back leave their addresses reserved and are zeros when they are touched again.
+# Freed pages of private memory keep their addresses reserved, and are zero when they are touched again.
 _HAS_PAGES = sys.platform == "linux"
-# A GPU's memory comes in pieces of 2 MiB: less than this is kept, since it would take more than it gives back.
+# A GPU's memory comes in pieces of 2 MiB: smaller buffers are kept, because a piece would take more than it frees.
 _KEPT_BYTES = 64 * 1024
 
 
 class LastingBuffer:
-    """Memory for one tensor at a time, whose address stays for as long as `take` is asked for the same bytes.
+    """Memory for one tensor at a time, whose address stays as long as `take` requests the same shape, dtype and device.
 
-    Where neither the system nor the GPU's driver can reserve addresses, the storage goes back to PyTorch's allocator
-    and may come back elsewhere.
+    If neither the system nor the GPU's driver can reserve addresses, the storage returns to PyTorch's allocator and may
+    get another address.
     """
 
     def __init__(self) -> None:
@@ -28,24 +28,24 @@ class LastingBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held now."""
+        """Number of bytes allocated now."""
         return self.tensor.nbytes if self.tensor is not None and self._is_held else 0
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes held now that something was written to: the system gives a CPU's memory page by page."""
+        """Number of allocated bytes that have been written: the system allocates a CPU's memory page by page."""
         if isinstance(self._memory, mmap.mmap) and self._is_held:
             return _count_resident_bytes(self._memory)
         return self.num_bytes
 
     @property
     def held(self) -> torch.Tensor:
-        """The tensor, which has memory behind it now."""
+        """The tensor, whose memory must be allocated."""
         assert self.tensor is not None and self._is_held
         return self.tensor
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The tensor with memory behind it: what it held where none was given back since, else anything."""
+        """Returns the tensor with its memory allocated; it keeps its contents unless `release` was called since."""
         if self.tensor is None or (tuple(self.tensor.shape), self.tensor.dtype, self.tensor.device) != (
             tuple(shape),
             dtype,
@@ -60,13 +60,13 @@ class LastingBuffer:
         return self.tensor
 
     def take_zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The tensor with zeros in it. Pages of the system's are zeros by themselves, and stay untouched here."""
+        """Returns the tensor filled with zeros. The system's pages are zero already, and are not touched here."""
         self.release()
         tensor = self.take(shape, dtype, device)
         return tensor if isinstance(self._memory, mmap.mmap) else tensor.zero_()
 
     def release(self) -> None:
-        """Gives the memory back; whoever still looks at the tensor must not read it."""
+        """Frees the memory; the tensor must not be read after it."""
         if not self._is_held:
             return
         self._is_held = False
@@ -95,7 +95,7 @@ def _is_kept(tensor: torch.Tensor) -> bool:
 
 
 def _count_resident_bytes(memory: mmap.mmap) -> int:
-    """Bytes of the pages that have memory behind them."""
+    """Number of bytes of the pages that are in memory."""
     pages = (ctypes.c_ubyte * -(-len(memory) // mmap.PAGESIZE))()
     start = ctypes.c_ubyte.from_buffer(memory)
     status = ctypes.CDLL(None, use_errno=True).mincore(

@@ -1,7 +1,7 @@
 """The inference layer that all families share: attention and MLP on the residual stream, with norms around them.
 
-A layer holds views of the parameters of one decoder layer, found through its policy, and the ops built
-from that layer's numbers. N packed tokens, E hidden size.
+A layer holds views of the parameters of one decoder layer, found through its policy, and the ops built from the layer's
+numbers. N packed tokens, E hidden size.
 """
 
 from itertools import zip_longest
@@ -25,7 +25,7 @@ class InferenceLayer:
     """One decoder layer on views. `forward` neither reads nor changes the module's mode or hooks."""
 
     def __init__(self, policy: Policy, layer: nn.Module, config: Any, index: int, parallel: TensorParallel = ALONE):
-        """Raises ValueError where the ranks cannot share heads or MLP equally."""
+        """Raises ValueError if the ranks cannot share heads or MLP equally."""
         self.index, self.policy, self.module = index, policy, layer
         self.kind = layer_kind(policy, config, index)
         self.has_rope = policy.rope_layers is None or bool(config_value(config, policy.rope_layers)[index])
@@ -35,7 +35,7 @@ class InferenceLayer:
 
         self.attention_norm, self.mlp_norm = norm(policy.attention_norm), norm(policy.mlp_norm)
         self.attention_post_norm, self.mlp_post_norm = norm(policy.attention_post_norm), norm(policy.mlp_post_norm)
-        # Post-norm blocks apply their norms after the sum, not in front of the projections.
+        # Post-norm blocks apply their norms after the sum, not before the projections.
         in_front = policy.block != "post_norm"
         heads = read_heads(policy, config, parallel)
         self.attention = Attention(policy, layer, config, index, self.attention_norm if in_front else None, heads)
@@ -53,18 +53,18 @@ class InferenceLayer:
 
     @property
     def linears(self) -> list[TransposedLinear]:
-        """All linears of the layer, those of experts too."""
+        """All linears of the layer, including those of experts."""
         return [*self.attention.linears, *self.mlp.linears]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Everything that a forward pass reads, as it is bound now."""
+        """All tensors that a forward pass reads, as they are bound now."""
         linears = [tensor for linear in self.linears for tensor in linear.pair if tensor is not None]
         norms = [tensor for norm in self.norms for tensor in norm.tensors]
         return [*linears, *norms, *self.attention.tensors, *self.mlp.tensors]
 
     def bind(self) -> None:
-        """Points all views at the parameters as they lie in memory now, unfused."""
+        """Points all views at the parameters' current memory, unfused."""
         for norm in self.norms:
             norm.bind()
         self.attention.bind()
@@ -72,14 +72,14 @@ class InferenceLayer:
 
     @property
     def buffer_bytes(self) -> int:
-        """What `fuse_lora` will take."""
+        """Bytes that `fuse_lora` will take."""
         return sum(part.buffer_bytes for part in (*self.attention.linears, *self.mlp.adaptable))
 
     def fuse_lora(self, lender: "InferenceLayer | None" = None) -> int:
-        """Dequantises and fuses whatever needs it; returns the bytes of the buffers.
+        """Dequantizes and fuses the weights that need it; returns the bytes of the buffers.
 
-        With a `lender`, which may be this layer, linears take the buffers of its linears of the same shape, and leave
-        their memory there: no other layer may be fused in them meanwhile.
+        With a `lender`, which may be this layer, linears use the buffers of its linears of the same shape and leave the
+        memory allocated: no other layer may be fused in them meanwhile.
         """
         parts = (*self.attention.linears, *self.mlp.adaptable)
         if lender is None:
@@ -92,7 +92,7 @@ class InferenceLayer:
         return num_bytes
 
     def unfuse_lora(self, keeps_lent: bool = False) -> None:
-        """Back to the parameters themselves; `keeps_lent` leaves the lender's buffers their memory."""
+        """Restores the parameters themselves; with `keeps_lent`, the lender's buffers stay allocated."""
         for part in (*self.attention.linears, *self.mlp.adaptable):
             if isinstance(part, TransposedLinear):
                 part.unfuse_lora(keeps_lent)
@@ -106,12 +106,13 @@ class InferenceLayer:
         cache: KVBlocks,
         batch: Batch | EncoderBatch,
     ) -> torch.Tensor:
-        """`hidden [N, E]` -> `[N, E]`; writes keys and values into this layer's blocks, but not an encoder's.
+        """`hidden [N, E]` -> `[N, E]`; writes keys and values into this layer's blocks, except for an encoder.
 
         Raises:
-            RuntimeError: the weights were gathered when they were bound and are not any more.
+            RuntimeError: the weights were gathered when they were bound and no longer are.
         """
-        # A norm is never fused into a buffer of its own, as a linear may be.
+        # A norm is never fused into a buffer of its own, as a linear may be, so its storage shows whether it is
+        # gathered.
         if self._first_norm.gamma.untyped_storage().nbytes() == 0:
             raise RuntimeError(
                 f"layer {self.index} reads weights that are not gathered; gather them around the rollout"

@@ -1,14 +1,14 @@
-"""A linear as inference reads it: an [in, out] view of its weight, or a scratch of that shape with LoRA fused into it.
+"""A linear as inference reads it: an [in, out] view of its weight, or a buffer of that shape with LoRA fused into it.
 
-Fusing never writes to the base weight: it computes `W^T + sum_i s_i A_i^T B_i^T` in fp32 into a buffer of
-its own, rounded once to the weight's dtype. Unfusing drops the buffer, so the weights after are the
-weights before, to the bit. Of a quantised weight (`quantised.py`) there is no view: it is dequantised into such
-a buffer, with or without adapters, by way of one more tensor of its size.
+Fusing never writes to the base weight: it computes `W^T + sum_i s_i A_i^T B_i^T` in fp32 into a separate buffer,
+rounded once to the weight's dtype. Unfusing drops the buffer, so the weights are bitwise the same as before. A
+quantized weight (`quantised.py`) has no view: it is dequantized into such a buffer, with or without adapters, through
+one more tensor of its size.
 
 peft's layers are read by their attributes (`base_layer`, `lora_A`, `lora_B`, `scaling`, `active_adapters`,
-`disable_adapters`, `merged`): https://github.com/huggingface/peft, src/peft/tuners/lora/layer.py. So are the
-linears that scripts for DeepSpeed write themselves (`weight`, `lora_right_weight` [in, r], `lora_left_weight`
-[r, out], `lora_scaling`, `fuse_lora`): DeepSpeed-Chat, dschat/utils/module/lora.py.
+`disable_adapters`, `merged`): https://github.com/huggingface/peft, src/peft/tuners/lora/layer.py. So are the linears
+that scripts for DeepSpeed define (`weight`, `lora_right_weight` [in, r], `lora_left_weight` [r, out], `lora_scaling`,
+`fuse_lora`): DeepSpeed-Chat, dschat/utils/module/lora.py.
 """
 
 from dataclasses import dataclass
@@ -32,17 +32,17 @@ class LoraAdapter:
     b: nn.Linear  # weight [out, r]; its bias, if any, is added with the same scale
     scale: float
 
-    # Which dimension of `right` is the input's, and of `left` the output's.
+    # The input's dimension of `right`, and the output's of `left`.
     right_dim, left_dim = 1, 0
 
     @property
     def right(self) -> torch.Tensor:
-        """The parameter that meets the input."""
+        """The parameter that multiplies the input."""
         return self.a.weight
 
     @property
     def left(self) -> torch.Tensor:
-        """The parameter that makes the output."""
+        """The parameter that produces the output."""
         return self.b.weight
 
     @property
@@ -53,54 +53,54 @@ class LoraAdapter:
 
 @dataclass(frozen=True)
 class OwnAdapter:
-    """The low-rank update of a linear that carries it itself: `scale * (right left)^T` is added to the weight."""
+    """The low-rank update of a linear with its own LoRA: `scale * (right left)^T` is added to the weight."""
 
     module: nn.Module  # with lora_right_weight [in, r] and lora_left_weight [r, out]
 
     @property
     def scale(self) -> float:
-        """What the product is multiplied by."""
+        """Factor of the product."""
         return float(self.module.lora_scaling)
 
     right_dim, left_dim, bias = 0, 1, None
 
     @property
     def right(self) -> torch.Tensor:
-        """The parameter that meets the input, `[in, r]`."""
+        """The parameter that multiplies the input, `[in, r]`."""
         return self.module.lora_right_weight
 
     @property
     def left(self) -> torch.Tensor:
-        """The parameter that makes the output, `[r, out]`."""
+        """The parameter that produces the output, `[r, out]`."""
         return self.module.lora_left_weight
 
 
 def carries_lora(module: nn.Module) -> bool:
-    """Whether `module` is a linear with a low-rank update of its own, as scripts for DeepSpeed write them."""
+    """Whether `module` is a linear with a low-rank update of its own, as scripts for DeepSpeed define it."""
     return hasattr(module, "lora_right_weight") and hasattr(module, "lora_left_weight")
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether `module` carries adapters, peft's or its own, active or not."""
+    """Whether `module` has adapters, peft's or its own, active or not."""
     return hasattr(module, "base_layer") or carries_lora(module)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether `module` is a linear: plain, with peft's adapters around it, or with one of its own."""
+    """Whether `module` is a linear: plain, wrapped in peft's adapters, or with LoRA of its own."""
     base = getattr(module, "base_layer", module)
     return isinstance(base, nn.Linear) or _is_conv1d(base) or carries_lora(base)
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """transformers' GPT-2 linear, whose weight is stored [in, out]."""
+    """Whether `module` is transformers' GPT-2 linear, whose weight is stored as [in, out]."""
     return any(base.__name__ == "Conv1D" for base in type(module).__mro__)
 
 
 def stores_transposed(module: nn.Module) -> bool:
-    """Whether a linear's weight is [in, out].
+    """Whether a linear's weight is stored as [in, out].
 
-    A square one that carries an adapter and is no Conv1D is taken for [out, in]; where that is wrong, containers and
-    the model's forward disagree.
+    A square weight with an adapter of its own that is not a Conv1D is assumed to be [out, in]; if that is wrong, the
+    probe finds that containers and the model's forward disagree.
     """
     if _is_conv1d(module) or not carries_lora(module):
         return _is_conv1d(module)
@@ -109,7 +109,7 @@ def stores_transposed(module: nn.Module) -> bool:
 
 
 def active_adapters(module: nn.Module, name: str) -> list[LoraAdapter] | list[OwnAdapter]:
-    """The adapters that `module`'s own forward would add now; none for a module that has none."""
+    """Returns the adapters that `module`'s own forward would add now; empty for a module without adapters."""
     if carries_lora(module):
         return [] if getattr(module, "fuse_lora", False) is True else [OwnAdapter(module)]
     if not hasattr(module, "base_layer"):
@@ -136,10 +136,10 @@ def active_adapters(module: nn.Module, name: str) -> list[LoraAdapter] | list[Ow
 class TransposedLinear:
     """`weight [in, out]` and `bias [out]` or None, ready for the ops; valid from `bind` until the weights move.
 
-    A parameter that is not gathered is a RuntimeError at `bind`, never silent garbage. With `columns` a rank holds
-    those of the output; with `rows` those of the input, and the first rank the bias: outputs are to be added up.
+    A parameter that is not gathered raises RuntimeError at `bind`. With `columns` a rank holds a part of the output;
+    with `rows` a part of the input, and the first rank the bias: outputs are to be summed.
 
-    Raises UnsupportedModelError for a module that is no linear, with or without LoRA.
+    Raises UnsupportedModelError for a module that is not a linear, with or without LoRA.
     """
 
     def __init__(
@@ -165,33 +165,33 @@ class TransposedLinear:
         active_adapters(module, name)
         into, out = (0, 1) if self.is_stored_transposed else (1, 0)
         self._weight_cut, self._bias_cut = cut(into, rows) or cut(out, columns), cut(0, columns)
-        self.view: tuple[torch.Tensor, torch.Tensor | None]  # of the parameters
-        self.pair: tuple[torch.Tensor, torch.Tensor | None]  # (weight, bias) as the ops take them: view or fused
+        self.view: tuple[torch.Tensor, torch.Tensor | None]  # views of the parameters
+        self.pair: tuple[torch.Tensor, torch.Tensor | None]  # (weight, bias), input of the ops: view or fused
         self._fused_weight, self._fused_bias = LastingBuffer(), LastingBuffer()
-        self._has_lent = False  # whether the fused weight lies in a buffer that others take too
+        self._has_lent = False  # whether the fused weight is in a buffer that others use too
 
     @property
     def num_inputs(self) -> int:
-        """Inputs of the whole linear, of which this rank may hold a part."""
+        """Number of inputs of the whole linear; this rank may hold a part."""
         return self._shape()[0 if self.is_stored_transposed else 1]
 
     @property
     def num_outputs(self) -> int:
-        """Outputs of the whole linear, of which this rank may hold a part."""
+        """Number of outputs of the whole linear; this rank may hold a part."""
         return self._shape()[1 if self.is_stored_transposed else 0]
 
     @property
     def _weight(self) -> Any:
-        """What has the weight's shape and dtype."""
+        """An object with the weight's shape and dtype."""
         return self.quantised or self.base.weight
 
     @property
     def _is_own(self) -> bool:
-        """Whether rollouts need a buffer: for active adapters, or a weight that is quantised."""
+        """Whether rollouts need a buffer: for active adapters, or a quantized weight."""
         return self.quantised is not None or bool(active_adapters(self.module, self.name))
 
     def _shape(self) -> tuple[int, int]:
-        """What the weight's shape must be, as the module stores it."""
+        """Expected shape of the weight, as the module stores it."""
         if carries_lora(self.base):
             inputs, outputs = self.base.lora_right_weight.shape[0], self.base.lora_left_weight.shape[1]
         elif self.is_stored_transposed:
@@ -201,8 +201,8 @@ class TransposedLinear:
         return (inputs, outputs) if self.is_stored_transposed else (outputs, inputs)
 
     def bind(self) -> None:
-        """Points at the parameters as they lie in memory now, or takes this rank's part of them."""
-        if self.quantised is not None:  # read by `fuse_lora` alone: what is bound has no values
+        """Points the views at the parameters' current memory, or reads this rank's part of them."""
+        if self.quantised is not None:  # only `fuse_lora` reads it, so the bound weight has no values
             self.view = self.pair = (self.quantised.no_values(), self._bias(self.base.bias))
             return
         weight = self.parallel.take(self.base.weight, self._weight_cut, self.name)
@@ -217,7 +217,7 @@ class TransposedLinear:
 
     @property
     def buffer_bytes(self) -> int:
-        """What `fuse_lora` will take."""
+        """Bytes that `fuse_lora` will take."""
         if not self._is_own:
             return 0
         is_cut = self.columns is not None or self.rows is not None
@@ -225,7 +225,9 @@ class TransposedLinear:
         return self.num_inputs * self.num_outputs * size // (self.parallel.size if is_cut else 1)
 
     def fuse_lora(self, lender: "TransposedLinear | None" = None) -> int:
-        """The weight in full precision, active adapters added, in a buffer; returns its bytes, 0 where none is needed.
+        """Writes the weight with active adapters added to a buffer, unquantised.
+
+        Returns its bytes, 0 if none is needed.
 
         The buffer is this linear's own, or that of `lender`, a linear of the same shape that is not fused now.
         """
@@ -237,7 +239,7 @@ class TransposedLinear:
             weight = self.quantised.dequantise().t()
         self._has_lent = lender is not None
         buffer = self._fused_weight if lender is None else lender._fused_weight
-        # Laid out [out, in], which products on a CPU are faster with.
+        # Stored as [out, in], with which products on a CPU are faster.
         fused = buffer.take(tuple(weight.t().shape), dtype, weight.device)
         summed = weight.t().float()
         for adapter in adapters:
@@ -261,9 +263,9 @@ class TransposedLinear:
         return fused.nbytes
 
     def unfuse_lora(self, keeps_lent: bool = False) -> None:
-        """Back to the parameters, which fusing has not touched; the buffer's memory is freed.
+        """Restores the parameters, which fusing has not changed; frees the buffer's memory.
 
-        With `keeps_lent` a buffer that was lent, also to the linear that has it, keeps its memory.
+        With `keeps_lent`, a buffer that was lent, even to the linear that owns it, stays allocated.
         """
         self.pair = self.view
         if not (keeps_lent and self._has_lent):
@@ -271,10 +273,10 @@ class TransposedLinear:
         self._fused_bias.release()
 
     def is_like(self, other: "TransposedLinear") -> bool:
-        """Whether one buffer serves both, one after the other."""
+        """Whether one buffer can serve both linears, one after the other."""
         return (self.num_inputs, self.num_outputs) == (other.num_inputs, other.num_outputs)
 
     @property
     def is_fused(self) -> bool:
-        """Whether the ops see the adapters fused."""
+        """Whether the ops read the fused weight."""
         return self.pair is not self.view

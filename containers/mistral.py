@@ -6,7 +6,7 @@ from hybrid_engine.containers import moe_policy
 from hybrid_engine.containers.llama import LLAMA
 from hybrid_engine.containers.policy import register_policy
 
-# The layers of both are all of one kind, whatever the config calls them: Ministral's files name kinds, and load here.
+# All layers of both are of one kind, whatever the config lists: Ministral's files list kinds, and load here.
 MISTRAL = register_policy(replace(LLAMA, layer_class="MistralDecoderLayer", window="sliding_window", layer_kinds=None))
 
 MIXTRAL = register_policy(replace(MISTRAL, layer_class="MixtralDecoderLayer", moe=moe_policy.MIXTRAL))

@@ -31,7 +31,7 @@ class DenseMLP:
         norm: NormView | None,
         parallel: TensorParallel = ALONE,
     ):
-        """`norm` is applied in front; None: nothing is."""
+        """`norm` is applied before the MLP; None: no norm."""
 
         def linear(path: str, columns: Ranges | None = None, rows: Ranges | None = None) -> TransposedLinear:
             return TransposedLinear(submodule(layer, path), f"layer {index} {path}", parallel, columns, rows)
@@ -58,21 +58,21 @@ class DenseMLP:
 
     @property
     def adaptable(self) -> list[TransposedLinear]:
-        """What adapters may sit on."""
+        """Linears that adapters may be on."""
         return self.linears
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What a forward pass reads beside linears and norms."""
+        """Tensors other than linears and norms that a forward pass reads."""
         return []
 
     def bind(self) -> None:
-        """Points all views at the parameters as they lie in memory now, unfused; not `norm`, which is the layer's."""
+        """Points all views at the parameters' current memory, unfused; except `norm`, which is the layer's."""
         for linear in self.linears:
             linear.bind()
 
     def forward(self, input: torch.Tensor, is_added: bool) -> torch.Tensor:
-        """`input [N, E]` -> the output `[N, E]`, added to `input` where asked for."""
+        """`input [N, E]` -> the output `[N, E]`, added to `input` if `is_added`."""
         gate, up = (self.gate.pair if self.gate else None), self.up.pair
         if self.is_fused_gate:
             weight, bias = up
@@ -90,7 +90,7 @@ class DenseMLP:
 
 
 class MoEMLP:
-    """A mixture of experts in the place of the MLP, norm included."""
+    """A mixture of experts in place of the MLP, norm included."""
 
     def __init__(
         self,
@@ -101,37 +101,37 @@ class MoEMLP:
         norm: NormView | None,
         parallel: TensorParallel = ALONE,
     ):
-        """`norm` is applied in front; None: nothing is."""
+        """`norm` is applied before the block; None: no norm."""
         assert policy.moe is not None
         self.norm, self.block = norm, MoEBlock(policy.moe, layer, config, f"layer {index}", parallel)
         self.sizes = self.block.sizes
 
     @staticmethod
     def is_in(policy: MoEPolicy, layer: nn.Module) -> bool:
-        """Whether this layer has a mixture; models may mix layers with and without."""
+        """Whether this layer has a mixture of experts; models may mix layers with and without."""
         return has_module(layer, policy.router)
 
     @property
     def linears(self) -> list[TransposedLinear]:
-        """All linears; the experts are stacked parameters."""
+        """All linears; stacked experts are parameters, not linears."""
         return [part for part in self.block.parts if isinstance(part, TransposedLinear)]
 
     @property
     def adaptable(self) -> list[ParameterView | ExpertList | TransposedLinear]:
-        """What adapters may sit on."""
+        """Parts that adapters may be on."""
         return self.block.parts
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What a forward pass reads beside linears and norms."""
+        """Tensors other than linears and norms that a forward pass reads."""
         parts = [part for part in self.block.parts if not isinstance(part, TransposedLinear)]
         return [tensor for part in parts for tensor in part.tensors]
 
     def bind(self) -> None:
-        """Points all views at the parameters as they lie in memory now, unfused; not `norm`, which is the layer's."""
+        """Points all views at the parameters' current memory, unfused; except `norm`, which is the layer's."""
         self.block.bind()
 
     def forward(self, input: torch.Tensor, is_added: bool) -> torch.Tensor:
-        """`input [N, E]` -> the output `[N, E]`, added to `input` where asked for."""
+        """`input [N, E]` -> the output `[N, E]`, added to `input` if `is_added`."""
         normed = self.norm.apply(input) if self.norm else input
         return self.block.forward(normed, input if is_added else None)

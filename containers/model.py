@@ -1,9 +1,9 @@
-"""The whole causal language model on containers: embed, layers, final norm, LM head in fp32.
+"""The whole causal language model on containers: embedding, layers, final norm, LM head in fp32.
 
-Under tensor parallelism each rank has its part of it and all give the same logits.
+Under tensor parallelism each rank has its part of the model, and all return the same logits.
 
-It reads the parameters of an unmodified Hugging Face model through views and never calls its forward.
-N packed tokens, R rows whose next token is wanted, E hidden size, V vocabulary.
+It reads the parameters of an unmodified Hugging Face model through views and never calls its forward. N packed tokens,
+R rows whose next token is wanted, E hidden size, V vocabulary.
 """
 
 from collections.abc import Iterable
@@ -51,14 +51,14 @@ from hybrid_engine.ops.expert_gemm import ExpertGemmOp
 
 
 def layer_class_name(layer: nn.Module) -> str:
-    """Class name of a decoder layer; `fully_shard` puts FSDP in front of it."""
+    """Class name of a decoder layer, without the prefix FSDP that `fully_shard` adds."""
     return type(layer).__name__.removeprefix("FSDP")
 
 
 def find_decoder(model: nn.Module, config: Any) -> tuple[nn.Module, nn.ModuleList, Policy]:
-    """The module that holds the decoder layers, the layers and their policy.
+    """Returns the module that holds the decoder layers, the layers and their policy.
 
-    Raises UnsupportedModelError where no list of layers has a policy.
+    Raises UnsupportedModelError if no list of layers has a policy.
     """
     lists = [
         (name, child, decoder)
@@ -81,24 +81,24 @@ def find_decoder(model: nn.Module, config: Any) -> tuple[nn.Module, nn.ModuleLis
 
 
 def has_names(policy: Policy, layer: nn.Module) -> bool:
-    """Whether `layer` has every module that `policy` names, and its norms are of the policy's kind."""
+    """Whether `layer` has every module that `policy` names, and norms of the policy's kind."""
     norms = [path for path in (policy.attention_norm, policy.mlp_norm) if path]
     is_moe = policy.moe is not None and MoEMLP.is_in(policy.moe, layer)
     paths = [*norms, *policy.qkv, policy.attention_output, *(() if is_moe else (policy.up, policy.down))]
     if not all(has_module(layer, path) for path in paths):
         return False
-    # Families with RMS norms share these names but not the function.
+    # Families with RMS norms share these names but compute another function.
     return policy.norm != "layer" or all(getattr(layer.get_submodule(path), "bias", None) is not None for path in norms)
 
 
 class InferenceModel:
     """A causal language model on containers, or this rank's part of it.
 
-    Raises UnsupportedModelError when the model cannot be one, ValueError when the ranks cannot share it equally.
+    Raises UnsupportedModelError if containers cannot run the model, ValueError if the ranks cannot share it equally.
     """
 
     runs_module = False
-    """Whether `forward` runs the module's own forward, which needs its parameters gathered for that."""
+    """Whether `forward` runs the module's own forward, for which its parameters must be gathered."""
 
     def __init__(self, model: nn.Module, parallel: TensorParallel = ALONE):
         self.parallel = parallel
@@ -115,17 +115,17 @@ class InferenceModel:
         self._take_ends(policy, decoder, config)
         self.angles = take_angles(policy, decoder, config, self.layers)
         self.vocab_size = config.vocab_size
-        # A table has an end; frequencies that change with the length were made for longer sequences than the config's.
+        # A position table has an end; length-dependent frequencies serve sequences longer than the config's maximum.
         has_end = not any(rotary.rope_type == "dynamic" for rotary in self.angles.rotaries.values())
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None) if has_end else None
 
     @property
     def recompute_length(self) -> int | None:
-        """Tokens of a sequence with which its keys are computed anew; None: they never are."""
+        """Length of a sequence at which all its keys are recomputed; None: they never are."""
         return self.angles.recompute_length
 
     def _take_ends(self, policy: Policy, decoder: nn.Module, config: Any) -> None:
-        """What stands before the first layer and after the last."""
+        """Takes the modules before the first layer and after the last."""
 
         def linear(path: str | None) -> TransposedLinear | None:
             module = getattr(decoder, path, None) if path else None
@@ -164,12 +164,12 @@ class InferenceModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.weight.device
 
     @property
     def weight(self) -> torch.Tensor:
-        """One of the weights: all have its dtype and are where it is."""
+        """One of the weights; all have its dtype and device."""
         return self.embedding.weight
 
     @property
@@ -179,9 +179,9 @@ class InferenceModel:
 
     @property
     def can_be_recorded(self) -> bool:
-        """Whether a graph can hold a forward pass: the host reads nothing of it, as it may where a module runs.
+        """Whether a graph can hold a forward pass: the host reads none of its values, as it may if a module runs.
 
-        The reference of experts reads how many tokens each has, also where it takes over from a kernel.
+        The experts' reference reads the number of tokens of each expert, even as the fallback for a kernel.
         """
         return not self.runs_module and not (self.has_experts and ExpertGemmOp.reads_host(self.weight))
 
@@ -191,7 +191,7 @@ class InferenceModel:
         return (len(self.layers), 2, num_blocks, attention.num_kv_heads, block_size, attention.head_dim)
 
     def addresses(self) -> tuple[int, ...]:
-        """Where everything lies that a forward pass reads, as it is bound now."""
+        """Addresses of all tensors that a forward pass reads, as they are bound now."""
         tensors = [tensor for layer in self.layers for tensor in layer.tensors]
         tensors += [tensor for linear in self._linears for tensor in linear.pair if tensor is not None]
         tensors += [tensor for norm in self._norms for tensor in norm.tensors]
@@ -209,7 +209,7 @@ class InferenceModel:
         return [norm for norm in (self.embedding_norm, self.final_norm) if norm]
 
     def bind_rest(self) -> None:
-        """Points what is outside the layers at the parameters as they lie in memory now."""
+        """Points the views outside the layers at the parameters' current memory."""
         for part in (self.embedding, self.position_embedding, *self._norms, *self._linears):
             if part is not None:
                 part.bind()
@@ -220,9 +220,9 @@ class InferenceModel:
         return sum(linear.fuse_lora() for linear in self._linears)
 
     def bind(self, layers_at_once: int = 1) -> None:
-        """Points everything at the parameters as they lie in memory now, unfused.
+        """Points all views at the parameters' current memory, unfused.
 
-        Where parts are taken from other ranks, those of `layers_at_once` are under way together.
+        If parts come from other ranks, those of `layers_at_once` layers are in flight together.
         """
         self.bind_rest()
         for layer in self.layers:
@@ -232,7 +232,7 @@ class InferenceModel:
         self.parallel.wait()
 
     def buffer_bytes(self, is_streamed: bool = False) -> int:
-        """What fusing the active adapters will take; of streamed layers one is fused at a time."""
+        """Bytes that fusing the active adapters will take; of streamed layers, one is fused at a time."""
         layers = [layer.buffer_bytes for layer in self.layers]
         return sum(linear.buffer_bytes for linear in self._linears) + (max(layers) if is_streamed else sum(layers))
 
@@ -241,28 +241,28 @@ class InferenceModel:
         return self.fuse_rest() + sum(layer.fuse_lora() for layer in self.layers)
 
     def unfuse_lora(self) -> None:
-        """Back to the parameters themselves; they were never written to."""
+        """Restores the parameters themselves, which were never written to."""
         for linear in self._linears:
             linear.unfuse_lora()
         for layer in self.layers:
             layer.unfuse_lora()
 
     def prepare_positions(self, num_positions: int) -> None:
-        """Makes the rotary tables reach `num_positions`; computed once and kept while they are long enough."""
+        """Extends the rotary tables to `num_positions`; they are computed again only if they are too short."""
         self.angles.prepare(num_positions, self.dtype, self.device)
 
     def forward(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
-        """Next-token logits `[R, V]` fp32: of each sequence's last token (prefill) or of each row (decode), or of both.
+        """Returns next-token logits `[R, V]` fp32 of each sequence's last token (prefill), each row (decode), or both.
 
-        `layers` yields `self.layers` in order; whoever streams weights gathers each as it is asked for.
-        Writes the batch's keys and values into `kv`.
+        `layers` yields `self.layers` in order; if weights are streamed, each is gathered when it is requested. Writes
+        the batch's keys and values into `kv`.
         """
         return self._head(self._run_layers(self._embed(batch), batch, kv, layers), batch)
 
     def _run_layers(
         self, hidden: torch.Tensor, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]
     ) -> torch.Tensor:
-        """`hidden [N, E]` through `layers`."""
+        """Passes `hidden [N, E]` through `layers`."""
         rotary = self.angles.rows(batch, self.dtype)
         caches = kv.view(-1, *kv.shape[2:]).unbind(0)  # keys and values of each layer in turn
         for layer in layers:
@@ -271,14 +271,14 @@ class InferenceModel:
         return hidden
 
     def _head(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Logits `[R, V]` fp32 from what the last layer made, `[N, E]`."""
+        """Returns logits `[R, V]` fp32 from the last layer's output `[N, E]`."""
         if batch.wanted is not None:
             hidden = hidden[batch.wanted]
         if self.final_norm:
             hidden = self.final_norm.apply(hidden)
         if self.project_out:
             hidden = self.project(hidden, *self.project_out.pair)
-        # A head in fp32 on a model in 16 bits takes what it is given in fp32, by a hook of the module.
+        # A fp32 head on a 16-bit model takes fp32 inputs, by a hook of the module.
         hidden = hidden.to(self.lm_head.pair[0].dtype)
         logits = self._gather_vocabulary(self.lm_head_op(hidden, *self.lm_head.pair))
         if self.logit_softcap is not None:
@@ -286,7 +286,7 @@ class InferenceModel:
         return logits
 
     def _embed(self, batch: Batch) -> torch.Tensor:
-        """`[N, E]`: what goes into the first layer."""
+        """Returns the first layer's input `[N, E]`."""
         hidden = self.embedding.look_up(batch.tokens)
         if self.project_in:
             hidden = self.project(hidden, *self.project_in.pair)
@@ -295,7 +295,7 @@ class InferenceModel:
         return self.embedding_norm.apply(hidden) if self.embedding_norm else hidden
 
     def _gather_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """`[R, V]` of the ranks' parts of the vocabulary.
+        """Gathers the logits `[R, V]` from the ranks' parts of the vocabulary.
 
         Every rank gets the same bits, so that all draw the same tokens and take the same turns.
         """

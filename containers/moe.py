@@ -3,8 +3,8 @@
 N packed tokens, X experts, E hidden size, I MLP size.
 
 LoRA on the router and the shared expert fuses as on any linear. peft's `target_parameters` wraps a module once per
-adapted parameter (`ParamWrapper`, https://github.com/huggingface/peft, src/peft/tuners/lora/layer.py); expert x's
-update is `scale * B_x A_x`, with A stored `[X r, in]` and B `[out, r X]`, the expert last.
+adapted parameter (`ParamWrapper`, https://github.com/huggingface/peft, src/peft/tuners/lora/layer.py). The update of
+expert x is `scale * B_x A_x`, with A stored as `[X r, in]` and B as `[out, r X]`, the expert index last.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from hybrid_engine.ops.vector_matmul import VectorMatMulOp
 
 
 def unwrap(module: nn.Module, name: str) -> tuple[nn.Module, list[nn.Module]]:
-    """The module below peft's parameter wrappers, and those wrappers.
+    """Returns the module below peft's parameter wrappers, and those wrappers.
 
     Raises UnsupportedModelError for any other wrapper.
     """
@@ -45,24 +45,24 @@ def unwrap(module: nn.Module, name: str) -> tuple[nn.Module, list[nn.Module]]:
 def expert_update(
     wrapper: Any, adapter: LoraAdapter, dim: int, parallel: TensorParallel = ALONE
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 factors whose product per expert, times the scale, is added to the whole parameter as it is stored."""
+    """Returns fp32 factors whose product per expert, times the scale, is added to the whole stored parameter."""
     num_experts = wrapper.num_experts
     a, b = (parallel.take(linear.weight, None, "an adapter") for linear in (adapter.a, adapter.b))
     parallel.wait()
     a, b = a.float(), b.float()
     a = a.reshape(num_experts, -1, a.shape[-1])  # [X, r, in]
     b = b.reshape(len(b), -1, num_experts).permute(2, 0, 1)  # [X, out, r]
-    # Releases of peft that do not know the attribute call the second dimension "in" whatever it is.
+    # Releases of peft without this attribute call the second dimension "in" in any case.
     is_out_first = dim == 2 or getattr(wrapper, "_did_swap_in_out_features", False)
     return (b, a) if is_out_first else (a.transpose(1, 2), b.transpose(1, 2))
 
 
 class ParameterView:
-    """A parameter, or this rank's part of it, with peft's updates fused or not.
+    """A parameter, or this rank's part of it, with or without peft's updates fused.
 
     `tensor` is valid from `bind` until the weights move.
 
-    Raises UnsupportedModelError where the module has no such parameter or wraps it in what is not plain LoRA.
+    Raises UnsupportedModelError if the module has no such parameter, or wraps it in anything but plain LoRA.
     """
 
     def __init__(
@@ -78,45 +78,45 @@ class ParameterView:
         self.wrappers: list[Any] = [wrapper for wrapper in wrappers if wrapper.parameter_name == parameter]
         for wrapper in self.wrappers:
             active_adapters(wrapper, self.name)
-        self.view: torch.Tensor  # of the parameter
-        self.tensor: torch.Tensor  # as the ops take it: view or fused
+        self.view: torch.Tensor  # view of the parameter
+        self.tensor: torch.Tensor  # input of the ops: view or fused
         self._fused = LastingBuffer()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole parameter, also while it is sharded."""
+        """Shape of the whole parameter, even while it is sharded."""
         return tuple(getattr(self.base, self.parameter).shape)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What a forward pass reads."""
+        """Tensors that a forward pass reads."""
         return [self.tensor]
 
     def bind(self) -> None:
-        """Points at the parameter as it lies in memory now; RuntimeError where it is not gathered."""
+        """Points the view at the parameter's current memory; raises RuntimeError if the parameter is not gathered."""
         self.view = self.tensor = self.parallel.take(getattr(self.base, self.parameter), self.part, self.name)
 
     @property
     def buffer_bytes(self) -> int:
-        """What `fuse_lora` will take."""
+        """Bytes that `fuse_lora` will take."""
         if not any(active_adapters(wrapper, self.name) for wrapper in self.wrappers):
             return 0
         parameter = getattr(self.base, self.parameter)
         return parameter.numel() * parameter.itemsize // (1 if self.part is None else self.parallel.size)
 
     def fuse_lora(self) -> int:
-        """Adds the active adapters into a buffer of this view's own; returns its bytes, 0 without adapters."""
+        """Adds the active adapters into a separate buffer; returns its bytes, 0 without adapters."""
         updates = [
             (*self._cut(*expert_update(wrapper, adapter, self.view.dim(), self.parallel)), adapter.scale)
             for wrapper in self.wrappers
             for adapter in active_adapters(wrapper, self.name)
-            if isinstance(adapter, LoraAdapter)  # a parameter carries no other kind
+            if isinstance(adapter, LoraAdapter)  # a parameter has no other kind
         ]
         if not updates:
             return 0
         fused = self._fused.take(tuple(self.view.shape), self.view.dtype, self.view.device)
         stacked, view = (fused, self.view) if self.view.dim() == 3 else (fused[None], self.view[None])
-        for expert in range(len(view)):  # one at a time: all of them in fp32 would be twice the layer again
+        for expert in range(len(view)):  # one at a time: all of them in fp32 would take another two times the layer
             weight = view[expert].float()
             for left, right, scale in updates:
                 weight = torch.addmm(weight, left[expert], right[expert], alpha=scale)
@@ -125,20 +125,20 @@ class ParameterView:
         return fused.nbytes
 
     def _cut(self, left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The factors `[X, d1, r]` and `[X, r, d2]` of this rank's part of their product."""
+        """Returns the factors `[X, d1, r]` and `[X, r, d2]` of this rank's part of their product."""
         if self.part is None:
             return left, right
         part = self.part.of(left if self.part.dim == 1 else right, self.parallel.rank)
         return (part, right) if self.part.dim == 1 else (left, part)
 
     def unfuse_lora(self) -> None:
-        """Back to the parameter, which fusing has not touched; the buffer's memory is freed."""
+        """Restores the parameter, which fusing has not changed; frees the buffer's memory."""
         self.tensor = self.view
         self._fused.release()
 
 
 class SharedExpert:
-    """The gated MLP that every token passes, and the linear that weighs it."""
+    """The gated MLP that every token passes through, and the linear that computes its weight."""
 
     def __init__(self, policy: MoEPolicy, layer: nn.Module, activation: str, name: str, parallel: TensorParallel):
         assert policy.shared is not None
@@ -153,17 +153,20 @@ class SharedExpert:
         self.mlp_gemm, self.vector_matmul = MLPGemmOp(None, 0.0, activation), VectorMatMulOp()
 
     def forward(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`[N, E]` -> output `[N, E]` and the logit of its weight `[N, 1]` or None."""
+        """Maps `[N, E]` to the output `[N, E]` and the logit of its weight `[N, 1]`, or None."""
         gate, up, down, *weigher = self.linears
         output, _ = self.mlp_gemm(normed, None, gate.pair, up.pair, down.pair, None, None)
         return output, self.vector_matmul(normed, *weigher[0].pair) if weigher else None
 
 
 class MoEBlock:
-    """Router, experts and shared expert of one decoder layer. `bind` before `forward`, and whenever weights moved."""
+    """Router, experts and shared expert of one decoder layer.
+
+    Call `bind` before `forward`, and whenever weights moved.
+    """
 
     def __init__(self, policy: MoEPolicy, layer: nn.Module, config: Any, name: str, parallel: TensorParallel = ALONE):
-        """Raises UnsupportedModelError where policy and layer do not fit."""
+        """Raises UnsupportedModelError if policy and layer do not fit."""
         self.policy, self.name, self.parallel = policy, name, parallel
         router, experts = submodule(layer, policy.router), submodule(layer, policy.experts)
         experts_base = unwrap(experts, name)[0]
@@ -187,7 +190,7 @@ class MoEBlock:
         self._build_ops(config, activation, experts_base)
 
     def _take_router(self, module: nn.Module) -> tuple[ParameterView, ParameterView | None] | TransposedLinear:
-        """Weight and bias of a module of the family's own, or a linear."""
+        """Returns weight and bias of a family's own router module, or a linear."""
         name = f"{self.name} {self.policy.router}"
         if is_linear(module):
             return TransposedLinear(module, name, self.parallel)
@@ -197,7 +200,7 @@ class MoEBlock:
 
     @property
     def num_experts(self) -> int:
-        """The number of experts."""
+        """Number of experts."""
         router = self.router
         return router.num_outputs if isinstance(router, TransposedLinear) else router[0].shape[0]
 
@@ -258,14 +261,14 @@ class MoEBlock:
 
     @property
     def parts(self) -> list[ParameterView | ExpertList | TransposedLinear]:
-        """Everything that binds and fuses."""
+        """All parts that bind and fuse."""
         router = [self.router] if isinstance(self.router, TransposedLinear) else self.router
         views = [*router, self.up, self.up_bias, self.down, self.down_bias]
         dense = [linear for mlp in (self.shared, self.residual) if mlp for linear in mlp.linears]
         return [*(view for view in views if view is not None), *dense]
 
     def bind(self) -> None:
-        """Points all views at the parameters as they lie in memory now, unfused."""
+        """Points all views at the parameters' current memory, unfused."""
         for part in self.parts:
             part.bind()
 
@@ -274,7 +277,7 @@ class MoEBlock:
         return sum(part.fuse_lora() for part in self.parts)
 
     def unfuse_lora(self) -> None:
-        """Back to the parameters themselves."""
+        """Restores the parameters themselves."""
         for part in self.parts:
             part.unfuse_lora()
 
@@ -288,7 +291,7 @@ class MoEBlock:
         return self.vector_matmul(normed.to(weight.dtype), weight, bias)
 
     def forward(self, normed: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """`normed [N, E]` -> the block's output `[N, E]`, plus `residual [N, E]` where given."""
+        """`normed [N, E]` -> the block's output `[N, E]`, plus `residual [N, E]` if it is passed."""
         routing = self.gating(self._score(normed))
         up, down = self.up.tensor, self.down.tensor
         if isinstance(self.up, ExpertList) and isinstance(self.down, ExpertList):
@@ -296,7 +299,7 @@ class MoEBlock:
         else:
             up_bias, down_bias = (None if view is None else view.tensor for view in (self.up_bias, self.down_bias))
         if not self.parallel.is_first:
-            down_bias = None  # added once
+            down_bias = None  # added on the first rank only
         if not self.policy.is_stored_transposed:
             up, down = up.transpose(1, 2), down.transpose(1, 2)
         outputs = self.expert_gemm(normed, routing, up, up_bias, down, down_bias)

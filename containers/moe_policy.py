@@ -1,4 +1,4 @@
-"""Where a family's mixture-of-experts block keeps its weights and what kind of block it is. It computes nothing.
+"""Policy of a family's mixture-of-experts block: where it keeps its weights, and its kind. Contains no computation.
 
 Paths are attribute names joined by dots, from the decoder layer. X experts, E hidden size, I MLP size.
 """
@@ -9,43 +9,46 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class MoEPolicy:
-    """One family's block. Sizes, and what the config names, are read off the modules and the config."""
+    """Block of one family.
+
+    Sizes, and the values that config names refer to, are read from the modules and the config.
+    """
 
     router: str = "mlp.gate"
-    # Module with the router's `weight [X, E]` and, where it has one, `bias [X]`; its product is in their dtype.
+    # Module with the router's `weight [X, E]` and optional `bias [X]`; its product is in their dtype.
     scoring: Literal["softmax_then_topk", "topk_then_softmax"] = "softmax_then_topk"
-    # Order of softmax and choice.
+    # Order of softmax and selection.
     normalizes: bool | str = True
-    # The chosen weights are divided by their sum; a string names the config value that says so.
+    # Whether the selected weights are divided by their sum; a string names the config value that decides it.
     fp32_weights: bool = False
-    # Routing weights stay fp32 instead of being rounded to the dtype of the logits.
+    # Whether routing weights stay fp32 instead of being rounded to the dtype of the logits.
     top_k: str = "num_experts_per_tok"
-    # Config attribute: experts per token.
+    # Config attribute with the number of experts per token.
     experts: str = "mlp.experts"
     # Module that holds the stacked experts.
     is_list: bool = False
-    # `experts` is a list of modules instead, and `up` and `down` name linears of each.
+    # Whether `experts` is a list of modules instead; `up` and `down` then name linears of each.
     up: str = "gate_up_proj"
-    # In `experts`: first weights of all experts, `[X, 2 I, E]` where gated.
+    # In `experts`: first weights of all experts, `[X, 2 I, E]` if gated.
     up_bias: str | None = None
-    # In `experts`: their biases.
+    # In `experts`: biases of `up`.
     down: str = "down_proj"
     # In `experts`: last weights, `[X, E, I]`.
     down_bias: str | None = None
-    # In `experts`: their biases.
+    # In `experts`: biases of `down`.
     is_stored_transposed: bool = False
-    # Weights are stored `[X, in, out]` instead.
+    # Whether weights are stored as `[X, in, out]` instead.
     layout: Literal["plain", "halves", "interleaved"] = "halves"
-    # Where `up` holds the gate: nowhere, in the first half, or in every other column, gate first.
+    # Position of the gate in `up`: none, in the first half, or in every other column, gate first.
     activation: str | None = "hidden_act"
-    # Config attribute that names the activation; None: the clamped SwiGLU, its numbers from `experts`.
+    # Config attribute that names the activation; None: the clamped SwiGLU, with its numbers from `experts`.
     shared: tuple[str, str, str] | None = None
     # Gate, up and down linear of an expert that sees every token.
     shared_gate: str | None = None
-    # Linear [1, E] whose sigmoid weighs that expert.
+    # Linear [1, E] whose sigmoid is that expert's weight.
     residual: tuple[str, str, str] | None = None
-    # Up and down linear of a dense MLP beside the experts, in layers that have the third: the linear [2, E] whose
-    # softmax weighs experts and MLP.
+    # Up and down linear of a dense MLP in addition to the experts, and the linear [2, E] whose softmax weights experts
+    # and MLP; for layers that have the third one.
 
 
 QWEN3_MOE = MoEPolicy(normalizes="norm_topk_prob")

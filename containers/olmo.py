@@ -1,4 +1,4 @@
-"""OLMo-2: RMS norms of what attention and MLP give, none of what they take, and of all query and key heads together."""
+"""OLMo-2: RMS norms of the outputs of attention and MLP, not of their inputs, and of all query and key heads."""
 
 from dataclasses import replace
 

@@ -1,5 +1,7 @@
-"""OPT: layer norm before or (350m) after the sum, learned positions that start at row 2, biases, and a projection
-around the layers where the embedding is narrower than they are (350m)."""
+"""OPT: layer norm before or (350m) after the sum, learned positions that start at row 2, biases.
+
+A projection surrounds the layers if the embedding is narrower than they are (350m).
+"""
 
 from dataclasses import replace
 

@@ -13,7 +13,7 @@ PHI3 = register_policy(
         gate="mlp.gate_up_proj",
         up="mlp.gate_up_proj",
         window="sliding_window",
-        layer_kinds=None,  # all layers are of one kind, whatever the config calls them
+        layer_kinds=None,  # all layers are of one kind, whatever kinds the config lists
         recomputes_longrope=True,
     )
 )

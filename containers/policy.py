@@ -1,12 +1,11 @@
-"""A policy says where a family's decoder layer keeps its weights and what kind of layer it is. It computes nothing.
+"""A policy says where a family's decoder layer keeps its weights and what kind of layer it is. No computation here.
 
-Paths are attribute names joined by dots, from the layer or, where said, from the decoder: the module that
-holds the list of layers. Names are of config attributes. Registering a policy is all that a new family of
-known pieces takes:
+Paths are attribute names joined by dots, from the layer or, where stated, from the decoder: the module that holds the
+list of layers. Names are those of config attributes. A new family of known pieces only needs a registered policy:
 
     register_policy(replace(LLAMA, layer_class="MistralDecoderLayer", window="sliding_window"))
 
-Several policies may share a layer class: the first one whose `required` the config meets is the layer's.
+Several policies may share a layer class: the first one whose `required` values the config has applies.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from hybrid_engine.containers.moe_policy import MoEPolicy
 
 
 class UnsupportedModelError(ValueError):
-    """The model, or a part of it, cannot run on inference containers; the message says which and why."""
+    """Inference containers cannot run the model, or a part of it; the message says which part and why."""
 
 
 NormKind = Literal["layer", "rms", "rms_fp32", "rms_offset"]
@@ -24,13 +23,13 @@ NormKind = Literal["layer", "rms", "rms_fp32", "rms_offset"]
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """One family. Everything else (sizes, eps, biases) is read off the modules and the config."""
+    """Policy of one family. Everything else (sizes, eps, biases) is read from the modules and the config."""
 
     layer_class: str | None
-    # Class name of the decoder layer; None: any class that has all modules of a layer that are named here.
+    # Class name of the decoder layer; None: any class that has all modules of a layer that the policy names.
     is_encoder: bool = False
-    # Tokens see those after them too. The model runs its own embeddings and heads around these layers, generates
-    # nothing, and fields for what stands outside the layers say nothing.
+    # Whether tokens also see those after them. The model runs its own embeddings and heads around these layers and
+    # generates nothing; fields for modules outside the layers are not used.
     norm: NormKind
     # Kind of every norm, see `ops.norm`.
     block: Literal["pre_norm", "post_norm", "parallel"] = "pre_norm"
@@ -38,11 +37,11 @@ class Policy:
     # parallel: x += attention(norm(x)) + mlp(norm(x)), with one norm for both where `mlp_norm` is None.
 
     attention_norm: str | None
-    # Norm before attention; of post_norm, the one after it. None: no norm.
+    # Norm before attention; in post_norm, after it. None: no norm.
     attention_post_norm: str | None = None
     # Norm of attention's output before it is added.
     mlp_norm: str | None
-    # The same two of the MLP.
+    # Norm before the MLP; in post_norm, after it. None: no norm.
     mlp_post_norm: str | None = None
 
     qkv: tuple[str, ...]
@@ -52,68 +51,68 @@ class Policy:
     attention_output: str
     # Projection of the context.
     scale: str | float | None = None
-    # Multiplies q.k: path of the attribute that holds it, a number, or None for head_dim ** -0.5.
+    # Multiplies q.k: path of the attribute that holds the factor, a number, or None for head_dim ** -0.5.
     num_kv_heads: str | int = "num_key_value_heads"
     # Name of the config's number of key/value heads, or the number.
     q_norm: str | None = None
     # Norm of queries before rotary.
     k_norm: str | None = None
-    # The same of keys.
+    # Norm of keys before rotary.
     qk_norm_width: Literal["head", "whole", "each_head"] = "head"
-    # What these norms span: one head, all heads together, or one head with weights of its own.
+    # Extent of these norms: one head, all heads together, or one head with weights of its own.
     sinks: str | None = None
-    # Parameter [H], a further logit per head.
+    # Parameter [H], an additional logit per head.
     softcap: str | None = None
     # Name of the soft-capping of attention's scores.
     window: str | None = None
     # Name of the sliding window.
     layer_kinds: str | None = "layer_types"
     # Name of the list of layer kinds, of which "sliding_attention" and "local" have the window; None, or a config
-    # without the list: all have.
+    # without the list: all layers have it.
 
     rotary: str | None = None
-    # In the decoder: the rotary embedding, where the family has one.
+    # In the decoder: the rotary embedding, if the family has one.
     rotary_dim: str | None = None
-    # Name of the number of rotated dimensions, where there is no module; frequencies of base 10000.
+    # Name of the number of rotated dimensions, if there is no module; frequencies of base 10000.
     is_interleaved: bool = False
-    # Rotated pairs are neighbours instead of halves.
+    # Whether rotated pairs are adjacent instead of in two halves.
     rope_layers: str | None = None
     # Name of a list that holds 1 for layers with rotary embedding and 0 for those without.
     recomputes_longrope: bool = False
-    # Where longrope's frequencies switch, the keys of the tokens before are computed anew with the long ones.
+    # Whether keys of earlier tokens are recomputed with longrope's long frequencies when these take effect.
     alibi: str | None = None
-    # Name of the switch of ALiBi biases, which is on where the config has none; they replace rotary embedding.
+    # Name of the switch of ALiBi biases, which is on if the config does not have it; they replace rotary embedding.
     is_alibi_rounded: bool = False
-    # The biases are rounded to bf16 and multiplied by `scale`.
+    # Whether the biases are rounded to bf16 and multiplied by `scale`.
     position_embedding: str | None = None
-    # In the decoder, or in the model: the table of learned positions, where the family has one.
+    # In the decoder, or in the model: the table of learned positions, if the family has one.
     position_offset: int = 0
     # Row of that table for position 0.
 
     up: str
-    # First linear of the MLP; of a fused one, the gate's columns come first.
+    # First linear of the MLP; in a fused one, the gate's columns come first.
     down: str
     # Last linear of the MLP.
     gate: str | None = None
-    # The gate of a gated MLP; equal to `up` where both are one linear.
+    # The gate of a gated MLP; equal to `up` if both are one linear.
     activation: str = "hidden_act"
-    # Name of the activation, or the activation where the config has no such name.
+    # Name of the activation in the config, or the activation itself if the config does not have that name.
     moe: MoEPolicy | None = None
     # The mixture of experts, in layers that have its router.
 
     embedding_norm: str | None = None
     # In the decoder: norm of the embedded tokens.
     project_in: str | None = None
-    # In the decoder: linear after the embedding, where the model has one.
+    # In the decoder: linear after the embedding, if the model has one.
     project_out: str | None = None
-    # In the decoder: linear before the LM head, where the model has one.
+    # In the decoder: linear before the LM head, if the model has one.
     final_norm: str | None = "norm"
     # In the decoder: the norm before the LM head; None: no norm.
     logit_softcap: str | None = None
     # Name of the soft-capping of the LM head's logits.
 
     required: dict[str, Any] = field(default_factory=dict)
-    # Config values without which the layer is another one than described here.
+    # Config values that the layer described here requires.
 
 
 POLICIES: dict[str, list[Policy]] = {}
@@ -121,10 +120,10 @@ POLICIES_BY_NAMES: list[Policy] = []
 
 
 def register_policy(policy: Policy) -> Policy:
-    """Makes `policy` known for its layer class and returns it.
+    """Registers `policy` for its layer class and returns it.
 
-    It replaces an earlier one of equal `required`, and comes before those that were there. One without a layer
-    class comes after those with one.
+    It replaces an earlier policy with equal `required`, and takes precedence over the others of its class. A policy
+    without a layer class comes after those with one.
     """
     if policy.layer_class is None:
         POLICIES_BY_NAMES.append(policy)
@@ -135,9 +134,9 @@ def register_policy(policy: Policy) -> Policy:
 
 
 def find_policy(layer_class: str, config: Any) -> Policy | None:
-    """The policy for a layer class under `config`; None where the class has none.
+    """Returns the policy for a layer class under `config`; None if the class has none.
 
-    Raises UnsupportedModelError where it has some and the config meets none of them.
+    Raises UnsupportedModelError if the class has policies and the config meets none of them.
     """
     candidates = POLICIES.get(layer_class)
     if not candidates:

@@ -1,8 +1,8 @@
-"""Weights that transformers loaded in 4 or 8 bits, and what they are in the precision that their model computes in.
+"""Dequantizes weights that transformers loaded in 4 or 8 bits to the precision that their model computes in.
 
-bitsandbytes keeps blocks of packed values beside their scales (`Params4bit.quant_state`), torchao a tensor whose
-`dequantize()` gives the values. Both libraries' own products multiply by these values, so that rollout and trainer
-agree; where the inputs of a product are rounded too, as bitsandbytes' LLM.int8 does, containers would not.
+bitsandbytes keeps blocks of packed values with their scales (`Params4bit.quant_state`), torchao a tensor whose
+`dequantize()` returns the values. Both libraries' own products multiply by these values, so rollout and trainer agree.
+If a product's inputs are rounded too, as in bitsandbytes' LLM.int8, containers would not agree.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,15 @@ from hybrid_engine.containers.policy import UnsupportedModelError
 
 @dataclass(frozen=True)
 class Quantised:
-    """A weight that has to be dequantised to be read."""
+    """A weight that must be dequantized before it is read."""
 
     shape: tuple[int, int]  # [out, in]
-    dtype: torch.dtype  # of its values
+    dtype: torch.dtype  # dtype of its values
     device: torch.device
     dequantise: Callable[[], torch.Tensor]  # a new tensor [out, in]
 
     def no_values(self) -> torch.Tensor:
-        """`[in, 0]`: stands for the weight until it is dequantised; no product takes it for one."""
+        """Returns `[in, 0]`, which replaces the weight until it is dequantized; no product accepts it as a weight."""
         return torch.empty(self.shape[1], 0, dtype=self.dtype, device=self.device)
 
 
@@ -36,10 +36,10 @@ def is_quantised(parameter: object) -> bool:
 
 
 def read_quantised(module: nn.Module, name: str) -> Quantised | None:
-    """How the weight of the linear `module` is dequantised; None for one that is not quantised.
+    """Describes how the weight of the linear `module` is dequantized; None if it is not quantized.
 
     Raises:
-        UnsupportedModelError: the module's own product is another than one by those values.
+        UnsupportedModelError: the module's own product is not a product by those values.
     """
     weight = module.weight
     if not isinstance(weight, torch.Tensor) or not is_quantised(weight):
@@ -58,7 +58,7 @@ def read_quantised(module: nn.Module, name: str) -> Quantised | None:
 
 
 def stored_tensors(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that a parameter lies in: itself, or packed values and scales."""
+    """Returns the plain tensors that store a parameter: itself, or packed values and scales."""
     if type(parameter).__name__ == "Params4bit":
         state = parameter.quant_state  # type: ignore[attr-defined]
         states = [state] if state.state2 is None else [state, state.state2]
@@ -72,13 +72,13 @@ def stored_tensors(parameter: torch.Tensor) -> list[torch.Tensor]:
 
 
 def keep_as_loaded(model: nn.Module) -> None:
-    """Before a model is used: bitsandbytes leaves its packed weights as they are.
+    """Prevents bitsandbytes from repacking its weights; called before a model is used.
 
-    On CPUs with AVX512-BF16 its first forward pass in eval mode would repack them in place, their scales rounded to
-    bf16 (0.50, bitsandbytes/nn/modules.py, `Linear4bit.forward`): another function than the one that is trained.
+    On CPUs with AVX512-BF16 its first forward pass in eval mode would repack them in place, with scales rounded to bf16
+    (0.50, bitsandbytes/nn/modules.py, `Linear4bit.forward`), which changes the function that is trained.
 
     Raises:
-        ValueError: it has done so already.
+        ValueError: the weights were repacked already.
     """
     for name, module in model.named_modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -91,15 +91,15 @@ def keep_as_loaded(model: nn.Module) -> None:
 
 
 def values_dtype(weight: torch.Tensor) -> torch.dtype:
-    """What a quantised weight is dequantised to."""
+    """Returns the dtype that a quantized weight is dequantized to."""
     state = getattr(weight, "quant_state", None)
     return weight.dtype if state is None else state.dtype
 
 
 def dequantise_weight_of(module: Any) -> torch.Tensor:
-    """The values `[out, in]` of the quantised weight of a linear, of whatever kind; as `dequantise`.
+    """Returns the values `[out, in]` of the quantized weight of a linear of any kind. See `dequantise`.
 
-    The first forward pass of bitsandbytes' LLM.int8 takes the scales from the weight to the module's state.
+    The first forward pass of bitsandbytes' LLM.int8 moves the scales from the weight to the module's state.
     """
     weight = module.weight
     if type(weight).__name__ != "Int8Params":
@@ -109,13 +109,13 @@ def dequantise_weight_of(module: Any) -> torch.Tensor:
 
 
 def dequantise(weight: torch.Tensor) -> torch.Tensor:
-    """The values `[out, in]` of a quantised weight, in a new tensor; the weight stays as it is.
+    """Returns the values `[out, in]` of a quantized weight in a new tensor; the weight is not changed.
 
-    Not of LLM.int8, whose products are others than by these values.
+    Not for LLM.int8, whose products are not products by these values.
     """
     if type(weight).__name__ != "Params4bit":
         return weight.detach().dequantize()
-    # Here, not at the top: an optional package, of which the weight is.
+    # Imported here, not at the top: bitsandbytes is optional, and installed if it made the weight.
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(weight.data, weight.quant_state)  # type: ignore[attr-defined]

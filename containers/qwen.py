@@ -1,5 +1,7 @@
-"""Qwen2: Llama's layer with q, k, v biases. Qwen3: without them, with RMS norm on the heads of q and k. Both also
-with a mixture of experts, of which Qwen2's has one expert that sees every token."""
+"""Qwen2: Llama's layer with q, k, v biases. Qwen3: without biases, with RMS norm on the heads of q and k.
+
+Both also exist with a mixture of experts; Qwen2's has one expert that sees every token.
+"""
 
 from dataclasses import replace
 
@@ -15,7 +17,7 @@ QWEN3 = register_policy(
     replace(QWEN2, layer_class="Qwen3DecoderLayer", q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
 )
 
-# Its layers are all of one kind, whatever the config calls them.
+# All its layers are of one kind, whatever kinds the config lists.
 QWEN3_MOE = register_policy(
     replace(QWEN3, layer_class="Qwen3MoeDecoderLayer", moe=moe_policy.QWEN3_MOE, layer_kinds=None)
 )

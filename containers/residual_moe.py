@@ -1,7 +1,7 @@
-"""DeepSpeed's residual mixture: a dense MLP beside the experts, mixed with them by two coefficients per token.
+"""DeepSpeed's residual mixture: a dense MLP in addition to the experts, mixed with them by two coefficients per token.
 
-Source: deepspeed/moe/layer.py (`use_residual`); column 0 of the coefficients weighs the experts. N packed tokens,
-E hidden size.
+Source: deepspeed/moe/layer.py (`use_residual`); column 0 of the coefficients weights the experts. N packed tokens, E
+hidden size.
 """
 
 import torch
@@ -16,7 +16,7 @@ from hybrid_engine.ops.vector_matmul import VectorMatMulOp
 
 
 class ResidualMLP:
-    """The dense MLP of a layer, or this rank's part of it, and the linear that makes the coefficients."""
+    """The dense MLP of a layer, or this rank's part of it, and the linear that computes the coefficients."""
 
     def __init__(
         self,
@@ -26,7 +26,10 @@ class ResidualMLP:
         name: str,
         parallel: TensorParallel = ALONE,
     ):
-        """`paths` are those of up, down and coefficients. UnsupportedModelError where `layer` has no such linears."""
+        """`paths` are those of up, down and coefficients.
+
+        Raises UnsupportedModelError if `layer` does not have such linears.
+        """
         up, down, coefficient = ((submodule(layer, path), f"{name} {path}", parallel) for path in paths)
         self.size = TransposedLinear(*down).num_inputs
         part = parallel.even(self.size)
@@ -42,7 +45,10 @@ class ResidualMLP:
         )
 
     def forward(self, normed: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """`normed [N, E]` and the experts' output `[N, E]` -> both mixed; the rank's part of a sum as both are."""
+        """Mixes `normed [N, E]` through the MLP with the experts' output `[N, E]`.
+
+        With several ranks, both are partial sums.
+        """
         up, down, coefficient = self.linears
         dense, _ = self.mlp_gemm(normed, None, None, up.pair, down.pair, None, None)
         return self.mix(experts, self.vector_matmul(normed, *coefficient.pair).softmax(-1), dense)

@@ -1,10 +1,10 @@
-"""Rotary angles as transformers computes them, by token, for every rope scaling it has.
+"""Rotary angles as transformers computes them, by token, for each of its rope scalings.
 
-Most scalings change the frequencies once. Two change them with the sequence's length: `dynamic` beyond the
-trained length with every token, `longrope` once. transformers takes the longest row of a batch for all; here
-a token's angles belong to the length its own row had when the token was fed: a prompt's tokens to the
-prompt's length, a response's token to the length it made. That is transformers' for a row alone, whatever
-the batch, and the same again after a preemption.
+Most scalings change the frequencies once. Two change them with the sequence's length: `dynamic` with every token beyond
+the trained length, `longrope` once. transformers uses the longest row of a batch for all rows. Here a token's angles
+depend on the length that its own row had when the token was fed: a prompt's tokens on the prompt's length, a response's
+token on the length including it. This equals transformers' result for a row alone, whatever the batch, also after a
+preemption.
 
 P positions, R rotated dimensions. Source: transformers, modeling_rope_utils.py.
 """
@@ -23,18 +23,18 @@ from hybrid_engine.ops.rotary import rotary_rows
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 LENGTH_ROPE_TYPES = ("dynamic", "longrope")
 CHANGED_NUMBERS = ("max_seq_len_cached", "attention_scaling")
-"""Ends of the names of numbers that a forward pass of transformers' modules changes."""
+"""Name suffixes of numbers that a forward pass of transformers' modules changes."""
 
 
 class Rotary:
     """Angles of one rotary embedding module for one kind of layer.
 
     Args:
-        module: transformers' rotary embedding; its buffers are read when the tables are made.
-        kind: of layer, where the module has frequencies for each; None: it has one set.
-        is_interleaved: rotated pairs are neighbours.
+        module: transformers' rotary embedding; its buffers are read when the tables are computed.
+        kind: kind of layer, if the module has frequencies for each; None: it has one set.
+        is_interleaved: whether rotated pairs are adjacent.
 
-    Raises UnsupportedModelError for a rope type that transformers did not have when this was written.
+    Raises UnsupportedModelError for an unknown rope type.
     """
 
     def __init__(self, module: nn.Module, config: Any, kind: str | None, is_interleaved: bool):
@@ -54,7 +54,7 @@ class Rotary:
 
     @property
     def trained_length(self) -> int:
-        """Tokens beyond which they do."""
+        """Number of tokens beyond which angles depend on more than the position."""
         if self.rope_type == "longrope":
             parameters = self.config.rope_parameters
             return (parameters if self.kind is None else parameters[self.kind])["original_max_position_embeddings"]
@@ -63,20 +63,20 @@ class Rotary:
     def rows(
         self, positions: torch.Tensor, lengths: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin `[N, R]` for tokens at `positions [N]` fed when their rows had `lengths [N]` tokens."""
+        """Returns cos and sin `[N, R]` of tokens at `positions [N]`, fed when their rows had `lengths [N]` tokens."""
         angles = positions.float()[:, None] * self._frequencies(lengths)
         return rotary_rows(angles, self.scaling, dtype, self.is_interleaved)
 
     def table(
         self, num_positions: int, dtype: torch.dtype, device: torch.device, first: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows `[P, R]` of tokens that are the last of their row, by position from `first` on."""
+        """Returns the rows `[P, R]` of tokens that are the last of their row, by position from `first` on."""
         positions = torch.arange(first, first + num_positions, device=device)
         return self.rows(positions, positions + 1, dtype)
 
     @contextmanager
     def keeping_module(self) -> Iterator[None]:
-        """Afterwards the module's frequencies are those of before: forward passes of long sequences change them."""
+        """On exit, restores the module's frequencies, which forward passes of long sequences change."""
         module = self.module
         buffers = {name: (buffer, buffer.clone()) for name, buffer in module._buffers.items() if buffer is not None}
         numbers = {name: value for name, value in vars(module).items() if name.endswith(CHANGED_NUMBERS)}
@@ -89,7 +89,7 @@ class Rotary:
                 setattr(module, name, value)
 
     def _frequencies(self, lengths: torch.Tensor) -> torch.Tensor:
-        """`[N, R/2]` or `[1, R/2]` fp32."""
+        """Returns the frequencies `[N, R/2]` or `[1, R/2]` fp32."""
         device = lengths.device
         if self.rope_type == "dynamic":
             return self._computed(lengths[:, None])
@@ -108,7 +108,7 @@ class Rotary:
 
 
 class FixedRotary(nn.Module):
-    """Frequencies 10000^(-2i/R), for families that keep no rotary module (GPT-J)."""
+    """Frequencies 10000^(-2i/R), for families without a rotary module (GPT-J)."""
 
     rope_type, attention_scaling = "default", 1.0
 

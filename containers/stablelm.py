@@ -1,4 +1,4 @@
-"""StableLM: layer norm, partial rotary, gated MLP; optionally side by side with attention, and norms of each head."""
+"""StableLM: layer norm, partial rotary, gated MLP; optionally in parallel with attention, and with norms per head."""
 
 from dataclasses import replace
 

@@ -1,11 +1,11 @@
-"""Tensor parallelism: which part of every weight a rank holds, and how the ranks put their results together.
+"""Tensor parallelism: which part of every weight a rank holds, and how the ranks combine their results.
 
-Projections into heads or into the MLP are cut by columns, those back to the residual stream by rows, whose
-partial sums are added up over the ranks (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053, section 3);
-embedding and LM head by vocabulary. Norms, routers and positions are whole everywhere.
+Projections into heads or into the MLP are split by columns, those back to the residual stream by rows, whose partial
+sums are added over the ranks (Megatron-LM, Shoeybi et al. 2019, arXiv 1909.08053, section 3); embedding and LM head are
+split by vocabulary. Norms, routers and positions are whole on every rank.
 
-Containers know no process group: they are handed three functions. H query heads, K key/value heads,
-D head dimension.
+Containers do not use process groups: `TensorParallel` gives them functions. H query heads, K key/value heads, D head
+dimension.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,31 +15,34 @@ import torch
 from torch.distributed.tensor import DTensor
 
 Ranges = tuple[tuple[tuple[int, int], ...], ...]
-"""For each rank the ascending ranges (start, stop) that it holds."""
+"""Ascending ranges (start, stop) that each rank holds."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What each rank holds of a tensor: ranges of its dimension `dim`."""
+    """Part of a tensor that each rank holds: ranges of its dimension `dim`."""
 
     dim: int
     ranges: Ranges
 
     def of(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """The part of `rank`: a view where it is one range, else a copy."""
+        """Returns the part of `rank`: a view if it is one range, otherwise a copy."""
         parts = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges[rank]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
 def whole(parameter: torch.Tensor, name: str) -> torch.Tensor:
-    """A detached alias of a parameter that must lie whole in memory; RuntimeError for a shard or freed storage."""
+    """Returns a detached alias of a parameter that is whole in memory.
+
+    Raises RuntimeError for a shard or freed storage.
+    """
     if isinstance(parameter, DTensor) or parameter.is_meta or parameter.untyped_storage().nbytes() == 0:
         raise RuntimeError(f"{name} is not gathered; gather the weights before binding them")
     return parameter.detach()
 
 
 def read_whole(parameter: torch.Tensor, cut: Cut | None, rank: int, name: str) -> torch.Tensor:
-    """The part of `rank` of a parameter that lies whole in memory; all of it without a cut."""
+    """Returns the part of `rank` of a parameter that is whole in memory; all of it without a cut."""
     weight = whole(parameter, name)
     return weight if cut is None else cut.of(weight, rank)
 
@@ -54,38 +57,38 @@ def _nothing_to_wait_for() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallel:
-    """One rank of a tensor-parallel group. All functions but `wait` are collective where `size` is above 1."""
+    """One rank of a tensor-parallel group. All functions but `wait` are collective if `size` is above 1."""
 
     rank: int = 0
     size: int = 1
     all_reduce: Callable[[torch.Tensor], torch.Tensor] = _unchanged
-    """Sum over the ranks, the same to the bit on each; may overwrite its argument."""
+    """Returns the sum over the ranks, bitwise equal on each; may overwrite its argument."""
     all_gather: Callable[[torch.Tensor], torch.Tensor] = _unchanged
-    """The ranks' tensors of one shape side by side along the last dimension, in the order of ranks."""
+    """Concatenates the ranks' tensors of one shape along the last dimension, in the order of ranks."""
     read: Callable[[torch.Tensor, Cut | None, int, str], torch.Tensor] = read_whole
-    """A rank's part of a parameter, by its name in errors; filled once `wait` returns."""
+    """Returns a rank's part of a parameter; the string names it in errors. Filled once `wait` returns."""
     wait: Callable[[], None] = _nothing_to_wait_for
-    """Returns when everything that was read is there."""
+    """Returns once all parts that were read are filled."""
     option: str = "tp_size"
-    """What the user calls `size`."""
+    """The user's option for `size`."""
 
     def take(self, parameter: torch.Tensor, cut: Cut | None, name: str) -> torch.Tensor:
-        """This rank's part of a parameter; all of it without a cut."""
+        """Returns this rank's part of a parameter; all of it without a cut."""
         return self.read(parameter, cut, self.rank, name)
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank adds what must be added once."""
+        """Whether this rank adds the terms that must be added once."""
         return self.rank == 0
 
     def even(self, length: int, offset: int = 0) -> Ranges | None:
-        """Equal ranges of `[offset, offset + length)`; None where one rank has all."""
+        """Equal ranges of `[offset, offset + length)` for the ranks; None with a single rank."""
         size = length // self.size
         parts = tuple(((offset + rank * size, offset + (rank + 1) * size),) for rank in range(self.size))
         return parts if self.size > 1 else None
 
     def chunks(self, length: int) -> Ranges | None:
-        """Ranges of `length` of which the last ranks' may be shorter; None where one rank has all."""
+        """Ranges of `length`, of which the last ranks' may be shorter; None with a single rank."""
         size = -(-length // self.size)
         bounds = [(min(rank * size, length), min((rank + 1) * size, length)) for rank in range(self.size)]
         return tuple((bound,) for bound in bounds) if self.size > 1 else None
@@ -95,13 +98,13 @@ ALONE = TensorParallel()
 
 
 def join(*parts: Ranges | None) -> Ranges | None:
-    """Each rank's ranges of several parts of one tensor, which must follow each other."""
+    """Joins each rank's ranges of several parts of one tensor, which must follow each other."""
     present = [part for part in parts if part is not None]
     return tuple(sum(ranks, ()) for ranks in zip(*present, strict=True)) if present else None
 
 
 def cut(dim: int, ranges: Ranges | None) -> Cut | None:
-    """A cut, or None where there is nothing to cut."""
+    """Returns a cut, or None without ranges."""
     return None if ranges is None else Cut(dim, ranges)
 
 
@@ -124,16 +127,16 @@ class Heads:
         return self.num_heads // size, max(1, self.num_kv_heads // size), self.head_dim
 
     def first_kv_head(self, rank: int) -> int:
-        """The first key/value head of `rank`."""
+        """Index of the first key/value head of `rank`."""
         return rank * self.num_kv_heads // self.parallel.size
 
     def queries(self, width: int = 0, offset: int = 0) -> Ranges | None:
-        """Each rank's rows of the query heads, `width` (D) for each; width 1 for one number per head."""
+        """Each rank's rows of the query heads, `width` (default D) for each head; width 1 for one number per head."""
         width = width or self.head_dim
         return self.parallel.even(self.num_heads * width, offset)
 
     def keys(self, offset: int = 0, width: int = 0) -> Ranges | None:
-        """Each rank's rows of the key heads, or of the value heads that lie at `offset`."""
+        """Each rank's rows of the key heads, or of the value heads at `offset`."""
         if self.parallel.size == 1:
             return None
         width, num_local = width or self.head_dim, self.local[1]
@@ -146,7 +149,7 @@ class Heads:
         return join(self.queries(), self.keys(first_key), self.keys(first_value))
 
     def groups(self) -> Ranges | None:
-        """Each rank's rows of one projection that has the queries, key and value of each key/value head together."""
+        """Each rank's rows of one projection in which queries, key and value of each key/value head are adjacent."""
         size, dim = self.parallel.size, self.head_dim
         if size == 1:
             return None
@@ -163,7 +166,7 @@ class Heads:
 
 
 def check_divides(heads: Heads, mlp_sizes: Sequence[int]) -> None:
-    """Raises ValueError, with the sizes that work, where the ranks cannot share heads and MLP equally."""
+    """Raises ValueError, which lists the valid sizes, if the ranks cannot share heads and MLP equally."""
     num_heads, num_kv_heads, size = heads.num_heads, heads.num_kv_heads, heads.parallel.size
 
     def works(size: int) -> bool:

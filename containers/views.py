@@ -1,4 +1,4 @@
-"""Views of what a policy names: submodules, single parameters and norms, checked by name before anything is bound."""
+"""Views of the modules that a policy names: submodules, parameters, norms and embeddings, checked before binding."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from hybrid_engine.ops import NORM_OPS
 
 
 def submodule(root: nn.Module, path: str) -> nn.Module:
-    """The module at `path`; a policy that does not fit names both."""
+    """Returns the module at `path`; raises UnsupportedModelError, which names both, if there is none."""
     try:
         return root.get_submodule(path)
     except AttributeError as error:
@@ -28,7 +28,7 @@ def has_module(root: nn.Module, path: str) -> bool:
 
 
 def attribute(root: nn.Module, path: str) -> Any:
-    """The attribute at `path`, a parameter or a number."""
+    """Returns the attribute at `path`, a parameter or a number."""
     owner, _, name = path.rpartition(".")
     module = submodule(root, owner) if owner else root
     if not hasattr(module, name):
@@ -37,19 +37,19 @@ def attribute(root: nn.Module, path: str) -> Any:
 
 
 def config_value(config: Any, name: str) -> Any:
-    """The config's value of `name`; UnsupportedModelError where it has none."""
+    """Returns the config's value of `name`; raises UnsupportedModelError if it has none."""
     if not hasattr(config, name):
         raise UnsupportedModelError(f"{type(config).__name__} has no {name!r}, which the policy names")
     return getattr(config, name)
 
 
 def class_name(module: nn.Module) -> str:
-    """The class of `module` with where it comes from: adapters are called as what they adapt."""
+    """Qualified class name of `module` with its package, because adapters have the class names of what they adapt."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def norm_eps(norm: nn.Module) -> float:
-    """eps under either of the names that transformers' norms use; UnsupportedModelError for what has neither."""
+    """Returns eps under either of the names in transformers' norms; raises UnsupportedModelError without one."""
     found = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if found is None:
         raise UnsupportedModelError(f"{class_name(norm)} in the place of a norm: it has no eps")
@@ -68,14 +68,14 @@ class NormView:
         self.beta: torch.Tensor | None
 
     def bind(self) -> None:
-        """Points at the parameters as they lie in memory now."""
+        """Points the views at the parameters' current memory."""
         name, bias = type(self.module).__name__, getattr(self.module, "bias", None)
         self.gamma = self.parallel.take(self.module.weight, None, name)
         self.beta = None if bias is None else self.parallel.take(bias, None, name)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What a forward pass reads."""
+        """Tensors that a forward pass reads."""
         return [self.gamma] if self.beta is None else [self.gamma, self.beta]
 
     def apply(self, input: torch.Tensor) -> torch.Tensor:
@@ -84,9 +84,9 @@ class NormView:
 
 
 class HeadNormsView:
-    """Layer norms that each head has for itself, their weights side by side in a buffer that stays in place.
+    """Layer norms with separate weights for each head, stacked in a buffer that stays in place.
 
-    Of all heads the `num_heads` from `first` on.
+    Holds `num_heads` of all heads, from `first` on.
     """
 
     def __init__(self, module: nn.Module, first: int, num_heads: int, parallel: TensorParallel = ALONE):
@@ -95,7 +95,7 @@ class HeadNormsView:
         self.gamma: torch.Tensor | None = None  # [H, D]
 
     def bind(self) -> None:
-        """Copies the weights as they are now."""
+        """Copies the current weights."""
         for norm in self.norms:
             norm.bind()
             if norm.beta is not None:
@@ -109,7 +109,7 @@ class HeadNormsView:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What a forward pass reads."""
+        """Tensors that a forward pass reads."""
         assert self.gamma is not None
         return [self.gamma]
 
@@ -120,9 +120,9 @@ class HeadNormsView:
 
 
 class EmbeddingView:
-    """`weight [V, E]` of an embedding, or this rank's rows of it; what it looks up is the same on every rank.
+    """`weight [V, E]` of an embedding, or this rank's rows of it; every rank looks up the same result.
 
-    Raises UnsupportedModelError for a module that is no embedding.
+    Raises UnsupportedModelError for a module that is not an embedding.
     """
 
     def __init__(self, module: nn.Module, parallel: TensorParallel = ALONE, is_cut: bool = False):
@@ -130,12 +130,12 @@ class EmbeddingView:
             raise UnsupportedModelError(f"{class_name(module)} in the place of an embedding")
         self.module, self.parallel = module, parallel
         self.ranges = parallel.chunks(module.num_embeddings) if is_cut else None
-        # Gemma's embedding multiplies what it looks up.
+        # Gemma's embedding multiplies its result.
         self.scale: torch.Tensor | None = getattr(module, "embed_scale", None)
         self.weight: torch.Tensor = module.weight
 
     def bind(self) -> None:
-        """Points at the parameter as it lies in memory now, or takes this rank's part of it."""
+        """Points the view at the parameter's current memory, or reads this rank's part of it."""
         self.weight = self.parallel.take(self.module.weight, cut(0, self.ranges), "the embedding")
 
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -144,7 +144,7 @@ class EmbeddingView:
         return hidden if self.scale is None else hidden * self.scale.to(hidden.dtype)
 
     def _look_up_cut(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Each row comes from the one rank that has it; the others add zeros."""
+        """Looks up rows that are split over ranks: the rank that has a row returns it; the others add zeros."""
         assert self.ranges is not None
         ((start, stop),) = self.ranges[self.parallel.rank]
         is_here = (tokens >= start) & (tokens < stop)

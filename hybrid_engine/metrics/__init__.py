@@ -1,1 +1,1 @@
-"""What is written down of a training run: times, operations and curves."""
+"""Records of a training run: times, operations, curves and memory."""

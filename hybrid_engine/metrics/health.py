@@ -1,6 +1,6 @@
-"""What this machine and this installation have: versions, devices, kernels that ran once, memory, limits, write access.
+"""Examines this machine and installation: versions, devices, kernels (run once), memory, limits, write access.
 
-Each check is a `Finding`; "missing" says what for, "broken" is what the engine cannot do without.
+Each check is a `Finding`. "missing" names what is unavailable; the engine cannot work with a "broken" one.
 """
 
 import os
@@ -35,17 +35,17 @@ FEATURES = {
     "curves in TensorBoard (--tracker tensorboard)": ("tensorboard",),
 }
 FEWEST_FILES = 4096
-"""File descriptors below which many processes, data loader workers and clients of a server run out of them."""
+"""Number of file descriptors that processes, data loader workers and clients of a server may exceed."""
 SMALL_DISK = 1 << 30
 GIB = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One line of what was found."""
+    """One line of the result."""
 
     kind: str
-    """versions, devices, links, kernels, memory, limits, write access or features."""
+    """"versions", "devices", "links", "kernels", "memory", "limits", "write access" or "features"."""
     name: str
     state: str
     """"ok", "missing" or "broken"."""
@@ -53,7 +53,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Everything, in the order of `Finding.kind`; compiles the kernels for this CPU if that was not done before."""
+    """Runs all checks, in the order of `Finding.kind`; compiles the kernels for this CPU if necessary."""
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _versions, _devices, _links, _kernels, _memory, _limits, _write_access, _features,
     )  # fmt: skip
@@ -61,7 +61,7 @@ def examine() -> list[Finding]:
 
 
 def devices_to_try() -> list[torch.device]:
-    """The CPU and each GPU that kernels can run on."""
+    """Returns the CPU and each GPU that kernels can run on."""
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     return [device for device in (torch.device("cpu"), *gpus) if kernel_problem(device) is None]
 
@@ -145,7 +145,7 @@ def _try_kernel(name: str, device: torch.device) -> Finding:
     rows, weight = torch.randn(3, 64, device=device), torch.randn(64, device=device)
     try:
         apart = (op(rows, weight) - op.reference(rows, weight)).abs().max().item()
-    except Exception as error:  # a compiler's, a driver's: whatever it is, it is the finding
+    except Exception as error:  # any error, of a compiler or a driver, is the finding
         return Finding(kind="kernels", name=name, state="broken", text=f"{type(error).__name__}: {error}")
     state = "ok" if apart <= 1e-4 else "broken"
     return Finding(kind="kernels", name=name, state=state, text=f"compiled and run once, {apart:.1e} from torch")

@@ -1,7 +1,7 @@
-"""Where the time of an RLHF iteration went: from one `eval()` to the next.
+"""Breakdown of the time of an RLHF iteration, from one `eval()` to the next.
 
-The line is DeepSpeed's (deepspeed/runtime/hybrid_engine.py, `eval`). Ours differs where its figures mislead:
-all rollouts of an iteration count, Gather is not counted in Others too, and samples are those generated.
+The line is DeepSpeed's (deepspeed/runtime/hybrid_engine.py, `eval`). It differs where DeepSpeed's figures mislead: all
+rollouts of an iteration count, Others does not include Gather, and samples are the generated ones.
 """
 
 import time
@@ -41,7 +41,7 @@ class LatencyStats:
         self._total_seconds, self._total_samples = 0.0, 0
 
     def begin(self) -> str | None:
-        """Ends the iteration under way, if any, and begins the next; returns the ended one's line."""
+        """Ends the current iteration, if any, and starts the next; returns the line of the ended one."""
         line = None
         if self.iteration is not None:
             stats = self.stats()
@@ -53,7 +53,7 @@ class LatencyStats:
         return line
 
     def _now(self) -> float:
-        """Once the device has done what it was given: else its work would count where the host waits for it."""
+        """Time after the device has finished its work, which would otherwise count where the host next waits for it."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
@@ -77,17 +77,17 @@ class LatencyStats:
         setattr(self.iteration, figure, getattr(self.iteration, figure) + amount)
 
     def raise_peak(self, kv_bytes: int) -> None:
-        """Notes the workspace's size."""
+        """Raises the iteration's peak to the workspace's size."""
         assert self.iteration is not None, "measure() begins it"
         self.iteration.peak_kv_bytes = max(self.iteration.peak_kv_bytes, kv_bytes)
 
     def mark_training(self) -> None:
-        """Training starts counting here, at `train()`; before the first `eval()` that begins an iteration."""
+        """Starts the training time, at `train()`; before the first `eval()` this starts an iteration."""
         self.iteration = self.iteration or Iteration()
         self._training_mark = self._now()
 
     def add_training(self) -> None:
-        """Adds the time since the last mark, at `step()`, and marks again."""
+        """Adds the time since the last mark, at `step()`, and sets a new mark."""
         now = self._now()
         if self._training_mark is not None:
             self.add("training_seconds", now - self._training_mark)
@@ -95,7 +95,7 @@ class LatencyStats:
         self._training_mark = now
 
     def stats(self) -> dict[str, float]:
-        """The figures of the iteration under way, up to now; times in seconds."""
+        """Returns the figures of the current iteration up to now; times in seconds."""
         iteration = self.iteration or Iteration()
         elapsed = self._now() - iteration.start
         busy = iteration.gather_seconds + iteration.generate_seconds + iteration.training_seconds

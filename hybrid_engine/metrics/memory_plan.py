@@ -1,6 +1,6 @@
-"""What a run takes of a device's memory: each part in bytes with its formula in words, and the peaks of them.
+"""Plans the memory of a run on a device: each part in bytes with its formula in words, and the peaks.
 
-Pure figures: what is handed in are shapes and counts, nothing is measured and nothing loaded.
+Pure arithmetic on shapes and counts; nothing is measured or loaded.
 """
 
 import math
@@ -10,83 +10,83 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 STATE_BYTES = 8
-"""Of Adam, for a value that is trained: two moments in fp32."""
+"""Bytes of Adam's two fp32 moments per trained value."""
 STEP_BYTES = 4
-"""Of Adam, for a parameter: the number of its steps, in fp32."""
+"""Bytes of Adam's fp32 step count per parameter."""
 MASTER_BYTES = 4
 KV_WORKSPACE, OPTIMIZER_STATE = "KV workspace", "optimizer state"
-"""The names of those parts."""
+"""Names of these parts."""
 PREFILL, LOGITS, OWN_CACHE = "prefill", "logits", "the model's own cache"
-"""Of what comes and goes in a rollout's passes."""
+"""Names of the temporary parts of a rollout's passes."""
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 class Part(NamedTuple):
-    """Something that lies in a device's memory."""
+    """A part of a device's memory."""
 
     name: str
     num_bytes: int
     formula: str
-    """Where the bytes come from, in words."""
+    """Formula of the bytes, in words."""
 
 
 class Shape(NamedTuple):
-    """What a parameter's memory follows from."""
+    """Properties of a parameter that determine its memory."""
 
     dims: tuple[int, ...]
     is_trained: bool
     packed_bytes: int | None = None
-    """Of a quantised weight, its scales included; None: it has the model's dtype."""
+    """Bytes of a quantized weight, scales included; None: it has the model's dtype."""
 
 
 class Sharded(NamedTuple):
-    """How a model lies on processes."""
+    """Sharding of a model over processes."""
 
     stage: int
     num_processes: int
     dtype_bytes: int
-    """Of a weight."""
+    """Bytes of a value of a weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolePlan:
-    """One model of a run."""
+    """Memory of one model of a run."""
 
     name: str
     kept: list[Part]
-    """Through the whole run: weights, masters, the optimizer's state."""
+    """Parts that exist during the whole run: weights, masters, the optimizer's state."""
     gradients: Part
-    """From a step's first backward pass to its end."""
+    """Gradients, which exist from a step's first backward pass to its end."""
     passing: list[Part] = field(default_factory=list)
-    """What a forward pass leaves for its backward pass."""
+    """Parts that a forward pass stores for its backward pass."""
     pass_peak_bytes: int = 0
-    """The most that a forward and backward pass has at once beyond what lies there when it begins."""
+    """Peak bytes of a forward and backward pass beyond those that exist when it begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """A run on one of its devices."""
+    """Memory of a run on one of its devices."""
 
     roles: list[RolePlan]
-    """In the order in which a step trains them."""
+    """Models in the order in which a step trains them."""
     accumulates: bool
     """Whether a step has several passes, the later of which find gradients."""
     generation: list[Part]
-    """What generating takes beside what is kept; empty where nothing is generated."""
+    """Parts that generation needs in addition to the kept ones; empty if nothing is generated."""
     has_state: bool = True
-    """Whether the optimizer has its state in the largest pass: not in the first step's."""
+    """Whether the optimizer has its state in the largest pass; it does not in the first step."""
     fuses_at_once: bool = True
-    """Whether a rollout has all its weights ready before it begins, or those of a layer at a time."""
+    """Whether a rollout prepares all its weights before it begins, rather than those of a layer at a time."""
 
     @property
     def kept_bytes(self) -> int:
-        """What lies there all the time."""
+        """Bytes of the parts that exist during the whole run."""
         return sum(part.num_bytes for role in self.roles for part in role.kept)
 
     @property
     def training_peak_bytes(self) -> int:
-        """The most at once while training: in a pass, beside gradients that are there, or at the step."""
+        """Peak bytes of training: in a pass with the gradients that exist then, or at the step."""
         gradients = [role.gradients.num_bytes for role in self.roles]
         if self.accumulates:
             highest = sum(gradients) + max(role.pass_peak_bytes for role in self.roles)
@@ -100,26 +100,26 @@ class MemoryPlan:
 
     @property
     def idle_cache_bytes(self) -> int:
-        """The KV workspace, which stays while training where there is room beside it, and is given back where not."""
+        """Bytes of the KV workspace, which is kept during training if memory suffices, and released otherwise."""
         return sum(part.num_bytes for part in self.generation if part.name == KV_WORKSPACE)
 
     @property
     def generation_peak_bytes(self) -> int:
-        """The most at once while generating; 0 where nothing is generated."""
+        """Peak bytes of generation; 0 if nothing is generated."""
         return self.kept_bytes + sum(part.num_bytes for part in self.generation) if self.generation else 0
 
     def rollout_bytes(self, cache_bytes: int, *, has_passes: bool) -> int:
-        """The most at once in a rollout with a KV workspace of `cache_bytes`; without what its passes take, or with."""
+        """Peak bytes of a rollout with a KV workspace of `cache_bytes`, with or without the parts of its passes."""
         left_out = (KV_WORKSPACE,) if has_passes else (KV_WORKSPACE, PREFILL, LOGITS, OWN_CACHE)
         return self.kept_bytes + cache_bytes + sum(p.num_bytes for p in self.generation if p.name not in left_out)
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes at once, in training or while generating."""
+        """Peak bytes of the run, in training or generation."""
         return max(self.training_peak_bytes, self.generation_peak_bytes)
 
     def lines(self) -> Iterator[str]:
-        """The plan in words."""
+        """Yields the plan in words."""
         for role in self.roles:
             yield role.name
             yield from _lines([*role.kept, role.gradients, *role.passing])
@@ -136,7 +136,7 @@ class MemoryPlan:
             yield f"peak of generation: {format_bytes(self.generation_peak_bytes):>10}"
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain values."""
+        """Returns the plan as plain values."""
         roles = {
             role.name: [part._asdict() for part in (*role.kept, role.gradients, *role.passing) if part.num_bytes]
             for role in self.roles
@@ -151,7 +151,7 @@ class MemoryPlan:
 
 
 def kept_parts(shapes: Sequence[Shape], sharded: Sharded) -> list[Part]:
-    """Weights, and of what is trained masters and Adam's state, on one process."""
+    """Returns the weights, and the masters and Adam state of trained ones, on one process."""
     whole, values, trained = (_count(chosen) for chosen in (shapes, shapes, _trained(shapes)))
     held = _on_one_process(shapes, sharded)
     trained = _on_one_process(_trained(shapes), sharded)
@@ -180,7 +180,7 @@ def kept_parts(shapes: Sequence[Shape], sharded: Sharded) -> list[Part]:
 
 
 def gradient_part(shapes: Sequence[Shape], sharded: Sharded) -> Part:
-    """Gradients as the optimizer steps them, fp32, and whole ones that wait for their reduction."""
+    """Returns the fp32 gradients that the optimizer steps with, and whole ones that wait for their reduction."""
     trained = _on_one_process(_trained(shapes), sharded)
     num_bytes, text = trained * MASTER_BYTES, f"4 bytes x {trained:,} trained parameters{_share(sharded)}"
     if sharded.num_processes > 1 and sharded.stage < 2:
@@ -192,7 +192,7 @@ def gradient_part(shapes: Sequence[Shape], sharded: Sharded) -> Part:
 
 
 def kv_part(shape: tuple[int, ...], dtype_bytes: int, running: int) -> Part:
-    """The KV workspace of `[L, 2, num_blocks, K, block_size, D]`, for so many sequences at once."""
+    """Returns the KV workspace of `[L, 2, num_blocks, K, block_size, D]`, for `running` sequences at once."""
     layers, _, blocks, heads, size, width = shape
     formula = (
         f"{dtype_bytes} bytes x {layers} layers x 2 x {blocks:,} blocks of {size} tokens x {heads} heads x {width}, "
@@ -202,10 +202,10 @@ def kv_part(shape: tuple[int, ...], dtype_bytes: int, running: int) -> Part:
 
 
 def read_bytes(text: str, option: str) -> int:
-    """A number of bytes as people write it: 24GB, 24GiB, 512 MB, 1e9.
+    """Reads a number of bytes such as 24GB, 24GiB, 512 MB or 1e9.
 
     Raises:
-        ValueError: naming `option`: it is none, or not above 0.
+        ValueError: `text` is not a size, or not above 0; names `option`.
     """
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
     unit = found and UNITS.get(found[2].upper())
@@ -215,7 +215,7 @@ def read_bytes(text: str, option: str) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """`count` in the largest binary unit that keeps it above one."""
+    """Formats `count` in the largest binary unit that keeps it above one."""
     if count < 1024:
         return f"{count} B"
     power = min(3, (count.bit_length() - 1) // 10)
@@ -237,7 +237,10 @@ def _count(shapes: Iterable[Shape]) -> int:
 
 
 def _on_one_process(shapes: Iterable[Shape], sharded: Sharded) -> int:
-    """Values of a process's shards, which have equally many rows of each parameter, the last ones' padded."""
+    """Number of values of a process's shards, which have equally many rows of each parameter.
+
+    The last one's are padded.
+    """
     if sharded.num_processes == 1 or sharded.stage == 0:
         return _count(shapes)
     return sum(-(-dims[0] // sharded.num_processes) * math.prod(dims[1:]) for dims, *_ in shapes if dims)

@@ -1,12 +1,12 @@
-"""What a run takes of its device's memory: as it was planned, and as it is measured.
+"""Memory that a run takes on its device: as planned, and as measured.
 
-On a GPU the measure is the most that PyTorch's allocator had given out at once, from the first training step on. The
-CPU's allocator counts nothing; there it is counted in bytes of tensors: what lies there when a training pass begins,
-and the most at once of what its ops make (`LiveBytes`). That slows a pass down, so that only passes are counted that
-have more in them than each before, with gradients there and without, in the first step, when the optimizer has no state
-yet, and in later ones.
-A rollout counts what lies there, its KV workspace, gathered weights and fused adapters; what comes and goes in its
-passes does not.
+On a GPU the measured value is the peak of PyTorch's allocator from the first training step on. The CPU's allocator
+counts nothing; there bytes of tensors are counted: those that exist when a training pass begins, and the peak of those
+that its ops create (`LiveBytes`). Counting slows a pass down, so a pass is counted only if its extent is not within
+that of a counted pass of the same state: with or without gradients, and with or without optimizer state, which does not
+exist in the first step.
+A rollout counts the tensors that exist, its KV workspace, gathered weights and fused adapters; it does not count the
+intermediate tensors of its passes.
 """
 
 import sys
@@ -24,37 +24,37 @@ from hybrid_engine.metrics.memory_plan import MemoryPlan
 
 MIB = 2**20
 Extent = tuple[int, ...]
-"""Numbers of what takes memory in a pass; one with less of each takes less."""
+"""Sizes that a pass's memory depends on; a pass with no larger size in any place takes no more memory."""
 
 
 class Pass(NamedTuple):
     """A forward and backward pass."""
 
     shape: Any
-    """Of what the model read, as its plan is made for."""
+    """Shape of the pass's input, in the form that its plan is made from."""
     has_gradients: bool
-    """Whether gradients of earlier passes were there."""
+    """Whether gradients of earlier passes existed."""
     has_state: bool
-    """Whether the optimizer had its state, which it has from the second step on."""
+    """Whether the optimizer had its state, which exists from the second step on."""
 
 
 class Measured(NamedTuple):
-    """The most that a process had at once so far."""
+    """Peaks of a process so far, in bytes."""
 
     total_bytes: int = 0
     training_bytes: int = 0
-    """0 before a pass was measured."""
+    """Peak of training; 0 before a pass was measured."""
     generation_bytes: int = 0
     cache_bytes: int = 0
-    """Of the KV workspace, where it stayed while training."""
+    """Bytes of the KV workspace that was kept during training."""
     rollout_cache_bytes: int = 0
-    """Of the KV workspace in the rollout that took most."""
+    """Bytes of the KV workspace in the rollout that took most memory."""
     largest: Pass | None = None
-    """The pass that took most."""
+    """The pass that took most memory."""
 
 
 class MemoryUse:
-    """The plan of a run, and the most that its training passes and its rollouts had at once so far."""
+    """The plan of a run, and the peaks of its training passes and its rollouts so far."""
 
     def __init__(
         self,
@@ -67,34 +67,34 @@ class MemoryUse:
         """A run on `device`.
 
         Args:
-            plan: of the run.
-            device: where it computes.
-            held: bytes of all models of the run, with what training keeps of them, on this process now.
+            plan: plan of the run.
+            device: device that it computes on.
+            held: returns the bytes of all models of the run, with what training keeps of them, on this process now.
             resized: storages that weights are gathered into, which `held` leaves out.
-            plan_of_pass: the plan of a run whose largest pass is that; None where the lengths of what is learned were
-                known before.
+            plan_of_pass: returns the plan of a run with this largest pass; None if the lengths of the training data
+                were known before.
         """
         self.plan, self._device, self._held, self._resized = plan, device, held, resized
         self._plan_of_pass = plan_of_pass
         self._counted: dict[tuple[bool, bool], list[Extent]] = {}
-        self._rank = (False, 0)  # of the largest pass on a GPU: whether the allocator's peak rose in it, and its extent
+        self._rank = (False, 0)  # largest pass on a GPU: whether the peak rose in it, and its extent
         self._measured = Measured()
 
     @property
     def planned_bytes(self) -> int:
-        """The plan's peak, with the KV workspace beside training where that stayed."""
+        """The plan's peak, including the KV workspace during training if it was kept."""
         idle = self.plan.idle_cache_bytes if self._measured.cache_bytes else 0
         return max(self.plan.training_peak_bytes + idle, self.plan.generation_peak_bytes)
 
     def _is_beside_training(self) -> bool:
-        """Whether the KV workspace is in that, which a run says only later."""
+        """Whether `planned_bytes` includes the KV workspace during training, which is known only later in a run."""
         return bool(self._measured.cache_bytes) and self.planned_bytes > self.plan.peak_bytes
 
     def planned_for_lengths(self) -> int | None:
-        """The plan's peak for answers as long as they came to be; None where that is known before, or not yet.
+        """The plan's peak for the actual lengths of answers; None if these are known before, or not known yet.
 
-        The KV workspace is as large as it was, and of rollouts that is in it which is measured of them: nothing on a
-        CPU where answers are served.
+        The KV workspace has its actual size. Of rollouts the value includes what is measured of them: nothing on a CPU
+        when answers are served.
         """
         measured = self._measured
         if measured.largest is None or (self._plan_of_pass is None and not measured.generation_bytes):
@@ -107,7 +107,7 @@ class MemoryUse:
         return max(training, plan.rollout_bytes(measured.rollout_cache_bytes, has_passes=has_passes))
 
     def measured(self) -> Measured:
-        """The most at once so far, of this process or of that which `take_largest` has taken."""
+        """Returns the peaks so far, of this process or of the one that `take_largest` chose."""
         found = self._measured
         if found.total_bytes:
             return found
@@ -117,17 +117,20 @@ class MemoryUse:
         return found._replace(total_bytes=most)
 
     def take_largest(self, measured: Sequence[Measured]) -> None:
-        """Says from now on what the process with the most had; `measured` are those of all processes at the end."""
+        """Takes over the peaks of the process with the highest total.
+
+        `measured` are those of all processes at the end.
+        """
         self._measured = max(measured, key=lambda found: found.total_bytes)
 
     @contextmanager
     def training_pass(self, of: Pass, extent: Extent, cache_bytes: int) -> Iterator[None]:
-        """Around a pass.
+        """Wraps a pass and measures it.
 
         Args:
             of: the pass.
-            extent: how much there is in it of all that takes memory.
-            cache_bytes: of the KV workspace, where it stayed.
+            extent: sizes of everything in it that takes memory.
+            cache_bytes: bytes of the KV workspace, if it was kept.
         """
         self._measured = self._measured._replace(cache_bytes=max(self._measured.cache_bytes, cache_bytes))
         if self._device.type == "cuda":
@@ -148,24 +151,27 @@ class MemoryUse:
 
     @contextmanager
     def _beside_allocator(self, of: Pass, extent: Extent) -> Iterator[None]:
-        """Notes the pass in which the allocator gave out more than ever; before there is one, that with most in it."""
+        """Records the last pass that raised the allocator's peak.
+
+        Before there is one, the pass with the largest extent.
+        """
         before = torch.cuda.max_memory_allocated(self._device)
         try:
             yield
-        finally:  # also where memory ended in it
+        finally:  # also after an out-of-memory error
             has_risen = torch.cuda.max_memory_allocated(self._device) > before
             rank = has_risen, sum(extent)
             if has_risen or rank > self._rank:
                 self._rank, self._measured = rank, self._measured._replace(largest=of)
 
     def note_rollout(self, cache_bytes: int, gathered_bytes: int) -> None:
-        """At the end of a rollout with a KV workspace of `cache_bytes`, and weights gathered and adapters fused."""
+        """Records the end of a rollout with a KV workspace of `cache_bytes`, gathered weights and fused adapters."""
         taken = self._held() + cache_bytes + gathered_bytes
         if taken > self._measured.generation_bytes:
             self._measured = self._measured._replace(generation_bytes=taken, rollout_cache_bytes=cache_bytes)
 
     def describe(self) -> str:
-        """Both in one line."""
+        """Describes planned and measured memory in one line."""
         text, planned = f"memory: planned {self.planned_bytes / MIB:.1f} MiB", self.planned_bytes
         text += " with the KV workspace beside training" if self._is_beside_training() else ""
         measured = self.measured().total_bytes
@@ -177,7 +183,7 @@ class MemoryUse:
         return f"{text}, measured {measured / MIB:.1f} MiB ({planned / measured:.2f})"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Returns planned and measured memory as plain values."""
         measured = self.measured()
         return {
             "planned_bytes": self.planned_bytes,
@@ -192,15 +198,15 @@ class MemoryUse:
 
 
 def is_within(extent: Extent, other: Extent) -> bool:
-    """Whether a pass has no more of anything than another."""
+    """Whether no size of a pass exceeds that of another."""
     return all(mine <= theirs for mine, theirs in zip(extent, other, strict=True))
 
 
 def process_peak_bytes() -> int | None:
-    """The most that this process had of the host's memory, libraries included; None where nobody says."""
+    """Peak of the host memory of this process in bytes, libraries included; None if the system does not report it."""
     if sys.platform == "win32":
         return None
-    # Here, not at the top: Windows has no such module.
+    # Imported here, not at the top: Windows does not have this module.
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -208,16 +214,16 @@ def process_peak_bytes() -> int | None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside, counts the storages that ops of this thread make, of shards those of this process.
+    """Inside, counts the storages that ops of this thread create; of shards, those of this process.
 
-    What is computed inside is what is computed outside, to the bit.
+    Results inside are bitwise equal to those outside.
     """
 
     lets_compiled_run = True
-    """For `ops/cpu_kernels.py`, whose functions would else give way to torch's, which round otherwise."""
+    """For `ops/cpu_kernels.py`, whose functions would otherwise be replaced by torch's, which round differently."""
 
     def __init__(self, resized: Iterable[torch.UntypedStorage] = ()) -> None:
-        """`resized`: storages that were there before and grow and shrink, as those that shards are gathered into."""
+        """`resized`: existing storages that grow and shrink, such as those that shards are gathered into."""
         super().__init__()
         self.num_bytes = self.peak_bytes = 0
         self._seen = WeakIdKeyDictionary()
@@ -226,7 +232,7 @@ class LiveBytes(TorchDispatchMode):
             self._seen[storage] = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # What came in was made before: a view of it, or it itself in an op in place, is nothing new.
+        # Inputs were created before: a view of one, or one that an op changes in place, is not new.
         for tensor in pytree.tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.Tensor):
                 self._seen.setdefault(_storage(tensor), True)

@@ -13,36 +13,36 @@ from hybrid_engine.config.blocks import CometConfig, CsvMonitorConfig
 Event = tuple[str, float, int]
 """Name, value and step."""
 PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "comet": ("comet_ml",)}
-"""What each tracker needs one of."""
+"""Packages of each tracker, of which one must be installed."""
 
 
 class Tracker(Protocol):
-    """Where curves go: what is asked of accelerate's `GeneralTracker`."""
+    """Destination of curves: the part of accelerate's `GeneralTracker` that is used here."""
 
     @property
     def tracker(self) -> Any:
-        """What the curves are written with or to."""
+        """The object or path that the curves are written with or to."""
 
     def start(self) -> None:
-        """Once, before the first value."""
+        """Called once, before the first value."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Writes values by the name of their quantity."""
 
 
 class CsvTracker:
-    """One file for each quantity, `<output_path>/<job_name>/<name, with _ for />.csv`, with rows of step and value."""
+    """One file per quantity, `<output_path>/<job_name>/<name, with _ for />.csv`, with rows of step and value."""
 
     def __init__(self, config: CsvMonitorConfig) -> None:
         self.folder = Path(config.output_path) / config.job_name
 
     @property
     def tracker(self) -> Path:
-        """The folder that the files are in."""
+        """The folder of the files."""
         return self.folder
 
     def start(self) -> None:
-        """Does nothing: `prepare_outputs` has made the folder."""
+        """Does nothing: `prepare_outputs` has created the folder."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Appends one row to the file of each quantity."""
@@ -57,7 +57,7 @@ class CsvTracker:
 
 
 class Monitor:
-    """Hands events to the trackers that the config switches on; without any, or on another rank, to none."""
+    """Sends events to the trackers that the config enables; on ranks other than 0, to none."""
 
     def __init__(self, config: EngineConfig, rank: int) -> None:
         self.trackers = _build_trackers(config) if rank == 0 else []
@@ -68,7 +68,7 @@ class Monitor:
 
     @property
     def enabled(self) -> bool:
-        """Whether anybody listens."""
+        """Whether there is a tracker."""
         return bool(self.trackers)
 
     def write_events(self, events: Iterable[Event]) -> None:
@@ -79,7 +79,7 @@ class Monitor:
 
 
 def check_packages(config: EngineConfig) -> None:
-    """Raises ValueError for a tracker that is switched on and whose package is not installed."""
+    """Raises ValueError for an enabled tracker whose package is not installed."""
     for name, packages in PACKAGES.items():
         found = any(importlib.util.find_spec(package) for package in packages)
         if getattr(config, name).enabled and not found:
@@ -90,10 +90,10 @@ def check_packages(config: EngineConfig) -> None:
 
 
 def prepare_outputs(config: EngineConfig) -> None:
-    """Makes the folders that rank 0 will write to.
+    """Creates the folders that rank 0 will write to.
 
     Raises:
-        ValueError: one cannot be made or written, or `flops_profiler.output_file` is a folder.
+        ValueError: one cannot be created or written, or `flops_profiler.output_file` is a folder.
     """
     for name, block in (("tensorboard", config.tensorboard), ("csv_monitor", config.csv_monitor)):
         if block.enabled:
@@ -119,7 +119,7 @@ def _build_trackers(config: EngineConfig) -> list[Tracker]:
     trackers: list[Tracker] = [CsvTracker(config.csv_monitor)] if config.csv_monitor.enabled else []
     if not (config.tensorboard.enabled or config.wandb.enabled or config.comet.enabled):
         return trackers
-    # Here, not at the top: a run without such curves does not need accelerate.
+    # Imported here, not at the top: a run without such curves does not need accelerate.
     from accelerate.tracking import CometMLTracker, TensorBoardTracker, WandBTracker
 
     if config.tensorboard.enabled:

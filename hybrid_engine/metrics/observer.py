@@ -1,4 +1,4 @@
-"""What an engine reports of its steps: progress lines, times, operations and curves, as its config asks for."""
+"""Reports an engine's steps as its config requests: progress lines, times, operations and curves."""
 
 import time
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from hybrid_engine.metrics.monitor import Monitor
 
 
 class SteppedOptimizer(Protocol):
-    """What a progress line says of an optimizer that has just stepped."""
+    """The optimizer's numbers for a progress line, after a step."""
 
     param_groups: list[dict[str, Any]]
     grad_norm: float
@@ -40,7 +40,7 @@ class Observer:
 
     @contextmanager
     def forward(self, global_steps: int, is_training: bool) -> Iterator[None]:
-        """Around a forward pass; one without a gradient is not counted."""
+        """Wraps a forward pass; a pass without gradients is not counted."""
         if not is_training or not torch.is_grad_enabled():
             yield
             return
@@ -51,17 +51,17 @@ class Observer:
 
     @contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
-        """Around a backward pass from `loss`, as the caller computed it."""
+        """Wraps a backward pass from `loss`, the caller's value."""
         with self.timers.measure("backward"):
             yield
         self.flops.stop()
-        # Added on the device: reading the number would wait for it at every micro-batch.
+        # Summed on the device: reading the number would wait for the device at every micro-batch.
         self._loss_sum = loss.detach() if self._loss_sum is None else self._loss_sum + loss.detach()
 
     @contextmanager
     def step(self, is_boundary: bool) -> Iterator[None]:
-        """Around the end of a micro-batch."""
-        self.flops.stop()  # a backward pass that PyTorch started did not
+        """Wraps the end of a micro-batch."""
+        self.flops.stop()  # needed after a backward pass that PyTorch started
         with self.timers.measure("step"):
             yield
         self.throughput.stop(global_step=is_boundary)
@@ -71,14 +71,14 @@ class Observer:
         self._loss_sum = None
 
     def finish_step(self, optimizer: SteppedOptimizer, global_steps: int, global_samples: int, skipped: int) -> None:
-        """Prints and writes what the config asks for after an optimizer step; rank 0 only."""
+        """Prints and writes what the config requests after an optimizer step; rank 0 only."""
         every = self.config.steps_per_print
         prints = self.rank == 0 and every > 0 and global_steps % every == 0
         if not (prints or self.monitor.enabled):
             return
         rates = [group["lr"] for group in optimizer.param_groups]
         line, events = f"step={global_steps}", []
-        if self._loss_sum is not None:  # only backward passes that the engine starts are told the loss
+        if self._loss_sum is not None:  # the loss is known only for backward passes that the engine starts
             loss = self._loss_sum.item() / self.config.gradient_accumulation_steps
             line += f" loss={loss:.6g}"
             events.append(("Train/Samples/train_loss", loss, global_samples))
@@ -94,9 +94,9 @@ class Observer:
         self.monitor.write_events(events)
 
     def print_times(self, global_steps: int) -> None:
-        """Prints the milliseconds since the last line, on rank 0, where a progress line is due; else nothing.
+        """Prints the milliseconds since the last line, on rank 0, if a progress line is due.
 
-        Without `steps_per_print` every step has its line, as the times would be seen nowhere.
+        Without `steps_per_print` every step has a line, because the times would not be visible otherwise.
         """
         every = self.config.steps_per_print or 1
         if not self.timers.is_enabled or global_steps % every:
@@ -118,7 +118,7 @@ class StepTimers:
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Adds the time inside to `part`, also when it raises."""
+        """Adds the time inside to `part`, also if it raises."""
         if not self.is_enabled:
             yield
             return
@@ -129,7 +129,7 @@ class StepTimers:
             self._seconds[part] += self._now() - start
 
     def take(self) -> dict[str, float]:
-        """Milliseconds by part; they count from 0 again."""
+        """Returns the milliseconds by part and resets them to 0."""
         taken = {part: 1000 * seconds for part, seconds in self._seconds.items()}
         self._seconds = dict.fromkeys(self.PARTS, 0.0)
         return taken
@@ -156,17 +156,17 @@ class ThroughputTimer:
         self._start: float | None = None
 
     def update_epoch_count(self) -> None:
-        """Says that an epoch ended; the next starts with no micro-batch."""
+        """Ends an epoch; the next one starts with no micro-batch."""
         self.epoch_count += 1
         self.micro_step_count = 0
 
     def start(self) -> None:
-        """Says that a micro-batch begins."""
+        """Starts a micro-batch."""
         if self._start is None:
             self._start = time.perf_counter()
 
     def stop(self, global_step: bool = False) -> None:
-        """Says that a micro-batch ended, and whether an optimizer step with it."""
+        """Ends a micro-batch; `global_step` is whether an optimizer step ends with it."""
         self.micro_step_count += 1
         if not global_step or self._start is None:
             return
@@ -176,19 +176,19 @@ class ThroughputTimer:
         self._start = None
 
     def avg_samples_per_sec(self) -> float:
-        """Over all processes; -1 before a step was counted, as in DeepSpeed."""
+        """Samples per second over all processes; -1 before a step was counted, as in DeepSpeed."""
         num_steps = self.global_step_count - self.num_warmup_steps
         return num_steps * self.batch_size / self.total_elapsed_time if num_steps > 0 else -1.0
 
 
 class FlopsProfiler:
-    """Counts from `start()` before a forward pass to `stop()` after its backward pass, once.
+    """Counts operations once, from `start()` before a forward pass to `stop()` after its backward pass.
 
-    Operations are those of matrix products, convolutions and attention, as FlopCounterMode knows them.
+    Operations are those of matrix products, convolutions and attention, as FlopCounterMode counts them.
     """
 
     def __init__(self, config: FlopsProfilerConfig, device: torch.device, is_writer: bool) -> None:
-        """`is_writer` says whether this process writes; counting is local. The clock waits for `device`."""
+        """`is_writer`: whether this process writes; counting is local. The clock waits for `device`."""
         self.config = config
         self.device = device
         self.is_writer = is_writer
@@ -197,7 +197,7 @@ class FlopsProfiler:
         self._start = 0.0
 
     def start(self, step: int) -> None:
-        """Begins to count if `step` is the one to profile."""
+        """Starts counting if `step` is the one to profile."""
         if self._is_done or self._counter is not None or step != self.config.profile_step:
             return
         self._counter = FlopCounterMode(display=False)
@@ -205,7 +205,7 @@ class FlopsProfiler:
         self._start = self._now()
 
     def stop(self) -> None:
-        """Ends counting and writes what was counted, if it had begun."""
+        """Stops counting, if it had started, and writes the result."""
         if self._counter is None:
             return
         seconds = self._now() - self._start
