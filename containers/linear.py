@@ -225,9 +225,9 @@ class TransposedLinear:
         return self.num_inputs * self.num_outputs * size // (self.parallel.size if is_cut else 1)
 
     def fuse_lora(self, lender: "TransposedLinear | None" = None) -> int:
-        """Writes the weight with active adapters added to a buffer, unquantised.
+        """Writes the full-precision weight with active adapters added into a buffer.
 
-        Returns its bytes, 0 if none is needed.
+        Returns its bytes, 0 if not needed.
 
         The buffer is this linear's own, or that of `lender`, a linear of the same shape that is not fused now.
         """

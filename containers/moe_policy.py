@@ -9,10 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class MoEPolicy:
-    """Block of one family.
-
-    Sizes, and the values that config names refer to, are read from the modules and the config.
-    """
+    """Policy of one family's block. Sizes and config values are read from the modules and the config."""
 
     router: str = "mlp.gate"
     # Module with the router's `weight [X, E]` and optional `bias [X]`; its product is in their dtype.

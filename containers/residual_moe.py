@@ -45,9 +45,9 @@ class ResidualMLP:
         )
 
     def forward(self, normed: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """Mixes `normed [N, E]` through the MLP with the experts' output `[N, E]`.
+        """Mixes the MLP's output for `normed [N, E]` with the experts' `[N, E]`.
 
-        With several ranks, both are partial sums.
+        With several ranks, all are partial sums.
         """
         up, down, coefficient = self.linears
         dense, _ = self.mlp_gemm(normed, None, None, up.pair, down.pair, None, None)

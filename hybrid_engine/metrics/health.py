@@ -1,6 +1,6 @@
 """Examines this machine and installation: versions, devices, kernels (run once), memory, limits, write access.
 
-Each check is a `Finding`. "missing" names what is unavailable; the engine cannot work with a "broken" one.
+Each check is a `Finding`. The text of a "missing" one says what needs it; the engine does not work with a "broken" one.
 """
 
 import os
@@ -35,7 +35,7 @@ FEATURES = {
     "curves in TensorBoard (--tracker tensorboard)": ("tensorboard",),
 }
 FEWEST_FILES = 4096
-"""Number of file descriptors that processes, data loader workers and clients of a server may exceed."""
+"""File descriptors below which many processes, data loader workers and clients of a server run out of them."""
 SMALL_DISK = 1 << 30
 GIB = 1 << 30
 

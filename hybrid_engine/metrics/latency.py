@@ -77,7 +77,7 @@ class LatencyStats:
         setattr(self.iteration, figure, getattr(self.iteration, figure) + amount)
 
     def raise_peak(self, kv_bytes: int) -> None:
-        """Raises the iteration's peak to the workspace's size."""
+        """Raises the iteration's peak to the workspace's size, if that is larger."""
         assert self.iteration is not None, "measure() begins it"
         self.iteration.peak_kv_bytes = max(self.iteration.peak_kv_bytes, kv_bytes)
 

@@ -237,10 +237,7 @@ def _count(shapes: Iterable[Shape]) -> int:
 
 
 def _on_one_process(shapes: Iterable[Shape], sharded: Sharded) -> int:
-    """Number of values of a process's shards, which have equally many rows of each parameter.
-
-    The last one's are padded.
-    """
+    """Number of values of a process's shards: equally many rows of each parameter on all, the last shards padded."""
     if sharded.num_processes == 1 or sharded.stage == 0:
         return _count(shapes)
     return sum(-(-dims[0] // sharded.num_processes) * math.prod(dims[1:]) for dims, *_ in shapes if dims)

@@ -102,10 +102,7 @@ class LayerSums:
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the tensors of the group's processes concatenated along the last dimension.
-
-        Raises as `all_reduce`.
-        """
+        """Concatenates the tensors of the group's processes along the last dimension; raises as `all_reduce`."""
         with self._noting_who_left() as group:
             size = dist.get_world_size(group)
             gathered = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
@@ -266,7 +263,7 @@ class ModelGroup:
             return action()
 
     def renew_sums(self, partners: Partners) -> None:
-        """Recreates the groups after an error that `partners` raised, if they are all processes of the run.
+        """Recreates the groups after an error raised by `partners`, if these are all processes of the run.
 
         Collective.
         """

@@ -140,7 +140,7 @@ class StageLinks:
         self._sent.append([])
 
     def broadcast_logits(self, logits: torch.Tensor, num_rows: int, vocab_size: int) -> torch.Tensor:
-        """Returns the last stage's `logits [R, V]` fp32 on all stages; the argument of the others is ignored.
+        """Returns the last stage's `logits [R, V]` fp32 on all stages; those of other stages are ignored.
 
         Collective.
         """
@@ -236,10 +236,7 @@ class StageModel(InferenceModel):
         return self.links.broadcast_logits(logits, num_rows, self.vocab_size)
 
     def _run_alone(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
-        """`run_stage` as a turn of its own without a draw.
-
-        When it ends, even by an error, all its messages have been sent.
-        """
+        """`run_stage` as a turn of its own without a draw; when it ends or raises, all its messages have been sent."""
         self.links.begin_turn(1, is_drawn=False)
         try:
             logits = self.run_stage(batch, kv, layers)

@@ -216,10 +216,7 @@ class ContainerRollouts:
     def run_turns(
         self, plan: Plan, kv: torch.Tensor, choice: Choice | None, tell: Callable[[], None] = _say_nothing
     ) -> list[TextGeneration]:
-        """Takes all turns of `plan`; returns the strategies that took them.
-
-        Unless it streams, calls `tell` between turns.
-        """
+        """Takes all turns of `plan` and returns their strategies. Calls `tell` between turns, unless it streams."""
         is_streamed = self.gatherer.is_streamed
         meets_others = is_streamed or self.model.parallel.size > 1
         start = partial(self.start, plan, kv, choice)
@@ -379,7 +376,7 @@ class ModuleRollouts:
     ) -> Any:
         """Calls `generate`.
 
-        Measures log-probabilities as in a native rollout if only end-of-sequence tokens end rows.
+        Measures log-probabilities like a native rollout if only end-of-sequence tokens end rows.
         """
         kwargs = {**kwargs, "synced_gpus": False}  # see joint_passes()
         is_plain = options.return_dict and options.num_beams == 1 and not any(map(kwargs.get, ENDS_OTHERWISE))

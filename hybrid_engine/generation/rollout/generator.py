@@ -129,10 +129,7 @@ class Generator:
         return ExactModel(self.module) if self.config.exact else InferenceModel(self.module, self._parallel)
 
     def _check_threads(self) -> None:
-        """Checks that all processes have the same number of threads, on which the sums of large products depend.
-
-        Collective.
-        """
+        """Checks that all processes have equally many threads, on which sums in large products depend. Collective."""
         most, fewest = self.partners.highest([torch.get_num_threads(), -torch.get_num_threads()])
         if most != -fewest:
             raise UnsupportedModelError(
@@ -155,10 +152,7 @@ class Generator:
         return replace(parallel, read=self.lasting.read) if self.gatherer.can_stream else parallel
 
     def _bind_once(self, model: InferenceModel) -> None:
-        """Binds the weights once, because containers are asked for the dtype and device of their bound weights.
-
-        Collective.
-        """
+        """Binds the weights once: callers read the dtype and device of containers from bound weights. Collective."""
 
         def bind() -> None:
             with self.readable(model):
@@ -219,10 +213,7 @@ class Generator:
         return any(computes_by(module) != found for module, found in self._found)
 
     def use_containers(self, model: InferenceModel, difference: LogprobDifference | None) -> None:
-        """Generates on `model` from now on, which differs from the trainer by `difference`.
-
-        Its weights must have been bound.
-        """
+        """Generates from now on with `model`, whose weights were bound before and which differs by `difference`."""
         self.model, self.logprob_difference, self.fallback_reason = model, difference, None
         self.switch_difference = difference.past_switch if difference is not None else None
         if self.switch_difference is not None and model.angles.trained_length is not None:

@@ -45,10 +45,7 @@ class JointTurns:
         return highest
 
     def meet(self, state: int) -> int:
-        """Takes a turn with all if one has work; returns the highest state. Raises an error of one on all.
-
-        Collective.
-        """
+        """Takes a turn with all if one has work; returns the highest state. Collective; errors are raised on all."""
         highest = self.agree(state)
         if highest == WORKS:
             error = self._take_turn()

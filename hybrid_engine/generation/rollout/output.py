@@ -27,7 +27,10 @@ class GenerateOutput(ModelOutput):
     lengths: torch.Tensor | None = None
     """`[B*G]` int64: number of tokens of the response, end-of-sequence token included."""
     finish_reason: list[str] | None = None
-    """Why each row ended: "stop" (end-of-sequence token, stop sequence or string, complete guide) or "length"."""
+    """Why each row ended: "stop" or "length".
+
+    "stop" is an end-of-sequence token, a stop sequence or string, or a complete guide; "length" is `max_new_tokens`.
+    """
     top_tokens: torch.Tensor | None = None
     """`[B*G, T, n]` int64 with `top_logprobs=n`: the likeliest tokens at each position, the likeliest first."""
     top_logprobs: torch.Tensor | None = None
