@@ -115,7 +115,7 @@ def dequantise(weight: torch.Tensor) -> torch.Tensor:
     """
     if type(weight).__name__ != "Params4bit":
         return weight.detach().dequantize()
-    # Imported here, not at the top: bitsandbytes is optional, and installed if it made the weight.
+    # Imported here, not at the top: bitsandbytes is optional; a weight of its type implies that it is installed.
     from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(weight.data, weight.quant_state)  # type: ignore[attr-defined]

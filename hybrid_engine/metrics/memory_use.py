@@ -151,7 +151,7 @@ class MemoryUse:
 
     @contextmanager
     def _beside_allocator(self, of: Pass, extent: Extent) -> Iterator[None]:
-        """Records the last pass that raised the allocator's peak or, before there is one, that with the largest extent."""
+        """Records the last pass that raised the allocator's peak or, before there is one, that of largest extent."""
         before = torch.cuda.max_memory_allocated(self._device)
         try:
             yield

@@ -217,7 +217,7 @@ def give_back_openmp_pool() -> bool:
 
     Every thread that computes has such a pool of its own. GNU's OpenMP counts the threads of all pools, and once they
     outnumber the CPUs, none waits actively for work any more: each operation of any thread wakes its pool through the
-    kernel, which took a quarter more time for decoding 64 rows on two CPUs (`GOMP_SPINCOUNT` in its manual). So a
+    kernel (`GOMP_SPINCOUNT` in its manual), with which decoding 64 rows on two CPUs took a quarter more time. So a
     thread that hands the model to another one ends its pool first.
 
     Returns:

@@ -87,7 +87,7 @@ def bound_to_copies(model: InferenceModel, gatherer: WeightGatherer, weights: La
 def bound(model: InferenceModel, gatherer: WeightGatherer, layers_at_once: int = 1) -> Iterator[None]:
     """Inside, containers read the weights that `gatherer` has gathered, adapters fused.
 
-    If streamed, those outside layers.
+    If layers are streamed, only the weights outside them are bound here.
 
     `layers_at_once`: number of layers whose parts are in flight together, if other processes send them.
     """

@@ -1,4 +1,7 @@
-"""Detects changes of a module's children, hooks and forward, after which the generator rebuilds its containers."""
+"""Detects changes of a module's children, hooks and forward.
+
+After a change the generator rebuilds its containers, and head passes of `rlhf/` are tried again.
+"""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
 """Exact mode: rollouts run the module's own forward and, like the trainer, every operation in fixed shapes.
 
 The log-probability that a rollout records for a token is then bitwise equal to the trainer's, whatever other rows a
-batch has. Inside `training()` and `rollout()`, and nowhere else, the module's attention is that of
+batch has. Inside `training()` and `forward()`, and nowhere else, the module's attention is that of
 `fixed_attention.py`, its experts run one by one, and `FixedShapes` is in force; no part of the module is replaced.
 Adapters are not fused: the rollout adds them as the trainer does.
 """

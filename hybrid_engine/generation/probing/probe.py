@@ -99,7 +99,7 @@ def _probe_beginning(module: nn.Module, model: InferenceModel, layers: LayerPass
 def _probe_windows(module: nn.Module, model: InferenceModel, layers: LayerPass, world_size: int) -> None:
     """Probes short windows, or a sequence longer than the real ones if the module's windows cannot be changed.
 
-    GPT-Neo is such a module: its masks are made when it is built.
+    This applies to GPT-Neo, whose masks are built with the module.
     """
     tokens = _tokens(model, NUM_NARROW_TOKENS if model.dtype == torch.float32 else NUM_OWN_TOKENS)
     with short_windows(module, model) as has_windows:

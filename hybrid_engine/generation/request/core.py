@@ -51,7 +51,7 @@ class Sequence:
     share: str = ""  # name of the client's share of the places, if client keys have names
     adapter: str | None = None  # peft adapter in a live batch that serves several; None: base model, or fused adapter
     error: Exception | None = None  # error of one of its own rules, which ended it
-    finish_reason: str | None = None  # "stop": an end ended it; "length": it has all its new tokens
+    finish_reason: str | None = None  # "stop": it drew an end; "length": it has all its new tokens
 
     def __len__(self) -> int:
         """Number of tokens of prompt and response."""

@@ -160,7 +160,7 @@ class TextOffsets:
 
 
 def _decoder(tokenizer: Any, cleans_up: bool) -> Callable[..., str]:
-    """Returns `tokenizer.decode`, or an equal without checks, which take twice as long as decoding a few tokens."""
+    """Returns `tokenizer.decode` or an equivalent without its checks, which cost twice the decoding of a few tokens."""
     kind = type(tokenizer)
     is_plain = isinstance(tokenizer, PreTrainedTokenizerFast) and not cleans_up
     if is_plain and all(

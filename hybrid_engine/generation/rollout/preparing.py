@@ -166,7 +166,7 @@ def prepare(
 def _needs_seed(wishes: Wishes, group: ModelGroup) -> bool:
     """Whether this process's samples need a seed for their noise.
 
-    If not, none is drawn, because drawing changes torch's random state.
+    If not, no seed is drawn, because drawing one changes torch's random state.
     """
     return wishes.is_sampled and (wishes.is_native or wishes.is_drawn or (group.has_same_prompts and group.size > 1))
 
