@@ -48,9 +48,7 @@ def soft_capping(policy: Policy, config: Any) -> float | None:
 
 
 def alibi_slopes(num_heads: int) -> torch.Tensor:
-    """Returns the `[H]` fp32 slopes of ALiBi (Press et al.
-
-    2022, arXiv 2108.12409, section 3), as its authors extend them.
+    """Returns the `[H]` fp32 slopes of ALiBi (Press et al. 2022, arXiv 2108.12409, section 3), with its extension.
 
     For a power of two they are 2^(-8/H), 2^(-16/H), ...; otherwise those of the next lower power of two, followed by
     every other one of the next higher.

@@ -227,7 +227,7 @@ class TransposedLinear:
     def fuse_lora(self, lender: "TransposedLinear | None" = None) -> int:
         """Writes the full-precision weight with active adapters added into a buffer.
 
-        Returns its bytes, 0 if not needed.
+        Returns the buffer's bytes, or 0 if none is needed.
 
         The buffer is this linear's own, or that of `lender`, a linear of the same shape that is not fused now.
         """

@@ -1,7 +1,7 @@
 """Megatron-LM's GPT layer, with DeepSpeed's mixture of experts in the layers that have one.
 
-Layers are identified by their submodule names, whatever their class. Query, key and value of a head are adjacent (`[H,
-3, D]`, checkpoint version 2 and later). https://github.com/NVIDIA/Megatron-LM, megatron/model/transformer.py.
+Layers are identified by their submodule names, whatever their class. Query, key and value of a head are adjacent
+(`[H, 3, D]`, checkpoint version 2 and later). https://github.com/NVIDIA/Megatron-LM, megatron/model/transformer.py.
 """
 
 from dataclasses import replace

@@ -278,7 +278,7 @@ class InferenceModel:
             hidden = self.final_norm.apply(hidden)
         if self.project_out:
             hidden = self.project(hidden, *self.project_out.pair)
-        # A fp32 head on a 16-bit model takes fp32 inputs, by a hook of the module.
+        # An fp32 head on a 16-bit model takes fp32 inputs, by a hook of the module.
         hidden = hidden.to(self.lm_head.pair[0].dtype)
         logits = self._gather_vocabulary(self.lm_head_op(hidden, *self.lm_head.pair))
         if self.logit_softcap is not None:

@@ -1,4 +1,4 @@
-"""OLMo-2: RMS norms of the outputs of attention and MLP, not of their inputs, and of all query and key heads."""
+"""OLMo-2: RMS norms after attention and MLP, not before, and norms over all query heads and over all key heads."""
 
 from dataclasses import replace
 
