@@ -1,7 +1,7 @@
-"""Checkpoints of a ZeroEngine: what they hold, how they reach their place, and what is checked before one is loaded.
+"""Checkpoints of a ZeroEngine: their contents, how files are written and published, and the checks before a load.
 
-Saving is `saving.py`, loading `loading.py`; tensors are stored with torch.distributed.checkpoint (`tensor_files.py`),
-the rest as plain values. Nothing that a checkpoint holds is executed (`tensor_files.py`).
+Saving is `saving.py`, loading `loading.py`. Tensors are stored with torch.distributed.checkpoint, the rest as plain
+values; nothing that a checkpoint holds is executed (`tensor_files.py`).
 """
 
 from pkgutil import extend_path

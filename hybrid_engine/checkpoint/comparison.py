@@ -18,22 +18,22 @@ import torch
 logger = logging.getLogger("hybrid_engine")
 MAX_NAMES_IN_ERROR = 10
 VARYING = frozenset({"lr", "betas", "momentum"})
-"""Options of a group that a schedule changes; how they began is told by the optimizer's defaults."""
+"""Options of a group that a schedule changes; the optimizer's defaults hold their initial values."""
 UNIMPORTANT = frozenset({"params", "names", "initial_lr", "foreach", "fused", "capturable", "differentiable"})
-"""What does not change the numbers."""
+"""Options that do not change the numbers."""
 PROGRESS = frozenset({"last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i", "verbose"})
-"""Where a schedule stands; so does all that begins with an underscore."""
+"""Entries that hold a schedule's position; so does every entry that begins with an underscore."""
 
 
 class Wanted(NamedTuple):
-    """What of a checkpoint is taken besides the weights."""
+    """The parts of a checkpoint that are loaded in addition to the weights."""
 
     training: bool
     """Counters, random states and the position in the data."""
     optimizer: bool
     """The optimizer's state, its groups and the loss scale."""
     scheduler: bool
-    """Where the schedule stands."""
+    """The position of the schedule."""
 
 
 def check_manifest(
@@ -41,11 +41,11 @@ def check_manifest(
 ) -> None:
     """Compares the manifest of the checkpoint in `folder` with the one this engine would write.
 
-    Unless `is_strict`, either side may have weights that the other has not.
+    Unless `is_strict`, either side may have weights that the other does not have.
 
     Raises:
-        ValueError: another model; another optimizer or other trained parameters, if their state is wanted; another
-            scheduler or none, if that is.
+        ValueError: another model; another optimizer or other trained parameters, if their state is loaded; another
+            scheduler or none, if its state is loaded.
     """
     _check_model(folder, saved["shapes"] | saved.get("left_out", {}), own["shapes"], is_strict)
     if wanted.optimizer:
@@ -57,12 +57,12 @@ def check_manifest(
 def warn_of_differences(
     folder: Path, saved: dict[str, Any], values: dict[str, Any], own: dict[str, Any], own_values: dict[str, Any]
 ) -> None:
-    """Logs which options the engine was built with do not hold from here on, as the checkpoint has others.
+    """Logs which options of the engine are replaced, because the checkpoint has other values.
 
     Args:
         folder: the checkpoint's.
         saved: its manifest.
-        values: those of its plain values that are wanted.
+        values: those of its plain values that are loaded.
         own: the manifest this engine would write.
         own_values: this engine's plain values.
     """
@@ -164,27 +164,27 @@ def describe_optimizer(inner: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON has it."""
+    """`value` in the form that JSON has for it."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     return [plain(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def is_plain(value: Any) -> bool:
-    """Whether JSON holds it, and gives it back the same."""
+    """Whether JSON stores `value` and returns it unchanged."""
     if isinstance(value, list):
         return all(map(is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
 
 
 def compare_optimizers(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """What differs between the options two optimizers were built with, as `describe_optimizer` gives them."""
+    """Differences between the options that two optimizers were built with, from `describe_optimizer`."""
     defaults = saved.get("defaults", {})
     return _differences("", {name: defaults[name] for name in VARYING if name in defaults}, own["defaults"])
 
 
 def compare_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> list[str]:
-    """What differs between the options of parameter groups, those apart that a schedule changes."""
+    """Differences between the options of parameter groups, except those that a schedule changes."""
     found = []
     for number, (theirs, ours) in enumerate(zip(saved, own, strict=True)):
         where = f" of parameter group {number}" if len(own) > 1 else ""
@@ -194,7 +194,7 @@ def compare_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> li
 
 
 def compare_schedules(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """What differs between two schedules of one class, their places in it apart."""
+    """Differences between two schedules of one class, except their positions."""
     fixed = {name: value for name, value in saved.items() if not name.startswith("_") and name not in PROGRESS}
     return _differences(" of the schedule", fixed, own)
 

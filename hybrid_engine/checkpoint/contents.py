@@ -1,6 +1,6 @@
-"""What a checkpoint holds of an engine: tensors by name, plain values, and the manifest that describes them.
+"""Contents of a checkpoint of an engine: tensors by name, plain values, and the manifest that describes them.
 
-A trained bf16 or fp16 parameter is stored as its fp32 master only: the parameter is the master, rounded.
+A trained bf16 or fp16 parameter is stored as its fp32 master only, because the parameter is the rounded master.
 """
 
 import random
@@ -20,18 +20,18 @@ from hybrid_engine.zero.sharding import saved_buffers
 
 Result = TypeVar("Result")
 WEIGHTS = "weights."
-"""What the keys of weights and buffers begin with."""
+"""Prefix of the keys of weights and buffers."""
 OPTIMIZER = "optimizer."
-"""What the keys of the optimizer's state begin with; `optimizer.<key of the state>.<name of the parameter>`."""
+"""Prefix of the keys of the optimizer's state, `optimizer.<key of the state>.<name of the parameter>`."""
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 MEASURED = ("logprob_difference",)
-"""Figures that training reads later, each None or a mean and a highest value."""
+"""Metrics that training reads later, each None or a mean and a maximum."""
 
 
 def with_shards(training: TrainingState, action: Callable[[], Result]) -> Result:
-    """Runs `action` while the parameters are shards, and returns or raises what it does; collective.
+    """Runs `action` while the parameters are shards, and returns its result or raises its error; collective.
 
-    They are whole again, below stage 3, also after an error, which must be every process's.
+    Below stage 3 they are whole again afterwards, also after an error, which must be raised on every process.
     """
     failure: BaseException | None = None
     with training.sharding.as_shards():
@@ -45,7 +45,7 @@ def with_shards(training: TrainingState, action: Callable[[], Result]) -> Result
 
 
 def collect_weights(training: TrainingState) -> dict[str, torch.Tensor]:
-    """The parameters, or their masters, and the buffers that are saved, by their keys; as shards where they are."""
+    """The parameters, or their masters, and the buffers that are saved, by key; as shards if they are sharded."""
     masters = {t.name: t.master for t in training.optimizer.parameters} if training.optimizer is not None else {}
     named = {**dict(training.module.named_parameters()), **masters, **saved_buffers(training.module)}
     return {f"{WEIGHTS}{name}": tensor.detach() for name, tensor in named.items()}
@@ -59,12 +59,12 @@ def collect_tensors(training: TrainingState) -> dict[str, torch.Tensor]:
 
 
 def optimizer_keys(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The tensors of an optimizer's state, given by parameter name, by their keys."""
+    """The tensors of an optimizer's state by key; `state` has them by parameter name."""
     return {f"{OPTIMIZER}{key}.{name}": value for name, values in state.items() for key, value in values.items()}
 
 
 def other_copies(training: TrainingState) -> set[str]:
-    """The names of what this process does not save, as rank 0 does: buffers, which each process has of its own."""
+    """Names that this process does not save because rank 0 does: buffers, which each process holds in full."""
     return set(saved_buffers(training.module)) if training.sharding.rank else set()
 
 
@@ -75,7 +75,7 @@ def frozen_names(training: TrainingState) -> set[str]:
 
 
 def collect_values(training: TrainingState) -> dict[str, Any]:
-    """Counters, figures that go on, the states of scheduler, loss scaler and data loader, every process's random state.
+    """Counters, metrics, the states of scheduler, loss scaler and data loader, and every process's random state.
 
     Collective.
     """
@@ -99,7 +99,7 @@ def _collect_own_values(training: TrainingState) -> dict[str, Any]:
 
 
 def build_manifest(training: TrainingState, left_out: Collection[str] = ()) -> dict[str, Any]:
-    """The manifest that `comparison.py` compares; `left_out` are the parameters that are not saved."""
+    """The manifest that `comparison.py` compares; `left_out` are the names of parameters that are not saved."""
     optimizer = training.optimizer
     shapes = {key.removeprefix(WEIGHTS): list(tensor.shape) for key, tensor in collect_weights(training).items()}
     return {
@@ -143,14 +143,14 @@ def _named_optimizer_state(optimizer: ZeroOptimizer, *, tensors: bool) -> dict[s
 
 
 def _tied_names(module: nn.Module) -> dict[str, str]:
-    """The further names of parameters that have several, each with the first one."""
+    """The additional names of parameters that have several, each with the first name."""
     first: dict[int, str] = {}
     named = module.named_parameters(remove_duplicate=False)
     return {name: first[id(p)] for name, p in named if first.setdefault(id(p), name) != name}
 
 
 def get_random_state() -> dict[str, Any]:
-    """The states as values that `torch.load(weights_only=True)` reads back."""
+    """The random states as values that `torch.load(weights_only=True)` can read."""
     name, keys, *rest = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
@@ -161,7 +161,7 @@ def get_random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Sets what `get_random_state` returned; a GPU's state is left alone where there is none."""
+    """Restores a result of `get_random_state`; a GPU's state is ignored on a machine without one."""
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))

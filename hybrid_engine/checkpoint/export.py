@@ -1,7 +1,7 @@
-"""Writes the trained model for `from_pretrained`, adapters merged, or as a state dict; live weights stay as they are.
+"""Writes the trained model for `from_pretrained`, adapters merged, or as a state dict, without changing live weights.
 
-The weights are gathered to rank 0's memory and given to an empty model of the same class, which saves itself. What was
-written is loaded and compared with the trained model before it replaces an earlier save.
+The weights are gathered to rank 0's memory and loaded into an empty model of the same class, which saves itself. The
+new files are loaded and compared with the trained model before they replace an earlier save.
 """
 
 import copy
@@ -43,23 +43,23 @@ def save_16bit_model(
     """Saves `module`, in the precision it computes in; collective.
 
     A model of transformers becomes a Hugging Face folder: the active adapters of a `PeftModel`, or those that linears
-    carry themselves, are merged into a copy of the base weights, and the base model is saved. Embedding and head that
-    were tied and no longer are equal are saved apart. Files of an earlier save are replaced one by one when all new
-    ones are complete.
+    carry themselves, are merged into a copy of the base weights, and the base model is saved. An embedding and a head
+    that were tied and are no longer equal are saved separately. Files of an earlier save are replaced one by one when
+    all new ones are complete.
 
     Args:
         module: the engine's module, sharded or not, with nothing gathered.
         save_dir: the folder; made if it does not exist.
-        filename: writes the module's state dict, adapters apart, to this file of it instead; None does that only for
-            a module that is not of transformers, under the name "pytorch_model.bin".
-        without_frozen: writes such a state dict in any case, and leaves parameters out that require no gradient.
-        probe: tokens with the logits that `module` gives them; a folder that gives others is not saved. None compares
+        filename: writes the module's state dict, with adapters as separate entries, to this file in `save_dir` instead;
+            None does so only for a module that is not of transformers, under the name "pytorch_model.bin".
+        without_frozen: always writes a state dict, without the parameters that require no gradient.
+        probe: tokens with the logits of `module` for them; a folder with other logits is not saved. None compares
             nothing.
 
     Raises:
         ValueError: `filename` is not a plain file name; `save_dir` is not a path; an adapter cannot be merged.
         RuntimeError: the saved model's logits are not those of `probe`.
-        OSError: the folder cannot be written to; what is in it stays.
+        OSError: the folder cannot be written to; its contents stay.
     """
     base = module.get_base_model() if isinstance(module, PeftModel) else module
     folder = check_folder("save_dir", save_dir)
@@ -79,14 +79,14 @@ def save_16bit_model(
 
 
 def _named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Tied ones under each of their names."""
+    """All parameters, with tied ones under each of their names."""
     return list(module.named_parameters(remove_duplicate=False))
 
 
 def gather_weights(module: nn.Module, left_out: Collection[str]) -> dict[str, torch.Tensor]:
     """Copies of all other parameters and buffers by name, on the CPU of rank 0; empty on other processes.
 
-    Tied parameters share one copy; quantised ones are dequantised.
+    Tied parameters share one copy; quantized ones are dequantized.
     """
     copies: dict[int, torch.Tensor] = {}
     weights = {}
@@ -109,7 +109,7 @@ def _has_peft_adapters(module: nn.Module) -> bool:
 
 
 def _check_can_merge(model: Any) -> None:
-    """Raises ValueError where the adapters of `model` are not such, or not in such a state, that peft merges them."""
+    """Raises ValueError if the adapters of `model` are of a kind, or in a state, that peft does not merge."""
     if isinstance(model, PeftModel) and not hasattr(model.base_model, "merge_and_unload"):
         raise _cannot_merge(model, "no weights of the base model can express it")
     layers = [part for part in model.modules() if isinstance(part, BaseTunerLayer)]
@@ -131,14 +131,14 @@ def _cannot_merge(model: Any, reason: str) -> ValueError:
 
 
 def _rebuild(module: nn.Module, base: PreTrainedModel, weights: dict[str, torch.Tensor]) -> PreTrainedModel:
-    """A plain model on the CPU with these weights, outside of FSDP and without adapters; `weights` may change."""
+    """A plain model on the CPU with these weights, outside of FSDP and without adapters; `weights` may be modified."""
     _merge_own_adapters(module, weights)
     config = copy.deepcopy(base.config)
-    if hasattr(config, "quantization_config"):  # what is written is in full precision
+    if hasattr(config, "quantization_config"):  # the weights are written in full precision
         del config.quantization_config
     with torch.device("meta"):
         skeleton = unsharded_class(base)(config)
-    # Buffers that are not saved are not part of a state dict, and stay on the meta device.
+    # Buffers that are not saved are not part of a state dict and stay on the meta device.
     if _has_peft_adapters(module):
         skeleton = _merge_adapters(skeleton, module, weights)
     else:
@@ -152,8 +152,8 @@ def _rebuild(module: nn.Module, base: PreTrainedModel, weights: dict[str, torch.
 def _merge_adapters(skeleton: Any, module: Any, weights: dict[str, torch.Tensor]) -> PreTrainedModel:
     """`skeleton` with its weights, the active adapters of `module` merged by peft.
 
-    Tied weights stand for themselves here: an adapter of one of them must not change the other, although peft merges
-    into the memory that both share.
+    Tied weights are separate tensors here: an adapter of one must not change the other, and peft merges into the shared
+    memory.
     """
     weights.update(unshared(weights))
     plain = {_name_in_base(name): tensor for name, tensor in weights.items()}
@@ -185,16 +185,16 @@ def _name_in_base(name: str) -> str:
 
 
 def unshared(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`weights` with a tensor of its own for each name."""
+    """`weights` with a separate tensor for each name."""
     first_names = {id(tensor): name for name, tensor in reversed(weights.items())}
     return {name: tensor if first_names[id(tensor)] == name else tensor.clone() for name, tensor in weights.items()}
 
 
 @torch.no_grad()
 def _copy_adapter_tensors(source: nn.Module, target: nn.Module) -> None:
-    """Copies what layers of adapters keep outside of state dicts: buffers, and tensors in plain dictionaries.
+    """Copies tensors that adapter layers keep outside of state dicts: buffers, and tensors in plain dictionaries.
 
-    Some kinds draw them at random when they are built, as positions in the weight.
+    Some kinds draw them at random when they are built, such as positions in the weight.
     """
     buffers = dict(source.named_buffers())
     for name, buffer in target.named_buffers():
@@ -210,7 +210,9 @@ def _copy_adapter_tensors(source: nn.Module, target: nn.Module) -> None:
 
 
 def _tie_what_is_equal(model: Any) -> None:
-    """Ties the weights that the model's config ties, unless they differ: then the config says that they are apart."""
+    """Ties the weights that the model's config ties if they are equal; otherwise the config says that they are not
+    tied.
+    """
     state = model.state_dict()
     pairs = model.get_expanded_tied_weights_keys(all_submodels=True).items()
     if all(torch.equal(state[target], state[source]) for target, source in pairs):
@@ -224,7 +226,7 @@ def _tie_what_is_equal(model: Any) -> None:
 
 
 def _merge_own_adapters(module: nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Adds the adapters that linears carry themselves to those linears' weights."""
+    """Adds the adapters that linears hold themselves to the weights of those linears."""
     for name, linear in module.named_modules():
         for adapter in active_adapters(linear, name) if carries_lora(linear) else []:
             weight = weights[f"{name}.weight"]
@@ -234,7 +236,7 @@ def _merge_own_adapters(module: nn.Module, weights: dict[str, torch.Tensor]) -> 
 
 
 def unsharded_class(model: PreTrainedModel) -> Any:
-    """The class of transformers that `model` had before it was sharded or split."""
+    """The transformers class that `model` had before it was sharded or split."""
     own = (base for base in type(model).__mro__ if issubclass(base, PreTrainedModel))
     return next(base for base in own if not issubclass(base, FSDPModule) and not is_split_class(base))
 
@@ -242,7 +244,7 @@ def unsharded_class(model: PreTrainedModel) -> Any:
 def _add_adapters(skeleton: PreTrainedModel, source: Any) -> Any:
     configs = {name: copy.deepcopy(config) for name, config in source.peft_config.items()}
     for config in configs.values():
-        # The weights follow; some initialisations would compute with the base weights, which are not there yet.
+        # Weights are loaded later; some initializations would use the base weights, which are not loaded yet.
         config.init_lora_weights = False
     (name, config), *others = configs.items()
     with without_renamed_attribute_warning():
@@ -254,7 +256,7 @@ def _add_adapters(skeleton: PreTrainedModel, source: Any) -> Any:
 
 
 def _active_adapters(model: Any) -> list[str]:
-    """Names of the adapters that `model` computes with; of transformers' own models it is a method that tells them."""
+    """Names of the adapters that `model` computes with; on transformers' own models the attribute is a method."""
     active = model.active_adapters
     return list(active() if callable(active) else active)
 
@@ -277,7 +279,7 @@ def save_adapter(module: nn.Module, folder: Path) -> bool:
     The files are those of peft's own `save_pretrained`; `module` may be sharded, with nothing gathered.
 
     Returns:
-        Whether there was an adapter to save; without one nothing is written.
+        True if there was an adapter to save; without one nothing is written.
     """
     if not isinstance(module, PeftModel):
         return False

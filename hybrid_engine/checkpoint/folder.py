@@ -1,4 +1,4 @@
-"""The folders checkpoints live in, so that a process killed at any moment leaves every finished checkpoint loadable.
+"""The layout of the folders of checkpoints. A process killed at any moment leaves every finished checkpoint loadable.
 
     <directory>/latest            the tag to load by default
     <directory>/<tag>/            a finished checkpoint
@@ -7,8 +7,8 @@
     <directory>/.hybrid_engine.lock   held by the run that saves here (`saving.py`)
     <directory>/zero_to_fp32.py   as DeepSpeed's: a user who runs it gets the fp32 weights in one file
 
-Everything here is local to one process. What was not written here is never removed: not a folder that has the name of
-a tag and is no checkpoint, and not the files that somebody put beside ours.
+Everything here is local to one process. Only files written here are removed: a folder that has the name of a tag and is
+not a checkpoint stays, and so do files that a user put next to ours.
 """
 
 import os
@@ -20,11 +20,11 @@ from hybrid_engine.checkpoint import work_folder
 from hybrid_engine.checkpoint.manifest import LATEST, MANIFEST, check_tag, is_manifest, list_files, write_manifest
 
 DEEPSPEEDS_FILES = ("*model_states.pt", "zero/*")
-"""What every checkpoint of DeepSpeed has, at each ZeRO stage, and a universal one."""
+"""Patterns of files in every checkpoint of DeepSpeed, at each ZeRO stage, and in a universal one."""
 DEEPSPEEDS_SHARDS = "*optim_states.pt"
-"""What its checkpoints have from stage 1 on."""
+"""Pattern of files that DeepSpeed's checkpoints have from stage 1 on."""
 NEW_LATEST = ".latest.hybrid_engine"
-"""What is to become the file `latest`, while it lies in the checkpoint that it names."""
+"""Name of the file that becomes `latest`, while it is in the checkpoint that it names."""
 SCRIPT = "zero_to_fp32.py"
 SCRIPT_TEXT = """# Written by hybrid_engine, which has to be installed:
 #     python zero_to_fp32.py . OUTPUT_FOLDER
@@ -35,14 +35,14 @@ if __name__ == "__main__":
     main()
 """
 UNMARKED = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|state\.pt|checkpoint\.json")
-"""The files of a checkpoint, by which a leftover is known that was written before there were marks."""
+"""The files of a checkpoint; identify a leftover that was written before there were marks."""
 
 
 def begin(directory: Path, tag: str) -> Path:
-    """An empty folder to write the checkpoint `tag` into; clears what killed saves left behind in `directory`.
+    """Makes an empty folder to write the checkpoint `tag` into; removes leftovers of killed saves in `directory`.
 
     Raises:
-        ValueError: something that is no checkpoint has the name of the tag or of a file that is needed.
+        ValueError: something that is not a checkpoint has the name of the tag or of a file that is needed.
     """
     for replaced in directory.glob(".*.replaced"):
         _settle_replaced(replaced)
@@ -55,14 +55,14 @@ def begin(directory: Path, tag: str) -> Path:
 
 
 def make_directory(directory: Path) -> None:
-    """Makes the folder that checkpoints go to; raises OSError where it cannot be made."""
+    """Makes the folder for checkpoints; raises OSError if it cannot be made."""
     directory.mkdir(parents=True, exist_ok=True)
 
 
 def publish(
     writing: Path, directory: Path, tag: str, manifest: dict[str, Any], checksums: dict[str, str], is_latest: bool
 ) -> None:
-    """Makes the written folder the checkpoint `tag` and, unless that is not wanted, the latest one.
+    """Makes the written folder the checkpoint `tag` and, with `is_latest`, the latest one.
 
     `manifest` is stored with the sizes and the checksums of all files. Each step is on disk before the next begins.
     """
@@ -85,7 +85,7 @@ def publish(
 
 
 def _write_script(writing: Path, directory: Path) -> None:
-    """Writes `zero_to_fp32.py`, whole or not at all; what has that name stays, it may be DeepSpeed's."""
+    """Writes `zero_to_fp32.py`, whole or not at all; an existing file stays, as it may be DeepSpeed's."""
     script = directory / SCRIPT
     if not script.exists() and not script.is_symlink():
         (writing / SCRIPT).write_text(SCRIPT_TEXT)
@@ -93,7 +93,7 @@ def _write_script(writing: Path, directory: Path) -> None:
 
 
 def abandon(writing: Path, directory: Path, tag: str) -> None:
-    """Removes what was written of a checkpoint that cannot be finished; an older one of the same tag stays."""
+    """Removes the files of a checkpoint that cannot be finished; an older one of the same tag stays."""
     if writing.exists():
         work_folder.remove(writing)
     _settle_replaced(directory / f".{tag}.replaced")
@@ -103,7 +103,7 @@ def find(directory: Path, tag: str | None) -> Path:
     """The folder of the checkpoint `tag`, or of the latest one.
 
     Raises:
-        ValueError: there is none.
+        ValueError: it does not exist.
     """
     if not directory.is_dir():
         raise ValueError(f"load_dir={str(directory)!r} is no folder; give the one that save_checkpoint() was given")
@@ -117,7 +117,7 @@ def find(directory: Path, tag: str | None) -> Path:
 
 
 def check_not_deepspeeds(folder: Path) -> None:
-    """Raises ValueError, which says how to get at the weights, if DeepSpeed wrote the checkpoint in `folder`."""
+    """Raises ValueError, which says how to convert the weights, if DeepSpeed wrote the checkpoint in `folder`."""
     if _is_deepspeeds(folder):
         raise ValueError(
             f"checkpoint {str(folder)!r} was written by DeepSpeed; {_how_to_convert(folder)}, load them into the "
@@ -126,16 +126,16 @@ def check_not_deepspeeds(folder: Path) -> None:
 
 
 def discard(directory: Path, tag: str, successor: str) -> None:
-    """Removes the checkpoint `tag`, after `successor` was saved: files that somebody put there go to that one.
+    """Removes the checkpoint `tag` after `successor` was saved; files that a user put into it move to `successor`.
 
-    What is no checkpoint that was saved here stays.
+    A folder that is not a checkpoint saved here stays.
     """
     if tag != successor and _is_ours(directory / tag):
         _remove_replaced(directory / tag, directory / successor)
 
 
 def _check_place(directory: Path, tag: str) -> None:
-    """Whether the checkpoint `tag` may take its place: it replaces one of ours, an empty folder or nothing."""
+    """Checks that the checkpoint `tag` replaces a checkpoint of ours, an empty folder or nothing; raises ValueError."""
     target, replaced, latest = directory / tag, directory / f".{tag}.replaced", directory / LATEST
     if (target.exists() or target.is_symlink()) and not _is_ours(target) and not work_folder.is_empty(target):
         raise ValueError(
@@ -159,7 +159,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _settle_replaced(replaced: Path) -> None:
-    """Removes a checkpoint that was replaced, or gives it its name back if no other has it."""
+    """Removes a checkpoint that was replaced, or restores its name if no other checkpoint has it."""
     original = replaced.with_name(replaced.name.removeprefix(".").removesuffix(".replaced"))
     if work_folder.is_empty(replaced):
         replaced.rmdir()
@@ -174,9 +174,9 @@ def _settle_replaced(replaced: Path) -> None:
 
 
 def _remove_replaced(folder: Path, successor: Path) -> None:
-    """Removes the files of the checkpoint in `folder`; what else somebody put there goes to its successor.
+    """Removes the files of the checkpoint in `folder`; files that a user put there move to its successor.
 
-    The manifest goes last, so that a process that is killed here leaves a folder that is still known for ours.
+    The manifest is removed last, so that a process killed here leaves a folder that is still recognized as ours.
     """
     for name in [*list_files(folder), NEW_LATEST, work_folder.MARK]:
         (folder / name).unlink(missing_ok=True)
@@ -193,7 +193,7 @@ def _free_name(path: Path) -> Path:
 
 
 def _clear(leftover: Path) -> None:
-    """Removes what a killed save left; somebody's own folder stays."""
+    """Removes the leftover of a killed save; a user's folder stays."""
     if not leftover.is_dir() or leftover.is_symlink():
         return
     names = [path.name for path in leftover.iterdir()]
@@ -232,7 +232,7 @@ def _is_deepspeeds(folder: Path) -> bool:
 
 
 def _how_to_convert(folder: Path) -> str:
-    """Where the whole weights of a checkpoint of DeepSpeed are, or how to get them."""
+    """Where the whole weights of a checkpoint of DeepSpeed are, or how to convert them."""
     if any(folder.glob("mp_rank_*model_states.pt")) and not any(folder.glob(DEEPSPEEDS_SHARDS)):
         return f"its weights are the entry 'module' of {str(next(folder.glob('mp_rank_*model_states.pt')))!r}"
     script = folder.parent / SCRIPT

@@ -1,4 +1,4 @@
-"""Loads a checkpoint into a ZeroEngine: all of it is read and checked before anything of the engine is changed."""
+"""Loads a checkpoint into a ZeroEngine: all of it is read and checked before the engine is changed."""
 
 import copy
 import logging
@@ -36,13 +36,14 @@ from hybrid_engine.zero.sharding import local_tensor
 logger = logging.getLogger("hybrid_engine")
 Result = TypeVar("Result")
 NamedState = dict[str, dict[str, torch.Tensor]]
-"""Tensors of an optimizer's state by their key, by parameter name."""
+"""Tensors of an optimizer's state by parameter name and key."""
 
 
 class Undo:
-    """What an engine that trains was before a load, except its weights, which are exchanged for others and back.
+    """The state of a training engine before a load. Weights are exchanged with the loaded ones, and exchanged back on
+    undo.
 
-    Of the optimizer's tensors it keeps references: loading puts others in their place.
+    It keeps references to the optimizer's tensors, because loading replaces them and does not write into them.
     """
 
     def __init__(self, training: TrainingState) -> None:
@@ -51,7 +52,7 @@ class Undo:
         self._random = get_random_state()
         self._measured = training.measured_values()
         self._counters = {name: getattr(training, name) for name in (*COUNTERS, "micro_steps")}
-        # Schedulers may hand out their own lists.
+        # Copies: schedulers may return their own lists.
         self._states = [(part, copy.deepcopy(part.state_dict())) for part in _parts(training)]
         inner: Any = training.optimizer.inner if training.optimizer is not None else None
         self._inner, self._fields = inner, dict(vars(inner)) if inner is not None else {}
@@ -59,7 +60,7 @@ class Undo:
 
     @torch.no_grad()
     def exchange(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Exchanges the contents of each two tensors."""
+        """Swaps the contents of the two tensors of each pair."""
         for live, staged in pairs:
             before = live.clone()
             live.copy_(staged)
@@ -68,7 +69,7 @@ class Undo:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Makes the engine what it was."""
+        """Restores the engine."""
         for live, staged in self._exchanged:
             live.copy_(staged)
         if self._inner is not None:
@@ -95,22 +96,22 @@ def _parts(training: TrainingState) -> list[Any]:
 
 
 class Opened(NamedTuple):
-    """A checkpoint whose manifest fits the engine."""
+    """A checkpoint whose manifest matches the engine."""
 
     folder: Path
     values: dict[str, Any]
     """The checkpoint's plain values, by name."""
     index: Metadata
-    """Which tensors it has, and where."""
+    """The tensors that it has, and their places."""
     checksums: dict[str, str]
-    """Of the files of tensors, by name; none of an old checkpoint."""
+    """Checksums of the files of tensors, by name; empty for an old checkpoint."""
 
 
 class Staged(NamedTuple):
-    """What was read of a checkpoint and is not the engine's yet."""
+    """Tensors that were read from a checkpoint and are not yet in the engine."""
 
     weights: dict[str, torch.Tensor]
-    """By key, sharded and on the device where the engine's are."""
+    """Weights by key, sharded and on the device like the engine's."""
     optimizer: NamedState
 
 
@@ -124,15 +125,15 @@ def load(
     with_scheduler: bool = True,
     is_strict: bool = True,
 ) -> tuple[Path, Any]:
-    """Puts the engine where it was when the checkpoint was saved; collective. Returns its folder and client state.
+    """Restores the engine to its state when the checkpoint was saved; collective. Returns its folder and client state.
 
     An engine without an optimizer, or under `module_only`, takes only the weights. Without `with_optimizer` the
     optimizer's state, its options and the loss scale stay as they are, without `with_scheduler` the schedule does;
-    unless `is_strict`, weights that only one side has stay.
+    unless `is_strict`, weights that only one side has are left as they are.
 
-    Everything is read into tensors of its own, compared with its checksums and checked before anything is changed, and
-    after an error or Ctrl-C the engine is as it was, on every process. That takes as much memory for a moment as the
-    masters, or fp32 parameters, and the optimizer's state of this process take, besides those it has.
+    Everything is read into new tensors, compared with its checksums and checked before anything is changed. After an
+    error or Ctrl-C the engine is as it was, on every process. For a moment this needs additional memory of the size of
+    this process's masters, or fp32 parameters, and optimizer state.
 
     Raises:
         ValueError: no such checkpoint; an incomplete or damaged one, one of another model or of a newer format; one
@@ -172,11 +173,11 @@ def _own_values(training: TrainingState) -> dict[str, Any]:
 
 
 def _pick(training: TrainingState, values: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
-    """The plain values of a checkpoint that are wanted.
+    """The plain values of a checkpoint that are to be loaded.
 
     Raises:
         KeyError: one is missing.
-        ValueError: one is not what it is for this engine.
+        ValueError: one does not fit this engine.
     """
     names = ["client_state"]
     if wanted.training:
@@ -197,7 +198,7 @@ def _pick(training: TrainingState, values: dict[str, Any], wanted: Wanted) -> di
 
 
 def _check_measured(measured: Any) -> None:
-    """Raises ValueError for what no engine stores: figures by name, a mean and a highest value each."""
+    """Raises ValueError unless `measured` maps names of metrics to None or to a mean and a maximum."""
     is_known = isinstance(measured, dict) and set(measured) <= set(MEASURED)
     if not is_known or not all(figure is None or _is_pair(figure) for figure in measured.values()):
         raise ValueError(f"measured is {measured!r}, not pairs of numbers by {', '.join(MEASURED)}")
@@ -208,14 +209,14 @@ def _is_pair(figure: Any) -> bool:
 
 
 def _check_schedule(own: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raises ValueError unless `saved` has all that such a schedule stores; private entries differ between versions."""
+    """Raises ValueError unless `saved` has all public entries of this schedule; private ones differ between versions."""
     missing = [name for name in own if not name.startswith("_") and name not in saved]
     if missing:
         raise ValueError(f"it was saved with another learning-rate scheduler, its state has no {', '.join(missing)}")
 
 
 def _has_this_scaler(training: TrainingState, saved: dict[str, Any]) -> bool:
-    """Whether the loss scaler goes on from `saved`: one of another kind cannot, and a static scale is the config's."""
+    """Whether the loss scaler can load `saved`: not one of another kind, and not a static scale, which the config sets."""
     assert training.optimizer is not None
     own = training.optimizer.loss_scaler.state_dict()
     if saved == own or (saved.keys() == own.keys() and len(own) > 1):
@@ -228,7 +229,7 @@ def _has_this_scaler(training: TrainingState, saved: dict[str, Any]) -> bool:
 
 
 def _take_over(training: TrainingState, opened: Opened, wanted: Wanted, held: HeldInterrupts) -> None:
-    """Reads, checks, and then changes the engine; its parameters are shards. Errors are every process's; collective."""
+    """Reads, checks, and then changes the engine, whose parameters are shards. An error is raised on all; collective."""
     staged = agree(lambda: _stage(training, opened, wanted, held))
     undo = agree(lambda: Undo(training))
 
@@ -246,7 +247,7 @@ def _take_over(training: TrainingState, opened: Opened, wanted: Wanted, held: He
 
 
 def _stage(training: TrainingState, opened: Opened, wanted: Wanted, held: HeldInterrupts) -> Staged:
-    """Reads this process's part of the tensors into new ones, after its part of the files was compared; local."""
+    """Checks this process's part of the files and reads its part of the tensors into new ones; local."""
     with held.allowed():
         check_files(opened.folder, opened.checksums, training.sharding.rank, training.sharding.world_size)
         return _raising_value_errors(opened.folder, lambda: _read(training, opened, wanted))
@@ -261,7 +262,7 @@ def _read(training: TrainingState, opened: Opened, wanted: Wanted) -> Staged:
 
 
 def _allocate_optimizer_state(optimizer: ZeroOptimizer | None, index: Metadata) -> NamedState:
-    """Tensors to load into, sharded like the parameter where they have its shape."""
+    """Allocates tensors to load into, sharded like the parameter if they have its shape."""
     assert optimizer is not None
     state: NamedState = {t.name: {} for t in optimizer.parameters}
     masters = {t.name: t.master for t in optimizer.parameters}
@@ -276,10 +277,10 @@ def _allocate_optimizer_state(optimizer: ZeroOptimizer | None, index: Metadata) 
 
 
 def _commit(training: TrainingState, opened: Opened, staged: Staged, wanted: Wanted, undo: Undo) -> None:
-    """Makes what was read the engine's; local."""
+    """Writes the staged values into the engine; local."""
     values, optimizer = opened.values, training.optimizer
     if optimizer is not None:
-        optimizer.masters.renew()  # those of weights that the checkpoint may not have
+        optimizer.masters.renew()  # masters of weights that the checkpoint may not have
     if wanted.training:
         _restore_progress(training, values)
     if wanted.optimizer:
@@ -299,17 +300,17 @@ def _restore_progress(training: TrainingState, values: dict[str, Any]) -> None:
     for name in COUNTERS:
         setattr(training, name, values[name])
     training.restore_measured_values(values.get("measured", {}))
-    # Counted anew: on another number of processes a step may have another number of micro-batches.
+    # Recomputed: on another number of processes a step may have another number of micro-batches.
     training.micro_steps = training.global_steps * training.config.gradient_accumulation_steps
     if training.training_dataloader is not None and "dataloader" in values:
         training.training_dataloader.load_state_dict(values["dataloader"])
-    # A process that the saving run did not have keeps its own random state.
+    # A process with a rank that the saving run did not have keeps its own random state.
     if training.sharding.rank < len(values["random"]):
         set_random_state(values["random"][training.sharding.rank])
 
 
 def _restore_schedule(training: TrainingState, state: dict[str, Any], sets_rates: bool) -> None:
-    """Puts the schedule where it was; `sets_rates` where the groups that hold its rates are not the checkpoint's."""
+    """Restores the schedule; `sets_rates` also writes its rates into the groups, if these are not loaded."""
     assert training.lr_scheduler is not None and training.optimizer is not None
     training.lr_scheduler.load_state_dict(state)
     if sets_rates and hasattr(training.lr_scheduler, "get_last_lr"):
@@ -318,7 +319,7 @@ def _restore_schedule(training: TrainingState, state: dict[str, Any], sets_rates
 
 
 def _raising_value_errors(folder: Path, action: Callable[[], Result]) -> Result:
-    """What `action` does with values from a file: whatever they make it raise is a ValueError that names the file."""
+    """The result of `action` on values from a file; errors other than OSError become a ValueError that names the file."""
     try:
         return action()
     except OSError:

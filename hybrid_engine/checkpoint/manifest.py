@@ -1,7 +1,7 @@
-"""A checkpoint's manifest: what it holds, and the sizes and checksums of its files.
+"""A checkpoint's manifest, which lists its contents and the sizes and checksums of its files, and checks of names.
 
-`format`, `files` (their sizes in bytes, by name), `checksums` (of the same files), `checksum` (of all the rest of the
-manifest), and what `comparison.py` compares. A manifest of format 1 has no checksums and is read all the same.
+Keys: `format`, `files` (their sizes in bytes, by name), `checksums` (of the same files), `checksum` (of the rest of the
+manifest), and those that `comparison.py` compares. A manifest of format 1 has no checksums and can still be read.
 """
 
 import hashlib
@@ -19,14 +19,14 @@ WITHOUT_CHECKSUMS = 1
 REQUIRED_KEYS = ("files", "shapes", "groups", "has_scheduler")
 LATEST = "latest"
 MAX_BYTES = 200
-"""Of a name; file systems take 255, and some names here get a few characters more."""
+"""Maximum length of a name; file systems allow 255, and some names here get a few more characters."""
 CHUNK_BYTES = 1 << 22
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any], checksums: Mapping[str, str]) -> None:
     """Writes the manifest of the checkpoint whose files are all in `folder`.
 
-    `checksums` are those that are known already; files without one are read for theirs.
+    `checksums` are those that are known already; the others are computed from the files.
     """
     paths = sorted(path for path in folder.iterdir() if path.name != MARK)
     manifest = {
@@ -35,13 +35,13 @@ def write_manifest(folder: Path, content: Mapping[str, Any], checksums: Mapping[
         "files": {path.name: path.stat().st_size for path in paths},
         "checksums": {path.name: checksums.get(path.name) or file_checksum(path) for path in paths},
     }
-    # Tuples are lists from here on, as when it is read.
+    # Turns tuples into lists, as they are when it is read.
     manifest = json.loads(json.dumps(manifest))
     (folder / MANIFEST).write_text(json.dumps({**manifest, "checksum": content_checksum(manifest)}))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What `write_manifest` stored; the sizes of the files are those it says.
+    """The manifest that `write_manifest` stored, after a check of the sizes of the files.
 
     Raises:
         ValueError: a newer format, a damaged manifest, or an incomplete checkpoint: a file is missing or has another
@@ -65,11 +65,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_format(folder: Path, manifest: Any) -> None:
-    """Whether the manifest in `folder` may be read at all; to be called before anything else in it is looked at.
+    """Checks that the manifest in `folder` can be read; to be called before any other use of it.
 
     Raises:
-        ValueError: not a manifest; a newer format, about whose other keys nothing is known; a missing key; a file
-            outside of the folder; another checksum than its own.
+        ValueError: not a manifest; a newer format, whose other keys are unknown; a missing key; a file outside of the
+            folder; a wrong checksum.
     """
     if not isinstance(manifest, dict) or type(manifest.get("format")) is not int:
         raise _damaged(folder, "must be a JSON object with a number 'format'")
@@ -123,10 +123,10 @@ def _size(path: Path) -> int:
 
 
 def check_folder(option: str, value: Any) -> Path:
-    """`value` as a path; `option` is what the caller calls it.
+    """`value` as a path; `option` is its name in error messages.
 
     Raises:
-        ValueError: it is no path, empty, or a file is in its place.
+        ValueError: it is not a path, it is empty, or there is a file in its place.
     """
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value) or not isinstance(os.fspath(value), str):
         raise ValueError(f"{option}={value!r} must be the path of a folder, a string or a Path; e.g. 'checkpoints'")
@@ -143,7 +143,7 @@ def check_file_name(option: str, name: str) -> str:
     """`name`, if it is the plain name of a file.
 
     Raises:
-        ValueError: it would leave its folder, or no file can have it.
+        ValueError: it is a path outside of its folder, or not a valid file name.
     """
     if not isinstance(name, str) or not _is_plain(name):
         raise ValueError(
@@ -154,10 +154,10 @@ def check_file_name(option: str, name: str) -> str:
 
 
 def check_tag(tag: str) -> str:
-    """`tag`, if it is the name of a folder of its own.
+    """`tag`, if it is a plain name of a folder.
 
     Raises:
-        ValueError: it is hidden, "latest", or would leave the folder.
+        ValueError: it is hidden, "latest", or a path outside of the folder.
     """
     if not _is_plain(tag) or tag.startswith(".") or tag == LATEST:
         raise ValueError(
@@ -168,7 +168,7 @@ def check_tag(tag: str) -> str:
 
 
 def is_inside(name: Any) -> bool:
-    """Whether `name` is that of a file directly in its folder, hidden or not."""
+    """Whether `name` is the name of a file directly in its folder, hidden or not."""
     return isinstance(name, str) and _is_plain(name)
 
 
@@ -188,12 +188,12 @@ def file_checksum(path: Path) -> str:
 
 
 def content_checksum(content: Any) -> str:
-    """Checksum of values that JSON holds, whatever the order of their keys."""
+    """Checksum of values that JSON can hold, independent of the order of keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def check_files(folder: Path, checksums: Mapping[str, str], rank: int = 0, world_size: int = 1) -> None:
-    """Compares the files that fall to `rank`, every `world_size`-th, with `checksums` by name.
+    """Compares the files assigned to `rank`, every `world_size`-th, with `checksums` by name.
 
     Raises:
         ValueError: one differs.

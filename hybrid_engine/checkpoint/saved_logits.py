@@ -1,9 +1,10 @@
-"""Whether a saved model computes what the trained one does: logits of a few tokens, before the save counts.
+"""Checks that a saved model computes the same as the trained one: logits of a few tokens, before the save replaces
+another.
 
-`ZeroEngine.save_16bit_model` asks the trained model, `export.py` the folder that was written. An adapter that is merged
-wrong, a head that is tied again when it is loaded or a weight under a wrong name all change logits. So does rounding
-where two experts are close: the saved model is therefore asked with the experts that the trained one chose, and how
-often it would have chosen others is compared by itself.
+`ZeroEngine.save_16bit_model` runs the trained model, `export.py` the folder that was written. An adapter that is merged
+wrongly, a head that is tied again when it is loaded or a weight under a wrong name all change logits. So does rounding
+where two experts are close: the saved model is therefore run with the experts that the trained one chose, and how often
+it would have chosen others is compared separately.
 
 T tokens, V vocabulary (or labels of a classifier), K experts of a token.
 """
@@ -24,12 +25,13 @@ from transformers.utils import logging as transformers_logging
 
 logger = logging.getLogger("hybrid_engine")
 SPREAD, LAST = 24, 8
-"""How many tokens of the whole vocabulary are asked for, and of its end, where new tokens stand."""
+"""Number of tokens taken from the whole vocabulary, and from its end, where new tokens are."""
 FP32_BOUND, HALF_BOUND = 2e-3, 0.1
-"""The largest relative difference of a position's logits, in the median: rounding stays far below it in fp32. In 16
-bits merging rounds each weight, which moves logits by some percent."""
+"""The largest relative difference of a position's logits, in the median. In fp32 rounding stays far below it. In 16
+bits merging rounds each weight, which moves logits by some percent.
+"""
 OUTLIERS = 8
-"""A single position may differ by this many bounds."""
+"""A single position may differ by this many times the bound."""
 MOST_OTHER_EXPERTS = 0.25
 """The largest share of experts that the saved model would not choose. With another router about half of them differ."""
 
@@ -42,7 +44,7 @@ class Routing(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """Tokens and what the trained model answers to them."""
+    """Tokens and the trained model's logits for them."""
 
     inputs: dict[str, torch.Tensor]
     logits: torch.Tensor  # [T, V] fp32 on the CPU
@@ -54,7 +56,7 @@ def ask_model(module: nn.Module, device: torch.device) -> Probe | None:
     """The probe of a model of transformers, adapters around it or not; runs its forward, which may be collective.
 
     Returns:
-        None where it is no such model, or takes no token ids.
+        None if it is not a transformers model, or does not take token ids.
     """
     base = module.get_base_model() if isinstance(module, PeftModel) else module
     if not isinstance(base, PreTrainedModel) or base.main_input_name != "input_ids":
@@ -66,7 +68,7 @@ def ask_model(module: nn.Module, device: torch.device) -> Probe | None:
     with _experts_hooked(module, lambda routing: routings.append(_on_cpu(routing))):
         logits = _logits(module, inputs)
     if not torch.isfinite(logits).all():
-        return None  # there is no answer to compare with
+        return None  # no valid logits to compare with
     return Probe({name: ids.cpu() for name, ids in inputs.items()}, logits, base.dtype, routings)
 
 
@@ -115,7 +117,7 @@ def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> torch.T
 
 
 class _FollowedRoutings:
-    """Routings of another model, which experts follow where their own router chose others."""
+    """Routings of another model; they replace those of the own router for tokens where it chose other experts."""
 
     def __init__(self, routings: list[Routing]) -> None:
         self._coming = iter(routings)
@@ -134,13 +136,13 @@ class _FollowedRoutings:
 
     @property
     def share_of_others(self) -> float:
-        """Share of the chosen experts that the other model did not choose, of 1."""
+        """Share of the chosen experts, in [0, 1], that the other model did not choose."""
         return self._others / max(self._choices, 1)
 
 
 @contextmanager
 def _experts_hooked(module: nn.Module, see: Callable[[Routing], Routing | None]) -> Iterator[None]:
-    """Inside, `see` gets the routing of each layer before its experts compute, and may return another.
+    """Inside, `see` is called with the routing of each layer before its experts compute, and may return another.
 
     Experts of transformers are modules called with hidden states, indices and weights.
     """
@@ -151,7 +153,7 @@ def _experts_hooked(module: nn.Module, see: Callable[[Routing], Routing | None])
         seen = see(Routing(args[1], args[2]))
         return None if seen is None else (args[0], *seen)
 
-    # An adapter around experts is called with the same and calls them.
+    # An adapter around experts is called with the same arguments and calls them.
     parts = [part for part in module.modules() if not isinstance(part, BaseTunerLayer)]
     handles = [part.register_forward_pre_hook(before) for part in parts if "Experts" in type(part).__name__]
     try:
@@ -166,7 +168,7 @@ def _on_cpu(routing: Routing) -> Routing:
 
 
 def _tokens(module: nn.Module, base: PreTrainedModel) -> torch.Tensor:
-    """Token ids `[1, T]` from everywhere in the vocabulary, its end and those that adapters train one by one."""
+    """Token ids `[1, T]` spread over the vocabulary, its end, and tokens that adapters train individually."""
     config = base.config.get_text_config()
     size, limit = config.vocab_size, getattr(config, "max_position_embeddings", None)
     spread = torch.linspace(0, size - 1, min(SPREAD, size)).long()
@@ -184,7 +186,7 @@ def _trained_tokens(module: nn.Module) -> list[int]:
 
 @torch.no_grad()
 def _logits(module: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Logits `[T, V]`, or the first output, without dropout; modes of the parts are put back."""
+    """Logits `[T, V]`, or the first output, without dropout; the modes of the modules are restored."""
     modes = [(part, part.training) for part in module.modules()]
     for part, _ in modes:
         part.training = False
@@ -202,7 +204,7 @@ def without_renamed_attribute_warning() -> Iterator[None]:
     """For the construction of a `PeftModel`, which reads an attribute that transformers has renamed.
 
     peft 0.21.2 asks a model for `is_gradient_checkpointing` and transformers 5.23 answers with a FutureWarning. Neither
-    can be told to do otherwise: the attribute is a property, and peft asks for it always.
+    can be configured: the attribute is a property, and peft always reads it.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)

@@ -1,4 +1,4 @@
-"""Saves a checkpoint of a ZeroEngine: everything needed to go on as if the run had never stopped."""
+"""Saves a checkpoint of a ZeroEngine: everything needed to continue as if the run had not stopped."""
 
 import errno
 import fcntl
@@ -31,14 +31,14 @@ from hybrid_engine.optim.training_state import TrainingState
 
 LOCK_FILE = ".hybrid_engine.lock"
 TAKEN = {errno.EACCES, errno.EAGAIN}
-# The system counts locks by process, and closing any descriptor of a locked file gives up the process's lock: a second
+# The system counts locks per process, and closing any descriptor of a locked file releases the process's lock: a second
 # engine that saves there must get the same object. The key is (process, device, inode).
 _held: "weakref.WeakValueDictionary[tuple[int, int, int], FolderLock]" = weakref.WeakValueDictionary()
 logger = logging.getLogger("hybrid_engine")
 
 
 class FolderLock:
-    """Keeps other processes from saving into a folder for as long as it lives."""
+    """Keeps other processes from saving into a folder for as long as the object lives."""
 
     def __init__(self, descriptor: int) -> None:
         self._closing = weakref.finalize(self, os.close, descriptor)
@@ -47,7 +47,7 @@ class FolderLock:
 def lock_folder(directory: Path) -> FolderLock:
     """A lock on `directory`, shared by all engines of this process.
 
-    On a file system without locks there is only a warning.
+    On a file system without locks it only logs a warning.
 
     Raises:
         ValueError: another process holds it.
@@ -76,7 +76,7 @@ def _key(path: Path) -> tuple[int, int, int]:
 
 
 def _sign(descriptor: int) -> None:
-    """Leaves a note for others. A full disk is no reason to refuse the lock."""
+    """Writes this process's name into the lock file. A full disk is not a reason to refuse the lock."""
     with suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -98,21 +98,21 @@ def save(
     is_latest: bool = True,
     without_frozen: bool = False,
 ) -> Path:
-    """Writes the checkpoint `tag` (default `global_step<n>`) and makes it the latest if asked to; collective.
+    """Writes the checkpoint `tag` (default `global_step<n>`) and with `is_latest` makes it the latest; collective.
 
     When it returns, the checkpoint is on disk; until then an older one of the same tag stays, and an error or Ctrl-C
     leaves it, the latest one and the engine as they were. Folder, tag and client state are rank 0's. From the first
-    save on no other process may save into the folder, until this engine saves into another one or is gone.
-    `without_frozen` leaves parameters out that require no gradient, such as the base of adapters: an engine that loads
+    save on no other process can save into the folder, until this engine saves into another one or is deleted.
+    `without_frozen` leaves out parameters that require no gradient, such as the base of adapters: an engine that loads
     the checkpoint keeps its own.
 
     The gradients of micro-batches since the last step stay in the engine and are not in the checkpoint: whoever loads
     it begins that step anew, with the micro-batches that follow.
 
     Raises:
-        ValueError: no path of a folder; a tag that is no folder name, or that of a folder which is no checkpoint; a
-            client state that is not made of plain values and tensors; another process saves into the folder.
-        OSError: the disk is full, or the folder cannot be written to. What was written of the checkpoint is removed.
+        ValueError: not a path of a folder; a tag that is not a folder name, or names a folder that is not a checkpoint;
+            a client state that does not consist of plain values and tensors; another process saves into the folder.
+        OSError: the disk is full, or the folder cannot be written to. The files written so far are removed.
     """
     folder = on_rank_zero(lambda: check_folder("save_dir", directory))
     tag = on_rank_zero(lambda: check_tag(f"global_step{training.global_steps}" if tag is None else str(tag)))
@@ -141,7 +141,7 @@ def save(
 
 
 def choose_tag(tag: str | int | None, validation: str) -> str | int | None:
-    """The tag of rank 0, compared with the others' as `checkpoint.tag_validation` says; collective.
+    """The tag of rank 0, after a comparison with the others' as set by `checkpoint.tag_validation`; collective.
 
     Raises:
         ValueError: they differ and `validation` is "Fail".
@@ -165,7 +165,7 @@ def _begin(training: TrainingState, folder: Path, tag: str) -> Path:
 def _write_tensors(
     training: TrainingState, writing: Path, left_out: Collection[str], held: HeldInterrupts
 ) -> dict[str, str]:
-    """Writes the tensors, every process its shards; returns the checksums of those files by name. Collective."""
+    """Writes the tensors, every process its shards; returns the checksums of the files by name. Collective."""
 
     def collect() -> dict[str, Any]:
         if training.optimizer is not None:

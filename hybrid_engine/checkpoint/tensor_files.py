@@ -1,8 +1,7 @@
 """Writes tensors to a folder and reads them back with torch.distributed.checkpoint, sharded or not.
 
-They are read back on another number of processes and at another ZeRO stage. What leaves these functions is a
-ValueError, an OSError or what SIGINT raises: torch's own `CheckpointException` is no Exception, and no script catches
-it.
+They can be read on another number of processes and at another ZeRO stage. These functions raise a ValueError, an
+OSError or the exception of SIGINT: torch's own `CheckpointException` is not an Exception, so scripts do not catch it.
 """
 
 import io
@@ -36,16 +35,16 @@ RECORDS = {
     ("torch.serialization", "_get_layout"),
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
 }
-"""What an index names, by module and name."""
+"""Classes and functions that an index may name, by module and name."""
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 STATE_FILE = "state.pt"
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, held: HeldInterrupts, is_alone: bool) -> None:
-    """Writes `tensors` to `folder`; collective, and an error on one process is raised on all, unless `is_alone`.
+    """Writes `tensors` to `folder`. Unless `is_alone` it is collective, and an error on one process is raised on all.
 
     Raises:
-        OSError: the disk is full, or the like.
+        OSError: the disk is full, or a similar error.
         ValueError: torch cannot write them for another reason.
     """
     with _raising_the_cause(), _without_process_group_warning():
@@ -53,18 +52,18 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, held: HeldI
 
 
 def read_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, index: Metadata) -> None:
-    """Reads into `tensors`, of each no more than its shard; local.
+    """Reads into `tensors`, only the shard of each; local.
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a tensor is missing, of another shape, or damaged.
+        ValueError: a tensor is missing, has another shape, or is damaged.
     """
     with _raising_the_cause(), _without_process_group_warning():
         dcp.load(dict(tensors), storage_reader=_Reader(folder, index), no_dist=True)
 
 
 class _Writer(dcp.FileSystemWriter):
-    """SIGINT is let through while it writes: torch exchanges the errors of this part, and of no other."""
+    """Allows SIGINT while it writes: torch exchanges the errors of this part only."""
 
     def __init__(self, folder: Path, held: HeldInterrupts) -> None:
         super().__init__(folder)
@@ -75,12 +74,12 @@ class _Writer(dcp.FileSystemWriter):
             with self._held.allowed():
                 return super().write_data(plan, planner)
         except BaseException as error:
-            # Here, before the error travels to other processes without its context.
+            # Here, before the error is sent to other processes without its context.
             raise find_cause(error) from None
 
 
 class _Reader(dcp.FileSystemReader):
-    """Knows the index already, which torch would unpickle."""
+    """Uses an index that was read already; torch would unpickle it."""
 
     def __init__(self, folder: Path, index: Metadata) -> None:
         super().__init__(folder)
@@ -103,7 +102,7 @@ def _raising_the_cause() -> Iterator[None]:
 
 @contextmanager
 def _without_process_group_warning() -> Iterator[None]:
-    """Being a single process is no accident that the user should be warned of at every save."""
+    """Suppresses a warning at every save: a single process is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -112,11 +111,12 @@ def _without_process_group_warning() -> Iterator[None]:
 def read_index(folder: Path, files: Collection[str], skips_others: bool = False) -> Metadata:
     """The index of the checkpoint in `folder`, whose files are `files`.
 
-    With `skips_others` an index of another program: objects other than tensors are left out, whatever it names.
+    With `skips_others` it may be an index of another program: objects other than tensors are left out, whatever their
+    class.
 
     Raises:
-        ValueError: it is damaged; it names something that no index needs; it holds objects other than tensors, which
-            could not be read without running code; or a tensor in a file that is not one of the checkpoint's.
+        ValueError: it is damaged; it names a class that no index needs; it holds objects other than tensors, which
+            could not be read without running code; or a tensor is in a file that is not one of the checkpoint's.
         OSError: it cannot be read.
     """
     with (folder / INDEX_FILE).open("rb") as file:
@@ -133,7 +133,7 @@ def read_index(folder: Path, files: Collection[str], skips_others: bool = False)
 
 
 class _Record:
-    """What the pickle makes of a class of torch: the state it gives, and nothing else."""
+    """Stands for an object of a class of torch in the pickle; it only keeps the object's state."""
 
     __slots__ = ("state",)
 
@@ -147,13 +147,13 @@ class _Record:
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Knows `RECORDS`, torch's dtypes and sizes; its records' classes are its own, so that no pickle changes another's.
+    """Knows `RECORDS`, torch's dtypes and sizes. Its record classes are its own, so no pickle changes those of another.
 
     Extension codes and persistent ids come here too, or are refused by pickle itself.
     """
 
     def __init__(self, file: Any, knows_all: bool) -> None:
-        """`knows_all`: any other name is a record too, of which nothing is read."""
+        """With `knows_all` every other name is a record too, whose contents are ignored."""
         super().__init__(file)
         self._knows_all = knows_all
         self._classes = {key: type(key[1], (_Record,), {"__slots__": ()}) for key in RECORDS}
@@ -250,7 +250,7 @@ def serialize(values: dict[str, Any]) -> bytes:
     """`values` as the bytes of a file.
 
     Raises:
-        ValueError: a part cannot be stored, or not read back without running code; it says which.
+        ValueError: a part cannot be stored, or not read back without running code; the message names it.
     """
     for name, value in values.items():
         if not _is_storable(value):
@@ -265,7 +265,7 @@ def serialize(values: dict[str, Any]) -> bytes:
 
 
 def read_values(folder: Path) -> dict[str, Any]:
-    """What was serialized to the checkpoint in `folder`.
+    """The values that were serialized to the checkpoint in `folder`.
 
     Raises:
         ValueError: it is damaged.
@@ -299,7 +299,7 @@ def _is_storable(value: Any) -> bool:
 
 
 def _find_unstorable(path: str, value: Any, outer: tuple[Any, ...]) -> tuple[str, Any]:
-    """The innermost part of `value` that cannot be stored, and where it is; `outer` are the parts around it."""
+    """The innermost part of `value` that cannot be stored, and its path; `outer` are the parts around it."""
     children: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         children = [(key, part) for key, child in value.items() for part in (key, child)]

@@ -1,7 +1,6 @@
-"""Folders that files are written into before they get their place: marked, so that nobody's own is taken for one.
+"""Folders that files are written into before they are moved to their place, with a mark that tells them from others.
 
-A process that is killed leaves such a folder behind. The next one removes it, and only it: a folder without the mark
-is somebody's.
+A killed process leaves such a folder. The next one removes it; a folder without the mark belongs to the user and stays.
 """
 
 import shutil
@@ -20,13 +19,13 @@ WRITING = ".writing"
 
 @contextmanager
 def writing_files(folder: Path) -> Iterator[Path]:
-    """A folder to write files into that are to lie in `folder`, which is made if it does not exist.
+    """Yields a folder for files that are moved into `folder` at the end; `folder` is made if it does not exist.
 
-    At the end they get their place, instead of those of the same names; after an error they are removed.
+    They replace files of the same names; after an error they are removed.
 
     Raises:
         ValueError: something is in the way.
-        OSError: the disk is full, or the like.
+        OSError: the disk is full, or a similar error.
     """
     folder.mkdir(parents=True, exist_ok=True)
     writing = folder / WRITING
@@ -42,13 +41,13 @@ def writing_files(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing_folder(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder`, which takes its place at the end; `folder` must not exist, or be empty.
+    """Yields a folder next to `folder`, which replaces it at the end; `folder` must not exist, or must be empty.
 
     After an error it is removed. A process that is killed leaves `folder` as it was; the next call removes the rest.
 
     Raises:
         ValueError: something is in the way.
-        OSError: the disk is full, or the like.
+        OSError: the disk is full, or a similar error.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     writing = folder.parent / f".{folder.name}{WRITING}"
@@ -60,12 +59,12 @@ def writing_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         remove(writing)
         raise
-    (folder / MARK).unlink()  # last: until then a killed process has left a folder that the next one may remove
+    (folder / MARK).unlink()  # last: a process killed before this leaves a folder that the next one may remove
 
 
 @contextmanager
 def _naming(folder: Path) -> Iterator[None]:
-    """Lets an error of the system say which folder was being written, whatever a library wrapped it in."""
+    """Makes an error of the system name the folder that was being written, even if a library wrapped the error."""
     try:
         yield
     except Exception as error:
@@ -78,13 +77,13 @@ def _naming(folder: Path) -> Iterator[None]:
 
 
 def save_state_dict(state: dict[str, Any], path: Path) -> None:
-    """`torch.save`, which says of a path on a full disk only that a stream has failed."""
+    """Calls `torch.save` on an open file: with a path, its error for a full disk only says that a stream has failed."""
     with path.open("wb") as file:
         torch.save(state, file)
 
 
 def make(folder: Path) -> None:
-    """An empty marked folder; one that a killed process left there is removed first.
+    """Makes an empty marked folder; one that a killed process left there is removed first.
 
     Raises:
         ValueError: something else is there.
@@ -100,23 +99,23 @@ def make(folder: Path) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Removes a folder that was made here; anything else stays."""
+    """Removes a folder that was made here or is empty; anything else stays."""
     if is_marked(folder) or is_empty(folder):
         remove(folder)
 
 
 def is_marked(folder: Path) -> bool:
-    """Whether `folder` was made here, and is no link to one."""
+    """Whether `folder` was made here and is not a link to such a folder."""
     return not folder.is_symlink() and (folder / MARK).is_file()
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether `folder` is a folder, and no link, with nothing in it."""
+    """Whether `folder` is an empty folder and not a link."""
     return not folder.is_symlink() and folder.is_dir() and not any(folder.iterdir())
 
 
 def remove(folder: Path) -> None:
-    """Removes `folder`, its mark last: a process that is killed here leaves it marked."""
+    """Removes `folder`, its mark last, so that a process killed here leaves it marked."""
     for path in [path for path in folder.iterdir() if path.name != MARK]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -127,10 +126,10 @@ def remove(folder: Path) -> None:
 
 
 def find_cause(error: BaseException) -> BaseException:
-    """What is behind an error of torch's: an interruption, a system error, or a ValueError with its words."""
+    """The cause of an error from torch: an interruption, a system error, or a ValueError with its text."""
     causes = [cause for cause in _causes(error) if not isinstance(cause, CheckpointException)]
     for cause in causes:
-        if not isinstance(cause, Exception):  # KeyboardInterrupt and its like
+        if not isinstance(cause, Exception):  # such as KeyboardInterrupt
             return cause
     for kind in (OSError, ValueError):
         for cause in causes:
@@ -144,7 +143,7 @@ def find_cause(error: BaseException) -> BaseException:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """`error`, what it wraps, and what it came from."""
+    """`error`, the errors that it wraps, and those that caused it."""
     if error is None:
         return
     yield error

@@ -1,1 +1,1 @@
-"""The processes of a run: who they are, how they meet and are interrupted, and the data that each gets."""
+"""The processes of a run: their ranks, how they meet and are interrupted, and the data that each gets."""

@@ -16,8 +16,8 @@ class TrainingDataLoader:
     The epoch's permutation is cut into slices of `micro_batch_size * world_size` samples, of which each process gets
     its part; samples that do not fill the last slice wait for another epoch's order. No global random state is read.
 
-    A loop over it hands out the rest of the current epoch: a new one after a loop that came to its end, the batches
-    not handed out yet after `load_state_dict` or a loop that was left early.
+    A loop over it yields the rest of the current epoch: a new epoch after a loop that ran to its end, the remaining
+    batches after `load_state_dict` or a loop that was left early.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class TrainingDataLoader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         seed: int = 0,
     ) -> None:
-        """Raises ValueError for a dataset without length and index, or one too small for a single batch."""
+        """Raises ValueError if the dataset has no length or index, or is too small for a single batch."""
         self._num_per_batch = micro_batch_size * world_size
         _check_dataset(dataset, self._num_per_batch)
         if collate_fn is not None and not callable(collate_fn):
@@ -52,7 +52,7 @@ class TrainingDataLoader:
         while self._num_samples_done + self._num_per_batch <= len(order):
             start = self._num_samples_done + self.rank * self.micro_batch_size
             samples = [self.dataset[index] for index in order[start : start + self.micro_batch_size]]
-            # Counted before it is handed out: a checkpoint taken while the batch is in use must not repeat it.
+            # Counted before the yield: a checkpoint taken while the batch is in use must not repeat it.
             self._num_samples_done += self._num_per_batch
             yield self.collate_fn(samples)
         self.epoch += 1
@@ -63,7 +63,7 @@ class TrainingDataLoader:
         return np.random.default_rng((self.seed, self.epoch)).permutation(len(self.dataset)).tolist()
 
     def state_dict(self) -> dict[str, int]:
-        """The position, in samples over all processes: it means the same on another number of processes."""
+        """The position, in samples over all processes, so that it is valid on another number of processes."""
         return {"seed": self.seed, "epoch": self.epoch, "num_samples_done": self._num_samples_done}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

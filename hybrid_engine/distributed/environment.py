@@ -3,20 +3,20 @@
 import re
 from collections.abc import Mapping
 
-# Rank, world size and local rank, as Open MPI, MPICH with Intel MPI, and MVAPICH name them.
+# Rank, world size and local rank under the names of Open MPI, of MPICH with Intel MPI, and of MVAPICH.
 MPI_NAMES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
 )
 LEAST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}
-"""The numbers among torchrun's variables, and the smallest that each may be."""
+"""Minimum value of each numeric variable of torchrun."""
 MAX_PORT = 65535
 LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
 
 
 def describe_process(environment: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would have set and is missing: RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR.
+    """Values for those of torchrun's variables RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR that are missing.
 
     torchrun's own variables come first, then MPI's, then those of a SLURM step (`srun`). A batch script that SLURM
     starts without `srun` is a single process, whatever the size of its allocation.
@@ -25,7 +25,7 @@ def describe_process(environment: Mapping[str, str]) -> dict[str, str]:
         environment: os.environ.
 
     Returns:
-        Variables to add; none where torchrun set them or nothing names several processes.
+        Variables to add; empty if torchrun set them, or if the environment does not describe several processes.
 
     Raises:
         ValueError: MPI started processes on several machines and MASTER_ADDR is not set; or the variables contradict
@@ -40,7 +40,7 @@ def describe_process(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_process(environment: Mapping[str, str]) -> None:
-    """Raises ValueError for a rank, a size or a port that is none, or that the others contradict."""
+    """Raises ValueError if a rank, a size or a port is not a valid number, or contradicts the others."""
     numbers = {name: _number(name, environment[name], least) for name, least in LEAST.items() if name in environment}
     size, rank = numbers.get("WORLD_SIZE"), numbers.get("RANK")
     if rank is not None and size is None:
@@ -49,7 +49,7 @@ def check_process(environment: Mapping[str, str]) -> None:
         raise ValueError(f"WORLD_SIZE={size} is set and RANK is not; set both, or neither for a single process")
     _check_below("RANK", rank, "WORLD_SIZE", size)
     _check_below("LOCAL_RANK", numbers.get("LOCAL_RANK"), "WORLD_SIZE", size)
-    # LOCAL_WORLD_SIZE is not compared: accelerate sets it to 1 where nobody did.
+    # LOCAL_WORLD_SIZE is not compared: accelerate sets it to 1 if it is not set.
     if numbers.get("MASTER_PORT", 0) > MAX_PORT:
         raise ValueError(f"MASTER_PORT={numbers['MASTER_PORT']} must be at most {MAX_PORT}; choose another port")
     if environment.get("MASTER_ADDR") == "":

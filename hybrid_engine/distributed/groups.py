@@ -1,4 +1,4 @@
-"""The groups of a mesh as something that one process can leave, and the store at which all processes met."""
+"""Groups of a mesh that one process can leave by itself, gloo groups for CPU tensors, and the default store."""
 
 from weakref import WeakKeyDictionary
 
@@ -8,9 +8,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 _num_closed = 0
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
-"""By the group of all processes, of which a script may make a new one, and by ranks."""
+"""Gloo groups by the group of all processes, which a script may replace, and by ranks."""
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""(output `[W * n]`, input `[n]`, group): the parts of all W processes, one behind the other."""
+"""(output `[W * n]`, input `[n]`, group): concatenates the parts of all W processes."""
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """(output `[n]`, input `[W * n]`, op, group): this process's part of the sum."""
 
@@ -21,18 +21,19 @@ def default_store() -> dist.Store:
 
 
 def axis_name(name: str) -> str:
-    """What to call an axis of a mesh that may be closed: `name` until one was, then `name` and how many.
+    """The name for an axis of a mesh that may be closed: `name` until a mesh was closed, then `name` and the number
+    closed.
 
-    DTensor remembers the meshes of its results by their processes and the names of their axes: a mesh that equals a
-    closed one would be taken for it.
+    DTensor remembers the meshes of its results by their processes and the names of their axes. Without the number it
+    would take a new mesh for an equal one that is closed.
     """
     return f"{name}_after_{_num_closed}" if _num_closed else name
 
 
 def with_own_group(mesh: DeviceMesh) -> DeviceMesh:
-    """`mesh` over groups that serve nothing else; collective.
+    """`mesh` over groups that no other mesh uses; collective.
 
-    Of an axis that has all processes PyTorch makes their own group, which nobody can leave.
+    PyTorch gives an axis that spans all processes the default group, which a process cannot leave.
     """
     groups = mesh.get_all_groups()
     if dist.group.WORLD not in groups:
@@ -44,9 +45,9 @@ def with_own_group(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def close_groups(mesh: DeviceMesh) -> None:
-    """Closes this process's connections in the groups of `mesh`, which serves nothing any more; local.
+    """Closes this process's connections in the groups of `mesh`, which must not be used afterwards; local.
 
-    The last references to the groups must go with it, which the outermost mesh has.
+    The last references to the groups must be released with it; the outermost mesh holds them.
     """
     global _num_closed
     _num_closed += 1
@@ -60,13 +61,13 @@ def close_groups(mesh: DeviceMesh) -> None:
 
 
 def host_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
-    """`group`, or one of the same processes over gloo where `group` takes no tensors of the CPU.
+    """`group`, or a gloo group of the same processes if `group` does not accept CPU tensors.
 
     Valid until the group of all processes is destroyed. The first call may be collective over the processes of `group`,
     later ones are local.
 
     Args:
-        group: one that this process is in; None is that of all processes.
+        group: a group that this process belongs to; None is the group of all processes.
     """
     world = dist.group.WORLD
     assert world is not None, "there is no process group"
@@ -76,6 +77,6 @@ def host_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     ranks, made = tuple(dist.get_process_group_ranks(group)), _made.setdefault(world, {})
     assert list(ranks) == sorted(ranks), f"{ranks=}"  # new_group sorts them
     if ranks not in made:
-        # Other processes need not call this, who may be somewhere else.
+        # Processes outside of the group need not make this call: they may be in another part of the program.
         made[ranks] = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
     return made[ranks]

@@ -1,7 +1,7 @@
-"""Ctrl-C: what must not stop halfway is finished first, and what it leaves behind of the process's modes is put back.
+"""Ctrl-C: delays it until a section that must not stop halfway is finished, and restores modes after it.
 
-Python raises KeyboardInterrupt between any two lines, also between the halves of a step and in the `finally` that
-would clean up. Signal handlers run in the main thread alone, so elsewhere there is nothing to hold back.
+Python raises KeyboardInterrupt between any two lines, including between the halves of a step and in the `finally` that
+would clean up. Signal handlers run in the main thread only; in other threads there is nothing to delay.
 """
 
 import signal
@@ -15,18 +15,18 @@ from typing import Any
 import torch
 
 INSISTS_AFTER = 1.0
-"""Seconds after which another Ctrl-C is not held back; torchrun passes the first one on at once, a second time."""
+"""Seconds after which another Ctrl-C is not delayed; torchrun passes the first one on at once, a second time."""
 
 
 class HeldInterrupts:
-    """Ctrl-C that came inside `holding_interrupts()` and waits for its end."""
+    """A Ctrl-C that came inside `holding_interrupts()` and is delayed until its end."""
 
     def __init__(self) -> None:
         self._previous: Any = None
         self._since: float | None = None
 
     def begin(self) -> None:
-        """Holds back from here on, where the handler is one of Python's."""
+        """Delays Ctrl-C from here on, if the handler is one of Python's."""
         if threading.current_thread() is not threading.main_thread():
             return
         previous = signal.getsignal(signal.SIGINT)
@@ -35,14 +35,14 @@ class HeldInterrupts:
             signal.signal(signal.SIGINT, self._hold)
 
     def end(self) -> None:
-        """Lets Ctrl-C through again, and what was held first."""
+        """Stops delaying Ctrl-C and raises one that was delayed."""
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
             self.pass_on()
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
-        """Inside, Ctrl-C comes through at once."""
+        """Inside, Ctrl-C is raised at once."""
         self.pass_on()
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
@@ -60,7 +60,7 @@ class HeldInterrupts:
             self._since = now
 
     def pass_on(self) -> None:
-        """Raises what Ctrl-C raises, if it came."""
+        """Raises the delayed Ctrl-C, if there is one."""
         if self._since is not None:
             self._since = None
             self._previous(signal.SIGINT, None)
@@ -68,7 +68,9 @@ class HeldInterrupts:
 
 @contextmanager
 def holding_interrupts() -> Iterator[HeldInterrupts]:
-    """Ctrl-C inside is raised at the end, when what is inside is done; one that is repeated later comes through."""
+    """Delays Ctrl-C inside until the end of the block; one that is repeated `INSISTS_AFTER` seconds later is raised at
+    once.
+    """
     held = HeldInterrupts()
     held.begin()
     try:
@@ -79,9 +81,9 @@ def holding_interrupts() -> Iterator[HeldInterrupts]:
 
 @contextmanager
 def restoring_modes() -> Iterator[None]:
-    """After an error inside, gradients are enabled, and autocast nested, as before.
+    """After an error inside, restores whether gradients are enabled, and the nesting of autocast.
 
-    PyTorch's context managers put their mode back in Python, where Ctrl-C may come first.
+    PyTorch's context managers restore their mode in Python, where Ctrl-C may come first.
     """
     is_grad_enabled, level = torch.is_grad_enabled(), _autocast_level()
     try:
@@ -95,6 +97,6 @@ def restoring_modes() -> Iterator[None]:
 
 
 def _autocast_level() -> int:
-    """How many autocast blocks are open; the weights they cast are kept until there is none."""
+    """Number of open autocast blocks; the weights that they cast are kept until it is 0."""
     torch.autocast_increment_nesting()
     return int(torch.autocast_decrement_nesting())

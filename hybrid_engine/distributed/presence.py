@@ -1,8 +1,8 @@
-"""Says which process is gone, or stopped at an error, where the others wait for it in a collective.
+"""Reports which process is gone, or stopped at an error, while the others wait for it in a collective.
 
-A collective that waits for a process which has died ends with words about sockets, or when its time is up. So each
-process has a connection to rank 0, which tells the others whose connection has ended, and what stopped a process that
-still lives. Nothing is sent while all is well.
+A collective that waits for a dead process ends with an error about sockets, or at its timeout. So each process has a
+connection to rank 0. Rank 0 tells the others which connection has ended, and which error stopped a process that is
+still alive. Nothing is sent during normal operation.
 """
 
 import json
@@ -22,22 +22,22 @@ import torch.distributed as dist
 from hybrid_engine.distributed.groups import host_group
 
 SECONDS_TO_HEAR = 2.0
-"""How long a process whose collective has failed waits to hear why."""
+"""Seconds that a process whose collective has failed waits to hear why."""
 LINE_AFTER = 5.0
-"""Seconds in one call of the engine, with another process known to be gone, until a line says so."""
+"""Seconds in one call of the engine, with another process known to be gone, before a line is printed."""
 SECONDS_TO_CONNECT = 10.0
 LOST = ("Connection closed", "Connection reset", "Broken pipe", "Timed out", "timeout", "Timeout", "NCCL", "aborted")
-"""Words in errors of collectives that other processes did not come to."""
+"""Words in errors of collectives that other processes did not join."""
 
 
 class Presence:
-    """What this process knows of the others; rank 0 is who all are connected with."""
+    """What this process knows about the others; all of them are connected to rank 0."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         """Connects; collective."""
         self.rank = rank
         self.phase: tuple[str, float] | None = None
-        """The call of the engine that this process is in, and since when."""
+        """The current call of the engine in this process, and its start time."""
         self.group_id = id(dist.group.WORLD)
         self._gone: set[int] = set()
         self._errors: dict[int, str] = {}
@@ -105,14 +105,14 @@ class Presence:
         if self._ranks[connection] >= 0:
             self._note(json.loads(line))
             return
-        rank, _, token = line.partition(b" ")  # of whoever connects, before it is known who that is
+        rank, _, token = line.partition(b" ")  # from a new connection, whose rank is not known yet
         if secrets.compare_digest(token, self._token.encode()):
             self._ranks[connection] = int(rank)
         else:
             connection.shutdown(socket.SHUT_RDWR)
 
     def _note(self, message: dict[str, Any]) -> None:
-        """Keeps what was heard of a process; rank 0 passes it on."""
+        """Stores a message about a process; rank 0 forwards it."""
         rank = message["rank"]
         if message.get("gone"):
             self._gone.add(rank)
@@ -127,7 +127,7 @@ class Presence:
         self._heard.set()
 
     def tell(self, error: str | None) -> None:
-        """Tells all others what stopped this process; None: it goes on."""
+        """Tells all others which error stopped this process; None: it continues."""
         if error is None and not self._has_told:
             return
         self._has_told = error is not None
@@ -137,7 +137,7 @@ class Presence:
                 _send(connection, message)
 
     def describe(self) -> str:
-        """Who is missing, and why; empty where nothing is known."""
+        """The missing processes and their errors; empty if none is known."""
         gone = [f"rank {rank} is gone{self._last_words(rank)}" for rank in sorted(self._gone)]
         stopped = [f"rank {rank} stopped at {text}" for rank, text in self._errors.items() if rank not in self._gone]
         return "; ".join(gone + stopped)
@@ -146,7 +146,7 @@ class Presence:
         return f", it stopped at {self._errors[rank]}" if rank in self._errors else ""
 
     def wait_to_hear(self) -> str:
-        """What `describe` says once something is known; or empty after `SECONDS_TO_HEAR`."""
+        """The result of `describe` as soon as it is not empty; empty after `SECONDS_TO_HEAR`."""
         end = time.monotonic() + SECONDS_TO_HEAR
         while not self.describe() and time.monotonic() < end:
             self._heard.clear()
@@ -154,7 +154,7 @@ class Presence:
         return self.describe()
 
     def _say_who_is_missing(self) -> None:
-        """A collective on a GPU waits on until its time is up, and says nothing of other processes then."""
+        """Prints a line: a collective on a GPU waits until its timeout and does not mention other processes."""
         phase, known = self.phase, self.describe()
         if phase is None or not known or known in self._lines:
             return
@@ -166,12 +166,12 @@ class Presence:
 
 
 def _send(connection: socket.socket, message: str) -> None:
-    with suppress(OSError), _sending:  # an end is noticed where it is read from
+    with suppress(OSError), _sending:  # the end of a connection is noticed by its reader
         connection.sendall(message.encode() + b"\n")
 
 
 _sending = threading.Lock()
-# One for the process group of this process, which there is one of, too.
+# One for the process group of this process, of which there is also one.
 _presence: Presence | None = None
 
 
@@ -184,10 +184,10 @@ def start() -> None:
 
 @contextmanager
 def naming_who_left(phase: str) -> Iterator[None]:
-    """Around a call of the engine, which is named `phase`: others hear of an error in it.
+    """Wraps a call of the engine, named `phase`, and tells the other processes about an error in it.
 
     Raises:
-        RuntimeError: a collective failed, because of a process that is gone or was stopped, which is named.
+        RuntimeError: a collective failed because a process is gone or was stopped; the message names it.
     """
     presence = _presence
     if presence is None or presence.phase is not None:

@@ -1,4 +1,4 @@
-"""Which process this is, which device it computes on, and how processes are brought together."""
+"""The rank and device of this process, how processes join a group, and helpers that run something on all of them."""
 
 import atexit
 import os
@@ -29,16 +29,16 @@ from hybrid_engine.ops.gpu import foreign_memory_line, kernel_problem, why_no_gp
 Result = TypeVar("Result")
 SECONDS_TO_FINISH = 0.1
 FIRST_AFTER = 5.0
-"""Seconds until the first line; the next comes at twice the time, and so on."""
+"""Seconds until the first line; each further line comes at twice the time of the one before."""
 NOTE = "hybrid_engine/came"
 MOST_RANKS = 20
-"""Ranks named in a line."""
+"""Maximum number of ranks named in a line."""
 
 
 def init_distributed(
     port: int = 29500, backend: str | None = None, timeout: timedelta | None = None, init_method: str | None = None
 ) -> None:
-    """Joins the process group that the environment of torchrun, MPI or SLURM describes, unless that was done.
+    """Joins the process group that the environment of torchrun, MPI or SLURM describes, unless it has joined already.
 
     Without such an environment, or with one process, there is nothing to join and no process group is made.
 
@@ -57,7 +57,7 @@ def init_distributed(
         return
     _let_threads_finish_at_exit()
     if torch.cuda.is_available():
-        # Collectives of objects use the current device, also in a group that somebody else made.
+        # Collectives of objects use the current device, also in a group that the caller made.
         torch.cuda.set_device(default_device())
     if not dist.is_initialized():
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -69,7 +69,7 @@ def init_distributed(
 
 def _join(backend: str | None, timeout: timedelta | None, init_method: str | None) -> None:
     if torch.cuda.is_available():
-        # gloo besides, for what is offloaded to the CPU.
+        # gloo in addition, for tensors that are offloaded to the CPU.
         backend, device = backend or "cpu:gloo,cuda:nccl", default_device()
         dist.init_process_group(backend, device_id=device, timeout=timeout, **_meeting_place(init_method))
     else:
@@ -92,21 +92,22 @@ def join_alone() -> None:
 
 @cache
 def _let_threads_finish_at_exit() -> None:
-    """Sleeps before Python ends, so that gloo's threads get the interpreter lock, which they drop tensors under.
+    """Sleeps before Python exits, so that gloo's threads can get the interpreter lock to release tensors.
 
-    A thread that asks for it later aborts the process: 7 of 40 runs on a busy machine ended so, whose last line was a
-    collective. `destroy_process_group` does not help, it waits for no thread of a group that a device mesh holds.
+    A thread that asks for the lock later aborts the process: this ended 7 of 40 runs on a busy machine whose last line
+    was a collective. `destroy_process_group` does not help: it does not wait for threads of a group that a device mesh
+    holds.
     """
     atexit.register(time.sleep, SECONDS_TO_FINISH)
 
 
 def get_world_size() -> int:
-    """Processes that train together; 1 without a process group."""
+    """Number of processes that train together; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def all_processes() -> dist.ProcessGroup | None:
-    """The group of all processes; None for one process that has joined none."""
+    """The group of all processes; None if this process has not joined one."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
@@ -116,17 +117,17 @@ def get_rank() -> int:
 
 
 def default_device() -> torch.device:
-    """This process's GPU, the CPU on a machine without one."""
+    """This process's GPU, or the CPU on a machine without one."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
 
 
 def check_gpu() -> None:
-    """Names what keeps this process's GPU from being used, before anything lies on it; local.
+    """Checks that this process can use its GPU, before anything is allocated on it; local.
 
     Raises:
-        ValueError: there is no GPU for this process of those on the machine, or kernels cannot run on it.
+        ValueError: the machine has no GPU for this process, or kernels cannot run on it.
     """
     if not torch.cuda.is_available():
         if reason := why_no_gpu():
@@ -143,12 +144,12 @@ def check_gpu() -> None:
 
 @cache
 def _foreign_memory_at_first(device: torch.device) -> str | None:
-    """Later this process holds memory that PyTorch does not count, such as that of `containers/device_memory.py`."""
+    """Cached: later this process itself holds memory that PyTorch does not count (`containers/device_memory.py`)."""
     return foreign_memory_line(device)
 
 
 def on_rank_zero(action: Callable[[], Result]) -> Result:
-    """Runs `action` on rank 0 and gives its result, or raises its error, on every process alike; collective.
+    """Runs `action` on rank 0 and returns its result, or raises its error, on every process; collective.
 
     The result must be picklable.
     """
@@ -165,7 +166,7 @@ def on_rank_zero(action: Callable[[], Result]) -> Result:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """`error`, or one with its words if it cannot be pickled, as classes of errors with several arguments."""
+    """`error`, or a RuntimeError with its text if it cannot be pickled, as with error classes of several arguments."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -183,9 +184,9 @@ def gather_objects(value: Result) -> list[Result]:
 
 
 def check_same_architecture(module: nn.Module, every: int = 1) -> None:
-    """Raises ValueError, on every process, unless all have parameters of the same names and shapes; collective.
+    """Raises ValueError on every process unless all have parameters of the same names and shapes; collective.
 
-    Of `every` consecutive processes, which hold a stage each, it compares each with those in its place alone.
+    `every` consecutive processes hold one pipeline stage each. Each process is compared with those of the same stage.
     """
     found = gather_objects([(name, tuple(param.shape)) for name, param in module.named_parameters()])
     for rank, other in enumerate(found):
@@ -199,16 +200,16 @@ def check_same_architecture(module: nn.Module, every: int = 1) -> None:
 
 @torch.no_grad()
 def broadcast_module(module: nn.Module) -> None:
-    """Gives every process rank 0's parameters and buffers: nobody promises that they were initialised alike.
+    """Gives every process rank 0's parameters and buffers, as processes may have initialized them differently.
 
-    Buffers on the meta device, which nobody has filled yet, stay as they are.
+    Buffers on the meta device, which are not filled yet, stay as they are.
     """
     if get_world_size() == 1:
         return
     for tensor in [*module.parameters(), *(buffer for buffer in module.buffers() if not buffer.is_meta)]:
         if isinstance(tensor, DTensor):  # built under zero.Init, from rank 0's values
             continue
-        sent = tensor.data.to(default_device())  # what is offloaded lies where nccl does not reach
+        sent = tensor.data.to(default_device())  # nccl does not reach tensors that are offloaded
         dist.broadcast(sent, src=0)
         if sent.device != tensor.device:
             tensor.data.copy_(sent)
@@ -216,11 +217,12 @@ def broadcast_module(module: nn.Module) -> None:
 
 @contextmanager
 def announcing(environment: Mapping[str, str], init_method: str | None = None) -> Iterator[None]:
-    """While what is inside takes longer than `FIRST_AFTER`, says on stderr which processes are missing.
+    """If the block takes longer than `FIRST_AFTER`, prints to stderr which processes are missing.
 
     Args:
         environment: RANK and WORLD_SIZE; without an `init_method` also MASTER_ADDR and MASTER_PORT.
-        init_method: where they meet instead. In a file nobody sees who has come: notes there would be counted.
+        init_method: where they meet instead. A file cannot show who has come: notes in it would be counted as
+            processes.
     """
     ended = threading.Event()
     meeting = _Meeting(int(environment["RANK"]), int(environment["WORLD_SIZE"]), *_place(environment, init_method))
@@ -234,7 +236,7 @@ def announcing(environment: Mapping[str, str], init_method: str | None = None) -
 
 
 def _place(environment: Mapping[str, str], init_method: str | None) -> tuple[str, tuple[str, int] | None]:
-    """What to call the meeting place, and the host and port of its store, if it has any."""
+    """The name of the meeting place, and the host and port of its store, or None if it has no store."""
     if init_method is None:
         host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
         return f"{host}:{port}", (host, port)
@@ -252,13 +254,13 @@ class _Meeting:
     store_address: tuple[str, int] | None
 
     def leave_note(self) -> dist.Store | None:
-        """The store where the processes meet, with this one's note in it; None while nobody answers there."""
+        """The store where the processes meet, after adding this process's note; None while it cannot be reached."""
         if self.store_address is None:
             return None
         try:
             timeout = timedelta(seconds=1)
             client = dist.TCPStore(*self.store_address, is_master=False, timeout=timeout, wait_for_workers=False)
-            # A launcher's store outlives its processes, which it starts again.
+            # A launcher's store outlives the processes, which the launcher may restart.
             store = dist.PrefixStore(f"{NOTE}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", client)
             store.set(str(self.rank), "")
         except (RuntimeError, ValueError):  # torch's errors of a store are RuntimeErrors
@@ -266,7 +268,7 @@ class _Meeting:
         return store
 
     def describe(self, store: dist.Store | None, seconds: float) -> str:
-        """Who waits, where, for how many, and who has not come."""
+        """The text about this waiting process: where, for how many, and which processes are missing."""
         text = (
             f"rank {self.rank} has waited {seconds:.0f} s for WORLD_SIZE={self.world_size} processes to meet at "
             f"{self.place}"

@@ -1,8 +1,8 @@
-"""One verdict of all processes on a phase: where one of them cannot go on, none goes on to wait for it.
+"""One verdict of all processes on a phase: if one of them cannot continue, no other continues and waits for it.
 
-Before and after a phase with collectives each process says whether an error stopped it. One that was stopped raises its
-own error, all others the same kind of error, which names that process: a script that catches the one catches the other,
-and its processes are in step again. Of that travels one number, and the words only where something is wrong.
+Before and after a phase with collectives each process says whether an error stopped it. A process that was stopped
+raises its own error. All others raise the same kind of error, which names that process, so a script that catches one
+catches the other and its processes stay in step. Only one number is exchanged; the text only after an error.
 """
 
 import pickle
@@ -18,39 +18,39 @@ from hybrid_engine.distributed.groups import host_group
 
 Result = TypeVar("Result")
 _MARKS = (0x4879627269, -0x4879627269)
-"""Beside the numbers of a verdict, which must not be taken for those of another collective."""
+"""Sent with the numbers of a verdict, to detect that another process is in a different collective."""
 OUT_OF_MEMORY = (
-    "CUDA error: out of memory",  # cudaErrorMemoryAllocation, as of a graph that is instantiated
+    "CUDA error: out of memory",  # cudaErrorMemoryAllocation, such as from instantiating a graph
     "CUDA_ERROR_OUT_OF_MEMORY",
     "Triton Error [CUDA]: out of memory",
     "Cuda failure 2 'out of memory'",  # NCCL, in the last error of ncclUnhandledCudaError
-    "Cuda failure 'out of memory'",  # older ones
+    "Cuda failure 'out of memory'",  # older versions of NCCL
     "_STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN, cuSOLVER, cuSPARSE
     "DEVICE_ALLOCATION_FAILED",  # cuDNN 9
     "DefaultCPUAllocator: can't allocate memory",
 )
-"""What errors say that are no torch.OutOfMemoryError and mean the same."""
+"""Text of errors that are not a torch.OutOfMemoryError and mean the same."""
 CAPTURE_FAILED = ("previous error during capture", "cudaErrorStreamCapture", "stream is capturing", "capture_end")
-"""What torch says where the capture of a CUDA graph ends after an error inside of it."""
+"""Text of torch's errors where the capture of a CUDA graph ends after an error inside of it."""
 
 
 class LostError(RuntimeError):
     """No verdict can be exchanged any more: a process is gone, or this one stopped where another waits for it.
 
-    Each process raises this by itself, and the others learn of it when its process ends.
+    Each process raises it without a collective, and the others find out when its process ends.
     """
 
 
 class FollowedError(RuntimeError):
-    """Another process stopped in the middle, which ended a collective of this one; a verdict says why it did."""
+    """Another process stopped in the middle, which ended a collective of this one; a verdict gives the cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """An error, as it travels to other processes."""
+    """An error in the form that is sent to other processes."""
 
     kind: type[BaseException]
-    """The class that the others raise: the error's own, or a base of it that text makes."""
+    """The class that the others raise: the error's own, or a base class that can be built from text."""
     text: str
     errno: int | None = None
     """The number of an OSError; None of other errors."""
@@ -62,7 +62,7 @@ class Problem:
 
 
 def describe_error(error: BaseException) -> Problem:
-    """What another process is told of `error`."""
+    """The form of `error` that is sent to other processes."""
     if isinstance(error, OSError) and error.errno is not None:
         where = "" if error.filename is None else f": {error.filename!r}"
         return Problem(kind=OSError, text=f"{error.strerror}{where}", errno=error.errno)
@@ -77,9 +77,9 @@ def describe_error(error: BaseException) -> Problem:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device's memory, or the CPU's for tensors, was not enough.
 
-    PyTorch raises an OutOfMemoryError where its own allocator ends. Libraries that allocate for themselves, the driver
-    and a CUDA graph's capture come as other RuntimeErrors, known by their words alone; the end of a failed capture
-    raises an error of its own, in whose context the cause is.
+    PyTorch raises an OutOfMemoryError if its own allocator fails. Libraries that allocate memory themselves, the driver
+    and a CUDA graph's capture raise other RuntimeErrors, which only their text identifies. The end of a failed capture
+    raises another error, with the cause in its context.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return True
@@ -93,14 +93,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Clears the frames of `error` and of those in whose context it was raised: they hold what filled the memory."""
+    """Clears the frames of `error` and of the errors in its context: they hold the tensors that filled the memory."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 def _is_made_of_text(kind: type) -> bool:
-    """Whether other processes can build this class of errors, and it says what it is built from."""
+    """Whether other processes can build this error class from text, and its text is what it was built from."""
     try:
         return pickle.loads(pickle.dumps(kind)) is kind and str(kind("text")) == "text"
     except Exception:
@@ -108,9 +108,9 @@ def _is_made_of_text(kind: type) -> bool:
 
 
 def attempt(action: Callable[[], Result]) -> tuple[Result | None, BaseException | None]:
-    """The result of `action` and None, or None and its error; Ctrl-C is an error like any other.
+    """The result of `action` and None, or None and its error. Ctrl-C counts as an error.
 
-    A process that Ctrl-C takes away alone would leave the others waiting.
+    A process that Ctrl-C ends alone would leave the others waiting.
     """
     try:
         return action(), None
@@ -120,18 +120,19 @@ def attempt(action: Callable[[], Result]) -> tuple[Result | None, BaseException 
 
 @dataclass(frozen=True, kw_only=True)
 class Partners:
-    """The processes that go through the same phases; alone, every method answers at once."""
+    """The processes that go through the same phases; with one process every method returns at once."""
 
     size: int = 1
     rank: int = 0
-    """This process's place among them."""
+    """The index of this process among them."""
     group: dist.ProcessGroup | None = None
-    """None is that of all processes."""
+    """None is the group of all processes."""
 
     def agree(self, action: Callable[[], Result]) -> Result:
-        """Runs `action` on each process and gives each its result; an error of one is raised on all; collective.
+        """Runs `action` on each process and returns each process's result; an error on one is raised on all;
+        collective.
 
-        `action` either meets the other processes nowhere, or fails on all of them alike.
+        `action` either contains no collective, or fails on all processes alike.
         """
         if self.size == 1:
             return action()
@@ -140,7 +141,7 @@ class Partners:
         return result  # type: ignore[return-value]
 
     def raise_together(self, error: BaseException | None) -> None:
-        """Raises `error`, this process's, or another one's; does nothing where there is none; collective.
+        """Raises this process's `error`, or another process's; does nothing if there is none; collective.
 
         A LostError is raised at once.
         """
@@ -150,27 +151,27 @@ class Partners:
             raise self.exchange_errors(error)
 
     def tell(self, problem: Problem) -> None:
-        """Says in a verdict of the others what stopped this process, which has raised it already; collective."""
+        """Reports in a verdict of the others what stopped this process, which has raised it already; collective."""
         self.highest([1])
         self.exchange(problem)
 
     def exchange_errors(self, error: BaseException | None) -> BaseException:
-        """`error`, this process's, or the first of the others', where it is known that one has one; collective."""
+        """This process's `error`, or the first one of another process; call it only if one has an error; collective."""
         problem = None if error is None or isinstance(error, FollowedError) else describe_error(error)
         found = self.first_error(error, self.exchange(problem))
         return found or FollowedError("another process stopped")
 
     def raise_first(self, error: BaseException | None, problems: list[Problem | None]) -> None:
-        """Raises `error`, this process's, or the first of all processes' `problems`; local."""
+        """Raises this process's `error`, or the first of all processes' `problems`; local."""
         found = self.first_error(error, problems)
         if found is not None:
             raise found
 
     def first_error(self, error: BaseException | None, problems: list[Problem | None]) -> BaseException | None:
-        """`error`, this process's, or the first of all processes' `problems` as an error to raise here; local.
+        """This process's `error`, or the first of all processes' `problems` as an error to raise here; local.
 
-        A FollowedError gives way to the problem that it follows from. An end of memory, after which processes may
-        begin again with less, gives way to any other error: all have one, or none.
+        A FollowedError gives way to the problem that caused it. An out-of-memory error, after which processes may start
+        again with less, gives way to any other error: either all processes have one, or none.
         """
         found = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
         others = [(rank, problem) for rank, problem in found if not issubclass(problem.kind, torch.OutOfMemoryError)]
@@ -183,10 +184,10 @@ class Partners:
     def highest(self, numbers: list[int]) -> list[int]:
         """The highest of each of `numbers` over all processes; collective.
 
-        Over gloo: a GPU that is still at work delays nobody.
+        Over gloo, so that a busy GPU does not delay any process.
 
         Raises:
-            RuntimeError: another process is somewhere else.
+            RuntimeError: another process is in a different collective.
         """
         if self.size == 1:
             return numbers
@@ -198,7 +199,7 @@ class Partners:
         return found
 
     def exchange(self, value: Result) -> list[Result]:
-        """`value` of every process, in their order; collective."""
+        """The `value` of every process, in the order of ranks; collective."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -207,10 +208,10 @@ class Partners:
 
 
 def everyone() -> Partners:
-    """All processes of the run; this one where there is no process group."""
+    """All processes of the run; this process alone if there is no process group."""
     return Partners(size=dist.get_world_size(), rank=dist.get_rank()) if dist.is_initialized() else Partners()
 
 
 def agree(action: Callable[[], Result]) -> Result:
-    """Runs `action` on all processes, and raises an error of one on all; collective. See `Partners.agree`."""
+    """Runs `action` on all processes; an error on one is raised on all; collective. See `Partners.agree`."""
     return everyone().agree(action)

@@ -17,7 +17,7 @@ from hybrid_engine.rl.batch_statistics import sum_over_processes
 
 
 class StepCounts(NamedTuple):
-    """What one optimizer step counts, over all of its micro-batches and all processes."""
+    """The counts of one optimizer step, over all of its micro-batches and all processes."""
 
     num_tokens: int
     """True entries of the masks"""
@@ -82,7 +82,7 @@ def seq_mean_token_sum(loss: torch.Tensor, mask: torch.Tensor, num_sequences: in
 
 
 def token_sum_by_length(loss: torch.Tensor, mask: torch.Tensor, max_length: int) -> torch.Tensor:
-    """The sum over all tokens of the step by a constant; it grows with the number of sequences.
+    """The sum over all tokens of the step, divided by a constant; it grows with the number of sequences.
 
     Args:
         loss: `[B, T]`.
@@ -98,7 +98,7 @@ def token_sum_by_length(loss: torch.Tensor, mask: torch.Tensor, max_length: int)
 def seq_mean_token_sum_by_length(
     loss: torch.Tensor, mask: torch.Tensor, num_sequences: int | torch.Tensor, max_length: int
 ) -> torch.Tensor:
-    """The mean over the step's sequences of the sum over their tokens, by a constant: no bias towards a length.
+    """The mean over the step's sequences of the sum over their tokens, divided by a constant: no bias towards a length.
 
     Args:
         loss: `[B, T]`.

@@ -1,7 +1,7 @@
 """Mean and deviation over the tokens, or the samples, of all processes.
 
-Everything here is a target: nothing carries a gradient. Sums are taken in float64 and, with a process group, over
-all of its processes, each of which must then call; None takes what this process has alone.
+Everything here is a target: nothing carries a gradient. Sums are taken in float64. With a process group they run over
+all of its processes, and each of them must make the call; with None they cover this process alone.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ WHITEN_EPS = 1e-8
 
 
 class Moments(NamedTuple):
-    """What the statistics below are made of, each 0-dimensional and float64."""
+    """The moments that the statistics below are computed from, each 0-dimensional and float64."""
 
     count: torch.Tensor
     mean: torch.Tensor

@@ -3,7 +3,7 @@
 With w = exp(logprobs_trainer - logprobs_sampler) of a token, both of the same weights at the time of the rollout.
 B: sampled responses, T: response tokens. Each function takes `[B, T]` log-probabilities, the mask (bool, True on
 response tokens) and the bounds `low` and `high`, and returns weights `[B, T]`, 1 outside the mask and without a
-gradient. What lies outside the bounds is moved onto them (truncated) or gets weight 0 (masked).
+gradient. A weight outside the bounds is moved onto them (truncated) or set to 0 (masked).
 """
 
 from typing import NamedTuple

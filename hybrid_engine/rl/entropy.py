@@ -14,7 +14,7 @@ def token_entropy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def estimated_entropy(logprobs: torch.Tensor) -> torch.Tensor:
-    """An estimate of the entropy from log-probabilities of sampled tokens, of their shape: value -log pi.
+    """An estimate of the entropy from log-probabilities of sampled tokens, in their shape; its value is -log pi.
 
     As with k1, the expected gradient of -log pi is zero; this has -log pi times the gradient of log pi, whose
     expectation is the entropy's gradient while the policy is the one that sampled.

@@ -1,7 +1,7 @@
-"""What samples say of a model: pass@k, and how far a mean over prompts may be from that over all prompts.
+"""Estimates from samples: pass@k, and the confidence interval of a mean over prompts.
 
 The unit is the prompt: answers to one prompt resemble each other, so its mean, or its pass@k, is one observation, and
-prompts are what was drawn. That is the clustered standard error of Miller, "Adding Error Bars to Evals", arXiv
+the prompts are the random sample. This is the clustered standard error of Miller, "Adding Error Bars to Evals", arXiv
 2411.00640, for clusters of one size. All intervals are of 95%.
 
 B: prompts, G: answers to each.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 NORMAL_QUANTILE = statistics.NormalDist().inv_cdf(0.975)
 FEW_STUDENT_QUANTILES = {1: 12.7062, 2: 4.3027}
-"""By degrees of freedom, where the expansion is not close."""
+"""Quantiles by degrees of freedom, for those where the expansion is not accurate."""
 
 
 class Interval(NamedTuple):
@@ -40,14 +40,14 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """The mean of `values`, `[B]`, one of each prompt, and Student's interval; for one value it is that value alone."""
+    """The mean of `values`, `[B]`, one per prompt, and Student's interval; a single value is its own interval."""
     mean, error = statistics.fmean(values), standard_error(values)
     margin = student_quantile(len(values) - 1) * error if len(values) > 1 else 0.0
     return Interval(mean, mean - margin, mean + margin)
 
 
 def rate_interval(rates: Sequence[float], num_draws: int) -> Interval:
-    """The mean of `rates`, `[B]`, a pass@k of each prompt, and Wilson's interval of as many draws as they are worth.
+    """The mean of `rates`, `[B]`, the pass@k of each prompt, and Wilson's interval for the effective number of draws.
 
     Student's interval would leave [0, 1], and have no width where all prompts passed. Wilson's takes p (1 - p) / s^2
     independent draws, s being the standard error by prompt: the modified Wilson interval of Dean and Pagano, Journal

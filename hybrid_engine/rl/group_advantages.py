@@ -1,10 +1,10 @@
-"""What GRPO's family takes off a reward and divides it by: baselines and scales within groups of samples.
+"""Baselines and scales of the GRPO family, computed within groups of samples.
 
 B: prompts of this process, G: samples of each prompt. Rewards are `[B, G]`; nan marks a sample that has none: it counts
 in no statistic. An advantage is (reward - baseline) / scale, and 0 for a sample without a reward (`scaled_difference`).
 
-Statistics are float64, so that what is added to a deviation against division by zero stays smaller than it. In a
-group of equal rewards every baseline is that reward to the bit, so that its advantages are 0 and not rounding.
+Statistics are float64, so that the eps added to a deviation against division by zero stays smaller than it. In a group
+of equal rewards every baseline is that reward to the bit, so that its advantages are 0 and not rounding.
 """
 
 import torch
@@ -74,7 +74,7 @@ def leave_one_out_std(rewards: torch.Tensor, divisor: str, eps: float) -> torch.
 def batch_std(rewards: torch.Tensor, eps: float, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """The standard deviation of all rewards of all processes (divisor n - 1) plus `eps`, 0-dimensional.
 
-    Collective over `group` if there is one. Source: TRL, `grpo_trainer.py`, scale_rewards="batch", eps 1e-4.
+    Collective over `group` unless that is None. Source: TRL, `grpo_trainer.py`, scale_rewards="batch", eps 1e-4.
     """
     return deviation(moments(rewards, ~rewards.isnan(), group)) + eps
 
@@ -88,7 +88,7 @@ def scaled_difference(rewards: torch.Tensor, baseline: torch.Tensor, scale: torc
 
 @torch.no_grad()
 def normalised_steps(step_rewards: torch.Tensor, group_size: int, divisor: str | None, eps: float) -> torch.Tensor:
-    """The reward of each step less the mean of all steps of its group, by their deviation.
+    """The reward of each step minus the mean over all steps of its group, divided by their deviation.
 
     Args:
         step_rewards: `[N, T]`, on the token that ends each step; nan on all others.
@@ -117,7 +117,7 @@ def has_variance(rewards: torch.Tensor) -> torch.Tensor:
 
 
 DIVISORS = {"n": 0, "n-1": 1}
-"""What is taken off the number of samples before a sum of squares is divided by it."""
+"""The number subtracted from the number of samples to get the divisor of a sum of squares."""
 
 
 def _split(rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""PPO's losses per token, before any mean is taken, and the figures that tell how an update goes.
+"""PPO's losses per token, before any mean is taken, and metrics of an update.
 
 The losses take no mask: aggregation drops what lies outside it. Log-probabilities there must be finite
 all the same (0 by convention), because 0 * inf in the backward pass is nan.
@@ -120,7 +120,7 @@ def explained_variance(
         values: `[B, T]`.
         returns: `[B, T]`.
         mask: `[B, T]` bool, True on response tokens.
-        group: the processes whose tokens count too, each of which must call; None: this process's alone.
+        group: collective over these processes, each of which must make the call; None uses this process's tokens alone.
     """
     check_same_shape(values, returns)
     return 1 - moments(returns - values, mask, group).squares / moments(returns, mask, group).squares

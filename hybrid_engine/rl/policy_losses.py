@@ -1,4 +1,4 @@
-"""The policy losses of GRPO's family beside PPO's clipped one (`losses.py`), per token, before any mean is taken.
+"""The policy losses of the GRPO family other than PPO's clipped one (`losses.py`), per token, before any mean is taken.
 
 B: sampled responses, T: response tokens. `logprobs` is of the policy being trained and carries the only gradient,
 `logprobs_old` of the policy that sampled, `advantages` weigh the tokens: `[B, T]` each, finite everywhere (0 outside

@@ -18,7 +18,7 @@ from torch.nn.functional import softplus
 
 
 class PairLogprobs(NamedTuple):
-    """What policy and reference say of B pairs; every log-probability is summed over the answer's tokens."""
+    """Log-probabilities of B pairs under policy and reference, each summed over the answer's tokens."""
 
     chosen: torch.Tensor
     """`[B]`, of the policy; carries a gradient."""
@@ -165,12 +165,12 @@ def build_loss(name: str, beta: float, label_smoothing: float = 0.0, sft_weight:
 
 @torch.no_grad()
 def pair_metrics(pairs: PairLogprobs, beta: float) -> dict[str, torch.Tensor]:
-    """What DPO's implicit reward, beta * (log pi - log pi_ref), says of each pair.
+    """DPO's implicit reward, beta * (log pi - log pi_ref), and its accuracy, for each pair.
 
     Returns:
         `[B]` each: `chosen_reward`, `rejected_reward`, their difference `reward_margin`, and `accuracy`: 1 where the
-        chosen answer has the higher reward, 0 where the rejected one has it, and one half for a tie. So it is one
-        half, a coin's, where policy and reference agree: there it says nothing.
+        chosen answer has the higher reward, 0 where the rejected one has it, and one half for a tie. Where policy and
+        reference agree it is one half, as for a coin, and carries no information.
     """
     _check(pairs)
     chosen = beta * (pairs.chosen - pairs.chosen_ref)

@@ -25,7 +25,8 @@ def bradley_terry_loss(
 
 
 def centring_loss(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """What keeps the scores around 0, which pairs alone leave open: (chosen + rejected)^2, to be added with a weight.
+    """The term that keeps scores around 0, which pairs alone do not determine: (chosen + rejected)^2. Add it with a
+    weight.
 
     Args:
         chosen: `[B]`, scores of the chosen answers.

@@ -1,4 +1,4 @@
-"""What a response's length does to its reward and to its place in the loss.
+"""The effect of a response's length on its reward, and the removal of cut-off responses from the loss.
 
 Source: Yu et al., "DAPO", arXiv 2503.14476, section 3.4.
 """
@@ -25,6 +25,6 @@ def overlong_penalty(lengths: torch.Tensor, max_length: int, buffer: int, factor
 
 
 def without_cut_off(mask: torch.Tensor, is_cut_off: torch.Tensor) -> torch.Tensor:
-    """The mask `[B, T]` with no token of the responses that ended for want of room, `[B]` bool (overlong filtering)."""
+    """The mask `[B, T]`, set to False in rows of responses that were cut off, `[B]` bool (overlong filtering)."""
     assert mask.dtype == is_cut_off.dtype == torch.bool, f"{mask.dtype=} {is_cut_off.dtype=}"
     return mask & ~is_cut_off[:, None]
