@@ -14,7 +14,7 @@ from hybrid_engine.zero.init import Init
 from hybrid_engine.zero.tiled_linear import TiledLinear, TiledLinearReturnBias
 
 MiCS_Init = Init
-"""DeepSpeed's name for it where `mics_shard_size` is set, which `Init` reads."""
+"""DeepSpeed's name for `Init` with `mics_shard_size`, which `Init` reads from the config."""
 
 __all__ = [
     "GatheredParameters",

@@ -1,6 +1,6 @@
-"""What FSDP2 offers no public way to; no other file uses its private names.
+"""Access to parts of FSDP2 that have no public API; no other file uses its private names.
 
-They were read in torch 2.11 to 2.15, and ran with 2.11, 2.13 and 2.15; `pyproject.toml` allows no other. `make
+The names were read in torch 2.11 to 2.15, and run with 2.11, 2.13 and 2.15; `pyproject.toml` allows no other. `make
 versions` runs the tests with each of them.
 
 | private name                                             | of                | torch         |
@@ -59,9 +59,9 @@ from hybrid_engine.distributed.groups import all_gather_single
 
 
 def make_root(module: FSDPModule) -> None:
-    """Says that `module` is the outermost part: FSDP2 takes the one whose forward pass comes first.
+    """Makes `module` the root for FSDP2, which would otherwise take the module whose forward pass comes first.
 
-    That would be an inner module's where the first call is `generate()` of one that wraps a language model, as peft's.
+    That would be an inner module if the first call is `generate()` of a wrapper of a language model, such as peft's.
     """
     module._get_fsdp_state()._lazy_init()
 
@@ -69,8 +69,8 @@ def make_root(module: FSDPModule) -> None:
 def fsdp_params(modules: Iterable[FSDPModule], is_gathered: bool = False) -> Iterator[Any]:
     """FSDP2's own records of the modules' parameters, all or those that are gathered.
 
-    Of a record `sharded_param` is this process's shard and `unsharded_param` the parameter that stands in its place
-    while it is gathered.
+    In a record, `sharded_param` is this process's shard and `unsharded_param` the parameter that replaces it while it
+    is gathered.
     """
     for group in _param_groups(modules):
         if group.is_unsharded or not is_gathered:
@@ -78,7 +78,7 @@ def fsdp_params(modules: Iterable[FSDPModule], is_gathered: bool = False) -> Ite
 
 
 def twins(modules: Iterable[FSDPModule]) -> Iterator[tuple[Any, Any]]:
-    """Each parameter's shard, and the parameter that stands in its place while it is gathered; local.
+    """Pairs of each parameter's shard and the parameter that replaces it while it is gathered; local.
 
     Each must have been gathered before.
     """
@@ -87,18 +87,18 @@ def twins(modules: Iterable[FSDPModule]) -> Iterator[tuple[Any, Any]]:
 
 
 def wholes(modules: Iterable[FSDPModule]) -> Iterator[Any]:
-    """The tensor in each parameter's place while it is gathered; None before it is for the first time."""
+    """The tensor that replaces each parameter while it is gathered; None before the first time."""
     for param in fsdp_params(modules):
         yield getattr(param, "_unsharded_param", None)
 
 
 def return_to_gathered_storage(param: Any) -> None:
-    """Lets a gathered parameter lie where it is gathered to again: a script may have set `data` to another tensor.
+    """Moves a gathered parameter back to the storage it is gathered to: a script may have set `data` to another tensor.
 
     Takes one of `fsdp_params`.
     """
     whole, gathered = param.unsharded_param, param.all_gather_outputs[0]
-    if isinstance(whole, DTensor):  # a plan's part, whose `data` no script sets
+    if isinstance(whole, DTensor):  # a plan's part, whose `data` scripts do not set
         return
     if whole.untyped_storage().data_ptr() != gathered.untyped_storage().data_ptr():
         whole.data = gathered.view(-1)[: whole.numel()].view(whole.shape).copy_(whole)
@@ -106,7 +106,7 @@ def return_to_gathered_storage(param: Any) -> None:
 
 @contextmanager
 def keeping_reshard_after_forward(modules: Iterable[FSDPModule]) -> Iterator[None]:
-    """Whether and to where `modules` are resharded after a forward pass is at the end what it was."""
+    """Restores at the end whether, and to which mesh, `modules` are resharded after a forward pass."""
     states = [module._get_fsdp_state() for module in modules]
     holders = [(state, "_auto_reshard_after_forward") for state in states]
     holders += [(state._fsdp_param_group, "post_forward_mesh_info") for state in states if state._fsdp_param_group]
@@ -119,13 +119,15 @@ def keeping_reshard_after_forward(modules: Iterable[FSDPModule]) -> Iterator[Non
 
 
 def gathered_storages(modules: Iterable[FSDPModule]) -> Iterator[torch.UntypedStorage]:
-    """What the modules' parameters are gathered into, empty while they are not; of those that were gathered before."""
+    """Storages that the modules' parameters are gathered into, empty while they are not; for parameters gathered
+    before.
+    """
     for param in fsdp_params(modules):
         yield from (output.untyped_storage() for output in param.all_gather_outputs)
 
 
 def keep_gathered_storage(modules: Iterable[FSDPModule]) -> None:
-    """Lets gathered parameters lie at the same addresses from now on: resharding no longer frees their memory."""
+    """Keeps gathered parameters at the same addresses from now on: resharding no longer frees their memory."""
     for param in fsdp_params(modules):
         param.free_unsharded_param = _free_nothing
 
@@ -136,7 +138,7 @@ def _free_nothing() -> None:
 
 @contextmanager
 def holding_gathered(modules: Iterable[FSDPModule]) -> Iterator[bool]:
-    """Inside, resharding leaves what was gathered where it is; whether all of it is gathered."""
+    """Inside, resharding leaves gathered memory where it is. Yields whether all of it is gathered."""
     modules = list(modules)
     held = [param for param in fsdp_params(modules) if "free_unsharded_param" not in vars(param)]
     for param in held:
@@ -150,10 +152,10 @@ def holding_gathered(modules: Iterable[FSDPModule]) -> Iterator[bool]:
 
 @torch.no_grad()
 def gather_some(modules: Iterable[FSDPModule], changed: Collection[int]) -> None:
-    """Makes parameters whole again that were resharded while they were held; collective.
+    """Gathers parameters again that were resharded inside `holding_gathered`; collective.
 
     Args:
-        changed: the ids of the shards that are gathered: all others are what they were.
+        changed: the ids of the shards that are gathered; all others have not changed.
     """
     modules = list(modules)
     stale: defaultdict[tuple[Any, torch.dtype], list[Any]] = defaultdict(list)
@@ -175,7 +177,7 @@ def gather_some(modules: Iterable[FSDPModule], changed: Collection[int]) -> None
 
 
 def _param_groups(modules: Iterable[FSDPModule]) -> Iterator[Any]:
-    """FSDP2's own records of what it gathers and reduces at once; a module without parameters has none."""
+    """FSDP2's own records of parameters that it gathers and reduces at once; a module without parameters has none."""
     for module in modules:
         group = module._get_fsdp_state()._fsdp_param_group
         if group is not None:
@@ -183,9 +185,9 @@ def _param_groups(modules: Iterable[FSDPModule]) -> Iterator[Any]:
 
 
 def keep_reduced_gradients(modules: Iterable[FSDPModule], dtype: torch.dtype) -> None:
-    """Leaves reduced gradients in `dtype`; FSDP2 would round them to that of the parameters.
+    """Leaves reduced gradients in `dtype`; FSDP2 would round them to the dtype of the parameters.
 
-    Needed before each backward pass up to torch 2.14, which reads the dtypes anew whenever parameters are gathered or
+    Needed before each backward pass up to torch 2.14, which reads the dtypes again whenever parameters are gathered or
     moved. Later ones keep to the `grad_dtype` that the parameters had when they were sharded.
     """
     for group in _param_groups(modules):
@@ -194,21 +196,21 @@ def keep_reduced_gradients(modules: Iterable[FSDPModule], dtype: torch.dtype) ->
         group._orig_dtype = dtype
         for param in group.fsdp_params:
             param.sharded_param.grad_dtype = dtype
-            # From this it makes the gradient's DTensor, which would call fp32 values bf16.
+            # FSDP2 makes the gradient's DTensor from this spec, which would label fp32 values as bf16.
             if param._sharding_spec.tensor_meta.dtype != dtype:
                 meta = param._sharding_spec.tensor_meta._replace(dtype=dtype)
                 param._sharding_spec = replace(param._sharding_spec, tensor_meta=meta)
 
 
 def has_unreduced_gradients(modules: Iterable[FSDPModule]) -> bool:
-    """Whether a parameter has a gradient that no process has reduced, but for those kept for a later backward pass."""
+    """Whether a parameter has a gradient that is not reduced, except those kept for a later backward pass."""
     return any(
         hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None for param in fsdp_params(modules)
     )
 
 
 def unreduced_gradients(modules: Iterable[FSDPModule]) -> Iterator[torch.Tensor]:
-    """The gradients that wait for a backward pass which reduces them."""
+    """The gradients that wait for a backward pass to reduce them."""
     for param in fsdp_params(modules):
         apart = param.unsharded_accumulated_grad if _keeps_gradients_apart(param) else None
         own = param._unsharded_param.grad if hasattr(param, "_unsharded_param") else None
@@ -216,7 +218,7 @@ def unreduced_gradients(modules: Iterable[FSDPModule]) -> Iterator[torch.Tensor]
 
 
 def drop_unreduced_gradients(modules: Iterable[FSDPModule]) -> None:
-    """Forgets the gradients that wait for a backward pass which reduces them."""
+    """Drops the gradients that wait for a backward pass to reduce them."""
     for param in fsdp_params(modules):
         _drop_unreduced(param)
 
@@ -229,14 +231,16 @@ def _drop_unreduced(param: Any) -> None:
 
 
 def unreduced_gradient(param: Any) -> torch.Tensor | None:
-    """This process's own gradient of a parameter's record, as long as it waits for its reduction; whole."""
+    """This process's own gradient of a parameter's record while it waits for its reduction; whole."""
     if _keeps_gradients_apart(param) and param.unsharded_accumulated_grad is not None:
         return param.unsharded_accumulated_grad
     return param._unsharded_param.grad if hasattr(param, "_unsharded_param") else None
 
 
 def reduce_unreduced_gradients(root: FSDPModule) -> None:
-    """Reduces what waits by an empty backward pass, at the end of which FSDP2 sees to every group; collective."""
+    """Reduces waiting gradients by an empty backward pass, at the end of which FSDP2 handles every group;
+    collective.
+    """
     with torch.enable_grad():
         start = torch.zeros((), requires_grad=True)
         start.register_hook(lambda grad: root._get_fsdp_state()._register_root_post_backward_final_callback())
@@ -245,9 +249,9 @@ def reduce_unreduced_gradients(root: FSDPModule) -> None:
 
 @torch.no_grad()
 def finish_backward(root: FSDPModule, modules: Iterable[FSDPModule]) -> None:
-    """After an error in a backward pass: takes part in what other processes gather and reduce in the rest; collective.
+    """After an error in a backward pass: joins the gathers and reductions of other processes in the rest; collective.
 
-    `modules` are those that were not reduced yet, in the order of the pass. The gradients are good for nothing.
+    `modules` are those that were not reduced yet, in the order of the pass. The gradients are not usable.
     """
     for group in _param_groups(modules):
         group.pre_backward(True)
@@ -256,8 +260,10 @@ def finish_backward(root: FSDPModule, modules: Iterable[FSDPModule]) -> None:
 
 
 def reduce_without_empty(modules: Iterable[FSDPModule]) -> None:
-    """Has each group leave parameters without elements out of its reduction, which takes none; their gradients are
-    empty too."""
+    """Makes each group leave parameters without elements out of its reduction, which does not accept them.
+
+    Their gradients are empty too.
+    """
     for group in _param_groups(modules):
         empty = [param for param in group.fsdp_params if not param.sharded_param.numel()]
         if empty:
@@ -275,9 +281,9 @@ def _reduce_without(group: Any, empty: list[Any], *unused: Any) -> None:
 
 
 def reduce_all_trained(modules: Iterable[FSDPModule], note: Callable[[int, list[Any]], None]) -> None:
-    """Has each group reduce the gradients of all its trained parameters, zeros for those that have none here.
+    """Makes each group reduce the gradients of all its trained parameters, with zeros for those that have none here.
 
-    Torch 2.13 has a switch for the zeros, `set_reduce_scatter_unused_params`, and 2.11 has none.
+    Torch 2.13 has an option for the zeros, `set_reduce_scatter_unused_params`; 2.11 does not.
 
     Args:
         modules: numbered in this order.
@@ -301,7 +307,9 @@ def _reduce_all(group: Any, reduce: Callable[..., None], note: Callable[[list[An
 
 
 def _hold_gradient(param: Any, dtypes: set[torch.dtype]) -> None:
-    """Gives a parameter a gradient of zeros where it has none, in the widest of `dtypes`: a reduction takes one."""
+    """Gives a parameter without a gradient zeros, and each gradient the widest of `dtypes`: a reduction takes one
+    dtype.
+    """
     own = param._unsharded_param
     dtype = max(dtypes or {own.dtype}, key=lambda dtype: dtype.itemsize)
     grad = unreduced_gradient(param)
@@ -315,15 +323,15 @@ def _hold_gradient(param: Any, dtypes: set[torch.dtype]) -> None:
 
 
 def _keeps_gradients_apart(param: Any) -> bool:
-    """Whether gradients that wait have an attribute of their own, as before torch 2.15."""
+    """Whether waiting gradients have a separate attribute, as before torch 2.15."""
     return not isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property)
 
 
 class _ScalarParam(FSDPParam):
-    """FSDP2's record of a scalar, that was one of a vector with an element for each process.
+    """FSDP2's record of a scalar, converted from the record of a vector with one element per process.
 
-    Each process gathers its own copy with those of the others and computes with the first of them, and takes the sum
-    of all gradients out of one that has an element for each process.
+    Each process gathers its copy with those of the others and computes with the first one. The reduction gives each
+    process the sum of all gradients, because each gradient is repeated to one element per process.
     """
 
     def _get_grad_inner_tensor(self, grad: torch.Tensor) -> torch.Tensor:
@@ -341,7 +349,7 @@ class _ScalarParam(FSDPParam):
 
 
 def make_scalars(modules: Iterable[FSDPModule], scalars: Mapping[tuple[nn.Module, str], nn.Parameter]) -> None:
-    """Makes records of vectors those of `scalars`, which are given by the modules and names that they have there."""
+    """Turns records of vectors into records of `scalars`, which are keyed by their module and name."""
     for record in fsdp_params(modules):
         scalar = scalars.get((record._module_info.module, record._module_info.param_name))
         if scalar is not None:
@@ -367,7 +375,7 @@ def _make_scalar(record: Any, scalar: nn.Parameter) -> None:
 
 
 def keep_whole_in_state_dict(modules: Iterable[FSDPModule]) -> None:
-    """Takes FSDP2's hooks away that expect shards whenever a state dict of `modules` is read or loaded."""
+    """Removes FSDP2's hooks that expect shards whenever a state dict of `modules` is read or loaded."""
     for group in _param_groups(modules):
         for handle in (
             *group._module_to_pre_save_state_dict_hook_handle.values(),
@@ -378,17 +386,17 @@ def keep_whole_in_state_dict(modules: Iterable[FSDPModule]) -> None:
 
 
 def on_wrapped_class(module: FSDPModule, name: str, function: Callable[..., Any]) -> None:
-    """Gives the class that FSDP2 made for `module` a method."""
+    """Adds a method to the class that FSDP2 made for `module`."""
     setattr(type(module), name, function)
 
 
 def plain_class(module: FSDPModule) -> type[nn.Module]:
     """The class that `module` had before it was wrapped."""
-    return type(module).__mro__[2]  # its own, FSDPModule, and that one
+    return type(module).__mro__[2]  # after the class that FSDP2 made and FSDPModule
 
 
 def hook_ids(modules: Iterable[FSDPModule]) -> set[int]:
-    """The numbers of all hooks that FSDP2 has put on `modules` and on the modules of their parameters."""
+    """The ids of all hooks that FSDP2 has put on `modules` and on the modules of their parameters."""
     modules = list(modules)
     states = [module._get_fsdp_state() for module in modules]
     handles = [h for state in states for h in (state._pre_forward_hook_handle, state._post_forward_hook_handle)]
@@ -400,26 +408,26 @@ def hook_ids(modules: Iterable[FSDPModule]) -> set[int]:
 
 
 def forget_wrapping(attributes: dict[str, Any]) -> None:
-    """Takes out of a module's `attributes` what FSDP2 has put there."""
+    """Removes FSDP2's entries from a module's `attributes`."""
     for key in (STATE_KEY, REGISTRY_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"):
         attributes.pop(key, None)
 
 
 def wrapping_of(module: nn.Module) -> object | None:
-    """FSDP2's state of `module`, another object after each wrapping; None where it is not wrapped."""
+    """FSDP2's state of `module`, a new object after each wrapping; None if it is not wrapped."""
     return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
 
 
 def forget_states(modules: Iterable[FSDPModule]) -> None:
-    """Lets `modules`, which were unwrapped for good, be wrapped again."""
+    """Allows `modules`, which were unwrapped for good, to be wrapped again."""
     for module in modules:
         _module_state_mapping.pop(module, None)
 
 
 def end_passes(module: FSDPModule) -> None:
-    """Ends the forward or backward pass in which an error left `module`: FSDP2 frees no weights that are in use.
+    """Ends the forward or backward pass that an error interrupted in `module`: FSDP2 does not free weights in use.
 
-    Public only since torch 2.13, as `reset_iter_state`, which drops the gradients of earlier backward passes too.
+    Public since torch 2.13, as `reset_iter_state`, which also drops the gradients of earlier backward passes.
     """
     state = module._get_fsdp_state()
     state._training_state = TrainingState.IDLE

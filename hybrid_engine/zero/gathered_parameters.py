@@ -4,9 +4,9 @@
         if rank == 0:
             params[0].data.zero_()
 
-A sharded parameter is a DTensor, which no plain tensor can be combined with. Inside the block the very same object
-answers as a plain tensor: every torch function that meets it gets the whole value in its place. It belongs to another
-class meanwhile, whose `__torch_function__` does that; nothing of PyTorch is patched.
+A sharded parameter is a DTensor, which cannot be combined with plain tensors. Inside the block the same object acts as
+a plain tensor: every torch function that takes it gets the whole value instead. Its class is changed meanwhile to one
+whose `__torch_function__` does this; PyTorch is not patched.
 
 At stage 3 parameters carry DeepSpeed's marks: `ds_id`, `ds_status`, `ds_shape`, `ds_numel`, `ds_tensor` (this
 process's shard).
@@ -40,9 +40,9 @@ WRITTEN = "_written_in_a_block"
 """The attribute of a parameter that every process has whole, below stage 3; no script asks for it."""
 _numbers = itertools.count()
 ATTRIBUTE = "_external_params"
-"""Of a module: the registered parameters, until the model is sharded."""
+"""Attribute of a module: its registered external parameters, until the model is sharded."""
 MIXED = "got mixed torch.Tensor and DTensor"
-"""What PyTorch says of a shard that meets a plain tensor."""
+"""Text of PyTorch's error for an operation on a shard and a plain tensor."""
 _REMEDY = (
     "call zero.register_external_parameter(module, parameter) before initialize() for the module that uses it outside "
     "its layer"
@@ -66,7 +66,7 @@ class ZeroParamStatus(Enum):
 
 
 class WholeParameter(DTensor):
-    """A sharded parameter while it is gathered; its attribute `ds_whole` is what torch functions see."""
+    """A sharded parameter while it is gathered; torch functions see its attribute `ds_whole`."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,26 +86,26 @@ def _to_whole(value: Any) -> Any:
 
 
 def mark_parameters(sharding: Sharding) -> None:
-    """Gives the parameters of a stage 3 model DeepSpeed's attributes; at other stages there are none."""
+    """Gives the parameters of a stage 3 model DeepSpeed's attributes; other stages do not have them."""
     if sharding.stage != 3:
         return
     for param in sharding.root.parameters():
         mark_parameter(param)
-    # A forward pass meets other parameters, while they are gathered; scripts ask there too.
+    # A forward pass uses other parameters, while they are gathered; scripts read the marks there too.
     for shard, whole in sharding.gathered_pairs():
         vars(whole).update({name: value for name, value in vars(shard).items() if name in MARKS})
         whole.ds_status, whole.ds_is_copy = ZeroParamStatus.AVAILABLE, True
 
 
 def mark_copies(sharding: Sharding) -> None:
-    """Marks parameters that are whole on each of several processes: one process's changes inside a block reach all."""
+    """Marks parameters that several processes hold whole: one process's changes inside a block are sent to all."""
     if sharding.world_size > 1 and sharding.unit_size == 1 and (sharding.stays_whole or not sharding.is_sharded):
         for param in sharding.leaves():
             vars(param)[COPY] = next(_numbers)
 
 
 def mark_parameter(param: Any) -> None:
-    """Gives a parameter DeepSpeed's attributes; processes must mark theirs in one order, that of `ds_id`."""
+    """Gives a parameter DeepSpeed's attributes; processes must mark theirs in the same order, the order of `ds_id`."""
     param.ds_id = next(_numbers)
     param.ds_shape, param.ds_numel = param.shape, param.numel()
     param.ds_tensor = local_tensor(param)
@@ -114,7 +114,7 @@ def mark_parameter(param: Any) -> None:
 
 @contextmanager
 def keeping_attributes(module: nn.Module) -> Iterator[None]:
-    """Inside, shards may be moved: PyTorch swaps their tensors, and with them the attributes."""
+    """Inside, shards may be moved: PyTorch swaps their tensors, and their attributes with them."""
     kept = [(vars(param).copy(), param.grad_dtype) for param in module.parameters()]
     yield
     for param, (attributes, grad_dtype) in zip(module.parameters(), kept, strict=True):
@@ -125,7 +125,7 @@ def keeping_attributes(module: nn.Module) -> Iterator[None]:
 
 
 def renew_copies(sharding: Sharding) -> None:
-    """After the shards were moved: what stands in their place while they are gathered knows the new ones."""
+    """Updates `ds_tensor` of the gathered parameters after the shards were moved."""
     for shard, whole in sharding.twins():
         if "ds_tensor" in vars(whole):
             whole.ds_tensor = local_tensor(shard)
@@ -135,19 +135,18 @@ class GatheredParameters:
     """Makes stage 3 parameters whole inside the block; collective, entered and left by every process.
 
     Args:
-        params: a parameter or several; those without `ds_id`, which are whole anyway, only get the modifier's changes,
-            and those of no engine none.
-        modifier_rank: the process whose changes reach the parameters everywhere, and with the next step their fp32
-            masters. None discards all changes at stage 3; below, each process keeps its own, which must be the same:
-            where they are not, the next step is an error on all. What one process writes outside of a block is not
-            noticed.
-        fwd_module: has no meaning here.
+        params: a parameter or several. Those without `ds_id` are always whole and only get the modifier's changes;
+            parameters that do not belong to an engine are ignored.
+        modifier_rank: the process whose changes are sent to all processes, and reach the fp32 masters with the next
+            step. None discards all changes at stage 3. Below stage 3 each process keeps its own changes, which must be
+            the same; otherwise the next step raises an error on all. Changes outside of a block are not detected.
+        fwd_module: ignored.
         enabled: False does nothing.
 
     Raises:
-        ValueError: on entering, for a parameter that another block has gathered and not left yet, or that a forward
-            pass has gathered if it is to be changed; in a backward pass that comes to a gathered parameter, which has
-            no gradient.
+        ValueError: on entering, for a parameter that an enclosing block has gathered, or that a forward pass has
+            gathered if it is to be changed; in a backward pass that reaches a gathered parameter, which has no
+            gradient.
     """
 
     def __init__(
@@ -170,7 +169,7 @@ class GatheredParameters:
         copies = {id(p): p for p in entries if enabled and p is not None and COPY in vars(p)}
         self.copies: list[Any] = sorted(copies.values(), key=lambda p: vars(p)[COPY])
         self.modifier_rank = modifier_rank
-        self._sums: list[int] = []  # of the copies, where each process may change them by itself
+        self._sums: list[int] = []  # of the copies, if each process may change them
         self._is_inside = False
 
     def __enter__(self) -> None:
@@ -179,13 +178,13 @@ class GatheredParameters:
                 self._enter()
                 self._is_inside = True
         except BaseException as error:
-            if self._is_inside:  # Ctrl-C in the meantime: no block follows whose end would leave it
+            if self._is_inside:  # after Ctrl-C no block follows whose end would leave it
                 self.__exit__(type(error), error, None)
             raise
 
     def _enter(self) -> None:
         for param in self.params:
-            if "ds_release" in param.__dict__:  # whole only because a constructor has just used it
+            if "ds_release" in param.__dict__:  # gathered only because a constructor has just used it
                 param.ds_release()
             if "ds_whole" in param.__dict__ or "ds_gathered" in param.__dict__:
                 raise ValueError(
@@ -199,7 +198,7 @@ class GatheredParameters:
                 )
         if self.modifier_rank is None:
             self._sums = [sum_of_bits(param) for param in self.copies]
-        # Everything that may fail first: __exit__ never sees a block that was not entered.
+        # All steps that may fail come first: __exit__ is not called for a block that was not entered.
         values = [_gather(param) if isinstance(param, DTensor) else self._keep(param) for param in self.params]
         for param, value in zip(self.params, values, strict=True):
             if isinstance(param, DTensor):
@@ -229,13 +228,13 @@ class GatheredParameters:
             else:
                 kept = param.__dict__.pop("ds_gathered")
                 if kept is not None:
-                    # What was computed from it inside may still go backward: it is the same value.
+                    # Results computed from it inside may still go backward: the value is the same.
                     with torch.autograd._unsafe_preserve_version_counter(param):
                         param.copy_(kept)
         for param, before in zip(self.copies, self._sums, strict=False):
             if (now := sum_of_bits(param)) != before:
                 vars(param)[WRITTEN] = now
-        # After an error the others may never come to a collective.
+        # After an error the other processes may not reach this collective.
         if self.modifier_rank is not None and error is None:
             for param, whole in changed:
                 _write_back(param, whole, self.modifier_rank)
@@ -244,13 +243,13 @@ class GatheredParameters:
 
 
 def sum_of_bits(param: torch.Tensor) -> int:
-    """Another one for other values, but for the same ones in another order."""
+    """A checksum: differs for different values, but not for the same values in another order."""
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[param.element_size()]
     return int(param.detach().contiguous().view(words).sum(dtype=torch.int64))
 
 
 def _gather(param: DTensor) -> nn.Parameter:
-    with torch._C.DisableTorchFunctionSubclass():  # of a parameter under construction, which would gather itself
+    with torch._C.DisableTorchFunctionSubclass():  # a parameter under construction would gather itself
         whole = nn.Parameter(full_tensor(param).clone(), requires_grad=param.requires_grad)
     if whole.requires_grad:
         whole.register_hook(_refuse_gradient)
@@ -266,7 +265,7 @@ def _refuse_gradient(grad: torch.Tensor) -> None:
 
 
 def _send_copy(param: nn.Parameter, modifier_rank: int) -> None:
-    """Gives every process the modifier's value of a parameter that each has whole."""
+    """Sends the modifier's value of a parameter that every process holds whole to all processes."""
     sent = param.data.to(default_device()).contiguous()
     dist.broadcast(sent, src=modifier_rank)
     if sent.data_ptr() != param.data.data_ptr():
@@ -280,7 +279,7 @@ def _write_back(param: DTensor, whole: torch.Tensor, modifier_rank: int) -> None
             f"GatheredParameters: a parameter of shape {tuple(param.shape)} has become one of shape "
             f"{tuple(whole.shape)}; change values only, or resize the model before initialize()"
         )
-    # An offloaded parameter lies on the CPU, which nccl does not reach.
+    # An offloaded parameter is on the CPU, which nccl does not reach.
     whole = whole.to(device=param.device_mesh.device_type, dtype=param.dtype).contiguous()
     dist.broadcast(whole, src=modifier_rank)
     shard = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
@@ -289,18 +288,18 @@ def _write_back(param: DTensor, whole: torch.Tensor, modifier_rank: int) -> None
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """`model`, an engine, with the parameters of stage 3 whole inside, so that its module generates; collective.
+    """Yields the engine `model` with its stage 3 parameters whole, so that its module can generate; collective.
 
-    A hybrid engine's `generate()` gathers by itself, and nothing is done for it.
+    A hybrid engine's `generate()` gathers by itself; for it nothing is done.
     """
     with GatheredParameters(model.parameters(), enabled=not model.config.hybrid_engine.enabled):
         yield model
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Says, before `initialize()`, that the forward pass of `module` uses `parameter`, which is another module's.
+    """Registers, before `initialize()`, that the forward pass of `module` uses a `parameter` of another module.
 
-    Nothing needs it but a parameter of a transformer layer that is used outside that layer, on several processes.
+    Needed only for a parameter of a transformer layer that is used outside that layer, on several processes.
     """
     if not isinstance(parameter, nn.Parameter):
         raise ValueError(f"register_external_parameter(): {type(parameter).__name__} is no parameter; pass one")
@@ -308,7 +307,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Takes a registration back; raises ValueError when there is none."""
+    """Removes a registration; raises ValueError if it does not exist."""
     registered = vars(module).get(ATTRIBUTE, [])
     places = [index for index, param in enumerate(registered) if param is parameter]
     if not places:
@@ -317,15 +316,15 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 
 def take_external_uses(root: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:
-    """The registered uses, each with its module; drops the registrations, which would keep whole weights."""
+    """The registered uses, each with its module; removes the registrations, which would keep whole weights alive."""
     return [(part, param) for part in root.modules() for param in vars(part).pop(ATTRIBUTE, ())]
 
 
 def describe_shard_used(error: BaseException, root: nn.Module, groups: Sequence[nn.Module]) -> str:
-    """What to tell the user about a shard that met a plain tensor, with the module in whose code it did.
+    """The error message for an operation on a shard and a plain tensor, with the module whose code did it.
 
     Args:
-        error: what PyTorch raised.
+        error: the error that PyTorch raised.
         root: the engine's module.
         groups: the parts of it that are gathered alone.
     """

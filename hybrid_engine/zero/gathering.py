@@ -1,8 +1,8 @@
 """Whole weights for a rollout: gathered once, or streamed layer by layer with the next one on its way.
 
-FSDP2 keeps the storage object of an unsharded parameter across unshard and reshard, so what is bound to a
-gathered parameter is valid again whenever it is gathered again. Every method is collective when the model
-is sharded and free when it is not.
+FSDP2 keeps the storage object of an unsharded parameter across unshard and reshard, so a view of a gathered parameter
+becomes valid again whenever it is gathered again. Every method is collective when the model is sharded and free when it
+is not.
 """
 
 from collections.abc import Iterator
@@ -36,8 +36,8 @@ class WeightGatherer:
 
     Args:
         is_pinned: True gathers all layers once per rollout, if they fit; False streams them on every pass.
-        slices: where processes share the model: reads this one's part, and nothing is gathered.
-        parts: where a plan splits it: reads this process's part out of what its unit has.
+        slices: if processes share the model, reads this process's part; then nothing is gathered.
+        parts: if a plan splits the model, reads this process's part from the parameters of its unit.
     """
 
     def __init__(
@@ -50,26 +50,26 @@ class WeightGatherer:
         self.sharding, self.is_pinned, self.slices, self.parts = sharding, is_pinned, slices, parts
         self.can_stream = sharding.is_sharded and not sharding.stays_whole and bool(sharding.layers) and slices is None
         self.has_buffers = False
-        """Whether readers make weights of their own: adapters fused, or dequantised ones. They may be streamed too."""
+        """Whether readers make their own weights: with fused adapters, or dequantized. These may be streamed too."""
         self._is_crowded = False
         self._bytes_gathered = 0
         self._pending: list[Any] = []
-        self._num_streamed = 0  # layers of the pass under way that are gathered or on their way
-        self._groups: dict[nn.Module, list[nn.Module]] = {}  # of each layer that was streamed: asked at every token
+        self._num_streamed = 0  # layers gathered or being gathered in this pass
+        self._groups: dict[nn.Module, list[nn.Module]] = {}  # by streamed layer; read at every token
         layers = {layer: _num_bytes(layer) for layer in sharding.layers}
         self._num_bytes = {**layers, sharding.root: _num_bytes(sharding.root) - sum(layers.values())}
 
     @property
     def is_streamed(self) -> bool:
-        """Whether layers are read one by one on every pass."""
+        """Whether layers are read one at a time in every pass."""
         can_stream = self.can_stream or (self.has_buffers and self.slices is None)
         return can_stream and (self._is_crowded or not self.is_pinned)
 
     @property
     def resident_bytes(self) -> int:
-        """Most bytes gathered at once: nothing where weights stay whole, everything, or the rest and two layers.
+        """Maximum bytes gathered at once: 0 if weights stay whole; everything; or the rest and two layers.
 
-        Besides, copies of what a unit trains in other parts than it generates with; known once containers were bound.
+        Includes copies of parameters that a unit trains in other parts than it generates with, known after binding.
         """
         copies = 0 if self.parts is None else self.parts.num_bytes
         return self._resident_bytes(self.is_streamed) + copies
@@ -89,22 +89,22 @@ class WeightGatherer:
 
     @property
     def asks_for_memory(self) -> bool:
-        """Whether free memory decides how weights are gathered: pinned ones that could be streamed."""
+        """Whether free memory decides how weights are gathered: true for pinned weights that could be streamed."""
         return self.is_pinned and (self.can_stream or self.has_buffers)
 
     def is_crowded(self, usable_bytes: int) -> bool:
-        """Whether the whole of pinned weights does not fit into this process's `usable_bytes`."""
+        """Whether all pinned weights together do not fit into this process's `usable_bytes`."""
         return self.asks_for_memory and self._resident_bytes(is_streamed=False) > usable_bytes
 
     def choose(self, is_crowded: bool) -> None:
-        """Before a rollout: streams pinned weights if it `is_crowded` on any process; the same on all."""
+        """Before a rollout: streams pinned weights if `is_crowded` is true on any process; the same value on all."""
         self._is_crowded = is_crowded
 
     @contextmanager
     def gathered(self, whole: bool = False) -> Iterator[None]:
-        """Everything gathered inside, or everything but the layers when they are streamed and not `whole`.
+        """Inside, everything is gathered, or everything but the layers if they are streamed and `whole` is False.
 
-        Where processes share the model, what is read inside stays until the end instead.
+        If processes share the model, parts that are read inside are kept until the end instead.
         """
         if self.slices is not None:
             with self._read_in_parts(self.slices):
@@ -115,13 +115,15 @@ class WeightGatherer:
 
     @contextmanager
     def gathered_outside_layers(self) -> Iterator[None]:
-        """Everything but the layers gathered inside, which `stream` may gather one by one; needs `can_stream`."""
+        """Inside, everything but the layers is gathered; `stream` may gather those one by one. Requires
+        `can_stream`.
+        """
         with self._unsharded(is_whole=False):
             yield
 
     @contextmanager
     def _read_in_parts(self, slices: SliceReader) -> Iterator[None]:
-        self.sharding.settle()  # what a forward pass left gathered would be taken for whole weights
+        self.sharding.settle()  # else parameters left gathered by a forward pass would be taken for whole weights
         try:
             yield
         finally:
@@ -151,14 +153,14 @@ class WeightGatherer:
                 self._unshard(module)
             yield
         finally:
-            self._wait()  # an abandoned stream has a layer on its way, which would be taken for the next rollout's
+            self._wait()  # a layer of an abandoned stream would be taken for the next rollout's
             self.sharding.reshard()
 
     @contextmanager
     def gathered_for_forward(self) -> Iterator[None]:
-        """What forward passes of the module need: everything, which they leave so, or the rest of streamed layers.
+        """Gathers the weights for forward passes of the module: everything, or everything but streamed layers.
 
-        Each pass gathers streamed layers one by one by itself, so that all processes must take equally many.
+        Each pass gathers streamed layers one by one, so all processes must run the same number of passes.
         """
         modules = self.sharding.fsdp_modules()
         if self.is_streamed:
@@ -173,7 +175,7 @@ class WeightGatherer:
                 module.set_reshard_after_forward(self.sharding.stage == 3, recurse=False)
 
     def keep_addresses(self) -> None:
-        """From now on parts of weights, and weights that stay whole, lie where they lay in every later rollout.
+        """Keeps parts of weights, and weights that stay whole, at the same addresses in every later rollout.
 
         Layers that are gathered for a rollout are copied instead: see `LastingWeights`.
         """
@@ -187,7 +189,7 @@ class WeightGatherer:
         self._num_streamed = 0
 
     def stream(self, layers: list[Layer]) -> Iterator[Layer]:
-        """Yields `layers` in order, each gathered while it is in use and the next one on its way."""
+        """Yields `layers` in order, each gathered while it is in use, with the next one being gathered."""
         self._send(layers[0])
         for index, layer in enumerate(layers):
             self._wait()
@@ -198,7 +200,7 @@ class WeightGatherer:
                 group.reshard()  # type: ignore[operator]
 
     def finish_pass(self, layers: list[Layer]) -> None:
-        """After an error in a pass: gathers what was left of `layers` with the processes that use them; collective."""
+        """After an error in a pass: gathers the remaining `layers` with the processes that use them; collective."""
         self._wait()
         for layer in layers[self._num_streamed :]:
             self._send(layer)
@@ -211,7 +213,7 @@ class WeightGatherer:
         self._num_streamed += 1
 
     def _groups_in(self, layer: nn.Module) -> list[nn.Module]:
-        """What of `layer` is gathered apart from the rest."""
+        """The parts of `layer` that are gathered separately."""
         if layer not in self._groups:
             parts = set(layer.modules()) if self.can_stream else set()
             self._groups[layer] = [group for group in self.sharding.layers if group in parts]

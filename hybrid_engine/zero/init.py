@@ -5,13 +5,13 @@
     engine, *_ = initialize(model=model, config="ds_config.json")
 
 When a module's `__init__` returns, each of its own parameters becomes this process's shard of rank 0's value, a
-DTensor with DeepSpeed's marks. Code that initialises weights later, in the constructor of the whole model, still meets
-whole values: a parameter that is touched is gathered, and sharded again when a few others were touched after it. So
-the model has the values that rank 0 would have given it without `Init`.
+DTensor with DeepSpeed's marks. Code that initializes weights later, in the constructor of the whole model, still sees
+whole values: a parameter that is used is gathered, and sharded again after a few others were used. So the model has the
+values that rank 0 would have given it without `Init`.
 
-The end of a constructor is seen by wrapping the `__init__` of every module class, for as long as the block lasts.
-Non-floating-point parameters and buffers keep their dtype, buffers also their place: those that are saved with the
-weights are cast by `initialize()`.
+To detect the end of a constructor, the `__init__` of every module class is wrapped for as long as the block lasts.
+Non-floating-point parameters and buffers keep their dtype. Buffers also stay on their device; `initialize()` casts
+those that are saved with the weights.
 """
 
 import functools
@@ -37,14 +37,14 @@ from hybrid_engine.zero.gathered_parameters import GatheredParameters, mark_para
 from hybrid_engine.zero.wrapping import build_mesh, offloads_parameters
 
 KEPT_WHOLE = 4
-"""Calls whose parameters stay whole after they were touched, the latest ones; initialisers use one or two at a time."""
+"""Number of latest calls whose parameters stay whole after they were used; initializers use one or two at a time."""
 READ_KEYS = {
     "zero_optimization": ("stage", "offload_param", "zero_hpz_partition_size", "mics_shard_size"),
     "fp16": ("enabled",),
     "bf16": ("enabled",),
     "bfloat16": ("enabled",),
 }
-"""What `Init` reads of a config; the rest may still be "auto"."""
+"""Options that `Init` reads from a config; the others may still be "auto"."""
 
 _active: "Init | None" = None
 
@@ -52,21 +52,21 @@ _active: "Init | None" = None
 class Init:
     """Shards the parameters of modules that are built inside the block; collective: every process builds the same.
 
-    Inside another block it does nothing, the outer one does it. In a single process parameters are only cast,
-    placed and marked.
+    Inside another block it does nothing, as the outer one shards. In a single process parameters are only cast, placed
+    and marked.
 
     Args:
-        module: a module that exists, to shard at once.
-        data_parallel_group: has no meaning here, like `mem_efficient_linear`, `pin_memory` and `mpu`.
-        remote_device: "cpu" leaves the shards in the CPU's memory; None asks the config.
-        config_dict_or_path: a config; its precision becomes the dtype of the parameters, and it says over how many
-            processes they are sharded. None keeps each parameter's dtype and shards over all processes.
-        config: its old name.
+        module: an existing module, to shard at once.
+        data_parallel_group: ignored, like `mem_efficient_linear`, `pin_memory` and `mpu`.
+        remote_device: "cpu" keeps the shards in CPU memory; None follows the config.
+        config_dict_or_path: a config; it sets the dtype of the parameters and the number of processes over which they
+            are sharded. None keeps each parameter's dtype and shards over all processes.
+        config: the old name of `config_dict_or_path`.
         enabled: False does nothing.
-        dtype: comes before the config's precision.
+        dtype: overrides the config's precision.
 
     Raises:
-        ValueError: for a config whose stage is not 3, or that is not valid; for `remote_device="nvme"`.
+        ValueError: the config's stage is not 3, or the config is not valid; `remote_device="nvme"`.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Init:
         if remote_device not in (None, "none", "cpu"):
             raise ValueError(f'remote_device={remote_device!r} is not supported; use "cpu", or None')
         init_distributed()
-        join_alone()  # code of transformers asks torch.distributed for its rank
+        join_alone()  # transformers reads its rank from torch.distributed
         given = config_dict_or_path if config_dict_or_path is not None else config
         settings = _read_config({"zero_optimization": {"stage": 3}} if given is None else given)
         self.dtype = dtype if dtype is not None or given is None else settings.dtype
@@ -119,11 +119,11 @@ class Init:
         if _active is self:
             self._unwatch_constructors()
             _active = None
-            if error is None:  # else the others may never come to a collective
+            if error is None:  # else the other processes may not reach a collective
                 self._finish()
 
     def touch(self, params: list[Any]) -> None:
-        """Gathers parameters that code in a constructor is about to use, and shards those of long ago again."""
+        """Gathers parameters that code in a constructor is about to use, and shards earlier ones again."""
         block = GatheredParameters(params, modifier_rank=0)
         block.__enter__()
         for param in params:
@@ -132,7 +132,7 @@ class Init:
         self.release(KEPT_WHOLE)
 
     def release(self, num_kept: int = 0) -> None:
-        """Shards again what was touched, but for the latest."""
+        """Shards gathered parameters again, except those of the latest `num_kept` calls."""
         while len(self._touched) > num_kept:
             block = self._touched.popleft()
             for param in block.params:
@@ -140,7 +140,7 @@ class Init:
             block.__exit__(None, None, None)
 
     def adopt(self, param: Any) -> Any:
-        """Makes a DTensor parameter one under construction, with marks of its own."""
+        """Makes a DTensor parameter one under construction, with its own marks."""
         mark_parameter(param)
         param.__class__ = ParameterUnderConstruction
         self._built.append(weakref.ref(param))
@@ -156,7 +156,9 @@ class Init:
         self._built.clear()
 
     def _shard_what_was_empty(self) -> None:
-        """Shards parameters that got their storage after their constructor, as by `torch.nn.utils.skip_init`."""
+        """Shards parameters that got their storage after their constructor, for example by
+        `torch.nn.utils.skip_init`.
+        """
         empty, self._empty = self._empty, []
         for reference in empty:
             module = reference()
@@ -220,7 +222,7 @@ class Init:
             part._parameters[name] = self._sharded[param]
 
     def _build_shard(self, param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-        # Of a parameter without a dimension every process keeps all: see scalars.py.
+        # Every process keeps all of a parameter without a dimension: see `vectors_for_scalars` in sharding.py.
         placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0) if param.dim() else Replicate()]
         value = self._place(param).to(mesh.device_type)
         shard = distribute_tensor(value.contiguous(), mesh, placements).to(self.device)
@@ -234,7 +236,9 @@ class Init:
 
 
 class ParameterUnderConstruction(DTensor):
-    """A sharded parameter of a model that is being built; torch functions other than questions see the whole value."""
+    """A sharded parameter of a model being built; torch functions see the whole value, except those that need no
+    values.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -268,11 +272,11 @@ QUESTIONS = {
     torch.numel,
 }
 VALUES = (torch.Tensor.data, torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tensor.mH)  # type: ignore[attr-defined]
-"""The attributes of a tensor that show its value; the others describe it."""
+"""The attributes of a tensor that give its values; the others describe it."""
 
 
 def _only_asks(func: Any) -> bool:
-    """Whether a torch function needs no values: it reads or sets an attribute like `shape` or `requires_grad`."""
+    """Whether a torch function needs no values, such as one that reads or sets `shape` or `requires_grad`."""
     attribute = getattr(func, "__self__", None)
     if getattr(func, "__name__", "") in ("__get__", "__set__"):
         return not any(attribute is value for value in VALUES)
@@ -281,7 +285,7 @@ def _only_asks(func: Any) -> bool:
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Inside, modules are built as usual, also within a block of `Init`; what that has built so far is complete."""
+    """Inside, modules are built as usual, also within a block of `Init`; modules built before are complete."""
     global _active
     init = _active
     if init is None:

@@ -1,9 +1,8 @@
-"""Which parts of a module are gathered and reduced one at a time: its layers, wherever they stand.
+"""Chooses the parts of a module that are gathered and reduced one at a time: its layers, at any depth.
 
-A part can be gathered alone if all that uses its parameters happens in its own forward pass. So it must be called
-itself, which a container never is, and share no parameter with what is outside of it. A layer that cannot be gathered
-alone is gathered in those of its parts that can; what is left over belongs to the rest, which is whole during the
-entire pass.
+A part can be gathered alone if its parameters are used only in its own forward pass. So the part itself must be called,
+which a container never is, and it must not share a parameter with modules outside of it. If a layer cannot be gathered
+alone, those of its parts that can are. All other parameters belong to the rest, which is whole during the entire pass.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,9 +14,11 @@ from torch import nn
 from hybrid_engine.distributed.processes import get_world_size
 
 LEAST_SHARE_OF_LIST = 0.1
-"""Of a model's parameters that a list must hold: what is smaller may stay gathered, as heads of which one is used."""
+"""Share of a model's parameters that a list must hold; smaller ones may stay gathered, such as heads of which one
+is used.
+"""
 LEAST_SHARE_OF_PART = 1 / 16
-"""Of its largest sibling's parameters that a part must hold: a norm is not worth a collective of its own."""
+"""Share of the largest sibling's parameters that a part must hold; a norm does not justify a collective of its own."""
 
 Use = tuple[nn.Module, nn.Parameter]
 """A module, and a parameter that its own code uses."""
@@ -25,18 +26,18 @@ Use = tuple[nn.Module, nn.Parameter]
 
 @dataclass(frozen=True)
 class LayerGroups:
-    """The parts of a module that are gathered alone."""
+    """The parts of a module that are gathered separately."""
 
     modules: list[nn.Module]
-    """In the order in which they are registered; none is inside another."""
+    """The parts in the order in which they are registered; none is inside another."""
     exceptions: list[str]
-    """Layers that are gathered in parts, or with the rest, because of a parameter that is used elsewhere too."""
+    """Layers that are gathered in parts, or with the rest, because another module uses one of their parameters too."""
 
 
 def find_layers(root: nn.Module) -> list[nn.Module]:
-    """The layers of `root`, once each: the items of all lists that hold a good part of its parameters.
+    """The layers of `root`, once each: the items of all lists with at least `LEAST_SHARE_OF_LIST` of its parameters.
 
-    Their classes need not be the same, and a model may have several such lists. Lists inside layers are not looked for.
+    Their classes may differ, and a model may have several such lists. Lists inside layers are not searched.
     """
     least = LEAST_SHARE_OF_LIST * _count([root])
     lists = [items for items in _find_lists(root) if _count(items) >= least]
@@ -53,7 +54,7 @@ def _find_lists(module: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def _holds_layers(module: nn.Module, items: list[nn.Module]) -> bool:
-    """Whether `module` is a list of layers: a ModuleList, or another container with modules of one class in it."""
+    """Whether `module` is a list of layers: a ModuleList, or another container of modules of one class."""
     if isinstance(module, nn.ModuleList):
         return bool(items)
     if has_forward(module) and not isinstance(module, nn.Sequential):
@@ -68,7 +69,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def is_forward_method(name: str) -> bool:
-    """Whether a method of this name computes something of a model, as a value model's `forward_value`."""
+    """Whether a method of this name is a forward pass, such as a value model's `forward_value`."""
     return name.startswith("forward_")
 
 
@@ -82,7 +83,7 @@ def check_uncompiled(function: str, model: nn.Module) -> None:
 
 
 def check_callable(model: nn.Module) -> None:
-    """Raises ValueError for a model that several processes cannot share, as nobody calls it."""
+    """Raises ValueError if several processes cannot share the model because it is never called."""
     if get_world_size() > 1 and not has_forward(model) and not any(map(is_forward_method, dir(type(model)))):
         raise ValueError(
             f"model: {type(model).__name__} has no forward(), and no method named forward_..., around which the "
@@ -91,11 +92,11 @@ def check_callable(model: nn.Module) -> None:
 
 
 def find_groups(root: nn.Module, uses: Iterable[Use] = ()) -> LayerGroups:
-    """What of `root` is gathered alone.
+    """The parts of `root` that are gathered separately.
 
     Args:
         root: the module, before it is wrapped.
-        uses: uses of parameters beside those by the modules that they are registered in.
+        uses: uses of parameters in addition to those by the modules that they are registered in.
     """
     users = _Users(root, uses)
     groups, exceptions = [], []
@@ -107,7 +108,7 @@ def find_groups(root: nn.Module, uses: Iterable[Use] = ()) -> LayerGroups:
 
 
 class _Users:
-    """Where each parameter is used."""
+    """Finds the modules that use each parameter."""
 
     def __init__(self, root: nn.Module, uses: Iterable[Use]) -> None:
         self.paths: dict[nn.Module, list[str]] = {}
@@ -119,7 +120,7 @@ class _Users:
             self._users.setdefault(id(param), set()).update(self.paths[module])
 
     def find_shared(self, module: nn.Module) -> str | None:
-        """The name of a parameter of `module` that is used outside of it; None where there is none."""
+        """The name of a parameter of `module` that is used outside of it, or None."""
         inside = tuple(f"{path}." for path in self.paths[module])
         for name, param in module.named_parameters():
             if not all(f"{user}.".startswith(inside) for user in self._users[id(param)]):
@@ -128,7 +129,7 @@ class _Users:
 
 
 def _split(module: nn.Module, users: _Users) -> list[nn.Module]:
-    """`module` where it can be gathered alone, otherwise those of its parts that can."""
+    """`module` if it can be gathered alone, otherwise those of its parts that can."""
     if has_forward(module) and users.find_shared(module) is None:
         return [module]
     children = list(module.children())

@@ -1,7 +1,7 @@
-"""Forward and backward passes of a sharded module: where the processes meet in them, and how an error ends them.
+"""Forward and backward passes of a sharded module: their collectives, and how an error ends them.
 
-Each parameter group is gathered and its gradients are reduced by all processes together, in one order. What lies where
-between two passes is `sharding.py`'s.
+All processes together gather each parameter group and reduce its gradients, in one order. `sharding.py` describes where
+the parameters are between two passes.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -30,21 +30,21 @@ Result = TypeVar("Result")
 
 
 class GatheringOrder:
-    """What this process knows of the order in which forward passes gather the parts of one sharded module."""
+    """The order in which forward passes gather the parts of one sharded module, as recorded by this process."""
 
     def __init__(self, modules: Iterable[FSDPModule]) -> None:
-        """Notes the passes of `modules`, the outermost first, in the same order on every process."""
+        """Records the passes of `modules`, the outermost first, in the same order on every process."""
         self._modules = list(modules)
         self._passed: list[int] = []
         self._expected = list(range(len(self._modules)))
-        """What the last whole pass came through; before the first, each module once."""
+        """The modules that the last whole pass gathered; before the first pass, each module once."""
         self._hooks = [
             module.register_forward_pre_hook(EngineHook(partial(self._note, number)))
             for number, module in enumerate(self._modules)
         ]
 
     def _note(self, number: int, *unused: object) -> None:
-        """After FSDP2 has gathered a module for its forward pass; not where a backward pass computes it anew."""
+        """Called after FSDP2 has gathered a module for its forward pass; ignores recomputation in a backward pass."""
         if not _is_in_backward():
             self._passed.append(number)
 
@@ -57,30 +57,30 @@ class GatheringOrder:
         self._expected, self._passed = self._passed, []
 
     def gather_rest(self) -> None:
-        """Takes part in the gathering of what a pass did not come to here; layers are freed at once. Collective."""
+        """Joins the gathers of the modules that a pass did not reach here; layers are freed at once. Collective."""
         for number in self._expected[len(self._passed) :]:
             self._modules[number].unshard()
             if number > 0:  # the outermost may stay whole until the backward pass
                 self._modules[number].reshard()
 
     def remove(self) -> None:
-        """Notes no pass any more."""
+        """Stops recording."""
         for hook in self._hooks:
             hook.remove()
 
 
 class JointForward:
-    """Forward passes of one sharded module, of which each process hears how they ended on the others."""
+    """Forward passes of one sharded module; each process learns whether the pass failed on another one."""
 
     def __init__(self, modules: Iterable[FSDPModule]) -> None:
-        """`modules` as `GatheringOrder` takes them."""
+        """`modules` as in `GatheringOrder`."""
         self._order = GatheringOrder(modules)
 
     def run(self, forward: Callable[[], Result]) -> Result:
-        """The result of `forward`, a pass of the outermost module; collective, but for one inside a backward pass.
+        """The result of `forward`, a pass of the outermost module; collective, except inside a backward pass.
 
         Raises:
-            BaseException: the error of this process, or that of another one.
+            BaseException: the error of this process, or of another one.
         """
         if _is_in_backward():
             return forward()
@@ -99,23 +99,24 @@ def _is_in_backward() -> bool:
 
 
 class Passes:
-    """The passes of the module that lies as `sharding` says."""
+    """The passes of the module that `sharding` describes."""
 
     def __init__(self, sharding: Sharding, config: EngineConfig, trains: bool) -> None:
-        """Notes from now on which parts of the module its passes come through; `trains`: some go backward."""
+        """Starts to record which parts of the module its passes use; `trains`: some passes go backward."""
         self._sharding = sharding
         self._keeps_fp32_gradients = config.accumulation_dtype == torch.float32
-        """Whether reduced gradients are added up in fp32; otherwise in the parameters' dtype."""
+        """Whether reduced gradients are accumulated in fp32; otherwise in the parameters' dtype."""
         self.loss_factor = 1.0 if sharding.mesh is None else loss_factor(config, sharding.mesh)
-        """What the loss is multiplied by, so that gradients are divided before they are added up; FSDP2 divides by the
-        rest."""
+        """Factor of the loss, so that gradients are divided before they are added up; FSDP2 divides by the rest."""
         has_others = sharding.is_sharded and sharding.world_size > 1
         is_uneven = has_others and trains and num_stages_of(sharding.root) == 1
         self._uneven = UnevenGradients(sharding.named_fsdp_modules()) if is_uneven else None
-        """Of parameters that processes use differently; None when alone, and in stages, which run one graph."""
+        """Handles parameters that processes use differently; None for one process, and in stages, which run one
+        graph.
+        """
         gathers_jointly = has_others and sharding.stage == 3
         self._joint_forward = JointForward(sharding.fsdp_modules()) if gathers_jointly else None
-        """At stage 3, where a forward pass gathers with other processes; else None."""
+        """Set at stage 3, where a forward pass gathers with other processes; else None."""
 
     @property
     def has_partners(self) -> bool:
@@ -128,14 +129,14 @@ class Passes:
         return self._sharding.is_sharded and self._sharding.stage >= 2
 
     def forward_together(self, forward: Callable[[], Result]) -> Result:
-        """Runs a forward pass; collective at stage 3, where an error of another process ends this one's pass too."""
+        """Runs a forward pass; collective at stage 3, where an error of another process also ends the pass here."""
         if self._joint_forward is None:
             return forward()
         with self.ending_on_error():
             return self._joint_forward.run(forward)
 
     def expect_backward(self, is_expected: bool) -> None:
-        """Says whether a backward pass follows the next forward pass.
+        """Sets whether a backward pass follows the next forward pass.
 
         At stage 3 it begins with the parameters outside the layers, so they then stay gathered in between: without
         this a step of 5M parameters on two processes took 1.10 times the CPU time of plain FSDP2, with it 1.03.
@@ -145,15 +146,15 @@ class Passes:
 
     @contextmanager
     def ending_on_error(self) -> Iterator[None]:
-        """An error in a forward or backward pass inside ends that pass, and is raised whatever the ending meets."""
+        """An error in a forward or backward pass inside ends that pass and is raised, even if ending it fails."""
         try:
             yield
         except BaseException:
-            attempt(self.end)  # a model that was changed has no shards to go back to
+            attempt(self.end)  # a model that was changed cannot return to its shards
             raise
 
     def end(self) -> None:
-        """Ends a pass in which there was an error; else FSDP2 takes the next one for its rest."""
+        """Ends a pass with an error; otherwise FSDP2 would take the next one for its continuation."""
         if self._uneven is not None:
             self._uneven.forget_path()
         self._sharding.become_shards()
@@ -162,7 +163,7 @@ class Passes:
         """Whether a backward pass now reduces the groups in the same order on every process; collective.
 
         Raises:
-            BaseException: `error`, for which this process cannot begin the pass, or that of another one.
+            BaseException: `error`, which keeps this process from starting the pass, or the error of another one.
         """
         if self._uneven is not None:
             return self._uneven.came_alike(error)
@@ -171,7 +172,7 @@ class Passes:
         return True
 
     def check_layers(self, alike: bool) -> None:
-        """Raises ValueError at stage 3 where the processes did not come through the layers `alike`."""
+        """Raises ValueError at stage 3 unless `alike`: the processes used the same layers."""
         if not alike and self._sharding.stage == 3:
             raise ValueError(
                 "backward(): the processes came through different layers. At stage 3 each must use every layer, which "
@@ -179,19 +180,19 @@ class Passes:
             )
 
     def expect_gradients(self, reduces: bool) -> None:
-        """Before each backward pass: says whether it reduces the gradients or keeps adding them up locally."""
+        """Before each backward pass: sets whether it reduces the gradients or accumulates them locally."""
         if isinstance(self._sharding.root, FSDPModule):
             self._sharding.root.set_requires_gradient_sync(reduces)
             if self._keeps_fp32_gradients:
                 keep_reduced_gradients(self._sharding.fsdp_modules(), torch.float32)
 
     def pass_together(self, backward: Callable[[], None], reduces: bool) -> None:
-        """Runs a backward pass at whose end all processes hear of an error of one; collective.
+        """Runs a backward pass; at its end all processes learn about an error on one; collective.
 
-        Where it `reduces` gradients, a process with an error first goes through the rest of that with the others.
+        If it `reduces` gradients, a process with an error first joins the remaining reductions of the others.
 
         Raises:
-            BaseException: the error of this process, or that of another one.
+            BaseException: the error of this process, or of another one.
         """
         if self._uneven is None:
             backward()
@@ -204,7 +205,7 @@ class Passes:
         everyone().raise_together(error)
 
     def leave(self, problem: Problem, reduces: bool) -> None:
-        """After a backward pass that ended in an error here: the others hear of it at its end; collective."""
+        """After a backward pass that failed here: reports it to the others at the end of theirs; collective."""
         if self._uneven is not None:
             if reduces:
                 self._finish_pass()
@@ -215,7 +216,7 @@ class Passes:
             attempt(partial(self._uneven.finish_pass, self._sharding.root))
 
     def reduce_gradients(self) -> None:
-        """Reduces the gradients that backward passes kept adding up locally; collective."""
+        """Reduces the gradients that backward passes accumulated locally; collective."""
         if isinstance(self._sharding.root, FSDPModule):
             self.expect_gradients(True)
             reduce_unreduced_gradients(self._sharding.root)
@@ -225,7 +226,7 @@ class Passes:
         return has_unreduced_gradients(self._sharding.fsdp_modules())
 
     def drop_pending_gradients(self) -> None:
-        """Forgets the gradients that stages 0 and 1 hold unreduced between two boundaries."""
+        """Drops the gradients that stages 0 and 1 hold unreduced between two boundaries."""
         drop_unreduced_gradients(self._sharding.fsdp_modules())
         if self._uneven is not None:
             self._uneven.forget()
@@ -233,12 +234,12 @@ class Passes:
     def drop_unused_gradients(
         self, parameters: list[TrainedParameter], error: BaseException | None
     ) -> BaseException | None:
-        """Takes gradients away that no process has, and makes those of scalars equal on all; collective.
+        """Removes gradients that no process has, and makes gradients of scalars equal on all; collective.
 
         See `UnevenGradients.drop_unused` and `make_gradients_equal`.
 
         Returns:
-            Why no process can step, or None: `error`, which is this process's, or that of another one.
+            The reason why no process can step, or None: this process's `error`, or the error of another one.
         """
         error = error if self._uneven is None else self._uneven.drop_unused(parameters, error)
         if error is None and self._sharding.is_sharded:
@@ -247,10 +248,10 @@ class Passes:
 
 
 def loss_factor(config: EngineConfig, mesh: DeviceMesh) -> float:
-    """The part of the division by the number of processes that comes before the sum."""
+    """The part of the division by the number of processes that is done before the sum."""
     if not config.prescale_gradients and config.gradient_predivide_factor == 1.0:
         return 1.0
-    # With nothing to scatter FSDP2 divides by a factor of ours twice, so none but 1 is left to it there.
+    # Without a scatter FSDP2 divides twice by a custom factor, so the factor left to it must be 1.
     if config.prescale_gradients or mesh["fsdp"].size() == 1:
         return 1.0 / mesh.size()
     return 1.0 / config.gradient_predivide_factor

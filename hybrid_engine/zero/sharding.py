@@ -1,6 +1,6 @@
-"""How a module lies on the processes, in shards of FSDP2 or whole.
+"""The layout of a module over the processes, in shards of FSDP2 or whole.
 
-ZeRO's stages are three switches of the same machinery:
+ZeRO's stages are three settings of the same machinery:
 
 | stage | a process keeps            | parameters between forward and backward | gradients are reduced     |
 |-------|----------------------------|-----------------------------------------|---------------------------|
@@ -9,11 +9,11 @@ ZeRO's stages are three switches of the same machinery:
 | 2     | ... and of the gradients   | whole                                   | at every micro-batch      |
 | 3     | ... and of the parameters  | its shard                               | at every micro-batch      |
 
-Below stage 3 the parameters are whole also between two calls of the engine: plain tensors, which scripts read and save
-without gathering anything. They are shards only while the optimizer steps and checkpoints are read or written.
+Below stage 3 the parameters are also whole between two calls of the engine: plain tensors, which scripts can read and
+save without gathering. They are shards only while the optimizer steps and checkpoints are read or written.
 
-One process wraps nothing: gathering from oneself is still a copy. Only parameters that are offloaded from a GPU are
-wrapped there too, because they lie in the CPU's memory and are gathered from there.
+A single process does not wrap, as even a gather within one process is a copy. The exception are parameters offloaded
+from a GPU: they are in CPU memory and are gathered from there.
 """
 
 from collections.abc import Collection, Iterator
@@ -42,24 +42,25 @@ from hybrid_engine.zero.fsdp2_private import (
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How a module lies on the processes."""
+    """The layout of a module over the processes."""
 
     root: nn.Module
     """The whole module; an FSDPModule when sharded."""
     layers: list[nn.Module] = field(default_factory=list)
-    """The FSDPModules that are gathered one at a time, in order: layers or parts of layers; empty when alone."""
+    """The FSDPModules that are gathered one at a time, in order: layers or parts of layers; empty for one process."""
     stage: int
     world_size: int
     rank: int
     mesh: DeviceMesh | None = None
-    """Axis `fsdp`, below an axis `replicate` where several groups hold a copy of the model each (each process at
-    stage 0); None when nothing is wrapped."""
+    """Axis `fsdp`, below an axis `replicate` if several groups hold a copy of the model each (each process at stage 0);
+    None if nothing is wrapped.
+    """
     tensor: DeviceMesh | None = None
-    """The processes over which a plan splits parameters; None where each has whole ones to share out."""
+    """The processes over which a plan splits parameters; None if each process has whole ones to shard."""
     unit_size: int = 1
-    """Processes that compute the module together by a plan."""
+    """Number of processes that compute the module together by a plan."""
     norm_group: dist.ProcessGroup | None = None
-    """The processes whose shards together are one model; None when this process has all of it."""
+    """The processes whose shards together are one model; None if this process has all of it."""
 
     @property
     def is_sharded(self) -> bool:
@@ -68,12 +69,14 @@ class Sharding:
 
     @property
     def num_units(self) -> int:
-        """How many samples of a micro-batch are seen at once, in units of one process's: units take the same."""
+        """Number of units, each of which takes its own samples of a micro-batch; all processes of a unit take the
+        same.
+        """
         return self.world_size // self.unit_size
 
     @property
     def stays_whole(self) -> bool:
-        """Whether the parameters are whole whenever the engine is not at work on their shards."""
+        """Whether the parameters are whole, except while the engine works on their shards."""
         return self.is_sharded and self.stage < 3
 
     def reshard(self) -> None:
@@ -87,9 +90,9 @@ class Sharding:
             module.reshard()
 
     def settle(self) -> None:
-        """Leaves the parameters as scripts expect them between two calls: whole below stage 3, else shards.
+        """Puts the parameters into the state that scripts expect between two calls: whole below stage 3, else shards.
 
-        Collective where they are whole and were not.
+        Collective if they become whole.
         """
         if not self.stays_whole:
             self.reshard()
@@ -101,17 +104,17 @@ class Sharding:
     def as_shards(self) -> Iterator[None]:
         """Inside, the parameters are this process's shards, and may be changed; collective.
 
-        What a script has written into whole parameters is kept. After an error they stay shards until the next
-        forward pass: other processes may never come to a collective.
+        Values that a script has written into whole parameters are kept. After an error they stay shards until the next
+        forward pass: other processes may not reach a collective.
         """
         self.become_shards()
         yield
         self.settle()
 
     def become_shards_to_step(self, num_stepped: int) -> bool:
-        """`become_shards()`; whether whole parameters are still in memory, as where fewer than all are stepped.
+        """`become_shards()`; returns whether whole parameters are still in memory, as if fewer than all are stepped.
 
-        What it returns is for `settle_stepped`.
+        Pass the result to `settle_stepped`.
         """
         if not self._keeps_some(num_stepped):
             self.become_shards()
@@ -121,12 +124,12 @@ class Sharding:
         return is_whole
 
     def settle_stepped(self, is_held: bool, stepped: Collection[int]) -> None:
-        """`settle()` after `become_shards_to_step()`, since when at most the shards with the ids `stepped` changed.
+        """`settle()` after `become_shards_to_step()`, if at most the shards with the ids `stepped` have changed since.
 
-        A step of adapters brings no base from other processes. Collective where parameters stay whole.
+        A step of adapters does not gather the base again. Collective if parameters stay whole.
 
         Args:
-            is_held: what that returned, on this process.
+            is_held: the result of `become_shards_to_step()` on this process.
         """
         if self._keeps_some(len(stepped)):
             shards = {id(param.sharded_param) for param in fsdp_params(self.fsdp_modules())}
@@ -137,18 +140,18 @@ class Sharding:
         self.settle()
 
     def _keeps_some(self, num_stepped: int) -> bool:
-        if not self.stays_whole or self.unit_size > 1:  # stages of a plan have each parameters of their own
+        if not self.stays_whole or self.unit_size > 1:  # each stage of a plan has its own parameters
             return False
         return num_stepped < sum(1 for _ in fsdp_params(self.fsdp_modules()))
 
     def become_shards(self) -> None:
-        """Makes the parameters this process's shards, with what a script has written into whole ones; local."""
+        """Makes the parameters this process's shards, with values that a script has written into whole ones; local."""
         self._keep_changes()
         self.reshard()
 
     @torch.no_grad()
     def _keep_changes(self) -> None:
-        """Copies whole parameters into their shards, and whether they are frozen."""
+        """Copies whole parameters, and whether they are frozen, into their shards."""
         if not self.stays_whole:
             return
         shards, parts = [], []
@@ -163,24 +166,24 @@ class Sharding:
             torch._foreach_copy_(shards, parts)
 
     def _part_of(self, whole: torch.Tensor, shard: DTensor, local: torch.Tensor) -> torch.Tensor:
-        """This process's part of what it has whole, which may be a plan's part; `local` is the shard's own tensor."""
+        """This process's part of `whole`, which may be a plan's part; `local` is the shard's own tensor."""
         assert self.mesh is not None
         if not isinstance(whole, DTensor) and shard.placements[-1] == Shard(0):
-            # 291 parameters take 10 ms of one core so, and 25 by way of DTensors.
+            # For 291 parameters this takes 10 ms of one core, and 25 ms with DTensors.
             num_processes, place = self.mesh.size(-1), self.mesh.get_local_rank(-1)
             rows = -(-len(whole) // num_processes)
             return whole.narrow(0, min(place * rows, len(whole)), len(local))
         return local_tensor(self._shard_of(whole, shard))
 
     def _shard_of(self, whole: torch.Tensor, shard: DTensor) -> DTensor:
-        """The same as a DTensor."""
+        """The same part as a DTensor."""
         assert self.mesh is not None
         over_data = shard.placements[: self.mesh.ndim]
         placements = [Shard(p.dim) if hasattr(p, "dim") else p for p in over_data]
         return distribute_tensor(local_tensor(whole), self.mesh, placements, src_data_rank=None)
 
     def gathered_pairs(self) -> Iterator[tuple[Any, Any]]:
-        """Each parameter's shard, and the parameter that stands in its place while it is gathered; collective."""
+        """Pairs of each parameter's shard and the parameter that replaces it while it is gathered; collective."""
         for module in self.fsdp_modules():
             module.unshard()
             for param in fsdp_params([module]):
@@ -192,25 +195,25 @@ class Sharding:
         yield from (whole for _, whole in self.twins()) if self.is_sharded else self.root.parameters()
 
     def twins(self) -> Iterator[tuple[Any, Any]]:
-        """Each parameter's shard, and the parameter that stands in its place while it is gathered; local.
+        """Pairs of each parameter's shard and the parameter that replaces it while it is gathered; local.
 
         Each must have been gathered before.
         """
         return twins(self.fsdp_modules())
 
     def fsdp_modules(self) -> list[FSDPModule]:
-        """What FSDP2 gathers one at a time; empty when nothing is wrapped."""
+        """The modules that FSDP2 gathers one at a time; empty if nothing is wrapped."""
         return [module for _, module in self.named_fsdp_modules()]
 
     def named_fsdp_modules(self) -> Iterator[tuple[str, FSDPModule]]:
-        """What FSDP2 gathers one at a time, with the names that it has in the whole module."""
-        if not self.is_sharded:  # asked for several times a step: 1 ms each for a small model
+        """The modules that FSDP2 gathers one at a time, with their names in the whole module."""
+        if not self.is_sharded:  # called several times a step: 1 ms each for a small model
             return iter(())
         return ((name, part) for name, part in self.root.named_modules() if isinstance(part, FSDPModule))
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of `tensor` that lies on this process, as a detached alias; `tensor` itself when it is not sharded."""
+    """This process's part of `tensor`, as a detached alias; `tensor` itself, detached, if it is not sharded."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     with torch.no_grad():  # 5 us; detaching the DTensor first takes 20, for every parameter several times a step
@@ -219,15 +222,15 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of `tensor`, detached; collective when it is sharded."""
-    value = tensor.detach()  # inside GatheredParameters the whole of it already
+    value = tensor.detach()  # inside GatheredParameters this is the whole already
     if not isinstance(value, DTensor):
         return value
-    # What is offloaded to the CPU meets on the device: nccl reaches no further, and gloo is slow.
+    # Offloaded tensors are gathered on the device: nccl does not reach the CPU, and gloo is slow.
     return value.to(value.device_mesh.device_type).full_tensor()
 
 
 def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that a state dict has, by name."""
+    """The buffers that are in a state dict, by name."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, child in module.named_modules()
@@ -238,14 +241,14 @@ def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedParameter:
-    """A parameter as the module computes with it and as the optimizer steps it."""
+    """A parameter in the form the module computes with and in the form the optimizer steps."""
 
     name: str
     """The parameter's name in the module."""
     param: nn.Parameter
-    """In the module's dtype; a DTensor when sharded."""
+    """The parameter in the module's dtype; a DTensor when sharded."""
     master: nn.Parameter
-    """`param` itself when that has the masters' dtype and device, otherwise such a copy, sharded alike."""
+    """`param` itself if it has the masters' dtype and device, otherwise a copy that has, sharded alike."""
 
     @property
     def has_master(self) -> bool:
@@ -253,14 +256,14 @@ class TrainedParameter:
 
     @property
     def grad_lies_like_masters(self) -> bool:
-        """Whether the parameter's gradient has the dtype and the device of the master and the master has none yet."""
+        """Whether the parameter's gradient has the dtype and the device of the master, which has no gradient yet."""
         grad, master = self.param.grad, self.master
         return grad is not None and master.grad is None and (grad.dtype, grad.device) == (master.dtype, master.device)
 
 
 @contextmanager
 def vectors_for_scalars(module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
-    """Inside, FSDP2 may wrap `module` and its parts over `mesh`; after it, their records of scalars are such."""
+    """Inside, FSDP2 may wrap `module` and its parts over `mesh`; afterwards their records of scalars are converted."""
     named = [(part, name, param) for part in module.modules() for name, param in part._parameters.items()]
     scalars = {(part, name): param for part, name, param in named if param is not None and not param.dim()}
     vectors = {param: _build_vector(param, mesh.size(-1)) for param in scalars.values()}  # tied ones stay one
@@ -279,9 +282,9 @@ def _build_vector(scalar: nn.Parameter, length: int) -> nn.Parameter:
 
 @torch.no_grad()
 def make_gradients_equal(parameters: list[TrainedParameter]) -> None:
-    """Before each step: processes that share out the model take the first one's gradients of scalars; collective.
+    """Before each step: processes that share a model take the first one's gradients of scalars; collective.
 
-    Each has added them up for itself, maybe in another order, and copies that are stepped by other gradients part.
+    Each has added them up by itself, maybe in another order, and copies stepped by different gradients would diverge.
     """
     scalars = [t.master for t in parameters if isinstance(t.master, DTensor) and not t.master.dim()]
     gradients = [local_tensor(master.grad) for master in scalars if master.grad is not None]

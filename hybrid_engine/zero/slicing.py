@@ -1,4 +1,4 @@
-"""Each tensor-parallel rank takes its part of sharded parameters: an exchange in which nobody holds the whole.
+"""Readers of a tensor-parallel rank's part of sharded parameters: by an exchange without the whole, or from its unit.
 
 FSDP2 keeps rows of every parameter on every process. In one all-to-all per parameter each process sends to
 each other the part of its rows that the other's tensor-parallel rank holds, and receives its own part as it
@@ -24,20 +24,20 @@ from hybrid_engine.zero.sharding import Sharding
 from hybrid_engine.zero.split_module import tensor_axes
 
 Bounds = tuple[tuple[int, int], ...]
-"""For each dimension of a tensor the first index, and the one after the last, of a part."""
+"""For each dimension of a tensor the first index of a part, and the index after the last."""
 
 
 class SliceReader:
-    """Reads parts of parameters that lie in shards on all processes; `read` and `wait` are collective.
+    """Reads parts of parameters that are sharded over all processes; `read` and `wait` are collective.
 
     Args:
-        size: of the groups of consecutive processes that share a model between them.
+        size: the number of consecutive processes that share a model.
     """
 
     def __init__(self, sharding: Sharding, size: int):
         self.sharding, self.size = sharding, size
         self.has_lasting_addresses = False
-        """Whether what is read lies where it lay the last time, for recorded steps that read it."""
+        """Whether parts are read to the same addresses as the last time, for recorded steps that read them."""
         self._lasting: dict[tuple[int, Cut | None], tuple[torch.Tensor, LastingBuffer]] = {}
         self._bytes_read = 0
         self._under_way: list[tuple[Any, torch.Tensor]] = []
@@ -46,7 +46,7 @@ class SliceReader:
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Inside, what was read once is given again without the other processes."""
+        """Inside, parts that were read once are returned again without the other processes."""
         self._kept = {}
         try:
             yield
@@ -54,7 +54,7 @@ class SliceReader:
             self._kept = None
 
     def read(self, parameter: torch.Tensor, cut: Cut | None, rank: int, name: str) -> torch.Tensor:
-        """The part of tensor-parallel rank `rank`, this process's; filled once `wait` returns."""
+        """The part of tensor-parallel rank `rank`, which is this process's; filled after `wait` returns."""
         if self._kept is None:
             return self._read(parameter, cut, rank, name)
         key = (id(parameter), cut)
@@ -66,10 +66,10 @@ class SliceReader:
         if not isinstance(parameter, DTensor):
             return self._cut_local(parameter, whole(parameter, name), cut, rank)
         mesh = parameter.device_mesh
-        local = parameter.detach().to_local().to(mesh.device_type)  # offloaded shards lie elsewhere
+        local = parameter.detach().to_local().to(mesh.device_type)  # offloaded shards are on the CPU
         group = mesh["fsdp"].get_group() if mesh.ndim > 1 else mesh.get_group()
         num_processes = dist.get_world_size(group)
-        if num_processes == 1 or not parameter.dim():  # of a scalar every process has all
+        if num_processes == 1 or not parameter.dim():  # every process has all of a scalar
             return self._cut_local(parameter, local, cut, rank)
         length = parameter.shape[0]
         per_process = -(-length // num_processes)
@@ -98,7 +98,7 @@ class SliceReader:
         return part
 
     def _allocate(self, parameter: torch.Tensor, cut: Cut | None, shape: list[int], like: torch.Tensor) -> torch.Tensor:
-        """Memory for a part of `parameter`: where it lay in the last rollout, or anywhere."""
+        """Memory for a part of `parameter`: at the address of the last rollout, or anywhere."""
         if not self.has_lasting_addresses:
             output = torch.empty(shape, dtype=like.dtype, device=like.device)
             self._slices.append(output)
@@ -123,20 +123,20 @@ class SliceReader:
         self._under_way.append((work, sent))
 
     def count_bytes(self) -> int:
-        """Bytes read from other processes' shards and this one's since the last call."""
+        """Bytes read from the shards of all processes since the last call."""
         count, self._bytes_read = self._bytes_read, 0
         return count
 
     def wait(self) -> None:
-        """Returns when everything that was read is there."""
+        """Returns when all reads are complete."""
         for work, _ in self._under_way:
             work.wait()
         self._under_way.clear()
 
     def release(self) -> None:
-        """Frees everything that was read; whoever still looks at it finds no storage, or must not read it."""
+        """Frees all parts that were read; they must not be used afterwards."""
         self.wait()
-        self._lasting = {key: kept for key, kept in self._lasting.items() if kept[1].num_bytes}  # read this time
+        self._lasting = {key: kept for key, kept in self._lasting.items() if kept[1].num_bytes}  # those read this time
         for _, buffer in self._lasting.values():
             buffer.release()
         for tensor in self._slices:
@@ -145,13 +145,13 @@ class SliceReader:
 
 
 def _overlap(bound: tuple[int, int], ranges: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
-    """What of `ranges` lies in `bound`."""
+    """The overlap of `ranges` with `bound`."""
     pairs = [(max(start, bound[0]), min(stop, bound[1])) for start, stop in ranges]
     return [(start, stop) for start, stop in pairs if start < stop]
 
 
 def _part_of_shard(local: torch.Tensor, bound: tuple[int, int], cut: Cut, rank: int) -> torch.Tensor:
-    """What of the rows `bound` of a parameter, which are `local`, belongs to `rank`."""
+    """The part of `rank` in the rows `bound` of a parameter, which are `local`."""
     if cut.dim > 0:
         return cut.of(local, rank)
     parts = [local[start - bound[0] : stop - bound[0]] for start, stop in _overlap(bound, cut.ranges[rank])]
@@ -159,7 +159,7 @@ def _part_of_shard(local: torch.Tensor, bound: tuple[int, int], cut: Cut, rank: 
 
 
 def _num_elements(bound: tuple[int, int], cut: Cut, rank: int, row: int, shape: torch.Size) -> int:
-    """The number of elements of a rank's part."""
+    """The number of elements of a rank's part in the rows `bound`."""
     ranges = cut.ranges[rank]
     if cut.dim > 0:
         length = sum(stop - start for start, stop in ranges)
@@ -169,7 +169,7 @@ def _num_elements(bound: tuple[int, int], cut: Cut, rank: int, row: int, shape: 
 
 @dataclass(frozen=True)
 class _Missing:
-    """A part that is to be gathered: of which parameter, which part of the whole, and where it goes."""
+    """A part that is to be gathered: its parameter, the part of the whole, and its destination."""
 
     parameter: DTensor
     cut: Cut | None
@@ -178,17 +178,17 @@ class _Missing:
 
     @property
     def kind(self) -> tuple[tuple[str, ...], torch.dtype]:
-        """The axes over which the parameter is split, and its dtype: those of one kind are gathered together."""
+        """The axes over which the parameter is split, and its dtype; parts of one kind are gathered together."""
         names = self.parameter.device_mesh.mesh_dim_names or ()
         axes = zip(names, self.parameter.placements, strict=True)
         return tuple(name for name, placement in axes if isinstance(placement, Shard)), self.parameter.dtype
 
 
 class PartReader:
-    """Reads the parts with which one process generates; `read` is local, `wait` collective over the unit.
+    """Reads the parts that one process generates with; `read` is local, `wait` collective over the unit.
 
     Args:
-        places: by the tensor-parallel rank, the place of its process among those over which parameters are split.
+        places: for each tensor-parallel rank, the place of its process among those over which parameters are split.
     """
 
     def __init__(self, places: Sequence[int]) -> None:
@@ -200,13 +200,13 @@ class PartReader:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the copies that the last rollout needed, whether they are there now or not."""
+        """Bytes of the copies that the last rollout needed, whether they are in memory now or not."""
         return sum(0 if b.tensor is None else b.tensor.nbytes for _, b in self._copies.values())
 
     def read(self, parameter: torch.Tensor, cut: Cut | None, rank: int, name: str) -> torch.Tensor:
-        """The part of tensor-parallel rank `rank`, this process's; filled once `wait` returns.
+        """The part of tensor-parallel rank `rank`, which is this process's; filled after `wait` returns.
 
-        RuntimeError where ZeRO has the parameter shared out.
+        Raises RuntimeError if ZeRO has sharded the parameter.
         """
         if not isinstance(parameter, DTensor):
             return read_whole(parameter, cut, rank, name)
@@ -215,7 +215,7 @@ class PartReader:
             raise RuntimeError(f"{name} is not gathered; gather the weights before binding them")
         local = _local(parameter)
         inside = [self._inside(parameter, cut, other) for other in range(len(self._places))]
-        if None in inside:  # on whichever process: all of them gather it, or none does
+        if None in inside:  # on any process: all of them gather it, or none does
             output = self._allocate(parameter, cut, part_shape(parameter.shape, cut, rank))
             self._missing.append(_Missing(parameter, cut, rank, output))
             return output
@@ -226,7 +226,7 @@ class PartReader:
         return part if is_view else self._allocate(parameter, cut, part.shape).copy_(part)
 
     def _inside(self, parameter: DTensor, cut: Cut | None, rank: int) -> Cut | None:
-        """See `inside_of`, of the process of `rank`."""
+        """`inside_of` for the process of `rank`."""
         names = parameter.device_mesh.mesh_dim_names or ()
         mesh = parameter.device_mesh
         held = bounds_of(
@@ -235,7 +235,7 @@ class PartReader:
         return inside_of(held, cut, rank, parameter.shape)
 
     def wait(self) -> None:
-        """Gathers what was read and is not here; returns when it is."""
+        """Gathers the parts that are not local; returns when they are complete."""
         missing, self._missing = self._missing, []
         for kind in dict.fromkeys(one.kind for one in missing):
             self._gather([one for one in missing if one.kind == kind], kind[0])
@@ -275,15 +275,15 @@ class PartReader:
         return count
 
     def release(self) -> None:
-        """Frees all copies; whoever still looks at one must not read it."""
+        """Frees all copies; they must not be used afterwards."""
         self._missing.clear()
-        self._copies = {key: kept for key, kept in self._copies.items() if kept[1].num_bytes}  # read this time
+        self._copies = {key: kept for key, kept in self._copies.items() if kept[1].num_bytes}  # those read this time
         for _, buffer in self._copies.values():
             buffer.release()
 
 
 def places_of_ranks(sizes: Sequence[int], order: Sequence[int]) -> list[int]:
-    """By tensor-parallel rank, its place in a mesh of these sizes; `order`: its axes, outermost first."""
+    """The place of each tensor-parallel rank in a mesh of these sizes; `order`: its axes, outermost first."""
     return torch.arange(prod(sizes)).view(tuple(sizes)).permute(tuple(order)).flatten().tolist()
 
 
@@ -295,7 +295,7 @@ def _local(parameter: DTensor) -> torch.Tensor:
 def bounds_of(
     shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> Bounds:
-    """What the process at `coordinate` of a mesh of these sizes has of a parameter."""
+    """The bounds of the part of a parameter that the process at `coordinate` of a mesh of these sizes holds."""
     bounds = [(0, length) for length in shape]
     for size, place, placement in zip(sizes, coordinate, placements, strict=True):
         if isinstance(placement, Shard):
@@ -306,7 +306,7 @@ def bounds_of(
 
 
 def _coordinate(mesh: DeviceMesh, axes: tuple[str, ...], place: int) -> tuple[int, ...]:
-    """Where the process at `place` of those along `axes` lies in `mesh`; 0 on all other axes."""
+    """The coordinate in `mesh` of the process at `place` along `axes`; 0 on all other axes."""
     found = []
     for name, size in reversed(list(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))):
         found.append(place % size if name in axes else 0)
@@ -315,7 +315,7 @@ def _coordinate(mesh: DeviceMesh, axes: tuple[str, ...], place: int) -> tuple[in
 
 
 def inside_of(held: Bounds, cut: Cut | None, rank: int, shape: Sequence[int]) -> Cut | None:
-    """What a rank generates with, as a cut (of rank 0) of the part that it holds; None where that lacks some of it."""
+    """The part that a rank generates with, as a cut (of rank 0) of the part `held`; None if `held` lacks some of it."""
     wanted: list[tuple[tuple[int, int], ...]] = [((0, length),) for length in shape]
     if cut is not None:
         wanted[cut.dim] = cut.ranges[rank]
@@ -329,7 +329,7 @@ def inside_of(held: Bounds, cut: Cut | None, rank: int, shape: Sequence[int]) ->
 
 
 def part_shape(shape: Sequence[int], cut: Cut | None, rank: int) -> tuple[int, ...]:
-    """The shape of what `rank` generates with of a parameter of `shape`."""
+    """The shape of the part that `rank` generates with, of a parameter of `shape`."""
     found = list(shape)
     if cut is not None:
         found[cut.dim] = sum(stop - start for start, stop in cut.ranges[rank])

@@ -1,4 +1,4 @@
-"""`deepspeed.zero.TiledLinear`: a linear layer of several small ones, each of which is a tile of its weight.
+"""`deepspeed.zero.TiledLinear`: a linear layer made of several small ones, each of which is a tile of its weight.
 
 In DeepSpeed a tile is what stage 3 gathers at a time. FSDP2 gathers transformer layers, so here the tiles only keep a
 model's code and the names of its weights working.
@@ -16,30 +16,31 @@ from hybrid_engine.zero.gathered_parameters import GatheredParameters
 
 
 class Tiles(nn.Sequential):
-    """The tiles of one part of the output; a module that is called, so that FSDP2 may gather it alone.
+    """The tiles of one part of the output; a module that is called, so that FSDP2 can gather it alone.
 
-    No ModuleList, which FSDP2 refuses up to torch 2.11 although it can be called.
+    It is not a ModuleList, which FSDP2 refuses up to torch 2.11 although it can be called.
     """
 
     def forward(self, parts: Sequence[torch.Tensor]) -> list[Any]:
-        """What each tile makes of its part of the input."""
+        """The output of each tile for its part of the input."""
         return [tile(part) for tile, part in zip(self, parts, strict=True)]
 
 
 class TiledLinear(nn.Module):
-    """`torch.nn.Linear` as `out_splits` times `in_splits` tiles, `linears[out][in]`; the last of a row has the bias.
+    """`torch.nn.Linear` as `out_splits` times `in_splits` tiles, `linears[out][in]`; the last tile of a row has the
+    bias.
 
     Args:
-        in_features: of the whole, cut into `in_splits` parts whose sizes differ by one at most.
-        out_features: of the whole, cut alike into `out_splits` parts.
-        bias: whether there is one.
+        in_features: of the whole layer, cut into `in_splits` parts whose sizes differ by one at most.
+        out_features: of the whole layer, cut into `out_splits` parts in the same way.
+        bias: whether the layer has a bias.
         input_is_already_split: the input is then a sequence of `in_splits` tensors.
         combine_out_splits: False returns the parts of the output as a list.
-        linear_cls: what builds a tile, of `(in_features, out_features, bias=..., **kwargs)`.
+        linear_cls: builds a tile from `(in_features, out_features, bias=..., **kwargs)`.
         init_linear: the layer whose weights are copied.
 
     Raises:
-        ValueError: more parts than features, or none.
+        ValueError: more parts than features, or fewer than 1.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class TiledLinear(nn.Module):
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Linear) -> None:
-        """Copies the weights of a whole layer of the same shape; collective where the tiles are sharded."""
+        """Copies the weights of a whole layer of the same shape; collective if the tiles are sharded."""
         if tuple(other.weight.shape) != (self.out_features, self.in_features) or self.use_bias != (
             other.bias is not None
         ):
@@ -110,7 +111,7 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """A TiledLinear of tiles which return the product and the bias, to be added later, as Megatron's do."""
+    """A TiledLinear whose tiles return the product and the bias, to be added later, like Megatron's."""
 
     def _add_up(self, outputs: list[Any]) -> Any:
         biases = [bias for _, bias in outputs if bias is not None]

@@ -1,13 +1,13 @@
-"""Parameters that get a gradient on one process and none on another, as those of experts, or of branches of a model.
+"""Parameters that get a gradient on some processes only, such as those of experts, or of branches of a model.
 
-FSDP2 adds up the gradients that a group of parameters has on a process, one after the other: where one process has
-another selection, a parameter would get another one's gradient. So each process reduces all trained parameters of a
-group, zeros in the place of what is missing, and at `step()` the processes agree which parameters none of them used:
-those have no gradient, as in a plain loop, and no weight decay.
+FSDP2 concatenates and reduces the gradients that a group of parameters has on a process. If another process has
+gradients of other parameters, a parameter would get the gradient of another one. So each process reduces all trained
+parameters of a group, with zeros for missing gradients. At `step()` the processes agree which parameters none of them
+used: those have no gradient, as in a plain loop, and no weight decay.
 
 A whole layer that some processes leave out changes the order in which groups are reduced. So before a backward pass
-that reduces, the processes compare which layers they came through; where these differ, gradients wait for the end of
-the pass and are then reduced in one order. At stage 3 each process must use every layer: it gathers it with the others.
+that reduces, the processes compare which layers they used. If these differ, gradients wait for the end of the pass and
+are then reduced in one order. At stage 3 each process must use every layer, because it gathers it with the others.
 """
 
 import zlib
@@ -27,45 +27,47 @@ from hybrid_engine.zero.unwrapping import EngineHook
 
 
 class UnevenGradients:
-    """What the processes have to agree on at each step of one sharded module."""
+    """The agreements of the processes at each step of one sharded module."""
 
     def __init__(self, named_modules: Iterable[tuple[str, FSDPModule]]) -> None:
-        """Has groups reduce all their trained parameters; `named_modules` are FSDP2's, in the same order everywhere."""
+        """Makes groups reduce all their trained parameters; `named_modules` are FSDP2's, in the same order
+        everywhere.
+        """
         modules = dict(named_modules)
         self._names = list(modules)
         self._modules = list(modules.values())
         self._used: set[int] = set()
         self._order: list[int] = []
         self._path: list[int] = []
-        self._begun_at = 0  # where the pass under way begins in `_order`
-        self._expected: list[int] = []  # what the order of that pass will be, or that of the last one was
+        self._begun_at = 0  # start of the current pass in `_order`
+        self._expected: list[int] = []  # order of the current or last pass
         reduce_all_trained(self._modules, self._note)
         for number, module in enumerate(self._modules):
             module.register_forward_pre_hook(EngineHook(partial(self._pass_through, number)))
 
     def _note(self, group: int, used: list[Any]) -> None:
-        """Before a group is reduced: the records of its parameters that have a gradient here."""
+        """Called before a group is reduced, with the records of its parameters that have a gradient here."""
         self._order.append(group)
         self._used.update(map(id, used))
 
     def _pass_through(self, number: int, *unused: Any) -> None:
-        """Before each forward pass of a module; one that is computed anew in a backward pass is none."""
+        """Called before each forward pass of a module; ignores recomputation in a backward pass."""
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self._path.append(number)
 
     def forget(self) -> None:
-        """The gradients were dropped."""
+        """Resets the records after the gradients were dropped."""
         self._used, self._order = set(), []
 
     def forget_path(self) -> None:
-        """No backward pass goes back on it."""
+        """Drops the recorded forward passes, which no backward pass follows."""
         self._path = []
 
     def came_alike(self, error: BaseException | None = None) -> bool:
         """Whether all processes came through the same layers since the last backward pass; collective.
 
         Raises:
-            BaseException: `error`, for which this process cannot begin the next pass, or that of another one.
+            BaseException: `error`, which keeps this process from starting the next pass, or the error of another one.
         """
         path, self._path = self._path, []
         number = zlib.crc32(repr(path).encode())
@@ -78,11 +80,13 @@ class UnevenGradients:
         return -lowest == highest
 
     def end_pass(self) -> None:
-        """A backward pass has reduced everything, in the order in which the next one will."""
+        """Records the order of a complete backward pass, which the next one is expected to have."""
         self._expected = self._order[self._begun_at :]
 
     def finish_pass(self, root: FSDPModule) -> None:
-        """After an error in a backward pass: reduces what is left of it with the processes that go on; collective."""
+        """After an error in a backward pass: joins the remaining reductions of the processes that continue;
+        collective.
+        """
         done = self._order[self._begun_at :]
         rest = [self._modules[number] for number in self._expected if number not in done]
         if rest:  # else the error came after the pass
@@ -92,11 +96,11 @@ class UnevenGradients:
     def drop_unused(
         self, parameters: list[TrainedParameter], error: BaseException | None = None
     ) -> BaseException | None:
-        """Takes the zeros away that stand for a gradient which no process has; collective, once before each step.
+        """Removes the zeros of gradients that no process has; collective, once before each step.
 
         Returns:
-            Why no process can step, or None: `error`, which is this process's, or that of another one; or that they
-            reduced their layers in different orders, so that gradients are wrong.
+            The reason why no process can step, or None: this process's `error`, or the error of another one; or that
+                they reduced their layers in different orders, so that gradients are wrong, or wrote different values.
         """
         records = list(fsdp_params(self._modules))
         order = zlib.crc32(repr(self._order).encode())
@@ -119,7 +123,7 @@ class UnevenGradients:
         return None
 
     def _take_written(self) -> dict[int, int]:
-        """Parameters that this process has changed by itself since the last step, with the sums of their bits."""
+        """Parameters that this process alone has changed since the last step, with the sums of their bits."""
         marks = [{} if whole is None else vars(whole) for whole in wholes(self._modules)]
         return {number: mark.pop(WRITTEN) for number, mark in enumerate(marks) if WRITTEN in mark}
 

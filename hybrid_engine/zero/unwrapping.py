@@ -1,4 +1,4 @@
-"""Takes off a module what FSDP2 and an engine have put on it: for its copies, and for an engine that takes it over.
+"""Removes the wrapping of FSDP2 and an engine from a module: for copies of it, and for an engine that takes it over.
 
 FSDP2 refuses to copy a module that it has wrapped. Below stage 3 an engine's module is whole, and scripts copy it, for
 a moving average or a target network: the copy is a module of the class that the user wrote, without an engine.
@@ -34,7 +34,7 @@ _OPTIONS = {torch.float16: "fp16.enabled", torch.bfloat16: "bf16.enabled"}
 
 
 class EngineHook:
-    """A hook that an engine has put on a module: a copy of the module does not have it."""
+    """A hook that an engine has put on a module; copies of the module do not have it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -44,7 +44,7 @@ class EngineHook:
 
 
 def allow_copies(module: FSDPModule) -> None:
-    """From now on `copy.deepcopy` and `pickle` give plain modules of `module`, as long as its parameters are whole."""
+    """Makes `copy.deepcopy` and `pickle` produce plain modules from `module`, as long as its parameters are whole."""
     on_wrapped_class(module, "__deepcopy__", _copy)
     on_wrapped_class(module, "__reduce_ex__", _reduce)
 
@@ -57,7 +57,7 @@ def _copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def _reduce(module: nn.Module, protocol: Any) -> Any:
     _check_whole(module, "pickle")
-    return operator.getitem, ([copy.deepcopy(module)], 0)  # pickle wants a class's own objects from it
+    return operator.getitem, ([copy.deepcopy(module)], 0)  # pickle requires objects of the class itself from it
 
 
 def _check_whole(module: nn.Module, what: str) -> None:
@@ -71,12 +71,12 @@ def _check_whole(module: nn.Module, what: str) -> None:
 
 @contextmanager
 def _plain(module: nn.Module) -> Iterator[None]:
-    """Inside, `module` and what is in it are as before an engine wrapped them, with the parameters of now."""
+    """Inside, `module` and its parts are as before an engine wrapped them, with the current parameters."""
     parts: list[Any] = list(module.modules())
     before = [(part.__class__, part.__dict__) for part in parts]
     try:
         for part in parts:
-            # Users hold handles of hooks, which refer to the dictionaries that these are in.
+            # Users hold handles of hooks, which refer to these dictionaries, so copies of them are changed.
             hooks = {name: copy.copy(held) for name, held in _hooks_of(part).items()}
             object.__setattr__(part, "__dict__", {**vars(part), **hooks})
         unwrap(module)
@@ -88,9 +88,9 @@ def _plain(module: nn.Module) -> Iterator[None]:
 
 
 def unwrap(root: nn.Module) -> None:
-    """Makes the parts of `root` modules of the classes that they had before they were wrapped; local.
+    """Restores the classes that the parts of `root` had before they were wrapped; local.
 
-    Parameters stay as they are now, whole or shards.
+    Parameters stay as they are, whole or shards.
     """
     parts = list(root.modules())
     wrapped = [part for part in parts if isinstance(part, FSDPModule)]
@@ -108,18 +108,18 @@ def unwrap(root: nn.Module) -> None:
 
 
 def _hooks_of(part: nn.Module) -> dict[str, dict[int, Any]]:
-    """torch's dictionaries of hooks by number, by name; transformers has lists of handles under such names."""
+    """torch's dictionaries of hooks (by id), by name; transformers has lists of handles under similar names."""
     held = vars(part).items()
     return {name: kept for name, kept in held if name.startswith("_") and "_hooks" in name and isinstance(kept, dict)}
 
 
 def note_evaluated(root: nn.Module) -> None:
-    """Says that the engine which has wrapped `root` only evaluates."""
+    """Records that the engine that has wrapped `root` only evaluates."""
     _evaluated.add(root)
 
 
 def can_take_over(root: nn.Module) -> bool:
-    """Whether all that is wrapped of `root` is so for engines that only evaluate, and that there is such a part."""
+    """Whether `root` has wrapped parts, and all of them were wrapped by engines that only evaluate."""
     parts = list(root.modules())
     evaluated = {part for whole in parts if whole in _evaluated for part in whole.modules()}
     wrapped = [part for part in parts if isinstance(part, FSDPModule)]
@@ -127,7 +127,7 @@ def can_take_over(root: nn.Module) -> bool:
 
 
 def take_over(root: nn.Module, keeps_shards: bool) -> None:
-    """Unwraps what engines that only evaluate have wrapped of `root`, for another engine; collective.
+    """Unwraps the parts of `root` that engines which only evaluate have wrapped, for another engine; collective.
 
     Without `keeps_shards` the parameters become whole.
     """
@@ -157,7 +157,9 @@ def _make_whole(root: nn.Module) -> None:
 
 
 def found_sharding(before: Sharding) -> Sharding:
-    """How a module lies now, for an engine that only evaluates it and of which another one has taken it over."""
+    """The current layout of a module, for an engine that only evaluates it and from which another one has taken it
+    over.
+    """
     root = before.root
     if any(type(param) is DTensor for param in root.parameters()):
         layers = [part for part in root.modules() if isinstance(part, FSDPModule) and part is not root]
@@ -166,7 +168,7 @@ def found_sharding(before: Sharding) -> Sharding:
 
 
 class Uncopied(nn.Module):
-    """A module that is neither copied nor pickled, and whose dtype is its config's for good."""
+    """A module that cannot be copied or pickled, and whose dtype always stays the one of its config."""
 
     config: EngineConfig
 
@@ -183,7 +185,7 @@ class Uncopied(nn.Module):
         )
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """nn.Module's for devices; raises ValueError for another dtype than the parameters have."""
+        """nn.Module's `to` for devices; raises ValueError for a dtype other than that of the parameters."""
         _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if dtype is not None:
             self._check_dtype("to()", dtype)
@@ -195,7 +197,7 @@ class Uncopied(nn.Module):
         return self
 
     def double(self) -> Any:
-        """Raises ValueError: no engine has that dtype."""
+        """Raises ValueError: no engine supports fp64."""
         self._check_dtype("double()", torch.float64)
         return self
 
@@ -210,7 +212,7 @@ class Uncopied(nn.Module):
         return self
 
     def type(self, dst_type: Any) -> Any:  # type: ignore[override]
-        """Raises ValueError unless the parameters have that dtype."""
+        """Raises ValueError unless the parameters have this dtype."""
         self._check_dtype("type()", dst_type)
         return self
 

@@ -1,4 +1,7 @@
-"""Wraps a module as its config says: one FSDP group per transformer layer and one for the rest."""
+"""Wraps a module as its config says: one FSDP group per transformer layer and one for the rest.
+
+Called when an engine is built, with the checks of a model that is sharded already.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,18 +44,18 @@ from hybrid_engine.zero.split_module import (
 from hybrid_engine.zero.unwrapping import EngineHook, allow_copies, can_take_over, note_evaluated, take_over
 
 MAX_IN_LINE = 3
-"""Layers that are named in one line of warning."""
+"""Maximum number of layers named in one line of warning."""
 _meshes: dict[tuple[str, tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
 """Meshes that were made so far, by their layout."""
 _world: list[dist.ProcessGroup | None] = []
-"""The group of all processes that these belong to."""
+"""The group of all processes that `_meshes` belong to."""
 
 
 def place_module(module: nn.Module, config: EngineConfig, device: torch.device) -> None:
-    """Moves `module` to where `shard_module` wants it: to `device`, unless that happens layer by layer.
+    """Moves `module` to the device where `shard_module` expects it: to `device`, unless that happens layer by layer.
 
-    What is offloaded, and at stage 3 what lies elsewhere, reaches the device while it is sharded: the whole might not
-    fit there. What zero.Init sharded lies in place already, or is moved as shards.
+    Offloaded parameters, and at stage 3 parameters on another device, are moved while they are sharded: the whole might
+    not fit. Parameters that zero.Init sharded are in place already, or are moved as shards.
     """
     if offloads_parameters(config):
         module.to("cpu")
@@ -63,12 +66,12 @@ def place_module(module: nn.Module, config: EngineConfig, device: torch.device) 
 
 
 def offloads_parameters(config: EngineConfig) -> bool:
-    """Whether parameters lie in the CPU's memory while a GPU computes; without a GPU they lie there anyway."""
+    """Whether parameters are in CPU memory while a GPU computes; False without a GPU, where they always are."""
     return config.zero_optimization.offloads_parameters and default_device().type != "cpu"
 
 
 def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -> Sharding:
-    """Wraps `module` in place as the config says; its parameters become DTensors unless the process is alone.
+    """Wraps `module` in place as the config says; its parameters become DTensors unless there is only one process.
 
     Below stage 3 a module that is only evaluated is not wrapped: it is whole everywhere and has no gradients.
     """
@@ -87,7 +90,7 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
     of_units = tuple(name for name in names if name not in (STAGES, *over_parts))
     mesh = whole_mesh if of_units == names else whole_mesh[of_units]
     tensor = whole_mesh[over_parts] if over_parts else None
-    if tensor is not None and is_whole:  # FSDP2, where it is used, needs axes of one mesh
+    if tensor is not None and is_whole:  # where FSDP2 is used, it needs axes of one mesh
         tensor = with_own_group(tensor)
     if isinstance(module, SplitModule) and tensor is not None:
         module.adopt(tensor)
@@ -135,7 +138,7 @@ def _parts_to_wrap(module: nn.Module) -> list[nn.Module]:
 
 
 def _expect_fp32_gradients(module: nn.Module) -> None:
-    """Says that the reduced gradients of parameters in 16 bits may be fp32, which they are reduced in."""
+    """Allows the reduced gradients of 16-bit parameters to be fp32, the dtype in which they are reduced."""
     for param in module.parameters():
         param.grad_dtype = torch.float32
 
@@ -143,18 +146,18 @@ def _expect_fp32_gradients(module: nn.Module) -> None:
 def _fully_shard(
     part: nn.Module, mesh: DeviceMesh, stage: int, reduce_dtype: torch.dtype, offload: OffloadPolicy
 ) -> None:
-    # fp32 unless asked otherwise: adding up many ranks' gradients in 16 bits would round each sum.
+    # fp32 unless configured otherwise: adding up many ranks' gradients in 16 bits would round each sum.
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     copy_views_in_outputs(part)
     fully_shard(part, mesh=mesh, reshard_after_forward=stage == 3, mp_policy=policy, offload_policy=offload)
     part.set_reshard_after_backward(stage == 3)
-    # Averages are then a sum and a division; gloo has no reduction with a factor.
+    # Averages are then a sum and a division; gloo does not have a reduction with a factor.
     part.set_force_sum_reduction_for_comms(True)
     allow_copies(part)
 
 
 def _register_forward_methods(module: nn.Module) -> None:
-    """Gathers the root's parameters also for methods named `forward_...`, like a value model's `forward_value`."""
+    """Gathers the root's parameters also for methods named `forward_...`, such as a value model's `forward_value`."""
     for name in dir(type(module)):
         if is_forward_method(name) and callable(getattr(type(module), name)):
             copy_views_in_outputs_of(module, name)
@@ -164,11 +167,12 @@ def _register_forward_methods(module: nn.Module) -> None:
 def build_mesh(
     config: EngineConfig, world_size: int, num_stages: int = 1, split_sizes: tuple[int, ...] = ()
 ) -> DeviceMesh:
-    """All processes on the axis `fsdp`, or groups of the config's size on it and the groups along `replicate`.
+    """A mesh of all processes on the axis `fsdp`, or of groups of the config's size on it and the groups along
+    `replicate`.
 
-    Where `world_size` are units of several processes, these are on the last axes: `stages`, and those of
-    `tensor_names`, of `split_sizes`. peft knows shards by the name `fsdp`: on another axis it gives a linear an adapter
-    of the size of its shard.
+    If `world_size` counts units of several processes, these are on the last axes: `stages`, and those of
+    `tensor_names`, with the sizes `split_sizes`. peft recognizes shards by the name `fsdp`: on another axis it gives a
+    linear an adapter of the size of its shard.
     """
     shape = mesh_shape(config, world_size)
     names = ("replicate", "fsdp")[-len(shape) :]
@@ -181,7 +185,7 @@ def build_mesh(
 
 
 def _shared_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """One mesh for all engines of a layout: each group costs its processes threads and connections for good."""
+    """One mesh for all engines of a layout: each group permanently costs its processes threads and connections."""
     if _world != [dist.group.WORLD]:
         _world[:] = [dist.group.WORLD]
         _meshes.clear()
@@ -192,15 +196,15 @@ def _shared_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...
 
 
 def mesh_shape(config: EngineConfig, world_size: int) -> tuple[int, ...]:
-    """The sizes of the axes of `build_mesh`'s mesh."""
+    """The sizes of the axes of the mesh of `build_mesh`."""
     shard_size = 1 if config.zero_optimization.stage == 0 else config.zero_optimization.shard_size or world_size
     return (world_size,) if shard_size == world_size else (world_size // shard_size, shard_size)
 
 
 def find_norm_group(mesh: DeviceMesh, is_sharded: bool) -> dist.ProcessGroup | None:
-    """The processes whose parts together are one model, by the axes that are longer than one process.
+    """The processes whose parts together are one model, found by the axes longer than one process.
 
-    `is_sharded`: units, which are on the axis `fsdp`, share it out among them.
+    With `is_sharded` the units, which are on the axis `fsdp`, shard the model among them.
     """
     names = mesh.mesh_dim_names or ()
     wanted = (*(("fsdp",) if is_sharded else ()), STAGES, *tensor_axes(names))
@@ -211,9 +215,9 @@ def find_norm_group(mesh: DeviceMesh, is_sharded: bool) -> dist.ProcessGroup | N
 
 
 def check_built_shards(module: nn.Module, stage: int, mesh_shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless what is sharded of `module` already lies as an engine of this stage and mesh has it.
+    """Raises ValueError unless shards in `module` already have the layout of an engine of this stage and mesh.
 
-    No engine takes over what another one has sharded and trains.
+    An engine does not take over a model that another one has sharded and trains.
     """
     if can_take_over(module):
         return
@@ -237,14 +241,14 @@ def check_built_shards(module: nn.Module, stage: int, mesh_shape: tuple[int, ...
 
 
 def _is_shard(param: Any) -> bool:
-    """Whether ZeRO has shared it out; a plan's parts lie over other axes."""
+    """Whether ZeRO has sharded the parameter; a plan's parts are on other axes."""
     return isinstance(param, DTensor) and "fsdp" in (param.device_mesh.mesh_dim_names or ())
 
 
 def take_over_evaluated(module: nn.Module, stage: int, mesh_shape: tuple[int, ...]) -> None:
     """Unwraps a model that only engines without an optimizer have sharded; collective.
 
-    It keeps its shards where they lie as an engine of this stage and mesh has them.
+    It keeps its shards if they have the layout of an engine of this stage and mesh.
     """
     shapes = {param.device_mesh.shape for param in module.parameters() if isinstance(param, DTensor)}
     take_over(module, keeps_shards=stage == 3 and shapes == {mesh_shape})
@@ -252,7 +256,9 @@ def take_over_evaluated(module: nn.Module, stage: int, mesh_shape: tuple[int, ..
 
 @contextmanager
 def placeholders(module: nn.Module) -> Iterator[None]:
-    """Inside, parameters that are sharded already are plain ones without storage; after it, they are back."""
+    """Inside, parameters that are sharded already are replaced by plain ones without storage; afterwards they are
+    restored.
+    """
     places = [
         (part, name, param) for part in module.modules() for name, param in part._parameters.items() if _is_shard(param)
     ]
@@ -264,7 +270,7 @@ def placeholders(module: nn.Module) -> Iterator[None]:
         part._parameters[name] = param
     if places:
         for part in module.modules():
-            if isinstance(part, FSDPModule):  # FSDP2 takes the shards over when it first gathers
+            if isinstance(part, FSDPModule):  # FSDP2 takes over the shards at the first gather
                 part.unshard()
                 part.reshard()
 
@@ -274,12 +280,12 @@ def _without_storage(param: nn.Parameter) -> nn.Parameter:
 
 
 def copy_views_in_outputs(module: nn.Module) -> None:
-    """From now on `module(...)` returns copies of views and parameters; to be called before FSDP2 sets its hooks."""
+    """Makes `module(...)` return copies of views and parameters; to be called before FSDP2 sets its hooks."""
     module.register_forward_hook(EngineHook(_copy_after_forward))
 
 
 def copy_views_in_outputs_of(module: nn.Module, method_name: str) -> None:
-    """Copies views and parameters in what one method of a module returns."""
+    """Copies views and parameters in the output of one method of a module."""
     method = getattr(module, method_name)
 
     @wraps(method)
@@ -310,7 +316,7 @@ def _is_view(value: Any) -> bool:
 
 
 def _memory(value: Any) -> int | None:
-    """Where the memory that a tensor lies in begins, 0 where it is freed; None of what has none."""
+    """The address of a tensor's storage, 0 if it is freed; None for other values."""
     if isinstance(value, DTensor):
         value = local_tensor(value)
     is_dense = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
