@@ -209,14 +209,16 @@ def _is_pair(figure: Any) -> bool:
 
 
 def _check_schedule(own: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raises ValueError unless `saved` has all public entries of this schedule; private ones differ between versions."""
+    """Raises ValueError unless `saved` has all public entries of `own`; private ones differ between versions."""
     missing = [name for name in own if not name.startswith("_") and name not in saved]
     if missing:
         raise ValueError(f"it was saved with another learning-rate scheduler, its state has no {', '.join(missing)}")
 
 
 def _has_this_scaler(training: TrainingState, saved: dict[str, Any]) -> bool:
-    """Whether the loss scaler can load `saved`: not one of another kind, and not a static scale, which the config sets."""
+    """Whether the loss scaler can load `saved`: not a scaler of another kind, nor a static scale, which the config
+    sets.
+    """
     assert training.optimizer is not None
     own = training.optimizer.loss_scaler.state_dict()
     if saved == own or (saved.keys() == own.keys() and len(own) > 1):
@@ -229,7 +231,7 @@ def _has_this_scaler(training: TrainingState, saved: dict[str, Any]) -> bool:
 
 
 def _take_over(training: TrainingState, opened: Opened, wanted: Wanted, held: HeldInterrupts) -> None:
-    """Reads, checks, and then changes the engine, whose parameters are shards. An error is raised on all; collective."""
+    """Reads, checks, and then changes the engine, whose parameters are shards; collective. Errors are raised on all."""
     staged = agree(lambda: _stage(training, opened, wanted, held))
     undo = agree(lambda: Undo(training))
 
@@ -319,7 +321,7 @@ def _restore_schedule(training: TrainingState, state: dict[str, Any], sets_rates
 
 
 def _raising_value_errors(folder: Path, action: Callable[[], Result]) -> Result:
-    """The result of `action` on values from a file; errors other than OSError become a ValueError that names the file."""
+    """The result of `action` on values from a file. Errors but OSErrors become a ValueError that names the file."""
     try:
         return action()
     except OSError:

@@ -106,8 +106,8 @@ def save(
     `without_frozen` leaves out parameters that require no gradient, such as the base of adapters: an engine that loads
     the checkpoint keeps its own.
 
-    The gradients of micro-batches since the last step stay in the engine and are not in the checkpoint: whoever loads
-    it begins that step anew, with the micro-batches that follow.
+    The gradients of micro-batches since the last step stay in the engine and are not in the checkpoint: an engine that
+    loads it starts that step again, with the micro-batches that follow.
 
     Raises:
         ValueError: not a path of a folder; a tag that is not a folder name, or names a folder that is not a checkpoint;

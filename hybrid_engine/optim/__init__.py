@@ -1,1 +1,1 @@
-"""What steps the parameters: masters, the optimizer shim, accumulation, loss scaling and learning-rate schedules."""
+"""Steps of the parameters: masters, the optimizer shim, accumulation, loss scaling and learning-rate schedules."""

@@ -1,7 +1,7 @@
-"""Gradient accumulation: which backward passes reduce gradients, and which calls of `step()` step.
+"""Gradient accumulation: decides which backward passes reduce gradients, and which calls of `step()` step.
 
-Managed, as it is unless the config says otherwise, every `gradient_accumulation_steps`-th micro-batch ends an optimizer
-step, and its backward pass reduces the sum where the earlier ones did not. Unmanaged, every call of `step()` steps.
+In managed mode, the default, every `gradient_accumulation_steps`-th micro-batch ends an optimizer step, and its
+backward pass reduces the sum of the gradients. In unmanaged mode every call of `step()` steps.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,25 +15,27 @@ from hybrid_engine.zero.split_module import together
 
 
 class GradientAccumulation:
-    """Where one engine is between two optimizer steps."""
+    """The position of one engine between two optimizer steps."""
 
     def __init__(self, training: TrainingState) -> None:
         self._training = training
         self.is_managed = training.config.managed_gradient_accumulation
         self.num_passes = 0
-        """Backward passes since the last `step()`."""
+        """Number of backward passes since the last `step()`."""
         self._boundary: bool | None = None
         self._is_stepping = False
         self._block: str | None = None
         self.has_unreduced = False
-        """Whether backward passes left gradients that no process has reduced."""
+        """Whether backward passes left gradients that are not reduced."""
         self._waits_for_end = False
         self.is_collective = False
-        """Whether the gradients of the backward pass under way are reduced in it or at its end."""
+        """Whether the gradients of the current backward pass are reduced in it or at its end."""
         self._is_alike = True
 
     def is_boundary(self) -> bool:
-        """Whether the micro-batch under way is the last of its optimizer step; unmanaged, whether `step()` runs."""
+        """Whether the current micro-batch is the last of its optimizer step; in unmanaged mode, whether `step()`
+        runs.
+        """
         if self._boundary is not None:
             return self._boundary
         if not self.is_managed:
@@ -41,7 +43,7 @@ class GradientAccumulation:
         return (self._training.micro_steps + 1) % self._training.config.gradient_accumulation_steps == 0
 
     def set_boundary(self, is_boundary: bool | None) -> None:
-        """Says whether each micro-batch from now on ends an optimizer step; None counts them again."""
+        """Sets whether each micro-batch from now on ends an optimizer step; None returns to counting them."""
         if not self.is_managed:
             raise ValueError(
                 "set_gradient_accumulation_boundary(): with managed_gradient_accumulation=false every step() is the "
@@ -50,7 +52,7 @@ class GradientAccumulation:
         self._boundary = is_boundary
 
     def set_batch_sizes(self, micro_batch_size: int, num_micro_batches: int) -> None:
-        """Changes what a step is made of, between two steps; alike on all processes.
+        """Changes the batch sizes of a step, between two steps; with the same values on all processes.
 
         Raises:
             ValueError: micro-batches of a step are done.
@@ -70,10 +72,10 @@ class GradientAccumulation:
         training.micro_steps = training.global_steps * num_micro_batches
 
     def agree_to_begin(self, error: BaseException | None = None) -> None:
-        """Before each backward pass; collective where its gradients are reduced.
+        """Called before each backward pass; collective if its gradients are reduced.
 
         Raises:
-            BaseException: `error`, for which this process cannot begin, or that of another one.
+            BaseException: `error`, which keeps this process from starting, or the error of another one.
         """
         passes = self._training.passes
         self.is_collective = self._block is None and (passes.reduces_always or (self.is_managed and self.is_boundary()))
@@ -83,10 +85,10 @@ class GradientAccumulation:
             raise error
 
     def begin_pass(self) -> None:
-        """After `agree_to_begin`: says whether the pass reduces the gradients.
+        """Called after `agree_to_begin`; sets whether the pass reduces the gradients.
 
         Raises:
-            ValueError: the processes came through different layers, at stage 3; on all alike.
+            ValueError: the processes used different layers, at stage 3; raised on all.
         """
         passes = self._training.passes
         if self.is_collective:
@@ -97,14 +99,14 @@ class GradientAccumulation:
 
     @property
     def _reduces(self) -> bool:
-        """Whether the backward pass under way reduces the gradients itself."""
+        """Whether the current backward pass reduces the gradients itself."""
         return self.is_collective and self._is_alike
 
     def run_pass(self, run: Callable[[], None]) -> None:
-        """Runs a backward pass, or what is left of it, at whose end all processes hear of an error of one.
+        """Runs a backward pass, or the rest of it; at its end all processes learn about an error on one.
 
         Raises:
-            BaseException: the error of this process, or that of another one.
+            BaseException: the error of this process, or of another one.
         """
         if self.is_collective:
             self._training.passes.pass_together(run, self._reduces)
@@ -112,23 +114,23 @@ class GradientAccumulation:
             run()
 
     def leave_pass(self, problem: Problem) -> None:
-        """After a backward pass that an error has ended, where this process has raised it already."""
+        """Called after a backward pass that ended with an error, which this process has raised already."""
         with suppress(RuntimeError), together(self._training.module):
             raise RuntimeError(problem.text)
         if self.is_collective:
             self._training.passes.leave(problem, self._reduces)
 
     def end_pass(self) -> None:
-        """Notes that a backward pass has ended."""
+        """Counts a complete backward pass."""
         self.num_passes += 1
 
     def reduce_at_end(self) -> None:
-        """After a backward pass whose layers were not the same on all processes: reduces now what it could not."""
+        """After a backward pass whose layers differed between processes: reduces the gradients that it left."""
         if self._waits_for_end:
             self.reduce()
 
     def check_step(self) -> None:
-        """Raises ValueError where `step()` cannot be: inside a block without reduction, without a backward pass."""
+        """Raises ValueError if `step()` cannot run: inside a block without reduction, or without a backward pass."""
         if self._block is not None:
             raise ValueError(f"step(): inside {self._block} gradients are not reduced; step after it")
         if self.num_passes == 0:
@@ -136,11 +138,11 @@ class GradientAccumulation:
 
     @contextmanager
     def step(self, error: BaseException | None = None) -> Iterator[bool]:
-        """Around `step()`, which is told whether it steps the optimizer; what is not reduced then is. Collective.
+        """Wraps `step()`; yields whether it steps the optimizer, and reduces waiting gradients if so. Collective.
 
         Raises:
-            BaseException: `error`, for which this process cannot step, unless others are told of it inside; where the
-                processes reduce here, also that of another one.
+            BaseException: `error`, which keeps this process from stepping, unless the block tells the other processes
+                about it; if the processes reduce here, also the error of another one.
         """
         self._is_stepping = True
         try:
@@ -154,7 +156,7 @@ class GradientAccumulation:
             self._is_stepping = False
 
     def num_samples(self) -> int:
-        """Samples of the optimizer step under way, over all processes."""
+        """Samples of the current optimizer step, over all processes."""
         config = self._training.config
         if self.is_managed:
             return config.train_batch_size
@@ -168,12 +170,14 @@ class GradientAccumulation:
             raise error
 
     def check_pass(self) -> None:
-        """Raises ValueError where the backward pass did not reduce what it was to: a parameter of a layer came late."""
+        """Raises ValueError if the backward pass left gradients unreduced: a parameter of a layer was used before
+        it.
+        """
         if self._reduces:
             self.check_reduced()
 
     def check_reduced(self) -> None:
-        """Raises ValueError where the optimizer cannot step: a parameter of a layer was used before it."""
+        """Raises ValueError if the optimizer cannot step: a parameter of a layer was used before it."""
         if self._training.passes.has_late_gradients():
             raise ValueError(LATE)
 
@@ -186,10 +190,11 @@ class GradientAccumulation:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside reduce no gradients; the next one that ends a step, or `step()`, reduces their sum.
+        """Backward passes inside do not reduce gradients; the next one that ends a step, or `step()`, reduces their
+        sum.
 
         Raises:
-            ValueError: at stages 2 and 3, which reduce at every micro-batch; inside another such block.
+            ValueError: at stages 2 and 3, which reduce at every micro-batch; inside another block without reduction.
         """
         sharding = self._training.sharding
         if self._training.passes.reduces_always:
@@ -202,10 +207,11 @@ class GradientAccumulation:
 
     @contextmanager
     def coalesce(self) -> Iterator[None]:
-        """Backward passes inside reduce no gradients; their sum is reduced once, at the end of the block. Collective.
+        """Backward passes inside do not reduce gradients; their sum is reduced once, at the end of the block.
+        Collective.
 
         Raises:
-            ValueError: inside another such block; with `managed_gradient_accumulation=false`.
+            ValueError: inside another block without reduction; with `managed_gradient_accumulation=false`.
         """
         if not self.is_managed:
             raise ValueError(

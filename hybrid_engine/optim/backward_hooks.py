@@ -3,13 +3,13 @@
     engine.scale(engine(**batch).loss).backward()
     (actor_loss + critic_loss).backward()          # one loss over two engines
 
-A pass begins for an engine with the first gradient of something that its forward pass gave, or of one of its
-parameters, and ends with the pass itself. The division by the accumulation steps happens at the parameters: each
-gradient is divided once then, also where one output depends on another, or one engine's input on another's output.
+A pass begins for an engine with the first gradient of an output of its forward pass, or of one of its parameters, and
+ends with the pass itself. The division by the accumulation steps happens at the parameters: each gradient is divided
+once, even if one output depends on another, or one engine's input on another's output.
 
-PyTorch calls nothing after a pass that ends in an error. So the other processes, which wait for this one in the pass,
-hear of it with the engine's next call here, or when the process ends; where one pass goes through several engines,
-only then.
+PyTorch has no hook for a pass that ends with an error. So the other processes, which wait for this one in the pass,
+learn about it with the engine's next call here, or when the process ends; if one pass goes through several engines,
+only when it ends.
 """
 
 import weakref
@@ -34,24 +34,24 @@ ENDED = Problem(kind=RuntimeError, text="loss.backward() ended there with an err
 
 @dataclass(kw_only=True)
 class PassUnderWay:
-    """What is known of the backward pass that runs in this process now; there is never more than one."""
+    """Facts about the backward pass that currently runs in this process; there is never more than one."""
 
     scales: set[float] = field(default_factory=set)
-    """What engines have multiplied losses by; empty where none has."""
+    """Factors that engines have multiplied losses by; empty if none has."""
     is_divided: bool = False
     """Whether an engine has divided the loss by its accumulation steps."""
 
     def clear(self) -> None:
-        """Nothing is known of the next pass."""
+        """Resets the facts before the next pass."""
         self.scales, self.is_divided = set(), False
 
 
-# The one thing that engines share: a gradient does not tell in whose `backward()` or `scale()` its pass began.
+# The only state that engines share: a gradient does not tell whose `backward()` or `scale()` started its pass.
 _under_way = PassUnderWay()
 
 
 class BackwardHooks:
-    """Tells one engine when backward passes begin and end that it has not begun itself."""
+    """Notifies one engine when backward passes begin and end that it did not start itself."""
 
     def __init__(self, training: TrainingState) -> None:
         self._training = training
@@ -61,13 +61,13 @@ class BackwardHooks:
         self._accumulators = [self._watch_parameter(param) for param in leaves if param.requires_grad]
 
     def _watch_parameter(self, param: nn.Parameter) -> Any:
-        """Returns the node of a graph that adds to the parameter's gradient."""
+        """Returns the graph node that accumulates the parameter's gradient."""
         param.register_hook(_weak_hook(self._divide))
         return get_gradient_edge(param).node
 
     @contextmanager
     def own_pass(self, scale: float) -> Iterator[None]:
-        """Around the pass of `engine.backward()`, whose loss is divided and multiplied by `scale`."""
+        """Wraps the pass of `engine.backward()`, whose loss is divided and multiplied by `scale`."""
         _under_way.scales, _under_way.is_divided = {scale}, True
         self._is_in_own_pass = True
         try:
@@ -77,7 +77,7 @@ class BackwardHooks:
             _under_way.clear()
 
     def watch(self, output: Any) -> None:
-        """Watches the output of a forward pass; where no tensor is in it, passes begin at the engine's parameters."""
+        """Watches the output of a forward pass; without a tensor in it, passes begin at the engine's parameters."""
         if not self._accumulators or not torch.is_grad_enabled():
             return
         hook = _weak_hook(self._begin)
@@ -86,7 +86,7 @@ class BackwardHooks:
                 tensor.register_hook(hook)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` times the loss scale, which the pass from it then knows; `loss` itself where there is no scale."""
+        """`loss` times the loss scale, which is recorded for its pass; `loss` itself without a scale."""
         assert self._training.optimizer is not None
         if not self._training.config.fp16.enabled:
             return loss
@@ -102,12 +102,12 @@ class BackwardHooks:
         return scaled
 
     def recover(self) -> None:
-        """Ends a pass that an error has ended: its last hook never ran. The other processes of the pass hear of it.
+        """Ends a pass that failed, so that its last hook never ran, and tells the other processes of the pass.
 
-        Collective after such a pass; each call of the engine begins with it.
+        Collective after a failed pass; each call of the engine begins with it.
         """
         if torch._C._current_graph_task_id() != -1:
-            return  # in a pass, which computes something anew
+            return  # inside a pass that recomputes activations
         _under_way.clear()
         if self._is_in_pass:
             self._is_in_pass = False
@@ -124,7 +124,7 @@ class BackwardHooks:
         try:
             self._training.accumulation.agree_to_begin(attempt(self._check)[1])
             self._training.accumulation.begin_pass()
-        except BaseException:  # on every process alike, where they meet here
+        except BaseException:  # on every process, if they communicate here
             self._drop()
             raise
         self._is_in_pass = True
@@ -158,7 +158,7 @@ class BackwardHooks:
 
 
 def _is_executed(accumulator: Any) -> bool:
-    """Whether the pass under way comes to a parameter's node to add to its gradient."""
+    """Whether the current pass reaches a parameter's node that adds to its gradient."""
     try:
         return torch._C._will_engine_execute_node(accumulator)
     except RuntimeError:  # torch.autograd.grad returns the gradient instead
@@ -166,7 +166,7 @@ def _is_executed(accumulator: Any) -> bool:
 
 
 def _weak_hook(method: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-    """A tensor's hook that calls `method` as long as its object lives: a tensor must not keep an engine."""
+    """A tensor hook that calls `method` while its object is alive: a tensor must not keep an engine alive."""
     reference = weakref.WeakMethod(method)
 
     @unserializable_hook
@@ -178,7 +178,7 @@ def _weak_hook(method: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor]
 
 
 def _check_scale(training: TrainingState) -> None:
-    """Raises ValueError for a gradient in fp16 that does not have the engine's loss scale."""
+    """Raises ValueError for a gradient in fp16 that is not multiplied by the engine's loss scale."""
     assert training.optimizer is not None
     scale = training.optimizer.cur_scale
     if not training.config.fp16.enabled or scale in _under_way.scales:
@@ -196,5 +196,5 @@ def _check_scale(training: TrainingState) -> None:
 
 
 def _at_end_of_pass(action: Callable[[], None]) -> None:
-    """Calls `action()` when the backward pass under way has come to its end, after what was asked for before."""
+    """Calls `action()` at the end of the current backward pass, after actions that were queued before."""
     Variable._execution_engine.queue_callback(action)

@@ -1,4 +1,7 @@
-"""Builds what a ZeroEngine steps: the parameters' precision, the optimizer shim and the scheduler."""
+"""Builds the parts of a ZeroEngine that step: parameters in the config's precision, the optimizer shim, the scheduler.
+
+It also checks the model, optimizer and scheduler that a user passes.
+"""
 
 import inspect
 import math
@@ -31,7 +34,7 @@ NOT_NEGATIVE = ("lr", "weight_decay", "eps", "momentum", "alpha", "rho", "lr_dec
 
 
 def check_choices(model: Any, optimizer: Any, lr_scheduler: Any, config: EngineConfig) -> None:
-    """Raises ValueError for a model, optimizer or scheduler that is none, or that do not fit each other."""
+    """Raises ValueError for a model, optimizer or scheduler of a wrong kind, or that do not fit each other."""
     _check_kind("model", model, isinstance(model, nn.Module), "a torch.nn.Module")
     check_model(model)
     for name, value, is_fit, kind in (
@@ -68,7 +71,7 @@ def _refuse_sparse_adam(optimizer: Any) -> None:
 
 
 def _is_scheduler(value: Any) -> bool:
-    """Whether a scheduler can be stepped and saved: Megatron's are no LRScheduler."""
+    """Whether `value` can be stepped and saved as a scheduler; Megatron's are not LRSchedulers."""
     return all(callable(getattr(value, name, None)) for name in ("step", "state_dict", "load_state_dict"))
 
 
@@ -78,7 +81,7 @@ def _check_kind(name: str, value: Any, is_fit: bool, expected: str) -> None:
 
 
 def cast_parameters(module: nn.Module, config: EngineConfig) -> None:
-    """`cast_module` to the config's dtype; one line says where that makes a model in 16 bits an fp32 one."""
+    """`cast_module` to the config's dtype; logs a line if that turns a model in 16 bits into an fp32 one."""
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
     if config.dtype == torch.float32:
         for block, dtype in halves.items():
@@ -93,15 +96,15 @@ def cast_parameters(module: nn.Module, config: EngineConfig) -> None:
 
 
 def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Casts the floating-point parameters in place, and the buffers that are saved with them, as a BatchNorm's.
+    """Casts the floating-point parameters in place, and the buffers that are saved with them, such as a BatchNorm's.
 
     Other buffers keep their precision on purpose: rotary frequencies in bf16 put distant tokens at the wrong position.
-    So do those that transformers keeps in fp32 by name, as the biases of a router.
+    So do buffers that transformers keeps in fp32 by name, such as the biases of a router.
     """
     for param in module.parameters():
         if not param.is_floating_point() or param.dtype == dtype or is_quantised(param):
             continue
-        if isinstance(param, DTensor):  # its `data` is the local part's in part only
+        if isinstance(param, DTensor):  # assigning its `data` does not replace the local part
             cast = nn.Parameter(param.detach().to(dtype), requires_grad=param.requires_grad)
             vars(cast).update(vars(param))
             torch.utils.swap_tensors(param, cast)
@@ -114,7 +117,7 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _kept_in_fp32(module: nn.Module) -> set[str]:
-    """The names, or parts of names, of what transformers' models keep in fp32."""
+    """Names, or parts of names, of tensors that transformers' models keep in fp32."""
     attributes = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     return {name for part in module.modules() for key in attributes for name in getattr(part, key, None) or ()}
 
@@ -122,14 +125,14 @@ def _kept_in_fp32(module: nn.Module) -> set[str]:
 def build_optimizer(
     optimizer: Any, groups: list[NamedGroup], sharding: Sharding, config: EngineConfig
 ) -> ZeroOptimizer:
-    """The shim over the user's optimizer, over what the user's function builds, or over the config's optimizer.
+    """The shim over the user's optimizer, the result of the user's function, or the config's optimizer.
 
     Args:
         optimizer: an optimizer on the parameters that the module had before it was sharded, a function of parameter
             groups, or None.
         groups: the names of the parameters to step.
         sharding: the module, sharded.
-        config: what is not passed.
+        config: the optimizer that is used if none is passed, and the options of the shim.
     """
     chosen = {name for group in groups for name in group["names"]}
     named = [(name, param) for name, param in sharding.root.named_parameters() if name in chosen]
@@ -194,9 +197,10 @@ def _build_loss_scaler(config: Fp16Config) -> LossScaler:
 
 
 def build_lr_scheduler(lr_scheduler: Any, optimizer: ZeroOptimizer | None, config: EngineConfig) -> Any:
-    """The user's scheduler, what the user's function builds on the `torch.optim` optimizer, or the config's.
+    """The user's scheduler, the result of the user's function on the `torch.optim` optimizer, or the config's
+    scheduler.
 
-    An LRScheduler, or an object with its methods.
+    It is an LRScheduler, or an object with its methods.
     """
     if optimizer is None:
         return None
@@ -208,7 +212,7 @@ def build_lr_scheduler(lr_scheduler: Any, optimizer: ZeroOptimizer | None, confi
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises ValueError for a model that is an engine's, that wraps itself for training, or that has no values."""
+    """Raises ValueError for a model that belongs to an engine, is wrapped for training already, or has no values."""
     for name, module in model.named_modules():
         path = f"model.{name}" if name else "model"
         if getattr(type(module), "is_engine", False):
@@ -226,7 +230,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_quantised(model: nn.Module, is_wrapped: bool) -> None:
-    """ValueError for quantised weights in a model that FSDP2 is to wrap, as it is on several processes."""
+    """Raises ValueError for quantized weights in a model that FSDP2 is to wrap, as on several processes."""
     found = (name for name, param in model.named_parameters() if is_quantised(param))
     name = next(found, None) if is_wrapped else None
     if name is not None:
@@ -237,14 +241,14 @@ def check_quantised(model: nn.Module, is_wrapped: bool) -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raises ValueError for an optimizer, or a class of one, that the engine cannot step on masters and shards."""
+    """Raises ValueError for an optimizer, or an optimizer class, that the engine cannot step on masters and shards."""
     if isinstance(optimizer, ZeroOptimizer):
         raise ValueError("optimizer is a ZeroOptimizer, another engine's; pass a torch.optim optimizer of this model")
     cls: Any = optimizer if isinstance(optimizer, (type, partial)) else type(optimizer)
     while isinstance(cls, partial):
         cls = cls.func
     if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer):
-        return  # a function, which says by its result
+        return  # a function, whose result is checked instead
     step: Any = getattr(cls, "step")  # noqa: B009
     closure = inspect.signature(step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -255,7 +259,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_group_options(groups: list[NamedGroup]) -> None:
-    """Raises ValueError for a rate, a decay or another number of a group that no optimizer can step with."""
+    """Raises ValueError for a learning rate, weight decay or other number of a group that no optimizer accepts."""
     for index, group in enumerate(groups):
         for option, value in group.items():
             _check_option(f"optimizer: {option} of group {index}, {option}", option, value)

@@ -1,4 +1,5 @@
-"""Loss scaling for fp16: the loss is multiplied so that small gradients do not vanish, the step divides it out again.
+"""Loss scaling for fp16: the loss is multiplied so that small gradients do not vanish, and the step divides by it
+again.
 
 The rules, names and defaults of the dynamic scaler are those of DeepSpeed's `runtime/fp16/loss_scaler.py`, so that a
 run started there behaves the same here.
@@ -8,13 +9,13 @@ from typing import Any
 
 
 class StaticLossScaler:
-    """A scale that never changes; 1.0 for fp32 and bf16, which need none."""
+    """A scale that never changes; 1.0 for fp32 and bf16, which do not need one."""
 
     def __init__(self, scale: float = 1.0) -> None:
         self.scale = scale
 
     def update(self, overflow: bool) -> None:
-        """Takes note of one optimizer step; a static scale has nothing to learn from it."""
+        """Ignores the result of an optimizer step."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"scale": self.scale}
@@ -26,7 +27,7 @@ class StaticLossScaler:
 class DynamicLossScaler:
     """Halves the scale when gradients overflow, doubles it after every `window` steps without overflow.
 
-    As in DeepSpeed the step that follows the start or an overflow is not counted: the first doubling comes with the
+    As in DeepSpeed, the step that follows the start or an overflow is not counted: the first doubling comes with the
     step after `window` good ones. `hysteresis` overflows are forgiven before the scale is first halved. The credit is
     refilled when the scale grows or, with `consecutive_hysteresis`, at every step without overflow.
     """
@@ -52,10 +53,10 @@ class DynamicLossScaler:
         self._last_overflow_step = -1
 
     def update(self, overflow: bool) -> None:
-        """Takes note of one optimizer step, skipped or not, and sets the scale of the next.
+        """Records one optimizer step, skipped or not, and sets the scale of the next.
 
         Raises:
-            ValueError: the gradients overflow at the smallest scale there is.
+            ValueError: the gradients overflow at the smallest scale.
         """
         if overflow:
             self._shrink()

@@ -3,17 +3,17 @@
 LRRangeTest and OneCycle come after them.
 
 The engine calls `scheduler.step()` once after each optimizer step that was not skipped. The schedules
-count iterations like DeepSpeed: construction is iteration -1, the k-th `step()` is iteration k - 1, and `step(n)`
-is iteration n, from which they then count on. So
-the first optimizer step runs at iteration -1 and the second at iteration 0, and both see the floor of the
-warmup, because a warmup of either type starts at 0 there; the third is the first to see a larger rate.
+count iterations like DeepSpeed: construction is iteration -1, the k-th `step()` is iteration k - 1, and `step(n)` is
+iteration n, from which counting continues. So the first optimizer step runs at iteration -1 and the second at iteration
+0. Both use the floor of the warmup, because a warmup of either type is 0 there; the third is the first with a larger
+rate.
 
-With W = max(2, warmup_num_steps) and S = total_num_steps, iteration i of the warmup (i < W) stands at
+With W = max(2, warmup_num_steps) and S = total_num_steps, iteration i of the warmup (i < W) is at
 
     log(i + 1) / log(W)    for warmup_type "log"
     i / W                  for warmup_type "linear"
 
-of the way from the floor to the peak; what follows is said at each class. Source of the formulas: DeepSpeed,
+of the way from the floor to the peak; each class documents the rest. Source of the formulas: DeepSpeed,
 `runtime/lr_schedules.py`.
 """
 
@@ -29,7 +29,7 @@ from hybrid_engine.config.checks import check_integer, check_number, whole_numbe
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.config.optimizer import PER_GROUP
 
-# DeepSpeed's, whatever the optimizer had: while the momentum is cycled, beta2 stands still here.
+# DeepSpeed's value, whatever the optimizer had: beta2 is constant while the momentum is cycled.
 CYCLED_BETA2 = 0.99
 
 
@@ -41,7 +41,7 @@ class IterationSchedule(LRScheduler):
 
     @property
     def last_batch_iteration(self) -> int:
-        """The current iteration; when it is set the rates follow at the next `step()`."""
+        """The current iteration; after it is set the rates change at the next `step()`."""
         return self.last_epoch - 1
 
     @last_batch_iteration.setter
@@ -49,13 +49,13 @@ class IterationSchedule(LRScheduler):
         self.last_epoch = iteration + 1
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Sets the rates of the next iteration, or of the one given, from which it then counts on."""
+        """Sets the rates of the next iteration, or of the given one, from which counting continues."""
         if last_batch_iteration is not None:
             self.last_batch_iteration = last_batch_iteration - 1
         super().step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on where `state_dict` was taken; DeepSpeed's holds the iteration alone."""
+        """Continues from `state_dict`; DeepSpeed's holds only the iteration."""
         if state_dict.keys() == {"last_batch_iteration"}:
             self.last_batch_iteration = state_dict["last_batch_iteration"]
         else:
@@ -63,7 +63,7 @@ class IterationSchedule(LRScheduler):
 
 
 def per_group(name: str, value: float | Sequence[float], num_groups: int) -> list[float]:
-    """One rate for each parameter group; raises ValueError for a list of another length."""
+    """One rate per parameter group; raises ValueError for a list of another length."""
     if not isinstance(value, (list, tuple)):
         value = [value] * num_groups  # type: ignore[list-item]
     for rate in value:
@@ -74,7 +74,7 @@ def per_group(name: str, value: float | Sequence[float], num_groups: int) -> lis
 
 
 def check_last_batch_iteration(value: int) -> None:
-    """Raises ValueError for a place to begin at but the first, which DeepSpeed's schedules take."""
+    """Raises ValueError for a start at another iteration than the first, which DeepSpeed's schedules accept."""
     if value != -1:
         raise ValueError(
             f"last_batch_iteration={value} is not supported; load_checkpoint() continues a schedule, and step({value}) "
@@ -113,7 +113,7 @@ class LRRangeTest(IterationSchedule):
         super().__init__(optimizer)
 
     def step(self, batch_iteration: int | None = None) -> None:
-        """Sets the rates of the next iteration, or of the one given."""
+        """Sets the rates of the next iteration, or of the given one."""
         super().step(batch_iteration)
 
     def get_lr(self) -> list[float]:
@@ -124,12 +124,12 @@ class LRRangeTest(IterationSchedule):
 
 
 class OneCycle(IterationSchedule):
-    """A rate that climbs and falls once and then decays, with a momentum (beta1) that falls and climbs against it.
+    """A rate that rises and falls once and then decays, with a momentum (beta1) that moves in the opposite direction.
 
-    With F and S the sizes of the two halves, iteration i < F + S stands at x = i + 1 of the cycle: x / F of the way
-    from `cycle_min_lr` to `cycle_max_lr` up to x = F, then (F + S - x) / S. Stairs round that share down. Later, with
-    n = (i - F - S + 1) / decay_step_size, the rate is cycle_min_lr / (1 + decay_lr_rate n) and the momentum
-    cycle_max_mom (1 + decay_mom_rate n); without decay they stand still.
+    With F and S the sizes of the two halves, iteration i < F + S is at x = i + 1 of the cycle: x / F of the way from
+    `cycle_min_lr` to `cycle_max_lr` up to x = F, then (F + S - x) / S. Stairs round that fraction down. Later, with n =
+    (i - F - S + 1) / decay_step_size, the rate is cycle_min_lr / (1 + decay_lr_rate n) and the momentum cycle_max_mom
+    (1 + decay_mom_rate n); without decay they are constant.
 
     Args:
         optimizer: its groups' `lr` is set, and `betas`, if it has any and `cycle_momentum`.
@@ -137,7 +137,7 @@ class OneCycle(IterationSchedule):
         cycle_second_step_size: S; None takes F.
         cycle_first_stair_count: stairs of the first half; 0 is continuous.
         cycle_second_stair_count: stairs of the second half; None takes those of the first.
-        decay_step_size: iterations of one unit of decay; 0 decays nothing.
+        decay_step_size: iterations of one unit of decay; 0 disables decay.
     """
 
     def __init__(
@@ -183,11 +183,11 @@ class OneCycle(IterationSchedule):
         """The momentum of all parameter groups at the current iteration."""
         low, high = self.momentum_range
         if self.last_epoch == 0:
-            return low  # DeepSpeed's beginning, though the cycle continues from the other end
+            return low  # as DeepSpeed starts, though the cycle continues from the other end
         return high - (high - low) * self._share() if self._is_cycling() else high * self._decay(self.decay_mom_rate)
 
     def step(self, batch_iteration: int | None = None) -> None:
-        """Sets the rates, and the momenta, of the next iteration, or of the one given."""
+        """Sets the rates, and the momenta, of the next iteration, or of the given one."""
         super().step(batch_iteration)
         self._set_momentum()
 
@@ -200,7 +200,7 @@ class OneCycle(IterationSchedule):
         return self.last_epoch - 1 < sum(self.sizes)
 
     def _share(self) -> float:
-        """How far the rate has come from its minimum to its maximum."""
+        """Fraction of the way of the rate from its minimum to its maximum."""
         (first, second), place = self.sizes, self.last_epoch % sum(self.sizes)
         is_first = place <= first
         numerator, size = (place, first) if is_first else (first + second - place, second)
@@ -214,7 +214,7 @@ class OneCycle(IterationSchedule):
 
 
 def warmup_fraction(iteration: int, warmup_num_steps: int, warmup_type: str) -> float:
-    """How far the warmup has come at `iteration`, from 0 (the floor) to 1 (the peak)."""
+    """Progress of the warmup at `iteration`, from 0 (the floor) to 1 (the peak)."""
     if iteration < 0:
         return 0.0
     if warmup_type == "log":
@@ -223,14 +223,14 @@ def warmup_fraction(iteration: int, warmup_num_steps: int, warmup_type: str) -> 
 
 
 class _WarmupSchedule(IterationSchedule):
-    """What the three schedules share: the checked warmup."""
+    """Base class of the three warmup schedules: checks and computes the warmup."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, warmup_num_steps: int, warmup_type: str):
         check_number("warmup_num_steps", warmup_num_steps, 0)
         check_integer("warmup_num_steps", whole_number(warmup_num_steps), 0)
         if warmup_type not in ("log", "linear"):
             raise ValueError(f'{warmup_type=} must be "log" or "linear"; "log" is the default')
-        # DeepSpeed's lower bound of 2, below which the logarithm that divides would be 0.
+        # DeepSpeed's lower bound of 2; with 1 the logarithm in the denominator would be 0.
         self.warmup_num_steps = max(2, warmup_num_steps)
         self.warmup_type = warmup_type
         super().__init__(optimizer)  # takes the first step, to iteration -1
@@ -280,7 +280,7 @@ class WarmupLR(_WarmupSchedule):
 class WarmupDecayLR(WarmupLR):
     """`WarmupLR`, then a straight line from the peak at iteration W down to `warmup_min_lr` at iteration S.
 
-    At iteration i >= W the rate stands at max(0, (S - i) / max(1, S - W)) between floor and peak.
+    At iteration i >= W the rate is at max(0, (S - i) / max(1, S - W)) between floor and peak.
 
     Args:
         total_num_steps: S, the optimizer steps of the whole run; the others are as in `WarmupLR`.
@@ -367,7 +367,7 @@ SCHEDULES: dict[str, Any] = {
 
 
 VALID_LR_SCHEDULES = list(SCHEDULES)
-"""DeepSpeed's name of that list, by which accelerate tells its schedules from others."""
+"""DeepSpeed's name of that list; accelerate uses it to recognize its schedules."""
 
 
 def build_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:
@@ -378,7 +378,9 @@ def build_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -
 
 
 def check_rates(config: SchedulerConfig, num_groups: int) -> None:
-    """Raises ValueError for a list of rates in the `scheduler` block that has not one for each parameter group."""
+    """Raises ValueError for a list of rates in the `scheduler` block whose length is not the number of parameter
+    groups.
+    """
     for name in PER_GROUP:
         value = config.params.get(name)
         if isinstance(value, (list, tuple)):

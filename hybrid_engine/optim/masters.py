@@ -1,8 +1,8 @@
-"""Masters: the fp32 copies that the optimizer steps of bf16 and fp16 parameters, each of this process's shard.
+"""Masters: fp32 copies of bf16 and fp16 parameters that the optimizer steps, each of this process's shard.
 
-An offloaded optimizer has masters of fp32 parameters too, in the CPU's memory. Whether a script has written to the
-parameters of such masters is told by fingerprints of their bits, made where the parameters lie: comparing values takes
-all of the masters there. Version counters do not tell it: writes through `.data` leave them as they are.
+An offloaded optimizer also has masters of fp32 parameters, in CPU memory. Fingerprints of the parameters' bits, made on
+the parameters' device, detect whether a script has written to them: comparing values would need all of the masters
+there. Version counters do not detect it, because writes through `.data` do not change them.
 """
 
 from collections.abc import Iterable
@@ -15,19 +15,19 @@ from hybrid_engine.containers.streams import record_event
 from hybrid_engine.zero.sharding import TrainedParameter, local_tensor
 
 WORDS_AT_ONCE = 2**22
-"""Words of a fingerprint: 32 MiB for the numbers of their places, and for each product with them."""
+"""Words of a fingerprint that are processed at once: 32 MiB for their place numbers, and for each product with them."""
 
 
 class Masters:
-    """The masters of the trained `parameters`, and what goes from these to them and back; all of it local."""
+    """The masters of the trained `parameters`, and the transfers in both directions; all of it local."""
 
     def __init__(self, parameters: list[TrainedParameter]) -> None:
         self._parameters = [trained for trained in parameters if trained.has_master]
-        self._written: dict[int, torch.Tensor] = {}  # fingerprints of what was written back, by the parameters' order
+        self._written: dict[int, torch.Tensor] = {}  # fingerprints after write_back, by parameter number
 
     @torch.no_grad()
     def take_gradients(self, parameters: list[TrainedParameter]) -> None:
-        """Adds the gradients of `parameters` to those of their masters, where they have one, and frees them."""
+        """Adds the gradients of `parameters` that have a master to those of the masters, and frees them."""
         taken = [(trained, trained.param.grad) for trained in parameters if trained.has_master]
         grads = [(trained, grad) for trained, grad in taken if grad is not None]
         for (trained, _), moved in zip(grads, _move_gradients(grads), strict=True):
@@ -38,13 +38,17 @@ class Masters:
             trained.param.grad = None
 
     def renew(self) -> None:
-        """Takes what was written to the parameters since the last step; compares values only where that may be."""
+        """Copies values that were written to the parameters since the last step; compares only where that is
+        possible.
+        """
         pairs = self._pairs()
         changed = self._find_changed(pairs)
         renew_masters([pair for number, pair in enumerate(pairs) if number in changed])
 
     def _find_changed(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> set[int]:
-        """Which parameters may have other values than were written back. One synchronisation with the device."""
+        """Numbers of the parameters that may differ from the values written back. One synchronization with the
+        device.
+        """
         known = {
             number: written
             for number, written in self._written.items()
@@ -58,7 +62,7 @@ class Masters:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Rounds the masters into the parameters, after a step or something else changed them."""
+        """Rounds the masters into the parameters, after a step or another change."""
         pairs = self._pairs()
         if pairs:
             params, masters = zip(*pairs, strict=True)
@@ -67,12 +71,12 @@ class Masters:
         self._written = {number: fingerprint(pairs[number][0]) for number in apart}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The masters by name, as they lie; they share the storage."""
+        """The masters by name; they share the storage."""
         return {trained.name: trained.master.detach() for trained in self._parameters}
 
     @torch.no_grad()
     def load_state_dict(self, masters: dict[str, torch.Tensor]) -> None:
-        """Copies what `state_dict` gave, on as many processes, into the masters."""
+        """Copies the result of `state_dict`, taken on as many processes, into the masters."""
         for trained in self._parameters:
             local_tensor(trained.master).copy_(local_tensor(masters[trained.name]))
 
@@ -81,13 +85,13 @@ class Masters:
 
 
 def lies_apart(param: torch.Tensor, master: torch.Tensor) -> bool:
-    """Whether the two lie on different devices."""
+    """Whether the two are on different devices."""
     return param.device != master.device
 
 
 @torch.no_grad()
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """`[2]` int64 that tell the bits of `tensor` and their places; nothing waits for the device.
+    """A hash `[2]` int64 of the bits of `tensor` and their places; does not wait for the device.
 
     Sums of words of 64 bits, and of their upper halves, times numbers that depend on the place: with the words alone
     two of the highest bits would cancel each other. On a GPU it reads and writes each word nine times: 1.3 billion
@@ -106,7 +110,7 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _place_numbers(count: int, device: torch.device) -> torch.Tensor:
-    """`[count]` odd numbers in no order, the same each time."""
+    """`[count]` pseudo-random odd numbers, the same each time."""
     return _all_place_numbers(device)[:count]
 
 
@@ -117,8 +121,8 @@ def _all_place_numbers(device: torch.device) -> torch.Tensor:
 
 
 def _move_gradients(grads: list[tuple[TrainedParameter, torch.Tensor]]) -> list[torch.Tensor]:
-    """Each gradient where its master lies; copies to the CPU are all under way before the first is waited for."""
-    # What comes to the CPU so lies in pinned memory, which PyTorch keeps for the next time.
+    """Each gradient on its master's device; all copies to the CPU are started before the first is waited for."""
+    # These copies to the CPU use pinned memory, which PyTorch keeps for the next time.
     moved = [grad.to(trained.master.device, non_blocking=True) for trained, grad in grads]
     devices = {grad.device for trained, grad in grads if grad.is_cuda and trained.master.device.type == "cpu"}
     for device in devices:
@@ -131,12 +135,12 @@ def build_trained_parameters(
     master_dtype: torch.dtype = torch.float32,
     master_device: torch.device | None = None,
 ) -> list[TrainedParameter]:
-    """Masters for those parameters that need one; frozen parameters are left out.
+    """The trained parameters with their masters; frozen parameters are left out.
 
     Args:
-        named_parameters: of the module.
-        master_dtype: what the optimizer steps in.
-        master_device: where; None is where each parameter is.
+        named_parameters: the module's parameters by name.
+        master_dtype: dtype in which the optimizer steps.
+        master_device: device of the masters; None is the device of each parameter.
     """
     return [
         TrainedParameter(name=name, param=param, master=_build_master(param, master_dtype, master_device))
@@ -154,16 +158,16 @@ def _build_master(param: nn.Parameter, dtype: torch.dtype, device: torch.device 
 
 @torch.no_grad()
 def renew_masters(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Masters take what a script or `load_state_dict` has written to their parameters; else a step would undo it.
+    """Copies values that a script or `load_state_dict` has written to parameters into masters; a step would undo them.
 
-    A value that is still its master rounded was not written to and keeps the master's precision. One synchronisation
-    with the device; masters on another device are rounded and sent there, 2 bytes for each value in 16 bits.
+    A value that equals its rounded master was not written to and keeps the master's precision. One synchronization with
+    the device; masters on another device are rounded and sent there, 2 bytes for each value in 16 bits.
 
     Args:
-        pairs: parameters and their masters, plain tensors of one shape; either may lie on another device.
+        pairs: parameters and their masters, plain tensors of one shape, possibly on different devices.
     """
-    # Ones where they differ, in the rounded copy itself, and their sum: 10 ms for 17M values on one core, 29 ms with
-    # a tensor of booleans and `any`.
+    # Writes 1 where they differ into the rounded copy itself and sums: 10 ms for 17M values on one core, 29 ms with a
+    # tensor of booleans and `any`.
     counts = [_rounded(master, param).ne_(param).sum() for param, master in pairs]
     if not counts:
         return

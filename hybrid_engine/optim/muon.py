@@ -1,8 +1,8 @@
-"""DeepSpeed's optimizer type `Muon`: hidden matrices by torch.optim.Muon, all else by torch.optim.AdamW.
+"""DeepSpeed's optimizer type `Muon`: torch.optim.Muon steps hidden matrices, torch.optim.AdamW all other parameters.
 
 `model_checks.py` splits the groups, and `optim/build.py` builds the optimizer. Muon makes the step of a matrix nearly
 orthogonal (Newton-Schulz), for which it needs the whole matrix: `optim/plain_steps.py` gathers one at a time, and steps
-shards of what AdamW steps.
+shards of the parameters of AdamW.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,13 +15,13 @@ from hybrid_engine.config.optimizer import MUON_RATES
 from hybrid_engine.optim.param_groups import NamedGroup
 
 IN_NAMES = ("embed", "lm_head")
-"""DeepSpeed's rule (`set_optimizer_flags`): a matrix with one of these in its name is not Muon's."""
+"""DeepSpeed's rule (`set_optimizer_flags`): AdamW steps a matrix with one of these in its name."""
 HEADS = ("score", "classifier", "v_head", "value_head")
-"""Names of modules that end a reward, value or classification model."""
+"""Names of modules at the end of a reward, value or classification model."""
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """One optimizer of groups whose `use_muon` says which class of torch.optim steps them.
+    """One optimizer whose groups' `use_muon` selects the class of torch.optim that steps them.
 
     Args:
         groups: parameter groups with `use_muon` and the options of that class.
@@ -45,7 +45,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return loss
 
     def _parts(self) -> Iterator[torch.optim.Optimizer]:
-        """Both classes, on the groups and the state of this optimizer: they keep nothing of their own."""
+        """Both classes, on the groups and the state of this optimizer; they hold no other state."""
         kinds: list[tuple[bool, Any]] = [(True, torch.optim.Muon), (False, torch.optim.AdamW)]
         for use_muon, kind in kinds:
             groups = [group for group in self.param_groups if group["use_muon"] is use_muon]
@@ -56,12 +56,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def split_groups(groups: list[NamedGroup], module: nn.Module, params: dict[str, Any]) -> list[NamedGroup]:
-    """Each group as up to two, Muon's and AdamW's, with the options of `optimizer.params`; a group's own win.
+    """Splits each group into up to two, for Muon and AdamW, with the options of `optimizer.params`; a group's options
+    win.
 
     Args:
         groups: the parameters to step, by name; `use_muon` of a group decides for all of it.
-        module: whose names they are.
-        params: `optimizer.params`, checked. `muon_lr` and `adam_lr` win over `lr`.
+        module: the module that has these names.
+        params: `optimizer.params`, already checked. `muon_lr` and `adam_lr` win over `lr`.
 
     Raises:
         ValueError: Muon would step nothing.
@@ -90,7 +91,7 @@ def _options(params: dict[str, Any], use_muon: bool) -> dict[str, Any]:
 
 
 def hidden_matrices(module: nn.Module) -> set[str]:
-    """The names of the trained parameters of two dimensions that are in no embedding and no head."""
+    """The names of the trained two-dimensional parameters outside of embeddings and heads."""
     outside = {id(param) for part in _ends(module) for param in part.parameters()}
     return {
         name
@@ -104,7 +105,7 @@ def hidden_matrices(module: nn.Module) -> set[str]:
 
 
 def _ends(module: nn.Module) -> Iterator[nn.Module]:
-    """Embeddings by class, as GPT-2's `wte`, and the output embeddings that transformers' models name."""
+    """Embeddings by class, such as GPT-2's `wte`, and the output embeddings that transformers' models name."""
     for part in module.modules():
         if isinstance(part, nn.Embedding):
             yield part

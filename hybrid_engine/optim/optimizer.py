@@ -1,9 +1,8 @@
-"""The optimizer shim: what a step does about precision, clipping and overflow around a plain `torch.optim` optimizer.
+"""The optimizer shim: handles precision, clipping and overflow of a step around a plain `torch.optim` optimizer.
 
-fp32 parameters are stepped where they are. For bf16 and fp16 parameters the gradients of all micro-batches are added up
-in fp32, by FSDP2 or in their masters (`masters.py`), which are stepped and rounded into the parameters. Whether the
-parameters are sharded makes a difference to their norms alone; frozen parameters have neither
-master nor state.
+fp32 parameters are stepped in place. For bf16 and fp16 parameters the gradients of all micro-batches are added up in
+fp32, by FSDP2 or in their masters (`masters.py`), which are stepped and rounded into the parameters. Sharding affects
+only the computation of norms; frozen parameters have neither master nor state.
 """
 
 import math
@@ -34,9 +33,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """Steps `inner` with the attributes that scripts written for DeepSpeed's optimizers read.
 
     `inner` is the `torch.optim` optimizer over the masters; `param_groups`, `state` and `defaults` are its own, so a
-    scheduler may be built on either. `overflow` says whether the last step was skipped. Setting `skip_step` skips the
+    scheduler may be built on either. `overflow` is True if the last step was skipped. Setting `skip_step` skips the
     next one, on every process or on none: two models then keep their steps aligned when only one of them overflows.
-    `is_torn` says that an error came in the middle of one, until a checkpoint is loaded.
+    `is_torn` is True after an error in the middle of a step, until a checkpoint is loaded.
     """
 
     def __init__(
@@ -54,15 +53,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Args:
             inner: its groups hold the masters of `parameters`.
-            parameters: what is trained, in the same order on every process.
-            loss_scaler: what `scale_loss` multiplies with and `step` divides out.
+            parameters: the trained parameters, in the same order on every process.
+            loss_scaler: holds the scale that `scale_loss` multiplies with and `step` divides by.
             skips_overflow: whether a non-finite gradient skips the step (fp16) or is an error.
-            gradient_clipping: largest global gradient norm; 0 clips nothing.
+            gradient_clipping: largest global gradient norm; 0 disables clipping.
             norm_group: the processes whose shards together are the model; None when this process has all of it.
             accumulates_in_masters: whether the gradients of micro-batches are added up in the masters' dtype; False
                 leaves that to autograd, in the parameters' dtype.
         """
-        # Not calling torch's initialiser: the groups and the state are those of `inner`.
+        # Does not call torch's initializer: the groups and the state are those of `inner`.
         self.inner = inner
         self.parameters = parameters
         self.loss_scaler = loss_scaler
@@ -76,12 +75,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.is_torn = False
         self.grad_norm: float | None = None
         self.grad_norms: list[float] = []
-        """Of what is clipped together; of the last step, before clipping and without the loss scale."""
+        """Norms of the lists of parameters that are clipped together, at the last step, before clipping and without the
+        loss scale.
+        """
         self.parameter_offload: Any = None
         self.state_offload: Any = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # torch's version patches the class's `step` for all optimizers when it meets one without hooks.
+        # torch's version patches the class's `step` for all optimizers if it finds one without hooks.
         self.__dict__.update(state)
 
     @property
@@ -108,23 +109,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return loss if self.cur_scale == 1.0 else loss * self.cur_scale
 
     def accumulate_gradients(self) -> None:
-        """Takes the gradients of one backward pass; local, without a sync.
+        """Adds the gradients of one backward pass to the masters'; local, without a synchronization.
 
-        Those that lie as the master's would, fp32 under FSDP2, stay where the next pass adds to them.
+        Gradients with the master's dtype and device, such as fp32 under FSDP2, stay where the next pass adds to them.
         """
         if self.accumulates_in_masters:
             self.masters.take_gradients([t for t in self.parameters if not t.grad_lies_like_masters])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """After `take_gradients()`: clips, steps the masters, rounds them into the parameters; collective when sharded.
+        """Call it after `take_gradients()`. Clips, steps the masters, rounds them into the parameters; collective when
+        sharded.
 
         A non-finite gradient norm skips the step in fp16 (`overflow` is then True and the loss scale lowered).
 
         Raises:
             ValueError: a non-finite gradient norm in fp32 or bf16, naming the first parameters concerned; no gradient
-                of any parameter; or a closure. On every process alike, and nothing was stepped.
-            BaseException: the error of a process that could not step; on all of them, which are torn then.
+                of any parameter; or a closure. Raised on every process, and nothing was stepped.
+            BaseException: the error of a process that could not step; raised on all, whose parameters are torn then.
         """
         if closure is not None:
             raise ValueError("closure: the engine computes the loss itself, call step() without one")
@@ -145,12 +147,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.is_torn = True
             agree(partial(self._apply, parts))
             self.is_torn = False
-        if overflow or not self.skip_step:  # a step that was only asked to be skipped says nothing about the scale
+        if overflow or not self.skip_step:  # a step skipped on request does not tell about the scale
             self.loss_scaler.update(overflow)
         self.skip_step = False
 
     def take_gradients(self) -> None:
-        """Before each step: the masters take all gradients, and what was written to the parameters; local."""
+        """Before each step: moves all gradients, and values written to the parameters, to the masters; local."""
         self.masters.take_gradients(self.parameters)
         self.masters.renew()
 
@@ -161,14 +163,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.masters.write_back()
 
     def forget_norms(self) -> None:
-        """Sets the norms of a step without gradients, 0."""
+        """Sets the norms to 0, after a step without gradients."""
         self.overflow, self.grad_norm, self.grad_norms = False, 0.0, [0.0 for _ in self.grad_norms]
 
     @torch.no_grad()
     def check_overflow(self, external: bool = False) -> bool:
         """Whether the gradients at an accumulation boundary are non-finite on any process; collective when sharded.
 
-        Nothing is changed: the next `step()` finds the same. `external` is DeepSpeed's name for asking from outside.
+        Nothing is changed: the next `step()` gets the same result. `external` exists for DeepSpeed's signature.
         """
         self.masters.take_gradients(self.parameters)
         norms, _ = self.norms.measure(clipped_together(self.param_groups, self.parameters))
@@ -177,7 +179,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """Moves state to the CPU; see the engine's `offload_states`, which DeepSpeed has here too."""
+        """Moves state to the CPU; see the engine's `offload_states`. DeepSpeed has this method here too."""
         self.state_offload.offload(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -185,17 +187,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.state_offload.reload(non_blocking)
 
     def quantize_nontrainable_params(self) -> None:
-        """Does nothing but say so: frozen weights keep their dtype."""
+        """Only prints a line: frozen weights keep their dtype."""
         say_once("quantize_nontrainable_params(): frozen weights keep their dtype")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Frees the gradients of parameters and masters (there is no other way: zeros would only take memory)."""
+        """Frees the gradients of parameters and masters; always sets them to None, as zeros would only take memory."""
         for trained in self.parameters:
             trained.param.grad = None
             trained.master.grad = None
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Everything `load_state_dict` needs on the same number of processes; checkpoints do not use it."""
+        """Everything that `load_state_dict` needs on the same number of processes; checkpoints do not use it."""
         self.masters.renew()
         return {
             "optimizer": self.inner.state_dict(),
@@ -215,7 +217,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         tensors: dict[str, dict[str, torch.Tensor]],
         values: dict[str, dict[str, Any]],
     ) -> None:
-        """Takes over a checkpoint's groups and state, given by parameter name; the masters were loaded in place.
+        """Takes over a checkpoint's groups and state, keyed by parameter name; the masters were loaded in place.
 
         Args:
             param_groups: like those of this optimizer, with `names` in place of `params`.
@@ -242,55 +244,57 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 
 def clipped_together(groups: list[dict[str, Any]], parameters: list[TrainedParameter]) -> list[list[TrainedParameter]]:
-    """`parameters` in lists that are clipped by one norm each: the first has what no group keeps apart."""
+    """`parameters` in lists that are clipped by one norm each: first all that are in no group with `APART`, then one
+    list per such group.
+    """
     apart = [{id(param) for param in group["params"]} for group in groups if group.get(APART)]
     rest = [t for t in parameters if not any(id(t.master) in ids for ids in apart)]
     return [rest, *([t for t in parameters if id(t.master) in ids] for ids in apart)]
 
 
 def rescale(gradients: list[torch.Tensor], scale: float, norm: float, bound: float) -> None:
-    """Divides the loss scale out of gradients, and clips them where `norm`, theirs without it, is above `bound`.
+    """Divides gradients by the loss scale, and clips them if `norm`, their norm without the scale, is above `bound`.
 
     Args:
         gradients: changed in place.
-        scale: what the loss was multiplied by.
-        norm: the 2-norm of what is clipped together, without `scale`.
-        bound: the largest norm; 0 clips nothing.
+        scale: factor of the loss.
+        norm: the 2-norm of all gradients that are clipped together, without `scale`.
+        bound: the largest norm; 0 disables clipping.
     """
     factor = 1.0 / scale
     if bound > 0:
-        # The small number is torch's, in `clip_grad_norm_`.
+        # 1e-6 as in torch's `clip_grad_norm_`.
         factor *= min(1.0, bound / (norm + 1e-6))
     if factor != 1.0 and gradients:
         torch._foreach_mul_(gradients, factor)
 
 
 class GradientNorms:
-    """Measures the gradients of `parameters`, of which stages of a pipeline have others."""
+    """Measures the gradients of `parameters`, which differ between pipeline stages."""
 
     def __init__(self, parameters: list[TrainedParameter], group: dist.ProcessGroup | None) -> None:
-        """`group`: the processes whose shards together are the model; None when this process has all of it."""
+        """`group`: the processes whose shards together are the model; None if this process has all of it."""
         self._parameters, self._group = parameters, group
         self._copies = {t.name: num_copies(t.master) for t in parameters}
 
     def measure(self, parts: list[list[TrainedParameter]]) -> tuple[list[float], int]:
-        """Each part's 2-norm, still multiplied by the loss scale, and how many gradients there are; collective."""
+        """Each part's 2-norm, still multiplied by the loss scale, and the number of gradients; collective."""
         if not self._parameters:
             return [0.0], 0
         none = [torch.zeros((), device=local_tensor(self._parameters[0].master).device)]
         gradients = [local_gradients(part) for part in parts]
         norms = [torch._foreach_norm(grads, 2, torch.float32) if grads else none for grads in gradients]
         squares = [torch.stack(list(norm)).float().square() for norm in norms]
-        if max(self._copies.values()) > 1:  # each process of a unit adds its share of what several of them have
+        if max(self._copies.values()) > 1:  # each process of a unit adds its share of parts that several have
             squares = [square / self._copies_in(part, square) for part, square in zip(parts, squares, strict=True)]
         count = squares[0].new_full((), sum(map(len, gradients)))
         sums = self._added_up(torch.stack([*(square.sum() for square in squares), count]))
         sums[:-1].sqrt_()
-        *totals, num_gradients = sums.tolist()  # a synchronisation with the device
+        *totals, num_gradients = sums.tolist()  # a synchronization with the device
         return totals, round(num_gradients)
 
     def count_holders(self, holders: Mapping[str, int]) -> None:
-        """Says of parameters, by name, in how many stages of a pipeline each stands."""
+        """Sets in how many pipeline stages each parameter is, by name."""
         self._copies = {name: copies * holders.get(name, 1) for name, copies in self._copies.items()}
 
     def names_of_non_finite(self) -> list[str]:
@@ -302,21 +306,21 @@ class GradientNorms:
         return list(dict.fromkeys(name for names in found for name in names))
 
     def _copies_in(self, part: list[TrainedParameter], squares: torch.Tensor) -> torch.Tensor:
-        """How many processes have what each of the gradients of a part is of."""
+        """Number of processes that hold the parameter of each gradient of a part."""
         copies = [self._copies[t.name] for t in part if t.master.grad is not None]
         return torch.tensor(copies or [1], device=squares.device)
 
     def _added_up(self, values: torch.Tensor) -> torch.Tensor:
         if self._group is None:
             return values
-        # What is offloaded is on the CPU, which nccl does not reach: the processes meet on the device.
+        # Offloaded gradients are on the CPU, which nccl does not reach, so the reduction runs on the device.
         values = values.to(default_device().type)
         dist.all_reduce(values, group=self._group)
         return values
 
 
 def local_gradients(part: list[TrainedParameter]) -> list[torch.Tensor]:
-    """What this process holds of the gradients of the masters, of those that have one."""
+    """This process's parts of the gradients of the masters that have one."""
     return [local_tensor(t.master.grad) for t in part if t.master.grad is not None]
 
 

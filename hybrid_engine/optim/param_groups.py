@@ -1,4 +1,4 @@
-"""Parameter groups by name: sharding and masters replace the parameters an optimizer was built on, names stay."""
+"""Parameter groups by name: sharding and masters replace the parameters an optimizer was built on, but names stay."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,14 +8,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 NamedGroup = dict[str, Any]
-"""A torch parameter group with `names` (of the module's parameters) in place of `params`."""
+"""A torch parameter group with `names` (of the module's parameters) instead of `params`."""
 
 
 def name_groups(model_parameters: Iterable[Any] | None, module: nn.Module) -> list[NamedGroup]:
-    """Reads what `torch.optim` optimizers accept as parameters; None stands for all that require a gradient.
+    """Groups by name from parameters in any form that `torch.optim` accepts; None means all that require a gradient.
 
     Raises:
-        ValueError: what is no parameter or none of `module`'s, a group without parameters, or no parameter that
+        ValueError: an entry is not a parameter or not one of `module`'s, a group has no parameters, or no parameter
             requires a gradient.
     """
     named = dict(module.named_parameters())
@@ -61,7 +61,7 @@ def _name_group(group: dict[str, Any], names: dict[int, str]) -> NamedGroup:
 
 
 def build_groups(groups: list[NamedGroup], masters: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
-    """The groups for a new optimizer, on the masters; frozen parameters have none and are left out."""
+    """The groups for a new optimizer, on the masters; frozen parameters do not have one and are left out."""
     return [
         {
             **{key: value for key, value in group.items() if key != "names"},
@@ -74,9 +74,9 @@ def build_groups(groups: list[NamedGroup], masters: dict[str, nn.Parameter]) -> 
 def repoint_groups(
     optimizer: torch.optim.Optimizer, groups: list[NamedGroup], masters: dict[str, nn.Parameter]
 ) -> None:
-    """Makes an existing optimizer step the masters, in place: a scheduler built on it keeps working.
+    """Makes an existing optimizer step the masters, in place, so that a scheduler built on it keeps working.
 
-    State that it was built with goes to the masters too.
+    The state that it was built with is moved to the masters too.
     """
     replaced = {}
     for group, named in zip(optimizer.param_groups, groups, strict=True):
@@ -89,17 +89,17 @@ def repoint_groups(
 
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer` has state of steps; also if it has state and counts none."""
+    """Whether `optimizer` has state of steps; also True if its state does not count steps."""
     return any(float(entry.get("step", 1)) != 0 for entry in optimizer.state.values())
 
 
 @torch.no_grad()
 def carry_state(optimizer: torch.optim.Optimizer, masters: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Gives the state of parameters to their masters, in the masters' dtype, place and shards; local.
+    """Moves the state of parameters to their masters, in the masters' dtype, device and sharding; local.
 
     Args:
-        optimizer: its groups hold the masters, its state still the parameters; that of others is dropped.
-        masters: by parameter.
+        optimizer: its groups hold the masters, its state still the parameters; the state of others is dropped.
+        masters: the master of each parameter.
     """
     if not optimizer.state or all(param is master for param, master in masters.items()):
         return
@@ -111,7 +111,7 @@ def carry_state(optimizer: torch.optim.Optimizer, masters: dict[nn.Parameter, nn
             optimizer.state[master] = {
                 key: _shard(value, master) if _is_like(value, param) else value for key, value in entry.items()
             }
-    optimizer.load_state_dict(optimizer.state_dict())  # casts and moves each entry as its optimizer wants it
+    optimizer.load_state_dict(optimizer.state_dict())  # casts and moves each entry to the form its optimizer needs
 
 
 def _is_like(value: Any, param: nn.Parameter) -> bool:

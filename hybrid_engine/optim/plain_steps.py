@@ -1,10 +1,10 @@
-"""Steps of optimizers whose operations torch has no sharded form of, on plain tensors in the place of DTensors.
+"""Steps of optimizers whose operations torch cannot shard, on plain tensors instead of DTensors.
 
-An optimizer over DTensors computes what it would on one process, or torch raises: it has no sharded form of fused SGD
-and Adagrad, and not of all that Rprop, Adafactor and Muon do. Of those
+An optimizer over DTensors computes the same as on one process, or torch raises: it has no sharded form of fused SGD and
+Adagrad, nor of some operations of Rprop, Adafactor and Muon. Among these,
 
-- optimizers that step every number by itself step this process's shards;
-- Adafactor and Muon, which look at whole tensors, step one parameter at a time, gathered with its gradient and its
+- elementwise optimizers step this process's shards; - Adafactor and Muon, which look at whole tensors, step one
+parameter at a time, gathered with its gradient and its
   state, on every process alike; where a shard is the whole, as at stage 0, they step that. What AdamW steps beside
   Muon is stepped as shards.
 
@@ -21,20 +21,20 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from hybrid_engine.zero.sharding import full_tensor, local_tensor
 
 WHOLE_TENSORS = ("Adafactor", "Muon", "MuonWithAdamW")
-"""Class names, of torch.optim or others."""
+"""Class names of optimizers that need whole tensors, of torch.optim or others."""
 NO_SHARDED_FORM = ("Sharding propagation failed", "sharding strategy", "mixed torch.Tensor and DTensor")
-"""What torch says when it has none."""
+"""Text of torch's errors for an operation without a sharded form."""
 
 
 Plain = Callable[[torch.Tensor], torch.Tensor]
-"""What takes the place of a DTensor: this process's shard, or the whole."""
+"""Replaces a DTensor by a plain tensor: this process's shard, or the whole."""
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
-    """One step of `optimizer`; collective where its parameters are DTensors.
+    """One step of `optimizer`; collective if its parameters are DTensors.
 
     Raises:
-        ValueError: torch has no sharded form of what it does.
+        ValueError: torch has no sharded form of its operations.
     """
     masters = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
     if _steps_shards(optimizer, masters):
@@ -54,18 +54,18 @@ def step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def keeps_wholes(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether what it keeps of a parameter in another shape, as Adafactor of rows, is of the whole on every process."""
+    """Whether its state of another shape than the parameter, such as Adafactor's of rows, is whole on every process."""
     return type(optimizer).__name__ in WHOLE_TENSORS
 
 
 def _stepped_by_adamw(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The DTensors of MuonWithAdamW that are not Muon's."""
+    """The DTensors that AdamW steps in a MuonWithAdamW."""
     groups = [group for group in optimizer.param_groups if group.get("use_muon") is False]
     return [param for group in groups for param in group["params"] if isinstance(param, DTensor)]
 
 
 def _step_others(optimizer: torch.optim.Optimizer) -> None:
-    """Steps the parameters that are no DTensors."""
+    """Steps the parameters that are not DTensors."""
     kept = [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = [param for param in group["params"] if not isinstance(param, DTensor)]
@@ -77,7 +77,7 @@ def _step_others(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _steps_shards(optimizer: torch.optim.Optimizer, masters: list[Any]) -> bool:
-    """Whether a step on this process's shards is one on the whole, and torch has no sharded form of it."""
+    """Whether stepping this process's shards equals stepping the whole, and torch has no sharded form of the step."""
     if not masters:
         return False
     if keeps_wholes(optimizer):
@@ -88,7 +88,7 @@ def _steps_shards(optimizer: torch.optim.Optimizer, masters: list[Any]) -> bool:
 
 
 def _is_whole(master: Any) -> bool:
-    """Whether every process has all of it."""
+    """Whether every process has all of `master`."""
     sizes = zip(master.device_mesh.shape, master.placements, strict=True)
     return all(size == 1 or placement.is_replicate() for size, placement in sizes)
 
@@ -106,12 +106,12 @@ def _step_sharded(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of it where it lies: an offloaded one lies in the CPU's memory."""
+    """The whole tensor on the device of its shard: an offloaded one is in CPU memory."""
     return full_tensor(tensor).to(tensor.device)
 
 
 def _step_plain(optimizer: torch.optim.Optimizer, masters: list[Any], plain: Plain) -> None:
-    """Steps plain parameters with what the optimizer knows of `masters`, and leaves it with those."""
+    """Steps plain parameters with the optimizer's state of `masters`, and writes the results back to those."""
     stands = {master: _stand(optimizer, master, plain) for master in masters}
     kept = [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -128,7 +128,7 @@ def _step_plain(optimizer: torch.optim.Optimizer, masters: list[Any], plain: Pla
 
 
 def _stand(optimizer: torch.optim.Optimizer, master: Any, plain: Plain) -> nn.Parameter:
-    """The plain parameter in the place of `master`, with its gradient and its state."""
+    """The plain parameter that replaces `master`, with its gradient and its state."""
     stand = nn.Parameter(plain(master), requires_grad=master.requires_grad)
     stand.grad = None if master.grad is None else plain(master.grad)
     if master in optimizer.state:
@@ -138,9 +138,9 @@ def _stand(optimizer: torch.optim.Optimizer, master: Any, plain: Plain) -> nn.Pa
 
 
 def _keep_state(state: dict[str, Any], key: str, value: Any, master: Any, stand: nn.Parameter) -> None:
-    """Takes over one entry: of the parameter's size it is sharded like that, any other is every process's own.
+    """Stores one entry: sharded like the parameter if it has its size, otherwise as each process's own value.
 
-    So is all of a parameter without a dimension, whose size a number of steps has too.
+    An entry of a parameter without a dimension is each process's own too, as a step count has the same size.
     """
     is_sharded = isinstance(state.get(key), DTensor)
     if not isinstance(value, torch.Tensor) or value.shape != stand.shape or not (master.dim() or is_sharded):
@@ -152,7 +152,7 @@ def _keep_state(state: dict[str, Any], key: str, value: Any, master: Any, stand:
 
 
 def _keep(target: Any, value: torch.Tensor) -> None:
-    """Gives a DTensor its values, this process's or whole ones; nothing where it shares them."""
+    """Copies values, this process's or whole ones, to a DTensor; does nothing if it shares their memory."""
     shard = local_tensor(target)
     if value.shape == target.shape != shard.shape:
         mesh = target.device_mesh

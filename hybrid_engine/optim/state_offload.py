@@ -1,8 +1,8 @@
-"""`engine.offload_states()` and `reload_states()`: what training keeps goes to the CPU's memory for a while, and back.
+"""`engine.offload_states()` and `reload_states()`: move training state to CPU memory for a while, and back.
 
-RLHF frameworks call them around sampling by another engine, which gets the device's memory meanwhile. All objects stay
-the same: parameters, their pairs of masters, the optimizer's groups. Only where their values lie changes, so the run
-goes on with the same bits. On a machine without GPU the values move to other places of the same memory.
+RLHF frameworks call them around sampling by another engine, which uses the device's memory meanwhile. All objects stay
+the same: parameters, their masters, the optimizer's groups. Only the location of their values changes, so the run
+continues with the same bits. On a machine without a GPU the values move within CPU memory.
 """
 
 import gc
@@ -21,7 +21,7 @@ from hybrid_engine.zero.wrapping import offloads_parameters
 
 
 class OffloadStateTypeEnum(str, Enum):
-    """What an engine keeps between two steps."""
+    """Kinds of state that an engine keeps between two steps."""
 
     optim_states = "optim_states"
     """The optimizer's state, such as Adam's moments."""
@@ -32,18 +32,18 @@ class OffloadStateTypeEnum(str, Enum):
     lp_grads = "lp_grads"
     """Gradients that wait for the step."""
     contiguous_grad_buffer = "contiguous_grad_buffer"
-    """Nothing here: FSDP2 keeps no buffer for gradients."""
+    """Has no effect: FSDP2 does not keep a buffer for gradients."""
 
 
 Kind = OffloadStateTypeEnum
 KINDS = tuple(kind.value for kind in Kind)
 TRAINING = (Kind.lp_params, Kind.hp_params, Kind.lp_grads)
-"""What a backward pass reads or adds to. Gradients go with whatever they belong to."""
+"""Kinds that a backward pass reads or adds to. Gradients move with the tensor that they belong to."""
 Move = Callable[[torch.Tensor], torch.Tensor]
 
 
 class StateOffload:
-    """What of one engine lies on the CPU now; `offloaded` has its kinds."""
+    """The offloaded state of one engine; `offloaded` has its kinds."""
 
     def __init__(self, training: TrainingState) -> None:
         self._training = training
@@ -51,7 +51,7 @@ class StateOffload:
         self._grads: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def check(self, what: str, *kinds: Kind) -> None:
-        """Raises ValueError, naming the call `what`, where one of `kinds`, or of all where none is given, is away."""
+        """Raises ValueError, naming the call `what`, if one of `kinds`, or any kind if none is given, is offloaded."""
         missing = [kind.value for kind in Kind if kind in self.offloaded and (kind in kinds or not kinds)]
         if missing:
             raise ValueError(f"{what}: {', '.join(missing)} are offloaded; call reload_states() first")
@@ -60,10 +60,10 @@ class StateOffload:
     def offload(
         self, include: Container[Any] | None, device: Any, pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """Moves the kinds of state in `include` to the CPU; those that are there already stay. Local.
+        """Moves the kinds of state in `include` to the CPU; kinds that are there already stay. Local.
 
         Raises:
-            ValueError: another device; a kind that is none; parameters that the config offloads; in the middle of an
+            ValueError: another device; an unknown kind; parameters that the config offloads; in the middle of an
                 accumulation whose gradients are not reduced. Nothing was moved then.
         """
         self._check_offload(include, device)
@@ -77,7 +77,7 @@ class StateOffload:
                 return pinned.copy_(tensor, non_blocking=non_blocking)
             return tensor.detach().to("cpu", copy=True, non_blocking=non_blocking)
 
-        # First: whatever was moved when an error comes, reload() moves back.
+        # First, so that after an error reload() moves back everything that was moved.
         self.offloaded.update(new)
         if any(kind in TRAINING for kind in new):
             self._take_grads(move)
@@ -88,7 +88,7 @@ class StateOffload:
 
     @torch.no_grad()
     def reload(self, non_blocking: bool = False) -> None:
-        """Moves everything back to the engine's device; collective below stage 3, whose parameters are whole there."""
+        """Moves everything back to the engine's device; collective below stage 3, where the parameters become whole."""
         keeps_optimizer = self._training.config.zero_optimization.offloads_optimizer
 
         def move(tensor: torch.Tensor, device: Any = self._training.device) -> torch.Tensor:
@@ -107,7 +107,7 @@ class StateOffload:
             self._training.follow_moved_weights()
 
     def forget_gradients(self) -> None:
-        """Drops those that are offloaded."""
+        """Drops the offloaded gradients."""
         self._grads = []
 
     def _check_offload(self, include: Container[Any] | None, device: Any) -> None:
@@ -135,7 +135,7 @@ class StateOffload:
         return self._training.optimizer
 
     def _take_grads(self, move: Move) -> None:
-        """A gradient must lie where its parameter does, so gradients wait here."""
+        """Holds gradients here, as a gradient must be on its parameter's device."""
         for trained in self._optimizer.parameters:
             for owner in dict.fromkeys((trained.param, trained.master)):
                 if owner.grad is not None:
@@ -154,7 +154,7 @@ class StateOffload:
                     state[name] = move(value)
 
     def _move_parameters(self, move: Move) -> None:
-        """The shards alone: what is gathered of them is freed."""
+        """Moves the shards; gathered copies are freed."""
         module = self._training.module
         self._training.passes.end()
         moved = {id(param) for param in module.parameters()}
@@ -165,8 +165,8 @@ class StateOffload:
 
 
 def _replace(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Gives a master other storage; it stays the optimizer's."""
-    if isinstance(param, DTensor):  # its `data` is the local part's in part only
+    """Replaces the storage of a master, which stays the optimizer's."""
+    if isinstance(param, DTensor):  # assigning its `data` does not replace the local part
         torch.utils.swap_tensors(param, nn.Parameter(value, requires_grad=param.requires_grad))
     else:
         param.data = value

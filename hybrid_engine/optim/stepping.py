@@ -1,4 +1,7 @@
-"""The end of a micro-batch, and at the boundary the step of the optimizer: agreed on by all processes, then counted."""
+"""The end of a micro-batch, and at the boundary the optimizer step: all processes agree on it, then it is counted.
+
+Also the checks of an engine's calls, and `train_batch`, which runs the micro-batches of a step.
+"""
 
 import os
 import warnings
@@ -20,7 +23,7 @@ from hybrid_engine.zero.parameter_watch import ParameterWatch
 from hybrid_engine.zero.split_module import num_stages_of
 
 LossFunction = Callable[[Any, Any], Tensor]
-"""From what the module gives for a micro-batch, and its targets, to one number."""
+"""Maps the module's result for a micro-batch, and its targets, to one number."""
 
 
 def end_micro_batch(training: TrainingState, lr_kwargs: dict[str, Any], error: BaseException | None) -> None:
@@ -28,11 +31,11 @@ def end_micro_batch(training: TrainingState, lr_kwargs: dict[str, Any], error: B
 
     Args:
         training: changed in place.
-        lr_kwargs: what the scheduler's `step()` takes by name.
-        error: why this process cannot step; None where it can.
+        lr_kwargs: keyword arguments of the scheduler's `step()`.
+        error: the error that keeps this process from stepping, or None.
 
     Raises:
-        BaseException: `error`, or at the boundary that of another process. See `ZeroEngine.step`.
+        BaseException: `error`, or at the boundary the error of another process. See `ZeroEngine.step`.
     """
     with training.accumulation.step(error) as is_boundary, training.observer.step(is_boundary):
         if is_boundary:
@@ -59,7 +62,7 @@ def count_empty_step(training: TrainingState) -> None:
     training.global_samples += training.config.train_batch_size
     if training.lr_scheduler is not None:
         with warnings.catch_warnings():
-            # PyTorch takes it for a wrong order where the optimizer has not stepped yet.
+            # PyTorch warns about a wrong order if the optimizer has not stepped yet.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             training.lr_scheduler.step()
     training.observer.finish_step(optimizer, training.global_steps, training.global_samples, training.skipped_steps)
@@ -73,7 +76,7 @@ def _step_optimizer(training: TrainingState, lr_kwargs: dict[str, Any], error: B
     if error is None:
         try:
             optimizer.step()
-        except ValueError as refusal:  # on every process alike
+        except ValueError as refusal:  # raised on every process
             error = refusal
     if error is not None:
         training.drop_accumulation()
@@ -85,7 +88,7 @@ def _step_optimizer(training: TrainingState, lr_kwargs: dict[str, Any], error: B
 
 
 def _prepare(training: TrainingState, optimizer: ZeroOptimizer) -> bool:
-    """Everything of a step that can fail and changes nothing yet; local. Returns what `settle_stepped` asks for."""
+    """All parts of a step that may fail and change nothing yet; local. Returns the argument of `settle_stepped`."""
     training.accumulation.check_reduced()
     is_held = training.sharding.become_shards_to_step(len(optimizer.parameters))
     optimizer.take_gradients()
@@ -106,10 +109,10 @@ def _count_step(training: TrainingState, lr_kwargs: dict[str, Any]) -> None:
 
 
 class CallChecks:
-    """Checks of the calls that come to one engine; each raises ValueError."""
+    """Checks of the calls of one engine; each raises ValueError."""
 
     def __init__(self, training: TrainingState) -> None:
-        """Notes the parameters of the module as they are now, those that are trained and those that are not."""
+        """Records the current parameters of the module, trained or not."""
         optimizer, sharding = training.optimizer, training.sharding
         trained = [entry.name for entry in optimizer.parameters] if optimizer is not None else []
         self._training = training
@@ -117,16 +120,18 @@ class CallChecks:
         self.watch = ParameterWatch(training.module, trained, sharding.twins())
 
     def check_parameters(self) -> None:
-        """The module's parameters are those that the engine trains, and gathers."""
+        """Checks that the module's parameters are those that the engine trains and gathers."""
         if self._training.optimizer is not None or self._training.sharding.is_sharded:
             self.watch.check(self._training.module, torch.is_grad_enabled())
 
     def check_unchanged(self, module: nn.Module) -> None:
-        """The parameters of `module` are those that processes gather together, trained or not."""
+        """Checks that the parameters of `module` are those that processes gather together, trained or not."""
         self.watch.check(module, will_train=False)
 
     def check_whole(self, what: str, *kinds: OffloadStateTypeEnum) -> None:
-        """No parameter is torn, and nothing of `kinds`, or of any kind where none is named, is offloaded."""
+        """Checks that no parameter is torn, and that no state of `kinds`, or of any kind if none is named, is
+        offloaded.
+        """
         self._training.state_offload.check(what, *kinds)
         if self._training.optimizer is not None and self._training.optimizer.is_torn:
             raise ValueError(
@@ -135,13 +140,13 @@ class CallChecks:
             )
 
     def check_backward(self, loss: torch.Tensor) -> None:
-        """`loss` can be gone back from, into parameters and an optimizer that lie where they belong."""
+        """Checks that `loss` can be differentiated, into parameters and an optimizer that are on their devices."""
         check_loss("backward()", loss)
         self._training.state_offload.check("backward()", *TRAINING)
         self.check_parameters()
 
     def check_single_passes(self, what: str) -> None:
-        """One forward or backward pass can be run: not in stages, of which no process has the whole module."""
+        """Checks that a single forward or backward pass can run, which is impossible in stages."""
         if self._num_stages > 1:
             raise ValueError(
                 f"{what}: the module runs in {self._num_stages} stages, all micro-batches of a step at once; call "
@@ -149,7 +154,7 @@ class CallChecks:
             )
 
     def check_whole_module_saves(self, what: str) -> None:
-        """All processes save the same parameters, not in stages."""
+        """Checks that all processes save the same parameters, which is not so in stages."""
         if self._num_stages > 1:
             raise ValueError(
                 f"{what}: the module runs in {self._num_stages} stages; save what deduped_state_dict(engine, "
@@ -158,13 +163,13 @@ class CallChecks:
             )
 
     def check_saves(self, what: str, save_dir: str | os.PathLike[str], *kinds: OffloadStateTypeEnum) -> None:
-        """There is something whole to save, and `save_dir` names a place for it."""
+        """Checks that the state to save is complete, and that `save_dir` names a place for it."""
         self.check_whole(what, *kinds)
         check_path("save_dir", save_dir)
 
 
 def check_loss(what: str, loss: torch.Tensor) -> None:
-    """Raises ValueError where `loss`, given to the call `what`, is not one number that depends on parameters."""
+    """Raises ValueError, naming the call `what`, unless `loss` is one number that depends on parameters."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ValueError(f"{what}: the loss has shape {shape}, it must be one number; reduce it, e.g. loss.mean()")
@@ -192,17 +197,17 @@ class Training(TrainingState, Protocol):
 
 
 class Batches(Protocol):
-    """How the micro-batches of a step go through a module; collective as forward and backward passes are."""
+    """Runs the micro-batches of a step through a module; collective like forward and backward passes."""
 
     def train(self, batches: Iterable[Any], loss_fn: LossFunction | None) -> Tensor:
         """An optimizer step on the next micro-batches; their mean loss. See `ZeroEngine.train_batch`."""
 
     def evaluate(self, batches: Iterable[Any]) -> list[Any]:
-        """What the module gives for each of them. See `ZeroEngine.eval_batch`."""
+        """The module's result for each of them. See `ZeroEngine.eval_batch`."""
 
 
 class SuccessiveBatches:
-    """Each micro-batch goes through the whole module before the next one does."""
+    """Runs each micro-batch through the whole module before the next one."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -227,7 +232,7 @@ class SuccessiveBatches:
 
 
 def next_batches(training: TrainingState, batches: Iterable[Any]) -> list[Any]:
-    """The micro-batches of the next step, from the front of `batches`; ValueError where there are too few."""
+    """The micro-batches of the next step, from the front of `batches`; raises ValueError if there are too few."""
     wanted = training.config.gradient_accumulation_steps
     given = list(islice(batches, wanted))
     if len(given) < wanted:
@@ -239,14 +244,14 @@ def next_batches(training: TrainingState, batches: Iterable[Any]) -> list[Any]:
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
-    """What the module is given of a micro-batch, and what `loss_fn` is: of a pair one each, else both the same."""
+    """The module's input and the targets for `loss_fn`: the two parts of a pair, otherwise the batch for both."""
     return batch if isinstance(batch, tuple) and len(batch) == 2 else (batch, batch)
 
 
 def loss_of(result: Any, targets: Any, loss_fn: LossFunction | None) -> Tensor:
-    """The loss of a micro-batch: what `loss_fn` makes of the module's result, or the first tensor of that.
+    """The loss of a micro-batch: the result of `loss_fn`, or the first tensor of the module's result.
 
-    ValueError for what is not one number.
+    Raises ValueError if it is not one number.
     """
     if loss_fn is not None:
         loss, source = loss_fn(result, targets), "loss_fn"

@@ -1,4 +1,4 @@
-"""What training is at one moment, as far as those who save, load, move or accumulate it need to know."""
+"""The state of training that saving, loading, offloading and accumulation work with."""
 
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,15 +26,15 @@ class TrainingState(Protocol):
     sharding: Sharding
     passes: Passes
     optimizer: ZeroOptimizer | None
-    """The optimizer shim; None where nothing is trained."""
+    """The optimizer shim; None in an engine that does not train."""
     lr_scheduler: Any
     training_dataloader: TrainingDataLoader | None
     accumulation: "GradientAccumulation"
     state_offload: "StateOffload"
     observer: Observer
-    """What is told of each pass and each step."""
+    """Notified of each pass and each step."""
     global_steps: int
-    """Optimizer steps, those that overflowed included."""
+    """Optimizer steps, including those that overflowed."""
     global_samples: int
     """Samples of those steps, over all processes."""
     skipped_steps: int
@@ -42,9 +42,9 @@ class TrainingState(Protocol):
     micro_steps: int
     """Micro-batches of this process."""
     num_pending_micro_batches: int
-    """Those since the last optimizer step."""
+    """Micro-batches since the last optimizer step."""
     folder_lock: Any
-    """Held on the folder that checkpoints of this run are saved into; None before the first save."""
+    """Lock on the folder that checkpoints of this run are saved into; None before the first save."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, also those of the micro-batches since the last boundary."""
@@ -53,13 +53,13 @@ class TrainingState(Protocol):
         """Drops all gradients; the next micro-batch is the first of a step again."""
 
     def check_trains(self, what: str) -> Any:
-        """Raises ValueError, naming the call `what`, where there is no optimizer."""
+        """Returns the optimizer; raises ValueError, naming the call `what`, if there is none."""
 
     def follow_moved_weights(self) -> None:
-        """After the parameters were given other storage."""
+        """Called after the parameters were given other storage."""
 
     def measured_values(self) -> dict[str, Any]:
-        """Figures that training measured and reads later, for a checkpoint: plain values by name."""
+        """Metrics that training measured and reads later, for a checkpoint: plain values by name."""
 
     def restore_measured_values(self, values: dict[str, Any]) -> None:
-        """Takes what `measured_values` gave; raises what values of another kind make it raise."""
+        """Restores the result of `measured_values`; raises errors for values of another kind."""
