@@ -1,1 +1,3 @@
-"""The engines: ZeroEngine trains, HybridEngine trains and generates, attach() generates in a loop of somebody else."""
+"""The engines: ZeroEngine trains, HybridEngine trains and generates, attach() generates in another project's training
+loop.
+"""

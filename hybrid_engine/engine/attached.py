@@ -1,13 +1,13 @@
-"""A model whose `generate()` runs on containers, in a training loop that knows nothing of them.
+"""A model whose `generate()` runs on containers, in a training loop that is unaware of them.
 
     hybrid_engine.attach(model)                  # once
     model.generate(input_ids, ...)               # as before, also in training mode and between any two steps
     attached = hybrid_engine.attach(other)       # what it returns detaches, reports, and is a rollout_func for TRL
     attached.detach()
 
-Containers read the model's parameters where they lie, so that every in-place update is followed, adapters of peft
-included. What changes beneath them is found at the next call: modules that were put in (an adapter), another dtype or
-device, `fully_shard`. B prompts, P their padded length, G samples of each, T the longest answer.
+Containers read the model's parameters in place, so they see every in-place update, including peft adapters. Other
+changes are detected at the next call: new modules (an adapter), another dtype or device, `fully_shard`. B prompts, P
+their padded length, G samples of each, T the longest answer.
 """
 
 import difflib
@@ -44,16 +44,16 @@ OPTIONS = (
     "pin_parameters",
     "release_inference_cache",
 )
-"""Keys of the `hybrid_engine` block that say something about a model that somebody else trains."""
+"""Keys of the `hybrid_engine` block that apply to a model trained by other code."""
 MOST_TOKENS_WITHOUT_LIMIT = 32768
-"""Of a sequence of a model whose config names no longest."""
+"""Maximum tokens of a sequence if the model's config has no limit."""
 
 
 def attach(model: nn.Module, **options: Any) -> "Attached":
-    """From now on `model.generate()` runs on containers, until `detach()`; where they cannot, one line says why.
+    """Makes `model.generate()` run on containers, until `detach()`; prints one line with the reason if they cannot.
 
-    Nothing but the attribute `generate` of the model changes. A copy of the model generates by itself. Where FSDP2
-    shards the model every call is collective, as it was; otherwise each process generates alone.
+    Only the attribute `generate` of the model changes. A copy of the model uses its own `generate()`. If FSDP2 shards
+    the model every call is collective, as before; otherwise each process generates alone.
 
     Args:
         model: a causal model of transformers or a peft model, plain, compiled, within DDP, or sharded by FSDP2.
@@ -62,8 +62,8 @@ def attach(model: nn.Module, **options: Any) -> "Attached":
             `release_inference_cache` (true here).
 
     Raises:
-        ValueError: for a model that is attached already, belongs to an engine or does not generate; for an option that
-            is unknown or out of range.
+        ValueError: the model is attached already, belongs to an engine or does not generate; an option is unknown or
+            out of range.
     """
     model = _generating_module(model)
     return Attached(model, _read_options(model, options))
@@ -77,7 +77,7 @@ def _generating_module(model: nn.Module) -> nn.Module:
             f"attach(): {type(model).__name__} is an engine; set hybrid_engine.enabled in the config of initialize(), "
             "and it generates on containers"
         )
-    for name in ("_orig_mod", "module"):  # within torch.compile's OptimizedModule, DistributedDataParallel
+    for name in ("_orig_mod", "module"):  # torch.compile's OptimizedModule and DistributedDataParallel
         inner = getattr(model, name, None)
         if not hasattr(type(model), "generate") and isinstance(inner, nn.Module):
             model = inner
@@ -123,7 +123,7 @@ class AttachedGenerate(PutGenerate):
 
 
 class Attached:
-    """What `attach` returns: gives the model its own `generate()` back, and tells how it generates."""
+    """The result of `attach`: restores the model's own `generate()`, and reports how the model generates."""
 
     def __init__(self, module: nn.Module, config: HybridEngineConfig):
         self.module, self.config = module, config
@@ -135,7 +135,7 @@ class Attached:
         module.generate = AttachedGenerate(self)  # type: ignore[assignment]
 
     def _build(self) -> None:
-        """Containers for the model as it is now; where that ends by an error, the next call begins it again."""
+        """Builds containers for the current model; after an error, the next call tries again."""
         self._fingerprint: Any = None
         self.generator: Generator | None = None
         device = next(self.module.parameters()).device
@@ -153,17 +153,17 @@ class Attached:
 
     @property
     def logprob_difference(self) -> LogprobDifference | None:
-        """How far the rollout and the model's forward were apart at start-up; None: it could not be measured.
+        """Difference of log-probabilities of the rollout and the model's forward at start-up; None: not measurable.
 
-        The rollout is that of containers, or the model's own `generate()` where `generator.fallback_reason` says why.
+        The rollout runs on containers, or by the model's own `generate()` if `generator.fallback_reason` is set.
         """
         return None if self.generator is None else self.generator.logprob_difference
 
     def detach(self) -> None:
-        """Gives the model its own `generate()` back, and the memory of containers; once is enough.
+        """Restores the model's own `generate()` and frees the memory of containers; further calls do nothing.
 
         Raises:
-            ValueError: inside `generate()` of the same thread; one of another thread ends first.
+            ValueError: called inside `generate()` of the same thread; a call in another thread is waited for.
         """
         with self._turn:
             if self._is_generating:
@@ -181,7 +181,7 @@ class Attached:
                 self.generator = None
 
     def report(self) -> str:
-        """How the model generates, and why so."""
+        """How the model generates, and the reason."""
         if self.generator is None:
             reason = "it was detached" if self._is_detached else reason_unreadable(self.module)
             return f"{type(self.module).__name__} generates by its own generate(): {reason}"
@@ -191,19 +191,20 @@ class Attached:
     def generate(
         self, inputs: torch.Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any
     ) -> Any:
-        """What transformers' `generate()` takes and returns; dropout is off meanwhile, and modes are put back.
+        """Generates, with the arguments and results of transformers' `generate()`; dropout is off, and modes are
+        restored.
 
-        Beside transformers' options it takes those of `HybridEngine.generate`; the noise of samples follows torch's
-        seed. With `return_dict_in_generate` the result has `logprobs`, `lengths` and `finish_reason` too. What
-        containers cannot do runs by the model's own `generate()`, and one line says why.
+        In addition to transformers' options it takes those of `HybridEngine.generate`; the noise of samples follows
+        torch's seed. With `return_dict_in_generate` the result has `logprobs`, `lengths` and `finish_reason` too.
+        Requests that containers cannot handle run by the model's own `generate()`, and one line says why.
 
         Raises:
-            ValueError: for any input or option that cannot work, before anything is done.
+            ValueError: an input or option is invalid; raised before anything is done.
         """
         if inputs is not None and kwargs.get("input_ids") is not None:
             raise ValueError("generate(): inputs and input_ids are two names of the prompts; pass one of them")
-        with self._turn:  # other threads wait for theirs
-            if self._is_detached:  # by a thread that came first, or called by somebody who kept it
+        with self._turn:  # other threads wait here
+            if self._is_detached:  # by another thread, or called through an old reference
                 return self._own(inputs, generation_config, **kwargs)
             if self._is_generating:
                 raise ValueError("generate() was called inside generate(); wait until that ends")
@@ -258,20 +259,21 @@ class Attached:
             kv = generator.gather(request, release)
             if request.plan is not None or request.sequences:
                 return as_transformers(generator.run(request, kv, held).output)
-            # With whole weights nobody waits for others, as transformers would for every token of a sharded module.
+            # With whole weights processes need not wait for each other, as transformers does per token of a sharded
+            # module.
             if generator.sharding.is_sharded:
                 kwargs.setdefault("synced_gpus", generator.gatherer.is_streamed)
             with held.allowed():
                 return generator.partners.agree(lambda: self._own(prompts, generation_config, **kwargs))
 
     def rollout_func(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """For TRL's trainers that take a `rollout_func`: one completion for each of `prompts`, which have its repeats.
+        """The `rollout_func` of TRL's trainers: one completion for each of `prompts`, which already contain repeats.
 
         Returns `prompt_ids` and `completion_ids`, lists of token ids, and `logprobs`, the sampler's log-probability of
         each token of a completion under softmax(logits / temperature), as the trainer computes them.
 
         Raises:
-            ValueError: where the model's own `generate()` runs, which gives no such log-probabilities.
+            ValueError: the model's own `generate()` runs, which does not return these log-probabilities.
         """
         prompt_ids = tokenize(prompts, trainer)
         ids, mask = prompt_tensors(prompt_ids, trainer)
@@ -283,12 +285,12 @@ class Attached:
 
 @dataclass
 class AttachedOutput(GenerateDecoderOnlyOutput):
-    """`sequences`, and of the fields below those that transformers has not; their meaning is `GenerateOutput`'s."""
+    """`sequences` of transformers and additional fields with the meaning of `GenerateOutput`."""
 
     logprobs: torch.Tensor | None = None
     """`[B*G, T]` fp32 of the sampled tokens under softmax(logits / temperature); 0 after the response."""
     lengths: torch.Tensor | None = None
-    """`[B*G]` int64: tokens of the response, the end-of-sequence token included."""
+    """`[B*G]` int64: tokens of the response, including the end-of-sequence token."""
     finish_reason: list[str] | None = None
     """"stop" or "length"."""
     top_tokens: torch.Tensor | None = None
@@ -299,12 +301,12 @@ class AttachedOutput(GenerateDecoderOnlyOutput):
 
 
 def as_transformers(output: torch.Tensor | GenerateOutput) -> torch.Tensor | AttachedOutput:
-    """Tokens as they are, and a dict of results as transformers' class."""
+    """Returns tokens unchanged, and converts a dict of results to transformers' class."""
     return output if isinstance(output, torch.Tensor) else AttachedOutput(**output)
 
 
 def tokenize(prompts: list[Any], trainer: Any) -> list[list[int]]:
-    """The token ids that `trainer` itself would make of `prompts`: texts, or conversations by its chat template."""
+    """The token ids that `trainer` itself would produce for `prompts`: texts, or conversations by its chat template."""
     if not prompts:
         raise ValueError("rollout_func: prompts=[] must have at least one; leave the call out where there is none")
     tokenizer = trainer.processing_class

@@ -1,4 +1,6 @@
-"""How a model that somebody else trains lies in memory: whole, sharded by FSDP2, or in a way containers cannot read."""
+"""The memory layout of a model trained by other code: whole, sharded by FSDP2, or in a form that containers cannot
+read.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,27 +15,27 @@ from hybrid_engine.zero.fsdp2_private import keeping_reshard_after_forward, make
 from hybrid_engine.zero.sharding import Sharding
 
 NUMBERS = ("eps", "scal", "multiplier", "cap", "alpha", "limit")
-"""What is in the names that transformers and peft give the numbers that layers compute by."""
+"""Parts of the names that transformers and peft give the numbers that layers compute with."""
 
 
 def find_sharding(model: nn.Module) -> Sharding:
-    """How `model` lies on the processes now, by FSDP2's own marks; one that is whole has no partners."""
+    """The current sharding of `model`, from FSDP2's own marks; a whole model has no partners."""
     wrapped = fsdp_modules(model)
     if not wrapped:
         return Sharding(root=model, stage=0, world_size=1, rank=0)
     make_root(wrapped[0])
     mesh = next(param.device_mesh for param in model.parameters() if isinstance(param, DTensor))
-    # 3: between two calls a process has its shards, whatever FSDP2 keeps from a forward pass to its backward pass.
+    # 3: between two calls a process has its shards, even if FSDP2 keeps more from a forward to its backward pass.
     return Sharding(root=model, layers=wrapped[1:], stage=3, world_size=get_world_size(), rank=get_rank(), mesh=mesh)
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """What FSDP2 gathers one at a time, the model itself first."""
+    """The modules that FSDP2 gathers one at a time; the model itself comes first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reason_unreadable(model: nn.Module) -> str | None:
-    """Why containers cannot read the weights of `model` as they lie now; None where they can."""
+    """The reason why containers cannot read the weights of `model` in their current layout, or None."""
     wrapped = fsdp_modules(model)
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         return "its weights are flattened by FSDP's first version; shard it by fully_shard (fsdp_version: 2)"
@@ -54,7 +56,9 @@ def reason_unreadable(model: nn.Module) -> str | None:
 
 
 def fingerprint(model: nn.Module) -> tuple[object, ...]:
-    """Equal as long as `find_sharding` and `reason_unreadable` say the same, and dtype, device and numbers do."""
+    """A tuple that is equal while the results of `find_sharding` and `reason_unreadable`, dtype, device and numbers
+    are.
+    """
     first = next(model.parameters())
     is_distributed = torch.distributed.is_initialized()
     layout = (tuple(map(id, fsdp_modules(model))), first.dtype, first.device, is_distributed)
@@ -62,9 +66,9 @@ def fingerprint(model: nn.Module) -> tuple[object, ...]:
 
 
 def _frequencies(model: nn.Module) -> Iterator[object]:
-    """Which rotary frequencies a model has, and how often they were changed in place.
+    """The rotary frequencies of a model, and how often they were changed in place.
 
-    Not those that its own forward pass changes with the length of what it is given.
+    Without those that the model's own forward pass changes with the length of its input.
     """
     for name, buffer in model.named_buffers():
         module = model.get_submodule(name.rpartition(".")[0])
@@ -74,9 +78,9 @@ def _frequencies(model: nn.Module) -> Iterator[object]:
 
 
 def _numbers(model: nn.Module) -> Iterator[float]:
-    """What modules keep as plain numbers, which containers copy, those of each adapter by its name.
+    """The plain numbers in modules that containers copy, for adapters also those stored by adapter name.
 
-    Others may be somebody's statistics, which change at every step.
+    Other numbers may be statistics of the user's code, which change at every step.
     """
     for module in model.modules():
         for name, value in vars(module).items():
@@ -90,7 +94,7 @@ def _numbers(model: nn.Module) -> Iterator[float]:
 
 @contextmanager
 def own_forward(model: nn.Module) -> Iterator[None]:
-    """Inside, without what accelerate has put around `forward()` for mixed precision; weights keep their dtype."""
+    """Inside, removes accelerate's wrapper of `forward()` for mixed precision; weights keep their dtype."""
     wrapped, own = model.__dict__.get("forward"), model.__dict__.get("_original_forward")
     if wrapped is None or own is None:
         yield
@@ -104,10 +108,10 @@ def own_forward(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def as_found(sharding: Sharding) -> Iterator[None]:
-    """At the end a sharded model is shards, with FSDP2's settings as its user made them."""
+    """At the end, returns a sharded model to shards, with FSDP2's settings as the user made them."""
     if not sharding.is_sharded:
         yield
         return
-    sharding.reshard()  # what an evaluation left gathered may be older than the shards
+    sharding.reshard()  # parameters left gathered by an evaluation may be older than the shards
     with keeping_reshard_after_forward(sharding.fsdp_modules()):
         yield

@@ -1,4 +1,4 @@
-"""`deepspeed.runtime.engine`: the engine with what scripts read and call on it beyond what training itself needs."""
+"""`deepspeed.runtime.engine`: the engines with DeepSpeed's names that scripts use but training does not need."""
 
 import os
 from contextlib import AbstractContextManager
@@ -17,26 +17,26 @@ from hybrid_engine.zero.sharding import full_tensor
 from hybrid_engine.zero.split_module import unit_size_of
 
 ROUTE_TRAIN = "train"
-"""The route of `deepspeed_io` for batches that are trained on."""
+"""The route of `deepspeed_io` for training batches."""
 
 
 class WithoutParameters:
-    """Stands for the module whose parameters have records of the hooks to clear: none has."""
+    """A module without parameters, and so without records of hooks to clear."""
 
     def named_parameters(self, recurse: bool = True) -> list[tuple[str, Any]]:
-        """No parameters: none has records of hooks."""
+        """No parameters, so no records of hooks."""
         return []
 
     def ds_external_parameters(self) -> list[tuple[str, Any]]:
-        """No parameters: none has records of hooks."""
+        """No parameters, so no records of hooks."""
         return []
 
 
 class ParameterOffload:
-    """`optimizer.parameter_offload`: DeepSpeed's names for hooks that gather parameters; there are none here.
+    """`optimizer.parameter_offload`: DeepSpeed's names for hooks that gather parameters; this engine has no such hooks.
 
-    TRL's `unwrap_model_for_generation` takes DeepSpeed's hooks off a gathered model, because they would gather and
-    free each parameter again, and puts them back. Here a gathered model generates as it is.
+    TRL's `unwrap_model_for_generation` removes DeepSpeed's hooks from a gathered model, because they would gather and
+    free each parameter again, and restores them. Here a gathered model generates as it is.
     """
 
     def __init__(self) -> None:
@@ -45,14 +45,14 @@ class ParameterOffload:
         self.backward_hooks: list[Any] = []
 
     def _register_deepspeed_module(self, module: Any) -> None:
-        """Does nothing: there are no hooks to put back."""
+        """Does nothing: there are no hooks to restore."""
 
 
 class DeepSpeedEngine(ZeroEngine):
-    """ZeroEngine with what else DeepSpeed's engine answers to; `initialize()` builds one."""
+    """ZeroEngine with the other attributes of DeepSpeed's engine; `initialize()` builds one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Takes what ZeroEngine takes."""
+        """Takes the arguments of ZeroEngine."""
         super().__init__(*args, **kwargs)
         if self.optimizer is not None:
             link_parameters(self.sharding, self.optimizer)
@@ -70,24 +70,24 @@ class DeepSpeedEngine(ZeroEngine):
 
     @property
     def local_rank(self) -> int:
-        """This process's number on its machine."""
+        """The index of this process on its machine."""
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     @property
     def global_rank(self) -> int:
-        """This process's number."""
+        """The rank of this process."""
         return self.sharding.rank
 
     @property
     def world_size(self) -> int:
-        """Processes that train together."""
+        """Number of processes that train together."""
         return self.sharding.world_size
 
     dp_world_size = world_size
 
     @property
     def basic_optimizer(self) -> Any:
-        """The torch.optim optimizer inside the shim; None without one."""
+        """The torch.optim optimizer inside the shim, or None."""
         return self.optimizer.inner if self.optimizer is not None else None
 
     @property
@@ -96,7 +96,7 @@ class DeepSpeedEngine(ZeroEngine):
         return self.module.training
 
     def zero_optimization(self) -> bool:
-        """Whether anything is sharded."""
+        """Whether any state is sharded."""
         return self.zero_optimization_stage() > 0
 
     def zero_optimization_stage(self) -> int:
@@ -112,11 +112,11 @@ class DeepSpeedEngine(ZeroEngine):
         return self.zero_optimization_stage() >= 3
 
     def zero_offload_optimizer(self) -> bool:
-        """Whether the optimizer state lies in the CPU's memory."""
+        """Whether the optimizer state is in CPU memory."""
         return self.config.zero_optimization.offloads_optimizer
 
     def zero_offload_param(self) -> bool:
-        """Whether the parameters lie in the CPU's memory."""
+        """Whether the parameters are in CPU memory."""
         return self.config.zero_optimization.offloads_parameters
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
@@ -126,9 +126,9 @@ class DeepSpeedEngine(ZeroEngine):
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The module's state dict, whole, in the memory of rank 0; empty on other processes. Collective.
 
-        The name is private in DeepSpeed too, and accelerate and transformers call it to save a stage 3 model. Other
-        processes get None from DeepSpeed. Here `save_pretrained(state_dict=None)` would look into tied shards, which
-        is a collective that rank 0 does not come to.
+        The name is private in DeepSpeed too; accelerate and transformers call it to save a stage 3 model. DeepSpeed
+        returns None on other processes. Here `save_pretrained(state_dict=None)` would read tied shards, a collective
+        that rank 0 does not join.
         """
         self.sharding.settle()
         state: dict[str, Any] = {}
@@ -156,7 +156,7 @@ class DeepSpeedEngine(ZeroEngine):
         return self.config.fp16.auto_cast
 
     def loss_scale(self) -> float:
-        """What the loss is multiplied by."""
+        """The factor of the loss."""
         return self.optimizer.cur_scale if self.optimizer is not None else 1.0
 
     def dynamic_loss_scale(self) -> bool:
@@ -164,7 +164,7 @@ class DeepSpeedEngine(ZeroEngine):
         return self.config.fp16.enabled and self.config.fp16.loss_scale == 0
 
     def gradient_clipping(self) -> float:
-        """The largest gradient norm; 0 does not clip."""
+        """The largest gradient norm; 0 disables clipping."""
         return self.config.gradient_clipping
 
     def prescale_gradients(self) -> bool:
@@ -172,11 +172,11 @@ class DeepSpeedEngine(ZeroEngine):
         return self.config.prescale_gradients
 
     def gradient_predivide_factor(self) -> float:
-        """What gradients are divided by before they are added up."""
+        """The divisor of gradients before they are added up."""
         return self.config.gradient_predivide_factor
 
     def steps_per_print(self) -> int:
-        """Optimizer steps between two progress lines; 0 prints none."""
+        """Optimizer steps between two progress lines; 0 disables them."""
         return self.config.steps_per_print
 
     def wall_clock_breakdown(self) -> bool:
@@ -189,7 +189,7 @@ class DeepSpeedEngine(ZeroEngine):
         return [group["betas"] if "betas" in group else group.get("momentum", 0.0) for group in groups]
 
     def get_type(self) -> list[str | None]:
-        """The kind of schedule of each parameter group; None for those that say nothing."""
+        """The type of schedule of each parameter group; None for groups without one."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         return [group.get("type") for group in groups]
 
@@ -199,7 +199,7 @@ class DeepSpeedEngine(ZeroEngine):
             group["lr"] = lr
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples per step of all processes, per micro-batch of one, and micro-batches per step."""
+        """Samples per step over all processes, samples per micro-batch of one process, and micro-batches per step."""
         config = self.config
         return config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
 
@@ -213,16 +213,16 @@ class DeepSpeedEngine(ZeroEngine):
         collate_fn: Any = None,
         num_local_io_workers: int | None = None,
     ) -> Any:
-        """A loader of micro-batches of `dataset`, as `initialize(training_data=...)` builds one.
+        """A loader of micro-batches of `dataset`, as built by `initialize(training_data=...)`.
 
-        With a sampler, for another route than "train" and of an IterableDataset it is PyTorch's DataLoader; for
-        another route every process then gets all samples, in their order.
+        With a sampler, a route other than "train" or an IterableDataset it is PyTorch's DataLoader; for another route
+        every process then gets all samples, in order.
 
         Args:
             batch_size: samples of a micro-batch; None is the config's.
             route: "train", "eval" or "predict".
-            pin_memory: has no meaning here.
-            collate_fn: makes a batch of a list of samples; None is what `initialize()` was given.
+            pin_memory: ignored.
+            collate_fn: makes a batch from a list of samples; None is the function given to `initialize()`.
             num_local_io_workers: processes of a DataLoader.
         """
         size = batch_size or self.config.train_micro_batch_size_per_gpu
@@ -235,7 +235,7 @@ class DeepSpeedEngine(ZeroEngine):
         )
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """The module's state dict: whole below stage 3, there with shards."""
+        """The module's state dict: whole below stage 3, with shards at stage 3."""
         state = self.module.state_dict(keep_vars=True)
         return {
             name: tensor.detach()
@@ -244,12 +244,12 @@ class DeepSpeedEngine(ZeroEngine):
         }
 
     def optimizer_params(self) -> dict[str, Any] | None:
-        """The optimizer's arguments in the config; None without one there."""
+        """The optimizer's arguments in the config, or None."""
         config = self.config.optimizer
         return dict(config.params) if config is not None else None
 
     def scheduler_params(self) -> dict[str, Any] | None:
-        """The scheduler's arguments in the config; None without one there."""
+        """The scheduler's arguments in the config, or None."""
         config = self.config.scheduler
         return dict(config.params) if config is not None else None
 
@@ -258,16 +258,16 @@ class DeepSpeedEngine(ZeroEngine):
         return self.save_16bit_model(save_dir, save_filename)
 
     def empty_partition_cache(self) -> None:
-        """Frees what is gathered of a stage 3 model."""
+        """Frees gathered parameters of a stage 3 model."""
         self.sharding.settle()
 
     def optimizer_name(self) -> str | None:
-        """The optimizer's type in the config; None without one there."""
+        """The optimizer's type in the config, or None."""
         config = self.config.optimizer
         return config.type.lower() if config is not None else None
 
     def scheduler_name(self) -> str | None:
-        """The scheduler's type in the config; None without one there."""
+        """The scheduler's type in the config, or None."""
         config = self.config.scheduler
         return config.type if config is not None else None
 
@@ -276,17 +276,19 @@ class DeepSpeedEngine(ZeroEngine):
         return self.accumulation.is_managed
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
-        """Backward passes inside reduce their gradients once, at its end. See `GradientAccumulation.coalesce`."""
+        """Backward passes inside reduce their gradients once, at the end of the block. See
+        `GradientAccumulation.coalesce`.
+        """
         return self.accumulation.coalesce()
 
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """Moves what training keeps to the CPU's memory. See `StateOffload.offload`."""
+        """Moves training state to CPU memory. See `StateOffload.offload`."""
         self.state_offload.offload(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Moves it back. See `StateOffload.reload`."""
+        """Moves training state back. See `StateOffload.reload`."""
         self.state_offload.reload(non_blocking)
 
     def allreduce_gradients(self) -> None:

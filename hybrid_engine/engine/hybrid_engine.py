@@ -8,8 +8,8 @@
 
 A rollout has three phases: gather (weights whole or streamed layer by layer, LoRA fused, KV workspace
 taken), run (prefill, fork, decode), release (LoRA unfused, weights resharded, workspace given back).
-`engine.module.generate` is the same function. What containers cannot do goes to the model's own
-`generate()`, with one line that names what and why.
+`engine.module.generate` is the same function. Requests that containers cannot handle go to the model's own
+`generate()`, with one line that names the request and the reason.
 """
 
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ class HybridEngine(ZeroEngine):
     """ZeroEngine with `generate()`."""
 
     def __init__(self, model: nn.Module, config: EngineConfig, **kwargs: Any) -> None:
-        """Takes what ZeroEngine takes; `model` must have `generate()`, `config` and `generation_config`."""
+        """Takes the arguments of ZeroEngine; `model` must have `generate()`, `config` and `generation_config`."""
         check_split(model, config)
         check_generates(original_of(model))
         tp_size = config.hybrid_engine.inference_tp_size
@@ -76,7 +76,7 @@ class HybridEngine(ZeroEngine):
         self.module.generate = ModuleGenerate(self)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """ZeroEngine's; in exact mode a token's log-probability has the bits that a rollout records."""
+        """ZeroEngine's forward; in exact mode a token's log-probability equals the rollout's bit for bit."""
         if self.generator.exact is None:
             return super()._forward(args, kwargs)
         with self.generator.exact.training(args, kwargs) as arguments:
@@ -95,27 +95,27 @@ class HybridEngine(ZeroEngine):
         """Generates with Hugging Face's options, meanings and shapes; collective on several processes.
 
         Args:
-            input_ids: `[B, P]` int64, padded on the left; needed also beside `inputs_embeds`.
+            input_ids: `[B, P]` int64, padded on the left; required in addition to `inputs_embeds` too.
             attention_mask: `[B, P]`, 1 for tokens; inferred from `pad_token_id` when None.
-            generation_config: as in transformers; keyword options come before it.
-            seed: of the sampling noise; None draws one from torch's generator of rank 0.
-            **kwargs: `max_new_tokens`, `do_sample`, `temperature`, ... as transformers names them; beside them
-                `row_options`, one dict for each prompt with options of its own.
+            generation_config: as in transformers; keyword options override it.
+            seed: seed of the sampling noise; None draws one from torch's generator of rank 0.
+            **kwargs: `max_new_tokens`, `do_sample`, `temperature`, ... as in transformers; in addition `row_options`,
+            one dict per prompt with its own options.
 
         Returns:
             `[B*G, P+T]` token ids, or a GenerateOutput under `return_dict_in_generate=True`.
 
         Raises:
-            ValueError: for any mode, input or option that cannot work, before anything is done.
+            ValueError: a mode, input or option is invalid; raised before anything is done.
         """
-        # Tensors made in inference mode would stay behind in the workspace.
+        # The workspace must not keep tensors made in inference mode.
         with holding_interrupts() as held, torch.inference_mode(False), torch.no_grad():
             self._begin_to_generate()
             request = prepare(self.generator, input_ids, attention_mask, generation_config, seed, kwargs)
             return roll_out_what_fits(self.generator, request, lambda request: self._roll_out(request, held))
 
     def _begin_to_generate(self, caller: str = "generate()") -> None:
-        """Raises ValueError where this engine cannot generate now; finds what was changed since. Collective."""
+        """Raises ValueError if this engine cannot generate now; follows changes since the last call. Collective."""
         self.backward_hooks.recover()
         self.generator.begin(lambda: self._check_can_generate(caller))
 
@@ -139,19 +139,19 @@ class HybridEngine(ZeroEngine):
         seed: int | None = None,
         **kwargs: Any,
     ) -> Iterator[AsyncRollout]:
-        """Inside, an iterable of groups of answers, in the order in which they finish; others decode meanwhile.
+        """Yields an iterable of groups of answers, in the order in which they finish; others decode meanwhile.
 
-        Leaving ends what runs. `rollout.carried` then has what is unfinished, for the next call to go on with, under
-        the weights of then; each token is stamped with `global_steps` of the weights that drew it. Arguments are those
-        of `generate()`; collective where weights are sharded, each process with prompts of its own.
+        Leaving the block stops decoding. `rollout.carried` then has the unfinished groups, which the next call can
+        continue under its weights; each token is stamped with `global_steps` of the weights that drew it. Arguments are
+        those of `generate()`; collective if weights are sharded, each process with its own prompts.
 
         Args:
-            input_ids: None where `carried` is to be finished alone.
+            input_ids: None to only finish `carried`.
             attention_mask, generation_config, seed, **kwargs: as in `generate()`, for the new prompts.
-            carried: what the rollout before left, with its own options and noise.
+            carried: unfinished groups of the rollout before, with their own options and noise.
 
         Raises:
-            ValueError: as `generate()` does, and for a model that processes share.
+            ValueError: as in `generate()`; processes share the model.
         """
         with torch.inference_mode(False), torch.no_grad():
             self._begin_to_generate("generate_async()")
@@ -171,23 +171,24 @@ class HybridEngine(ZeroEngine):
         model_name: str | None = None,
         **options: Any,
     ) -> Iterator["Server"]:
-        """Inside, the policy answers at an OpenAI-compatible address, by its weights as they are now.
+        """Inside, a server answers requests with the policy's current weights at an OpenAI-compatible address.
 
-        Between `eval()` and `train()`. Weights are gathered and LoRA fused once, for all requests; at the end what
-        runs is finished and everything given back. Collective where weights are sharded: each process serves at a port
-        of its own. Needs the `serve` extra.
+        To be used between `eval()` and `train()`. Weights are gathered and LoRA fused once, for all requests; at the
+        end running requests are finished and memory is freed. Collective if weights are sharded: each process serves at
+        its own port. Requires the `serve` extra.
 
         Args:
-            tokenizer: None loads the one from where the model was loaded.
+            tokenizer: None loads it from the model's folder.
             longest: tokens of a prompt and its answer together; None: as many as fit.
             max_running: sequences that decode at once; None: as in a rollout.
-            model_name: what clients call it; None: the name of the model's folder, or "policy".
-            **options: `memory` for keys and values (a size such as "6GiB", or a share of what is free; default: 0.5 on
-                a CPU, 0.9 on a GPU), `host`, `port`, `api_key`, `max_waiting`, `max_sessions`, `adapters` and others of
-                `serving.server.Server`.
+            model_name: the name for clients; None: the name of the model's folder, or "policy".
+            **options: `memory` for keys and values (a size such as "6GiB", or a share of free memory; default: 0.5 on a
+            CPU, 0.9 on a GPU), `host`, `port`, `api_key`, `max_waiting`, `max_sessions`, `adapters` and others of
+            `serving.server.Server`.
 
         Raises:
-            ValueError: in training mode, for a model without containers that processes share, and for wrong options.
+            ValueError: the engine is in training mode; processes share the model and it has no containers; an option is
+                wrong.
         """
         build_server = import_serving()
         with torch.inference_mode(False), torch.no_grad():
@@ -203,9 +204,9 @@ class HybridEngine(ZeroEngine):
 
     @contextmanager
     def reading_weights(self) -> Iterator[None]:
-        """Inside, containers and the module's forward find whole weights, adapters fused; train() is refused.
+        """Inside, containers and the module's forward have whole weights, with adapters fused; train() is refused.
 
-        Collective. Raises ValueError where `generate()` would for the engine's mode or state.
+        Collective. Raises ValueError if `generate()` would for the engine's mode or state.
         """
         with torch.inference_mode(False), torch.no_grad():
             self._begin_to_generate()
@@ -213,7 +214,7 @@ class HybridEngine(ZeroEngine):
                 yield
 
     def warm_up(self, num_prompts: int | None = None, prompt_length: int | None = None, **options: Any) -> WarmUp:
-        """Probes, compiles and records before the first rollout what it would wait for; prints how long it took.
+        """Probes, compiles and records steps before the first rollout would have to; prints the time it took.
 
         Takes the rollouts' shape and the options of `generate()`, see `generation.warm_up`. Collective; in eval mode.
         """
@@ -225,7 +226,7 @@ class HybridEngine(ZeroEngine):
         return result
 
     def eval(self) -> "HybridEngine":
-        """Ends an iteration, printing where its time went (rank 0, from the second call on), and stops training."""
+        """Ends an iteration, prints its latencies (rank 0, from the second call on), and sets evaluation mode."""
         self._check_not_generating("eval()")
         with holding_interrupts():
             line = self.latency.begin()
@@ -235,7 +236,7 @@ class HybridEngine(ZeroEngine):
         return self
 
     def train(self, mode: bool = True) -> "HybridEngine":
-        """Training mode, with the KV workspace given back where training needs its memory.
+        """Sets training mode, and frees the KV workspace if training needs its memory.
 
         Raises ValueError inside `generate()`.
         """
@@ -252,7 +253,7 @@ class HybridEngine(ZeroEngine):
         """ZeroEngine's step; raises ValueError inside `generate()`."""
         self._check_not_generating("step()")
         super().step(lr_kwargs)
-        if self.num_pending_micro_batches == 0:  # an optimizer step: waiting for the device is cheap there
+        if self.num_pending_micro_batches == 0:  # after an optimizer step waiting for the device is cheap
             self.latency.add_training()
             self.training_memory.finish_step()
 
@@ -263,24 +264,26 @@ class HybridEngine(ZeroEngine):
         self.latency.add_training()
 
     def follow_moved_weights(self) -> None:
-        """Points the containers at them: views of the old storage would keep its memory."""
+        """Binds the containers to the moved weights: views of the old storage would keep its memory."""
         if self.generator.model is not None and not self.sharding.is_sharded:
             self.generator.model.bind()
 
     def measured_values(self) -> dict[str, Any]:
-        """A figure for checkpoints: how far rollout and trainer were apart last, by which loops decide."""
+        """A metric for checkpoints: the last difference of rollout and trainer, which training loops use for
+        decisions.
+        """
         difference = self.logprob_difference
         return {"logprob_difference": None if difference is None else [difference.mean, difference.max]}
 
     def restore_measured_values(self, values: dict[str, Any]) -> None:
-        """Puts the saved figure in the place of the one that this engine measured when it was built."""
+        """Replaces the difference that this engine measured when it was built by the saved one."""
         if "logprob_difference" in values:
             saved = values["logprob_difference"]
             mean, largest = (0.0, 0.0) if saved is None else map(float, saved)
             self.generator.logprob_difference = None if saved is None else LogprobDifference(mean, largest)
 
     def create_inference_containers(self) -> None:
-        """Builds the containers anew, as after a change of the module's structure, and measures them."""
+        """Builds the containers again, for example after a change of the module's structure, and measures them."""
         self.checks.check_whole("create_inference_containers()", OffloadStateTypeEnum.lp_params)
         self._check_not_generating("create_inference_containers()")
         with holding_interrupts():
@@ -300,26 +303,28 @@ class HybridEngine(ZeroEngine):
             with self.generator.gatherer.gathered(whole=True):
                 self.generator.model.bind()
                 self.generator.model.fuse_lora()
-            self.generator.gatherer.count_bytes()  # no rollout's
+            self.generator.gatherer.count_bytes()  # not part of a rollout
 
     def unfuse_lora_weight(self) -> None:
-        """Drops the fused buffers; the parameters were never written to."""
+        """Drops the fused buffers; the parameters were not modified."""
         if self.generator.model is not None:
             self.generator.model.unfuse_lora()
 
     def retake_inference_cache(self) -> None:
-        """Gives a released KV workspace its storage back."""
+        """Allocates the storage of a released KV workspace again."""
         self.generator.workspace.retake()
 
     def release_inference_cache(self) -> None:
-        """Frees the KV workspace's storage; the next `generate()` takes it again. ValueError inside `generate()`."""
+        """Frees the KV workspace's storage; the next `generate()` allocates it again. ValueError inside
+        `generate()`.
+        """
         self._check_not_generating("release_inference_cache()")
         self.generator.workspace.release()
 
     release_workspace = release_inference_cache
 
     def observe_logprobs(self, rollout: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor) -> LogprobDifference:
-        """Measures how far a rollout's log-probabilities are from the trainer's, before the weights change.
+        """Measures the difference of a rollout's log-probabilities to the trainer's, before the weights change.
 
         Three tensors of one shape; `mask` is True on response tokens. Collective on several processes.
         """
@@ -329,17 +334,18 @@ class HybridEngine(ZeroEngine):
 
     @property
     def logprob_difference(self) -> LogprobDifference | None:
-        """How far rollout and trainer were apart when last measured: at start-up, or by `observe_logprobs`.
+        """The last measured difference of rollout and trainer: at start-up, or by `observe_logprobs`.
 
-        A checkpoint has it: a run that goes on decides by the figure that it had.
-        Without containers it is the model's own `generate()` that was measured; None: that failed.
+        It is saved in checkpoints, so that a continued run uses the same value for its decisions. Without containers
+        the model's own `generate()` was measured; None: that failed.
         """
         return self.generator.logprob_difference
 
     def latency_stats(self) -> dict[str, float]:
-        """Where the time since the last `eval()` went: seconds, counts and bytes by name.
+        """Latencies since the last `eval()`: seconds, counts and bytes by name.
 
-        Read it at the end of an iteration, before the `eval()` that prints the same figures and begins the next.
+        Read it at the end of an iteration, before the `eval()` that prints the same values and starts the next
+        iteration.
         """
         stats = self.latency.stats()
         if self.logprob_difference is not None:
@@ -355,14 +361,14 @@ class HybridEngine(ZeroEngine):
         self.generator.destroy()
 
     def report(self) -> str:
-        """ZeroEngine's report, and how this engine generates: containers, gathering, memory, and why."""
+        """ZeroEngine's report, and how this engine generates: containers, gathering, memory, and the reasons."""
         return f"{super().report()}\n{describe_generation(self.generator)}"
 
     def _check_can_generate(self, caller: str) -> None:
-        """Raises ValueError inside `generate()`, where weights are away, or for another model; local.
+        """Raises ValueError inside `generate()`, if weights are offloaded, or for another model; local.
 
-        Containers are views of modules: where others have taken their place, they are built anew. On several processes
-        others' parameters would not be gathered, and are refused.
+        Containers are views of modules: if modules were replaced, they are built again. On several processes the
+        parameters of new modules would not be gathered, so they are refused.
         """
         self.checks.check_whole(caller, OffloadStateTypeEnum.lp_params)
         self._check_not_generating(caller)
@@ -375,7 +381,7 @@ class HybridEngine(ZeroEngine):
             self.checks.check_unchanged(self.module)
 
     def _check_not_generating(self, what: str) -> None:
-        # `train()` also runs while nn.Module is being built, before there is a flag.
+        # `train()` also runs in nn.Module's constructor, before the flag exists.
         if self.__dict__.get("_is_generating", False):
             raise ValueError(f"{what} was called inside generate() or serving(); wait until that ends")
 

@@ -1,4 +1,4 @@
-"""Whether a model can be trained as its config asks for, and generate, before anything of it is changed."""
+"""Checks that a model can be trained with its config, and can generate, before the model is changed."""
 
 from typing import Any
 
@@ -24,15 +24,16 @@ from hybrid_engine.zero.wrapping import check_built_shards, mesh_shape, offloads
 def check_training(
     model: nn.Module, config: EngineConfig, optimizer: Any, model_parameters: Any, lr_scheduler: Any, trains: bool
 ) -> list[NamedGroup]:
-    """The names of the parameters to step, in groups; raises ValueError for what cannot be trained. Collective.
+    """The names of the parameters to step, in groups; raises ValueError if the model cannot be trained. Collective.
 
     Args:
-        model: what `initialize()` was given, unchanged so far; the same architecture on every process.
-        config: as it was read.
+        model: the model given to `initialize()`, still unchanged; the same architecture on every process.
+        config: the config, as read.
         optimizer: an optimizer, a function that builds one, or None.
-        model_parameters: what such a function, or the config's optimizer, steps; None is all that require a gradient.
+        model_parameters: the parameters for a function's or the config's optimizer; None is all that require a
+            gradient.
         lr_scheduler: a scheduler, a function that builds one, or None.
-        trains: whether there is an optimizer at all.
+        trains: whether there is an optimizer.
     """
     stepped = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else model_parameters
 
@@ -49,7 +50,7 @@ def check_training(
         check_packages(config)
         return groups
 
-    groups = agree(groups_if_they_do)  # processes may hold other parameters, as those of stages do
+    groups = agree(groups_if_they_do)  # processes may hold different parameters, for example in stages
     on_rank_zero(lambda: prepare_outputs(config))
     check_quantised(model, get_world_size() > 1 or offloads_parameters(config))
     check_same_architecture(model, 1 if num_stages_of(model) == 1 else unit_size_of(model))
@@ -60,9 +61,9 @@ def check_training(
 
 
 def check_layer_fits(model: nn.Module, dtype: torch.dtype) -> None:
-    """Raises ValueError where a GPU's memory does not hold the largest layer in `dtype`; local.
+    """Raises ValueError if a GPU's memory cannot hold the largest layer in `dtype`; local.
 
-    Every stage of ZeRO has one layer whole at a time; under a plan of `parallelize` processes have parts of one.
+    Every stage of ZeRO holds one whole layer at a time; under a plan of `parallelize` processes have parts of one.
     """
     device = default_device()
     layers = [] if device.type == "cpu" or unit_size_of(model) > 1 else find_layers(model)
@@ -79,13 +80,13 @@ def check_layer_fits(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _bytes_to_come(layer: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of the parameters of `layer` that are not whole on a GPU yet."""
+    """Bytes of the parameters of `layer` that are not yet whole on a GPU."""
     missing = [p for p in layer.parameters() if not p.is_cuda or isinstance(p, DTensor)]
     return sum(p.numel() * (dtype.itemsize if p.is_floating_point() else p.element_size()) for p in missing)
 
 
 def check_generates(model: nn.Module) -> None:
-    """Raises ValueError where a hybrid engine could not generate with `model`; local."""
+    """Raises ValueError if a hybrid engine could not generate with `model`; local."""
     config = getattr(model, "config", None)
     check_uncompiled("initialize", model)
     if not hasattr(type(model), "generate") or getattr(config, "is_encoder_decoder", False):

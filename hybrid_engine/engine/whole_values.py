@@ -1,4 +1,4 @@
-"""`deepspeed.utils.safe_get_...` and `safe_set_...`: what the optimizer knows of one parameter, whole.
+"""`deepspeed.utils.safe_get_...` and `safe_set_...`: whole values of the optimizer for one parameter.
 
 They take the module's parameters at every stage of ZeRO, on one process or several; collective where it is sharded.
 """
@@ -18,24 +18,24 @@ from hybrid_engine.zero.sharding import Sharding, full_tensor, local_tensor
 
 
 class OptimizerLink:
-    """A parameter's way to its optimizer; a copy of the parameter has none, like a copy of it is not trained."""
+    """A parameter's link to its optimizer; a copy of the parameter does not have one, as it is not trained."""
 
     def __init__(self, optimizer: ZeroOptimizer, trained: TrainedParameter, record: Any) -> None:
-        """`record` is FSDP2's of the parameter; None where nothing is wrapped."""
-        # Weak, or a model would stay in memory until the garbage collector finds the circle.
-        # To the tensors themselves it would keep `engine.to()` from exchanging them.
+        """`record` is FSDP2's record of the parameter; None if nothing is wrapped."""
+        # Weak: otherwise a model would stay in memory until the garbage collector finds the cycle. References to the
+        # tensors themselves would keep `engine.to()` from swapping them.
         self._optimizer, self._trained = weakref.ref(optimizer), weakref.ref(trained)
         self._record: Callable[[], Any] = (lambda: None) if record is None else weakref.ref(record)
 
     @property
     def master(self) -> Any:
-        """What the optimizer steps instead of the parameter; None if it steps that, or is gone."""
+        """The master that the optimizer steps; None if it steps the parameter itself, or is gone."""
         trained = self._trained()
         return trained.master if trained is not None and trained.has_master else None
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient of the step under way; this process's own one where it is not reduced yet."""
+        """The gradient of the current step; this process's own if it is not reduced yet."""
         trained, record = self._trained(), self._record()
         owners = (trained.master, trained.param) if trained is not None else ()
         reduced = next((owner.grad for owner in owners if owner.grad is not None), None)
@@ -52,7 +52,7 @@ class OptimizerLink:
 
 
 def link_parameters(sharding: Sharding, optimizer: ZeroOptimizer) -> None:
-    """Links the module's parameters, as scripts see them, to the optimizer that trains them."""
+    """Links the module's parameters, in the form that scripts see, to the optimizer that trains them."""
     trained = {entry.name: entry for entry in optimizer.parameters}
     records = {id(record.unsharded_param): record for record in fsdp_params(sharding.fsdp_modules())}
     for name, param in sharding.root.named_parameters():
@@ -63,7 +63,7 @@ def link_parameters(sharding: Sharding, optimizer: ZeroOptimizer) -> None:
 
 @torch.no_grad()
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
-    """The parameter as the optimizer steps it, in fp32."""
+    """The value that the optimizer steps, in fp32."""
     master = _master(param)
     if master is None:
         return _copy(param).float()
@@ -73,7 +73,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Sets the parameter, and its fp32 master, to `value`, which every process must give alike."""
+    """Sets the parameter, and its fp32 master, to `value`, which must be the same on every process."""
     master = _master(param)
     if master is not None:
         _assign(master, value)
@@ -81,7 +81,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The gradient between `backward()` and `step()`, in fp32; None where there is none.
+    """The gradient between `backward()` and `step()`, in fp32, or None.
 
     Below stage 2 it is this process's own until the backward pass that ends the accumulation. In fp16 it is multiplied
     by the loss scale.
@@ -91,7 +91,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Sets the gradient that `safe_get_full_grad` gives; raises ValueError where there is none."""
+    """Sets the gradient that `safe_get_full_grad` returns; raises ValueError if there is none."""
     grad = _grad(param)
     if grad is None:
         raise ValueError("safe_set_full_grad(): the parameter has no gradient; call it between backward() and step()")
@@ -99,16 +99,16 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """The optimizer's tensor `optim_state_key`, as "exp_avg"; None for a parameter that is not trained.
+    """The optimizer's tensor `optim_state_key`, such as "exp_avg"; None for a parameter that is not trained.
 
     Raises:
-        ValueError: there is no such state, or none yet: it comes with the first step.
+        ValueError: the optimizer does not have this state, or not yet: the first step creates it.
     """
     return None if _link(param) is None else _copy(_state(param, optim_state_key))
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Sets what `safe_get_full_optimizer_state` gives."""
+    """Sets the tensor that `safe_get_full_optimizer_state` returns."""
     _assign(_state(param, optim_state_key), value)
 
 

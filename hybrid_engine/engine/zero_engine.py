@@ -5,7 +5,7 @@
         engine.backward(loss)  # or engine.scale(loss).backward()
         engine.step()
 
-Where things are: sharding in `zero/wrapping.py`, masters, clipping and loss scaling in `optim/optimizer.py`, files in
+Parts: sharding in `zero/wrapping.py`, masters, clipping and loss scaling in `optim/optimizer.py`, files in
 `checkpoint/` and `export.py`. Names and meanings are those of DeepSpeed's engine.
 """
 
@@ -75,13 +75,13 @@ logger = logging.getLogger("hybrid_engine")
 class ZeroEngine(Uncopied):
     """A module that is trained with `engine(...)`, `engine.backward(loss)` and `engine.step()`.
 
-    Attributes that the engine has not are looked up on the module; DeepSpeed's further names are in
-    `engine/deepspeed_engine.py`. Without an optimizer, neither passed nor in the config, it only evaluates and
-    `optimizer` is None.
+    Attributes that the engine does not have are looked up on the module; DeepSpeed's other names are in
+    `engine/deepspeed_engine.py`. Without an optimizer, passed or in the config, it only evaluates and `optimizer` is
+    None.
     """
 
     is_engine = True
-    """No model to give to `initialize()`."""
+    """Marks engines, which cannot be passed to `initialize()` as a model."""
 
     def __init__(
         self,
@@ -98,16 +98,17 @@ class ZeroEngine(Uncopied):
 
         Args:
             model: the same architecture on every process; the weights are rank 0's.
-            config: read by `load_config`.
+            config: the result of `load_config`.
             optimizer: an optimizer on the model's parameters, or a function of parameter groups that builds one;
                 None takes the one of the config.
-            model_parameters: what the config's or the function's optimizer steps; None is all that require a gradient.
+            model_parameters: the parameters for the config's or the function's optimizer; None is all that require a
+                gradient.
             lr_scheduler: a scheduler on that optimizer, or a function of the optimizer; None takes the config's.
             training_data: a map-style dataset, for `training_dataloader`.
-            collate_fn: makes a batch of a list of samples.
+            collate_fn: makes a batch from a list of samples.
 
         Raises:
-            ValueError: for what cannot be trained; the model is then as it was.
+            ValueError: the model cannot be trained; it is then unchanged.
         """
         super().__init__()
         trains = optimizer is not None or config.optimizer is not None
@@ -117,18 +118,18 @@ class ZeroEngine(Uncopied):
             if training_data is not None
             else None
         )
-        # Everything is checked; from here on the model is changed.
+        # All checks are done; from here on the model is changed.
         mesh = mesh_shape(config, get_world_size() // unit_size_of(model))
         take_over_evaluated(model, config.zero_optimization.stage, mesh)
         keep_as_loaded(model)
         self.config = config
         self.device = default_device()
         if config.seed is not None:
-            seed_everything(config.seed + get_rank() // unit_size_of(model))  # units draw alike
+            seed_everything(config.seed + get_rank() // unit_size_of(model))  # processes of a unit draw the same
         cast_parameters(model, config)
         use_faster_linears(model)
         place_module(model, config, self.device)
-        if num_stages_of(model) == 1:  # stages, which differ, have rank 0's weights from parallelize()
+        if num_stages_of(model) == 1:  # stages differ, and have rank 0's weights from parallelize()
             broadcast_module(model)
         self.sharding = shard_module(model, config, trains)
         self._wrapping = wrapping_of(model)
@@ -153,7 +154,7 @@ class ZeroEngine(Uncopied):
             self.optimizer.state_offload = self.state_offload
         self.backward_hooks = BackwardHooks(self)
         self.memory_use: MemoryUse | None = None
-        """Of the run that this engine trains in, where that was planned."""
+        """Memory use of the run of this engine, if the run was planned."""
         self.batches: Batches = model.build_batches(self) if is_staged(model) else SuccessiveBatches(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -165,17 +166,19 @@ class ZeroEngine(Uncopied):
         return getattr(self.module, name)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "ZeroEngine":
-        """Does the work of `to()` and its like; collective below stage 3, whose parameters end whole."""
+        """Implements `to()` and similar methods; collective below stage 3, where the parameters become whole at the
+        end.
+        """
         with self.sharding.as_shards(), keeping_attributes(self.module):
             return super()._apply(fn, recurse)
 
     @naming_who_left("forward()")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; collective at stage 3, where an error of one process is raised on all.
+        """Runs the module's forward; collective at stage 3, where an error on one process is raised on all.
 
         Raises:
-            ValueError: it uses a parameter of which there is only a shard; or its parameters are no longer those that
-                the engine trains.
+            ValueError: the forward uses a parameter that is only a shard; or the module's parameters are no longer
+                those that the engine trains.
         """
         self._follow_wrapping()
         output = self.passes.forward_together(partial(self._forward, args, kwargs))
@@ -183,7 +186,7 @@ class ZeroEngine(Uncopied):
         return output
 
     def _follow_wrapping(self) -> None:
-        """Goes on evaluating after another engine has taken the module over."""
+        """Updates an evaluation engine after another engine has taken over its module."""
         if self.optimizer is None and wrapping_of(self.module) is not self._wrapping:
             self._wrapping, self.sharding = wrapping_of(self.module), found_sharding(self.sharding)
             self.passes, self.checks = Passes(self.sharding, self.config, False), CallChecks(self)
@@ -208,7 +211,7 @@ class ZeroEngine(Uncopied):
 
     @naming_who_left("backward()")
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Adds the gradients of `loss / gradient_accumulation_steps` to those of this step; returns that quotient.
+        """Adds the gradients of `loss / gradient_accumulation_steps` to those of this step; returns the quotient.
 
         Collective when the gradients are reduced here: in stages 2 and 3, and at the accumulation boundary.
 
@@ -219,9 +222,9 @@ class ZeroEngine(Uncopied):
 
         Raises:
             ValueError: `loss` is not one number or does not depend on the parameters; the engine does not train, or not
-                what are the module's parameters now; a parameter of a layer was used before it.
+                the module's current parameters; a parameter of a layer was used before it.
 
-        After an error on the way, also Ctrl-C, all gradients are dropped and the accumulation starts again.
+        After an error, including Ctrl-C, all gradients are dropped and the accumulation starts again.
         """
         self.checks.check_single_passes("backward()")
         optimizer = self.check_trains("backward()")
@@ -243,17 +246,17 @@ class ZeroEngine(Uncopied):
                 self.accumulation.run_pass(run)
             self.accumulation.end_pass()
             self.accumulation.reduce_at_end()
-            # Inside: Ctrl-C before the caller has it is an error, too.
+            # Inside the try: Ctrl-C before the return counts as an error too.
             return loss / num_micro_batches if scale_wrt_gas else loss
         except BaseException:
             self.drop_accumulation()
             raise
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss on which to call PyTorch's own `backward()`: in fp16 it is multiplied by its scale.
+        """The loss for PyTorch's own `backward()`: in fp16 it is multiplied by the loss scale.
 
-        The division by the accumulation steps is done when gradients come to the parameters. After an error in such a
-        pass all gradients are dropped, by the next call of the engine.
+        Gradients are divided by the accumulation steps when they reach the parameters. After an error in the backward
+        pass, the next call of the engine drops all gradients.
 
         Raises:
             ValueError: the engine does not train; `loss` is not one number or does not depend on parameters.
@@ -264,21 +267,22 @@ class ZeroEngine(Uncopied):
 
     @naming_who_left("train_batch()")
     def train_batch(self, batches: Iterable[Any], loss_fn: LossFunction | None = None) -> torch.Tensor:
-        """An optimizer step on the next `gradient_accumulation_steps` micro-batches; their mean loss, of this unit.
+        """An optimizer step on the next `gradient_accumulation_steps` micro-batches; returns their mean loss, of this
+        unit.
 
-        The one way to train a module in stages, and everywhere the same as `forward`, `backward` and `step` on each.
+        The only way to train a module in stages; otherwise the same as `forward`, `backward` and `step` on each.
         Collective.
 
         Args:
-            batches: the micro-batches, or an iterator of them. Each is a mapping of arguments of the module's forward
-                by name, or its first argument, or a pair of that and of targets for `loss_fn`. In stages all have one
+            batches: the micro-batches, or an iterator over them. Each is a mapping of arguments of the module's forward
+                by name, or its first argument, or a pair of these and the targets for `loss_fn`. In stages all have one
                 shape and are the same on all processes of a unit.
-            loss_fn: makes one number of what the module gives and the targets (without them the arguments), on the
-                last stage; None takes the first tensor that the module gives.
+            loss_fn: computes one number from the module's result and the targets (without them the arguments), on the
+                last stage; None takes the first tensor of the module's result.
 
         Raises:
-            ValueError: as `backward()` and `step()`; there are fewer micro-batches. An error of one process is raised
-                on all where they run in stages; gradients are dropped then.
+            ValueError: as `backward()` and `step()`; there are fewer micro-batches. In stages an error on one process
+                is raised on all, and gradients are dropped.
         """
         self.check_trains("train_batch()")
         self.backward_hooks.recover()
@@ -288,7 +292,7 @@ class ZeroEngine(Uncopied):
     def eval_batch(self, batches: Iterable[Any]) -> list[Any]:
         """The module's results for each of the next `gradient_accumulation_steps` micro-batches, without gradients.
 
-        The one forward pass of a module in stages, whose results all processes of the unit get. Collective.
+        The only forward pass of a module in stages; all processes of the unit get the results. Collective.
         """
         with torch.no_grad():
             return self.batches.evaluate(batches)
@@ -298,16 +302,16 @@ class ZeroEngine(Uncopied):
         """Ends a micro-batch; at the accumulation boundary the optimizer and the scheduler step.
 
         Args:
-            lr_kwargs: what the scheduler's `step()` takes by name, such as `metrics` of ReduceLROnPlateau.
+            lr_kwargs: keyword arguments of the scheduler's `step()`, such as `metrics` of ReduceLROnPlateau.
 
         Raises:
             ValueError: no `backward()` since the last `step()`; the module's parameters are no longer those that the
                 engine trains; or a non-finite gradient norm outside fp16, or no gradient of any trained parameter:
                 nothing was stepped, the gradients are dropped and the accumulation starts again.
 
-        Where the optimizer steps, an error of one process is raised on all. One that comes while it steps, as when
-        there is no memory for its state, leaves parameters torn on all, until a checkpoint is loaded; one before that
-        leaves them as they were. Ctrl-C is raised when the step is done.
+        If the optimizer steps, an error on one process is raised on all. An error during the step, such as no memory
+        for its state, leaves parameters torn on all, until a checkpoint is loaded; an earlier one leaves them
+        unchanged. Ctrl-C is raised after the step.
         """
         self.check_trains("step()")
         error = attempt(self._check_step)[1]
@@ -315,10 +319,10 @@ class ZeroEngine(Uncopied):
             end_micro_batch(self, lr_kwargs or {}, error)
 
     def pass_step(self) -> None:
-        """Counts an optimizer step in which no process has a gradient: nothing changes, but the schedule goes on.
+        """Counts an optimizer step in which no process has a gradient: only the schedule advances.
 
-        What `step()` with gradients of 0 would do, less what the optimizer's momentum and weight decay do. Every
-        process must call it.
+        The same as `step()` with gradients of 0, without the optimizer's momentum and weight decay. Every process must
+        call it.
 
         Raises:
             ValueError: there has been a `backward()` since the last step.
@@ -340,13 +344,13 @@ class ZeroEngine(Uncopied):
         self.zero_grad()
 
     def begin_step_again(self) -> None:
-        """Drops what was done of a step, also forward passes that no backward pass followed; collective."""
+        """Drops all progress of a step, including forward passes without a backward pass; collective."""
         self.passes.end()
         self.drop_accumulation()
         self.sharding.settle()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients, also those of the micro-batches since the last boundary."""
+        """Drops all gradients, including those of the micro-batches since the last boundary."""
         self.module.zero_grad(set_to_none=True)
         if self.optimizer is not None:
             self.optimizer.zero_grad()
@@ -357,20 +361,20 @@ class ZeroEngine(Uncopied):
         self.num_pending_micro_batches = 0
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch under way is the last of its optimizer step."""
+        """Whether the current micro-batch is the last of its optimizer step."""
         return self.accumulation.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Says whether each micro-batch from now on ends an optimizer step; None counts them again, as at first.
+        """Sets whether each micro-batch from now on ends an optimizer step; None returns to counting them.
 
-        The loss is divided by `gradient_accumulation_steps` all the same.
+        The loss is divided by `gradient_accumulation_steps` in either case.
         """
         if is_boundary is not None:
             check_flag("is_boundary", is_boundary)
         self.accumulation.set_boundary(is_boundary)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside reduce no gradients. See `GradientAccumulation.no_sync`."""
+        """Backward passes inside do not reduce gradients. See `GradientAccumulation.no_sync`."""
         return self.accumulation.no_sync()
 
     def was_step_applied(self) -> bool:
@@ -398,10 +402,10 @@ class ZeroEngine(Uncopied):
         return self.config.train_micro_batch_size_per_gpu
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Changes the samples per step, by the number of micro-batches; between two steps, alike on all processes.
+        """Changes the samples per step, by the number of micro-batches; between two steps, the same on all processes.
 
         Raises:
-            ValueError: it is no multiple of a micro-batch of all processes, or micro-batches of a step are done.
+            ValueError: it is not a multiple of a micro-batch of all processes, or micro-batches of a step are done.
         """
         size, world_size = self.config.train_micro_batch_size_per_gpu, self.sharding.num_units
         if train_batch_size < size * world_size or train_batch_size % (size * world_size):
@@ -412,7 +416,9 @@ class ZeroEngine(Uncopied):
         self._set_batch_sizes(size, train_batch_size // (size * world_size))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Changes the samples per micro-batch, and with them those per step; else as `set_train_batch_size`."""
+        """Changes the samples per micro-batch, and those per step accordingly; otherwise like
+        `set_train_batch_size`.
+        """
         check_integer("micro_batch_size", micro_batch_size, 1)
         self._set_batch_sizes(micro_batch_size, self.config.gradient_accumulation_steps)
 
@@ -429,11 +435,12 @@ class ZeroEngine(Uncopied):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> Path:
-        """Saves everything needed to go on, on disk when it returns; collective. See `checkpoint.save`.
+        """Saves everything needed to continue; the files are on disk when it returns; collective. See
+        `checkpoint.save`.
 
         Between two boundaries the gradients so far stay in the engine, and are not in the checkpoint.
-        `save_latest=False` leaves the tag that is loaded by default as it is. With `exclude_frozen_parameters` it
-        goes on only where the model has them already, as the base of adapters.
+        `save_latest=False` does not change the tag that is loaded by default. A checkpoint with
+        `exclude_frozen_parameters` can only be loaded into a model that already has them, such as the base of adapters.
         """
         self.backward_hooks.recover()
         self.checks.check_whole_module_saves("save_checkpoint()")
@@ -455,14 +462,14 @@ class ZeroEngine(Uncopied):
         """Continues a saved run, by default the latest; collective. Returns its path and the client state.
 
         Args:
-            load_dir: where the run was saved.
-            tag: which checkpoint; None is the latest.
+            load_dir: folder that the run was saved to.
+            tag: the checkpoint's tag; None is the latest.
             load_module_strict: False leaves weights that only the model or only the checkpoint has as they are.
             load_optimizer_states: False leaves the optimizer's state and options as they are; schedule, counters,
                 random states and the position in the data are the checkpoint's.
-            load_lr_scheduler_states: False leaves the schedule where it is.
-            load_module_only: takes only the weights; steps are counted on from where they are.
-            custom_load_fn: must be None: DeepSpeed's gets the whole state dict, which there never is here.
+            load_lr_scheduler_states: False leaves the schedule as it is.
+            load_module_only: loads only the weights; counters are not changed.
+            custom_load_fn: must be None: DeepSpeed's gets the whole state dict, which does not exist here.
 
         Raises:
             ValueError: see `checkpoint.load`; a `custom_load_fn`. The engine is then unchanged, as after Ctrl-C.
@@ -499,15 +506,16 @@ class ZeroEngine(Uncopied):
         """Saves the weights in the precision they are computed in; collective.
 
         Args:
-            save_dir: the folder. Of a model of transformers it becomes one for `from_pretrained`, adapters merged.
+            save_dir: the folder. For a model of transformers it can be loaded by `from_pretrained`, with adapters
+                merged.
             save_filename: writes the module's state dict to this file in it instead, like DeepSpeed; None means
                 "pytorch_model.bin" for a module that is not of transformers.
-            exclude_frozen_parameters: leaves them out of that state dict, which is written in any case then.
+            exclude_frozen_parameters: always writes a state dict, without these parameters.
 
         Returns:
-            The folder; False when the config forbids to gather a stage 3 model, with a warning.
+            The folder; False with a warning if the config forbids gathering a stage 3 model.
         """
-        # Here, not at the top: training a plain module needs neither transformers nor peft.
+        # Imported here: training a plain module needs neither transformers nor peft.
         from hybrid_engine.checkpoint.export import save_16bit_model
 
         self.backward_hooks.recover()
@@ -526,10 +534,10 @@ class ZeroEngine(Uncopied):
         return save_16bit_model(module, save_dir, save_filename, exclude_frozen_parameters, probe)
 
     def _ask_for_export(self) -> "Probe | None":
-        """Logits to compare a saved model with; None where the module cannot be asked, which a line says."""
+        """Logits to compare a saved model with; None, with a line that says so, if the module cannot compute them."""
         from hybrid_engine.checkpoint.saved_logits import ask_model
 
-        if original_of(self.module) is not self.module:  # a plan's module takes the shapes it was planned for
+        if original_of(self.module) is not self.module:  # a plan's module only accepts the shapes it was planned for
             return None
         self.passes.expect_backward(False)
         ask = partial(ask_model, self.module, self.device)
@@ -542,9 +550,9 @@ class ZeroEngine(Uncopied):
         return probe
 
     def report(self) -> str:
-        """How this engine trains: stage, processes, precision, sharding, and the bytes that takes on this process.
+        """How this engine trains: stage, processes, precision, sharding, and the memory of this process in bytes.
 
-        In a run that was planned, also what was planned and measured so far.
+        For a planned run also the plan and the measurements so far.
         """
         lines = [describe_memory(self.sharding, self.optimizer, self.config)]
         if self.memory_use is not None:
@@ -552,7 +560,7 @@ class ZeroEngine(Uncopied):
         return "\n".join(lines)
 
     def _saving_activations(self) -> AbstractContextManager[Any]:
-        """Where what the forward pass saves for the backward pass lies."""
+        """Context that determines where activations saved for the backward pass are stored."""
         if not self.config.activation_checkpointing.cpu_checkpointing or self.device.type == "cpu":
             return nullcontext()
         return save_on_cpu(pin_memory=True)
@@ -563,14 +571,14 @@ class ZeroEngine(Uncopied):
         return self.optimizer
 
     def follow_moved_weights(self) -> None:
-        """After the parameters were given other storage; nothing here reads the old one."""
+        """Called after the parameters were given other storage; nothing here reads the old one."""
 
     def measured_values(self) -> dict[str, Any]:
-        """Nothing is measured here that training reads later."""
+        """Returns no metrics: training reads none later."""
         return {}
 
     def restore_measured_values(self, values: dict[str, Any]) -> None:
-        """Leaves all as it is."""
+        """Does nothing."""
 
 
 def _to_half(value: Any) -> Any:

@@ -1,10 +1,10 @@
-"""`init_inference`: from a model to an engine that generates, step by step.
+"""`init_inference`: builds an engine that generates from a model, step by step.
 
     engine = init_inference(model, dtype="bf16", tensor_parallel={"tp_size": 2}, max_out_tokens=2048)
     tokens = engine.generate(input_ids, attention_mask=mask, max_new_tokens=64)
 
-Each step is one function below, in the order in which `build_engine` calls them. Whether containers are used is
-found from the model. What the containers do not cover runs as the model's own modules do.
+Each step is one function below, in the order in which `build_engine` calls them. The model determines whether
+containers are used. The model's own modules run the parts that containers do not cover.
 """
 
 import os
@@ -51,7 +51,7 @@ def init_inference(
 ) -> InferenceEngine:
     """An engine that runs `model` for inference; the arguments are those of `deepspeed.init_inference`.
 
-    Collective over all processes where `tensor_parallel.tp_size` is above 1; each then holds its part of the model.
+    Collective over all processes if `tensor_parallel.tp_size` is above 1; each then holds its part of the model.
 
     Args:
         model: a Hugging Face model or any module; changed in place (device, dtype, and what is shared).
@@ -59,7 +59,8 @@ def init_inference(
         **kwargs: the same options by name.
 
     Raises:
-        ValueError: for an option that is unknown, given twice differently, or that model or device cannot serve.
+        ValueError: an option is unknown, given twice with different values, or not supported by the model or the
+            device.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
@@ -68,7 +69,7 @@ def init_inference(
 
 @torch.no_grad()
 def build_engine(model: nn.Module, config: InferenceConfig) -> InferenceEngine:
-    """From a model and a config to an engine: all steps, in their order."""
+    """Builds an engine from a model and a config by all steps in order."""
     check_gpu()
     device = default_device()
     policy, reason = check_policy(model)
@@ -90,18 +91,18 @@ def build_engine(model: nn.Module, config: InferenceConfig) -> InferenceEngine:
 
 @dataclass
 class Weights:
-    """Where the containers find the model's weights: nothing is read yet."""
+    """The sources of the model's weights for the containers; nothing is read yet."""
 
     decoder: InferenceModel | None = None
     encoder: InferenceEncoder | None = None
     held: HeldSlices | None = None
-    """This rank's parts, where processes share the model."""
+    """This rank's parts, if processes share the model."""
     checkpoint: CheckpointReader | None = None
-    """Where the weights are read from; None: they are in the model."""
+    """The reader of a checkpoint; None: the weights are in the model."""
 
 
 def check_policy(model: nn.Module) -> tuple[Policy | None, str | None]:
-    """The policy of the model's layers, or why there is none."""
+    """The policy of the model's layers, or the reason why there is none."""
     base = _base(model)
     if not hasattr(base, "config"):
         return None, f"{type(base).__name__} has no config"
@@ -112,13 +113,13 @@ def check_policy(model: nn.Module) -> tuple[Policy | None, str | None]:
 
 
 def read_model_heads(model: nn.Module, policy: Policy | None) -> Heads | None:
-    """Numbers of heads, where a policy says how to read them."""
+    """Numbers of heads; None without a policy that reads them."""
     base = _base(model)
     return None if policy is None else read_heads(policy, _text_config(base))
 
 
 def check_stages(model: nn.Module, config: InferenceConfig, policy: Policy | None, reason: str | None) -> None:
-    """Raises ValueError where the model's layers cannot be dealt out to as many stages as the config says."""
+    """Raises ValueError if the model's layers cannot be distributed over the config's number of stages."""
     size = config.pipeline_parallel_size
     if size == 1:
         return
@@ -138,7 +139,7 @@ def _base(model: nn.Module) -> Any:
 
 
 def check_tensor_parallel(config: InferenceConfig, heads: Heads | None, device: torch.device) -> ModelGroup:
-    """The processes that share the model. Raises ValueError where they cannot share its heads or layers."""
+    """The processes that share the model. Raises ValueError if they cannot share its heads or layers."""
     option, size, num_stages = "tensor_parallel.tp_size", config.tensor_parallel.size, config.pipeline_parallel_size
     if size * num_stages == 1:
         return ModelGroup(has_same_prompts=True)
@@ -156,7 +157,7 @@ def check_tensor_parallel(config: InferenceConfig, heads: Heads | None, device: 
 
 
 def open_checkpoint(model: nn.Module, config: InferenceConfig) -> CheckpointReader | None:
-    """A reader of the checkpoint, whose tensors are the model's; ValueError where they are not."""
+    """A reader of the checkpoint after a comparison with the model's tensors; ValueError if they differ."""
     is_empty = any(parameter.is_meta for parameter in model.parameters())
     checkpoint = config.checkpoint or config.checkpoint_config.get("checkpoint_dir")
     if is_empty and checkpoint is None:
@@ -183,7 +184,7 @@ def take_weights(
     group: ModelGroup,
     checkpoint: CheckpointReader | None,
 ) -> tuple[Weights, str | None]:
-    """Finds attention, MLP and norm weights through the policy; nothing without one, or with the reason why."""
+    """Finds attention, MLP and norm weights through the policy; without one, returns no containers and the reason."""
     if policy is None:
         return Weights(checkpoint=checkpoint), reason
     held = None
@@ -203,7 +204,7 @@ def take_weights(
 
 
 def answer_old_flags(config: InferenceConfig, policy: Policy | None, reason: str | None) -> None:
-    """One line where a flag contradicts what was found in the model."""
+    """Prints a line for each flag that contradicts the model."""
     lines = []
     if config.replace_with_kernel_inject is True and reason is not None:
         lines.append(f"replace_with_kernel_inject=True, but the model's own layers run: {reason}")
@@ -218,7 +219,7 @@ def answer_old_flags(config: InferenceConfig, policy: Policy | None, reason: str
 
 
 def convert_dtype(model: nn.Module, config: InferenceConfig, device: torch.device) -> None:
-    """Casts the parameters, where another dtype is asked for; ValueError where the device does not have it."""
+    """Casts the parameters if the config sets a dtype; ValueError if the device does not support it."""
     if config.dtype is None:
         return
     if not _has_dtype(device, config.dtype):
@@ -227,13 +228,13 @@ def convert_dtype(model: nn.Module, config: InferenceConfig, device: torch.devic
 
 
 class _OwnOptions(HybridEngineConfig):
-    """What `init_inference` takes under the same names, outside of any block."""
+    """The options that `init_inference` takes under the same names, outside of any block."""
 
     prefix = ""
 
 
 def build_layer_config(model: nn.Module, config: InferenceConfig, weights: Weights) -> HybridEngineConfig:
-    """The numbers generation runs with. Raises ValueError for more tokens than the model has positions."""
+    """The options of generation. Raises ValueError for more tokens than the model has positions."""
     model_config = _text_config(model) if hasattr(model, "config") else None
     positions = getattr(model_config, "max_position_embeddings", None)
     if weights.decoder is not None:
@@ -254,7 +255,7 @@ def build_layer_config(model: nn.Module, config: InferenceConfig, weights: Weigh
 
 
 def check_memory(model: nn.Module, weights: Weights, group: ModelGroup, device: torch.device) -> None:
-    """Raises ValueError where the weights that are still to come to `device` do not fit there; nothing has moved."""
+    """Raises ValueError if weights that are not yet on `device` do not fit there; nothing has moved."""
     is_whole = group.size == 1 or (weights.encoder is not None and weights.checkpoint is None)
     missing = sum(p.numel() * p.element_size() for p in model.parameters() if p.device != device)
     wanted, free = missing // (1 if is_whole else group.size), usable_memory_bytes(device)
@@ -267,7 +268,7 @@ def check_memory(model: nn.Module, weights: Weights, group: ModelGroup, device: 
 
 
 def fill_module(weights: Weights, group: ModelGroup, device: torch.device) -> None:
-    """Reads the checkpoint into the model where one process has all of it."""
+    """Reads the checkpoint into the model if one process holds all of it."""
     if weights.checkpoint is not None and group.size == 1:
         weights.checkpoint.fill(device)
 
@@ -297,7 +298,7 @@ def transpose_for_inference(engine: InferenceEngine, weights: Weights) -> None:
     """Binds the containers to [in, out] views of the weights, or to this rank's parts, and measures them once."""
     if weights.encoder is not None:
         weights.encoder.bind()
-        weights.encoder.fuse_lora()  # reads this rank's part of the adapters while all is there
+        weights.encoder.fuse_lora()  # reads this rank's part of the adapters while they are whole
         weights.encoder.unfuse_lora()
     if engine.generator is None:
         return
@@ -329,7 +330,7 @@ def transpose_for_inference(engine: InferenceEngine, weights: Weights) -> None:
 
 
 def read_adapters(module: nn.Module, model: InferenceModel) -> None:
-    """Reads this rank's part of every adapter of a `PeftModel`, while all is there: one may become active later."""
+    """Reads this rank's part of every adapter of a `PeftModel` while all are whole: any may become active later."""
     fused = FusedAdapter(module, model)
     for name in module.peft_config:  # type: ignore[union-attr]
         fused.fuse(name)
@@ -337,9 +338,9 @@ def read_adapters(module: nn.Module, model: InferenceModel) -> None:
 
 
 def apply_tensor_parallelism(engine: InferenceEngine, weights: Weights, config: InferenceConfig) -> None:
-    """Lets go of what other processes hold; cuts the linears of a model without a policy.
+    """Frees the weights that other processes hold; cuts the linears of a model without a policy.
 
-    Experts need no step of their own: each process has its part of every one.
+    Experts need no separate step: each process has its part of every one.
     """
     if engine.group.size == 1:
         return

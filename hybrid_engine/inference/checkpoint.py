@@ -1,7 +1,7 @@
-"""Weights from sharded safetensors, or the files of another format, straight into a process's part of a model on meta.
+"""Reads sharded safetensors, or files of another format, directly into a process's part of a model on meta.
 
-Only headers are read before everything has been compared: a checkpoint that does not fit changes nothing. One file
-is open at a time, and of each tensor only what this process holds is read from it.
+Only headers are read before everything has been compared: a checkpoint that does not fit changes nothing. One file is
+open at a time, and only this process's part of each tensor is read.
 """
 
 import json
@@ -36,7 +36,7 @@ COMPUTED = re.compile(r"(rotary_emb\.inv_freq|masked_bias|attn\.bias|attention\.
 def find_files(checkpoint: Any, base_dir: str = "") -> list[Path]:
     """The safetensors files of a folder, an index, a list of files, or DeepSpeed's {"checkpoints": [...]}.
 
-    Raises ValueError where there are none, or where a file is no safetensors file.
+    Raises ValueError if there are none, or if a file is not a safetensors file.
     """
     if isinstance(checkpoint, Mapping):
         files = _listed(checkpoint, Path(base_dir))
@@ -64,19 +64,19 @@ def _listed(content: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 class CheckpointReader:
-    """Reads the tensors of `model`, which is on the meta device, or parts of them.
+    """Reads the tensors, or parts of them, of a `model` on the meta device.
 
-    Raises ValueError, which lists the first of each kind, where tensors are missing, too many or of another shape.
+    Raises ValueError if tensors are missing, extra or of another shape; it lists the first of each kind.
     """
 
     def __init__(self, model: nn.Module, sources: Mapping[str, Source], opened: OpenFile | None = None):
-        """`sources` have the model's names; `opened` is what they read from."""
+        """`sources` are keyed by the model's names; `opened` is the file that they read from."""
         self.model, self._file = model, opened or OpenFile()
         self._sources: dict[int, Source] = {}
         self._match(sources)
 
     def _match(self, sources: Mapping[str, Source]) -> None:
-        """Finds each tensor under one of its names: tied ones have several."""
+        """Finds each tensor under one of its names; tied ones have several."""
         names: dict[int, list[str]] = {}
         shapes: dict[int, tuple[int, ...]] = {}
         for name, tensor in stored_tensors(self.model).items():
@@ -112,11 +112,11 @@ class CheckpointReader:
         return read_part(self._sources[id(parameter)], cut, rank).to(parameter.dtype)
 
     def close(self) -> None:
-        """Lets go of the file that is open."""
+        """Closes the open file."""
         self._file.close()
 
     def fill(self, device: torch.device) -> None:
-        """Gives whatever of the model is still on the meta device its values, whole."""
+        """Loads all tensors of the model that are still on the meta device, whole."""
         loaded: dict[int, torch.Tensor] = {}
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             if tensor.is_meta and id(tensor) in self._sources:
@@ -135,10 +135,10 @@ class CheckpointReader:
 
 
 def open_checkpoint_of(model: nn.Module, checkpoint: Any, base_dir: str = "") -> CheckpointReader:
-    """A reader of a Megatron-LM folder, or of what `find_files` takes.
+    """A reader of a Megatron-LM folder, or of any argument of `find_files`.
 
-    In safetensors, names that older releases of transformers gave, and experts stored one by one, are found as
-    `from_pretrained` does. Raises ValueError where files are missing or do not fit the model.
+    In safetensors, names of older releases of transformers, and experts stored one by one, are resolved as by
+    `from_pretrained`. Raises ValueError if files are missing or do not fit the model.
     """
     folder = Path(base_dir) / checkpoint if isinstance(checkpoint, str | os.PathLike) else None
     if folder is not None and (known := format_of(folder)) is not None:
@@ -150,7 +150,7 @@ def open_checkpoint_of(model: nn.Module, checkpoint: Any, base_dir: str = "") ->
 
 
 def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that a checkpoint of `model` has, by its names: no peft adapters, which are in the model already."""
+    """The tensors of a checkpoint of `model`, by its names; without peft adapters, which are in the model already."""
     tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     if not any(hasattr(module, "base_layer") for module in model.modules()):
         return tensors
@@ -158,7 +158,7 @@ def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def find_sources(model: nn.Module, stored: Mapping[str, Stored]) -> dict[str, Source]:
-    """The stored tensors under the names that the model gives them.
+    """The stored tensors, keyed by the model's names.
 
     Raises ValueError for a tensor that `from_pretrained` would compute from others in a way not known here.
     """
@@ -198,9 +198,9 @@ def _put_together(name: str, converter: WeightConverter, pieces: dict[str, list[
 
 @torch.no_grad()
 def compute_buffers(model: nn.Module, device: torch.device) -> None:
-    """Gives buffers that are not saved (rotary frequencies) their values, as transformers does.
+    """Computes buffers that are not saved (rotary frequencies), as transformers does.
 
-    Raises ValueError for one that transformers leaves without.
+    Raises ValueError for one that transformers does not compute.
     """
     unsaved = set(dict(model.named_buffers())) - set(model.state_dict())
     for path, module in model.named_modules():

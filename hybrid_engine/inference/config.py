@@ -1,7 +1,7 @@
-"""The options of `init_inference`: DeepSpeed's keys as a frozen dataclass, every one checked.
+"""The options of `init_inference`: DeepSpeed's keys as a frozen dataclass with checks.
 
-Names, defaults and old names are those of deepspeed/inference/config.py; only `dtype` differs, whose default is
-the model's own.
+Names, defaults and old names are those of deepspeed/inference/config.py; only the default of `dtype` differs: it is the
+model's own.
 """
 
 import logging
@@ -33,7 +33,7 @@ OTHER_NAMES = {
     "min_tokens": "min_out_tokens",
     "pipeline_model_parallel_size": "pipeline_parallel_size",
 }
-"""Names that DeepSpeed has twice, and Megatron's."""
+"""Second names of DeepSpeed's options, and Megatron's names."""
 OLD_NAMES = {
     "mp_size": ("tensor_parallel", "tp_size"),
     "mpu": ("tensor_parallel", "mpu"),
@@ -48,16 +48,16 @@ OLD_NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallelConfig:
-    """`tensor_parallel`: processes that share the model."""
+    """`tensor_parallel`: the processes that share the model."""
 
     enabled: bool = True
-    """False is a `tp_size` of 1."""
+    """False is the same as `tp_size` 1."""
     tp_size: int = 1
     """Processes that share one model."""
     tp_grain_size: int = 64
     """No effect: parts are cut at heads."""
     mpu: Any = None
-    """Megatron's parallel state, whose model-parallel group is taken where no `tp_group` is given."""
+    """Megatron's parallel state, whose model-parallel group is used if no `tp_group` is given."""
     tp_group: Any = None
     """The process group to share the model in; None: `tp_size` consecutive ranks."""
 
@@ -72,22 +72,22 @@ class TensorParallelConfig:
 
     @property
     def group(self) -> Any:
-        """The process group that the caller chose; None: none was."""
+        """The process group that the caller chose, or None."""
         return self.mpu.get_model_parallel_group() if self.tp_group is None and self.mpu is not None else self.tp_group
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """`moe`: experts are found in the model; each process has its part of every one."""
+    """`moe`: experts are found in the model; each process has its part of every expert."""
 
     enabled: bool = True
     """No effect."""
     ep_size: int = 1
-    """Processes that experts are dealt out to: 1, since each process has its part of all."""
+    """Number of processes that experts are distributed over: 1, since each process has its part of all."""
     moe_experts: Any = (1,)
-    """No effect: read off the model."""
+    """No effect: read from the model."""
     type: str = "standard"
-    """No effect: read off the model."""
+    """No effect: read from the model."""
     ep_mp_group: Any = None
     """No effect."""
     ep_group: Any = None
@@ -103,37 +103,41 @@ class MoEConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceConfig:
-    """Everything that `init_inference` takes beside the model."""
+    """All options of `init_inference` in addition to the model."""
 
     dtype: torch.dtype | None = None
-    """dtype to compute in; None: the model's."""
+    """dtype of the computation; None: the model's."""
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
-    """Processes that share the model."""
+    """The processes that share the model."""
     pipeline_parallel_size: int = 1
-    """Stages that the layers are dealt out to, each on `tensor_parallel.tp_size` processes. Not in DeepSpeed."""
+    """Number of stages that the layers are distributed over, each on `tensor_parallel.tp_size` processes. Not in
+    DeepSpeed.
+    """
     max_out_tokens: int | None = None
-    """Tokens of prompt and answer of one sequence; None: 1024, or the model's positions where they are fewer."""
+    """Tokens of prompt and answer of one sequence; None: 1024, or the model's positions if there are fewer."""
     max_running: int = 0
-    """Rows that `generate()` decodes at once; 0: what suits the device. Not in DeepSpeed."""
+    """Rows that `generate()` decodes at once; 0: chosen by the device. Not in DeepSpeed."""
     min_out_tokens: int = 1
-    """No effect: the KV workspace is sized by what is asked for."""
+    """No effect: the KV workspace is sized by the request."""
     enable_cuda_graph: bool = True
-    """Whether a decode step is replayed wherever it can be: on a GPU as one graph, on a CPU from a tape of its calls.
+    """Whether decode steps are replayed if possible: on a GPU as one graph, on a CPU from a tape of its calls.
 
     DeepSpeed's default is false.
     """
     checkpoint: Any = None
-    """A folder or file of safetensors, its index, or a list of files, to fill a model on the meta device from."""
+    """A folder or file of safetensors, its index, or a list of files, for a model on the meta device."""
     base_dir: str = ""
     """Folder of `checkpoint`."""
     checkpoint_config: Mapping[str, Any] = field(default_factory=dict)
     """`checkpoint_dir` and `base_dir` instead of the two above."""
     injection_policy: Mapping[Any, Any] | None = None
-    """For models without a policy: layer class -> names of the linears whose outputs are added up over processes."""
+    """For models without a policy: maps a layer class to the names of linears whose outputs are added up over
+    processes.
+    """
     injection_policy_tuple: tuple[str, ...] | None = None
     """The same names for every layer class."""
     replace_with_kernel_inject: bool | None = None
-    """Whether containers are used is found from the model; a contradiction is answered with a line."""
+    """The model determines whether containers are used; a contradicting value prints a line."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     """Mixture of experts."""
     quant: Mapping[str, Any] = field(default_factory=dict)
@@ -145,15 +149,15 @@ class InferenceConfig:
     save_mp_checkpoint_path: str | None = None
     """Not supported."""
     training_mp_size: int = 1
-    """Not supported but 1."""
+    """Only 1 is supported."""
     triangular_masking: bool = True
-    """No effect: causal or not is read off the model."""
+    """No effect: read from the model."""
     use_triton: bool = False
-    """No effect: kernels are used where there is a GPU."""
+    """No effect: kernels are used on a GPU."""
     triton_autotune: bool = False
     """No effect."""
     set_empty_params: bool = False
-    """No effect: a model on the meta device is recognised."""
+    """No effect: a model on the meta device is recognized."""
     return_tuple: bool = True
     """No effect: outputs are the model's."""
     replace_method: str = "auto"
@@ -200,7 +204,7 @@ DeepSpeedInferenceConfig = InferenceConfig
 def read_config(config: dict[str, Any] | str | os.PathLike[str] | None, kwargs: dict[str, Any]) -> InferenceConfig:
     """The options of `config`, a dict or the path of a JSON file, and of `kwargs` together.
 
-    Raises ValueError for an unknown key, one given twice with different values, or a value that cannot be.
+    Raises ValueError for an unknown key, one given twice with different values, or an invalid value.
     """
     given = _canonical({} if config is None else dict(config) if isinstance(config, Mapping) else read_json(config))
     for name, value in _canonical(kwargs).items():
@@ -220,7 +224,7 @@ def read_config(config: dict[str, Any] | str | os.PathLike[str] | None, kwargs: 
 
 
 def _canonical(given: dict[str, Any]) -> dict[str, Any]:
-    """Options by their present names; None means that an option was not given."""
+    """Options by their current names; None means that an option was not given."""
     known = [option.name for option in fields(InferenceConfig)]
     result: dict[str, Any] = {}
     for key, value in given.items():

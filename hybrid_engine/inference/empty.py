@@ -1,4 +1,4 @@
-"""A checkpoint's model without its weights, for `init_inference(model, checkpoint=folder)` to read in parts."""
+"""Builds a checkpoint's model without its weights, for `init_inference(model, checkpoint=folder)` to read in parts."""
 
 import importlib
 import os
@@ -12,14 +12,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from hybrid_engine.inference.stored import Source
 
 FORMATS = ("hybrid_engine.extensions.megatron.checkpoints.loading",)
-"""Modules with the members of `CheckpointFormat`."""
+"""Modules that implement `CheckpointFormat`."""
 
 
 def build_empty_model(folder: str | os.PathLike[str]) -> PreTrainedModel:
     """The causal model of a folder of transformers, or of a checkpoint of Megatron's, on the meta device.
 
     Raises:
-        ValueError: there is no such folder, or it holds no such model.
+        ValueError: the folder does not exist, or does not hold such a model.
     """
     if not Path(folder).is_dir():
         raise ValueError(f"checkpoint={str(folder)!r} is no folder; name one with config.json or Megatron's files")
@@ -29,25 +29,25 @@ def build_empty_model(folder: str | os.PathLike[str]) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
-    except (OSError, KeyError, TypeError) as error:  # by what is missing or damaged it is any of these
+    except (OSError, KeyError, TypeError) as error:  # depends on the missing or damaged part
         raise ValueError(f"checkpoint={str(folder)!r} holds no causal model of transformers: {error}") from error
 
 
 class CheckpointFormat(Protocol):
-    """How checkpoints of one project are recognised and read."""
+    """Recognition and reading of one project's checkpoints."""
 
     def recognises(self, folder: Path) -> bool:
         """Whether `folder` is a checkpoint of this project."""
 
     def build_empty(self, folder: Path) -> PreTrainedModel:
-        """Its model on the meta device. ValueError where it holds none."""
+        """Its model on the meta device. ValueError if it does not hold one."""
 
     def find_sources(self, folder: Path) -> Mapping[str, Source]:
-        """Its tensors, by the names that `build_empty`'s model gives them. ValueError where it is damaged."""
+        """Its tensors, keyed by the names in `build_empty`'s model. ValueError if it is damaged."""
 
 
 def format_of(folder: Path) -> CheckpointFormat | None:
-    """The format of a folder; None for one of transformers, or none at all."""
+    """The format of a folder; None for one of transformers, or of no known format."""
     for name in FORMATS:
         found: CheckpointFormat = importlib.import_module(name)  # type: ignore[assignment]
         if found.recognises(folder):

@@ -39,13 +39,13 @@ from hybrid_engine.zero.layer_groups import check_uncompiled
 
 
 class InferenceEngine(nn.Module):
-    """A model for inference, which takes the model's place: what it has not itself is looked up on the model.
+    """A model for inference that replaces the model: attributes that it does not have are looked up on the model.
 
-    `module` is the model that was passed; `config` and `generation_config` are the model's, also when they are set.
+    `module` is the model that was passed; `config` and `generation_config` are read from and set on the model.
     """
 
     is_engine = True
-    """No model to give to `initialize()`."""
+    """Marks engines, which cannot be passed to `initialize()` as a model."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class InferenceEngine(nn.Module):
         group: ModelGroup,
         reason: str | None,
     ):
-        """`reason` is why the model's own layers run where there is no generator to say it; None: they do not."""
+        """`reason` is why the model's own layers run, for an engine without a generator; None: they do not."""
         super().__init__()
         self.module, self.options, self.generator, self.encoder = module, options, generator, encoder
         self.group, self._reason = group, reason
@@ -79,26 +79,26 @@ class InferenceEngine(nn.Module):
 
     @property
     def reason(self) -> str | None:
-        """Why the model's own layers run; None: they do not."""
+        """The reason why the model's own layers run; None: they do not."""
         return self._reason if self.generator is None else self.generator.fallback_reason
 
     @property
     def logprob_difference(self) -> LogprobDifference | None:
-        """How far the containers, or the model's own `generate()`, are from its forward; None: not measured."""
+        """Difference of the containers, or the model's own `generate()`, to the model's forward; None: not measured."""
         return None if self.generator is None else self.generator.logprob_difference
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of the weights, in which the model computes."""
+        """dtype of the weights and of the computation."""
         return next((p.dtype for p in self.module.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
     @property
     def device(self) -> torch.device:
-        """Where it computes, and its inputs belong."""
+        """The device of the computation and of inputs."""
         return next((p.device for p in self.module.parameters() if not p.is_meta), default_device())
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "InferenceEngine":
-        """Does the work of `to()` and its like; raises ValueError where containers hold a part of the model."""
+        """Implements `to()` and similar methods; raises ValueError if containers hold a part of the model."""
         dtype, device = self.dtype, self.device
         if self.group.size > 1 and self._has_containers:
             moved = fn(torch.empty(1, dtype=dtype, device=device))
@@ -120,7 +120,7 @@ class InferenceEngine(nn.Module):
         return self.encoder is not None or (self.generator is not None and self.generator.model is not None)
 
     def let_go(self) -> None:
-        """Called when the module's own weights are gone and only this rank's parts are left."""
+        """Called when the module's own weights are freed and only this rank's parts are left."""
         assert self.generator is not None
         self.group = self.generator.group = self.group.without_module()
 
@@ -129,11 +129,11 @@ class InferenceEngine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output without gradients, for its own arguments.
 
-        Where processes share a decoder it takes `input_ids [B, P]` and `attention_mask [B, P]` (padding on the
-        left), and gives `logits [B, P, V]` fp32, zero at padding; all processes pass the same.
+        If processes share a decoder it takes `input_ids [B, P]` and `attention_mask [B, P]` (padding on the left), and
+        returns `logits [B, P, V]` fp32, zero at padding; all processes pass the same.
 
         Raises:
-            ValueError: in that case, for any other argument. An error of one process is raised on all.
+            ValueError: any other argument in that case. An error on one process is raised on all.
         """
         if self.encoder is not None:
             return self.encoder.forward(*args, **kwargs)
@@ -175,16 +175,16 @@ class InferenceEngine(nn.Module):
     ) -> torch.Tensor | GenerateOutput:
         """Generates with Hugging Face's options, meanings and shapes, as `HybridEngine.generate` does.
 
-        Where processes share the model all pass the same prompts and get all rows. `inputs` is transformers' other
-        name of `input_ids`; without either one sequence begins with the token that begins sequences.
+        If processes share the model all pass the same prompts and get all rows. `inputs` is transformers' other name of
+        `input_ids`; without either, one sequence is started with the beginning-of-sequence token.
 
         Raises:
-            ValueError: for a model without `generate()`, or any input or option that cannot work.
+            ValueError: the model does not have `generate()`, or an input or option is invalid.
         """
         if self.generator is None:
             check_uncompiled("init_inference", self.module)
             raise ValueError(f"generate(): {type(self.module).__name__} does not generate; call forward()")
-        # Tensors made in inference mode would stay behind in the workspace.
+        # The workspace must not keep tensors made in inference mode.
         with holding_interrupts() as held, torch.inference_mode(False), torch.no_grad():
             prompts = self.generator.partners.agree(lambda: self._prompts(input_ids, inputs, generation_config, kwargs))
             request = prepare(self.generator, prompts, attention_mask, generation_config, seed, kwargs)
@@ -206,11 +206,11 @@ class InferenceEngine(nn.Module):
         model_name: str | None = None,
         **options: Any,
     ) -> Iterator[Any]:
-        """Inside, the model answers at an OpenAI-compatible address, as `HybridEngine.serving` says it.
+        """Inside, a server answers requests at an OpenAI-compatible address, see `HybridEngine.serving`.
 
         Raises:
-            ValueError: for a model without `generate()`, or without containers where processes share it, and for wrong
-                options.
+            ValueError: the model does not have `generate()`; processes share it and it has no containers; an option is
+                wrong.
         """
         if self.generator is None:
             raise ValueError(f"serving(): {type(self.module).__name__} does not generate; call forward()")
@@ -221,10 +221,10 @@ class InferenceEngine(nn.Module):
 
     @contextmanager
     def reading_weights(self) -> Iterator[None]:
-        """Inside, containers find their weights, adapters fused, and there are no gradients; for several passes."""
+        """Inside, containers have their weights, adapters fused, and gradients are disabled; for several passes."""
         if self.generator is None:
             raise ValueError(f"{type(self.module).__name__} does not generate; call forward()")
-        if self.generator.is_live:  # at the end adapters are unfused, which the batch still reads
+        if self.generator.is_live:  # the end would unfuse adapters that the batch still reads
             raise ValueError("the model is being served; wait until that ends, or send requests to the server")
         with torch.inference_mode(False), torch.no_grad(), self.generator.readable(self.generator.model):
             yield
@@ -244,7 +244,7 @@ class InferenceEngine(nn.Module):
         return input_ids
 
     def _first_tokens(self, generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> torch.Tensor:
-        """`[1, 1]`: what transformers begins with where there is no prompt."""
+        """`[1, 1]`: the token that transformers starts with if there is no prompt."""
         merged = merge_options(self.module.generation_config, generation_config, kwargs)
         token = merged.get("bos_token_id")
         if token is None:
@@ -252,9 +252,9 @@ class InferenceEngine(nn.Module):
         return torch.tensor([[token]], device=self.device)
 
     def warm_up(self, num_prompts: int | None = None, prompt_length: int | None = None, **options: Any) -> WarmUp:
-        """Probes, compiles and records before the first rollout what it would wait for; says how long it took.
+        """Probes, compiles and records steps before the first rollout would have to; returns the time it took.
 
-        Takes the rollouts' shape and the options of `generate()`, see `generation.warm_up`. Collective where processes
+        Takes the rollouts' shape and the options of `generate()`, see `generation.warm_up`. Collective if processes
         share the model. Raises ValueError for a model without `generate()`.
         """
         if self.generator is None:
@@ -263,15 +263,15 @@ class InferenceEngine(nn.Module):
             return warm_up(self.generator, num_prompts, prompt_length, options)
 
     def destroy(self) -> None:
-        """Gives the KV workspace's memory back and drops recorded steps, before their process groups are destroyed.
+        """Frees the KV workspace's memory and drops recorded steps, before their process groups are destroyed.
 
-        The next `generate()` takes and records both again.
+        The next `generate()` allocates and records them again.
         """
         if self.generator is not None:
             self.generator.destroy()
 
     def report(self) -> str:
-        """Which layers run on containers, which do not, and why; dtype, device, sharing and memory."""
+        """The layers that run on containers, those that do not, and the reason; dtype, device, sharing and memory."""
         if self.encoder is not None:
             lines = [f"containers: all {len(self.encoder.layers)} {self.encoder.policy.layer_class} layers"]
         elif self.generator is not None:

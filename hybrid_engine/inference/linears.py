@@ -1,8 +1,8 @@
-"""Tensor parallelism for models without a policy: their own modules with linears cut, found by name.
+"""Tensor parallelism for models without a policy: their own modules with linears, found by name, cut.
 
-A column-parallel linear holds rows of its [out, in] weight, a row-parallel one columns, whose outputs are added up
-over the processes. Everything else runs as it is. Attention modules keep their code; the numbers of heads that they
-hold as attributes become those of this process.
+A column-parallel linear holds rows of its [out, in] weight. A row-parallel one holds columns, and its outputs are added
+up over the processes. Other modules are unchanged. Attention modules keep their code; their attributes with numbers of
+heads are set to those of this process.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,7 +26,7 @@ COLUMN_NAMES = (
     "w1", "w3", "wq", "wk", "wv", "q", "k", "v", "query", "key", "value", "q_lin", "k_lin", "v_lin", "lin1",
     "intermediate.dense",
 )  # fmt: skip
-# Their rows lie in an order that a name does not tell.
+# The order of their rows cannot be derived from the name.
 FUSED_NAMES = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "gate_up_proj", "in_proj", "W_pack")
 HEAD_NUMBERS = (
     "num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads", "n_kv_heads",
@@ -35,7 +35,7 @@ HEAD_NUMBERS = (
 
 
 class RowParallelLinear(nn.Module):
-    """A linear of which each process has columns of the weight [out, in]; the bias is added once, after the sum."""
+    """A linear of which each process holds columns of the weight [out, in]; the bias is added once, after the sum."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, parallel: TensorParallel):
         super().__init__()
@@ -49,14 +49,16 @@ class RowParallelLinear(nn.Module):
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """Which linears of one layer are cut how, by their paths in it."""
+    """Paths in one layer of the linears that are cut, by how they are cut."""
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]
 
 
 def share_linears(model: nn.Module, config: InferenceConfig, parallel: TensorParallel) -> int:
-    """Cuts the linears of a model without a policy; returns how many. ValueError where none can be, or with LoRA."""
+    """Cuts the linears of a model without a policy; returns their number. ValueError if none can be cut, or with
+    LoRA.
+    """
     for name, module in model.named_modules():
         if is_adapted(module):
             raise ValueError(
@@ -79,7 +81,7 @@ def share_linears(model: nn.Module, config: InferenceConfig, parallel: TensorPar
 
 
 def plan_layers(model: nn.Module, config: InferenceConfig) -> list[tuple[nn.Module, LinearPlan | None]]:
-    """The layers that are shared: those that `injection_policy` names, or else the repeated ones."""
+    """The layers that are shared: those in `injection_policy`, or else the repeated layers."""
     if config.injection_policy is None:
         layers = find_layers(model)
         if config.injection_policy_tuple is not None:
@@ -101,7 +103,7 @@ def _names(names: Any) -> tuple[str, ...]:
 
 
 def plan_by_names(layer: nn.Module) -> LinearPlan | None:
-    """The linears that names tell; None where one is fused, or where outputs would stay cut."""
+    """The linears found by names; None if one is fused, or if outputs would stay cut."""
     paths = [path for path, module in layer.named_modules() if isinstance(module, nn.Linear)]
     if any(path.rpartition(".")[2] in FUSED_NAMES for path in paths):
         return None
@@ -111,7 +113,7 @@ def plan_by_names(layer: nn.Module) -> LinearPlan | None:
 
 
 def plan_by_policy(layer: nn.Module, rows: Iterable[str]) -> LinearPlan:
-    """The linears that a user named as row-parallel; all others of the layer are column-parallel.
+    """A plan in which the linears named by the user are row-parallel and all others of the layer column-parallel.
 
     Raises ValueError for a name that the layer does not have.
     """
@@ -130,17 +132,17 @@ def _ends(path: str, names: tuple[str, ...]) -> bool:
 
 
 def check_layer(layer: nn.Module, plan: LinearPlan, config: Any, parallel: TensorParallel) -> None:
-    """Raises ValueError, with the sizes that work, where heads or outputs of the layer cannot be shared equally."""
+    """Raises ValueError, with the sizes that work, if heads or outputs of the layer cannot be shared equally."""
     num_heads = getattr(config, "num_attention_heads", None) or 1
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
     widths = [layer.get_submodule(path).out_features for path in plan.columns]
     if num_kv_heads < parallel.size:
-        num_heads = num_kv_heads  # the modules' own code does not hold one head in several processes
+        num_heads = num_kv_heads  # the modules' own code cannot hold one head in several processes
     check_divides(Heads(num_heads, num_kv_heads, 1, parallel), widths)
 
 
 def cut_layer(layer: nn.Module, plan: LinearPlan, parallel: TensorParallel) -> None:
-    """Replaces the weights of one layer by this process's parts, in place."""
+    """Replaces the weights of one layer with this process's parts, in place."""
     for path in plan.columns:
         linear = layer.get_submodule(path)
         linear.weight = _part(linear.weight, 0, parallel)
@@ -167,8 +169,8 @@ class HeldSlices:
     """Reads parts for containers, each once.
 
     Args:
-        device: where parts are held.
-        source: reads a part of a parameter from where it lies.
+        device: device of the parts.
+        source: reads a part of a parameter from its storage.
     """
 
     def __init__(
@@ -180,11 +182,11 @@ class HeldSlices:
         self._held: dict[tuple[int, Cut | None], torch.Tensor] = {}
 
     def read(self, parameter: torch.Tensor, cut: Cut | None, rank: int, name: str) -> torch.Tensor:
-        """The part of `rank`, whose memory is this object's own."""
+        """The part of `rank`, in memory that this object owns."""
         key = (id(parameter), cut)
         if key not in self._held:
             part = self.source(parameter, cut, rank, name).to(self.device)
-            # A view would keep the whole alive.
+            # A view would keep the whole tensor alive.
             self._held[key] = part.contiguous() if part.nbytes == part.untyped_storage().nbytes() else part.clone()
         return self._held[key]
 
@@ -194,7 +196,7 @@ class HeldSlices:
         return sum(part.nbytes for part in self._held.values())
 
     def let_go(self, module: nn.Module) -> None:
-        """Puts meta tensors in the place of the module's parameters; parts are found by those from then on."""
+        """Replaces the module's parameters with meta tensors, which are the keys of the parts from then on."""
         replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         for part in module.modules():
             for name, parameter in part._parameters.items():

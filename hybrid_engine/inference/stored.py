@@ -1,6 +1,6 @@
-"""Tensors as a checkpoint stores them: whole, one file's, or in pieces that the model holds stacked or joined.
+"""Tensors of a checkpoint: whole, in one file, or in pieces that the model holds stacked or joined.
 
-Reading a part reads nothing else. One file is open at a time.
+Reading a part reads only its bytes. One file is open at a time.
 """
 
 from collections.abc import Sequence
@@ -16,32 +16,32 @@ Bounds = tuple[tuple[int, int], ...]
 
 
 class Source(Protocol):
-    """Where a tensor's values are."""
+    """The source of a tensor's values."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole tensor."""
 
     def read(self, dim: int, ranges: Bounds) -> torch.Tensor:
-        """Those ranges of dimension `dim`, on the CPU, in the stored dtype."""
+        """Reads ranges of dimension `dim`, to the CPU, in the stored dtype."""
 
 
 def read_part(source: Source, cut: Cut | None, rank: int) -> torch.Tensor:
-    """What `rank` holds; all of it without a cut."""
+    """The part that `rank` holds; the whole without a cut."""
     if cut is None:
         return source.read(0, ((0, source.shape[0]),) if source.shape else ())
     return source.read(cut.dim, cut.ranges[rank])
 
 
 class OpenFile:
-    """The one file of a checkpoint that is open."""
+    """The single open file of a checkpoint."""
 
     def __init__(self) -> None:
         self._path: Path | None = None
         self._file: Any = None
 
     def get(self, path: Path) -> Any:
-        """`path`, opened. Raises ValueError where it is no safetensors file."""
+        """Opens `path`. Raises ValueError if it is not a safetensors file."""
         if self._path != path:
             self.close()
             try:
@@ -52,7 +52,7 @@ class OpenFile:
         return self._file
 
     def close(self) -> None:
-        """Lets go of the files."""
+        """Closes the open file."""
         if self._file is not None:
             self._file.__exit__(None, None, None)
         self._path = self._file = None
@@ -66,7 +66,7 @@ class Stored:
         self.shape = tuple(opened.get(path).get_slice(key).get_shape())
 
     def read(self, dim: int, ranges: Bounds) -> torch.Tensor:
-        """Those ranges of dimension `dim`, the only bytes of the file that are read."""
+        """Reads ranges of dimension `dim`; no other bytes of the file are read."""
         file = self.opened.get(self.path)
         if not self.shape:
             return file.get_tensor(self.key)
@@ -83,21 +83,21 @@ class Stacked:
         self.shape = (len(parts), *parts[0].shape)
 
     def read(self, dim: int, ranges: Bounds) -> torch.Tensor:
-        """Those ranges of dimension `dim`; of the first one, the parts that they name."""
+        """Reads ranges of dimension `dim`; along dimension 0 they select parts."""
         if dim > 0:
             return torch.stack([part.read(dim - 1, ranges) for part in self.parts])
         return torch.stack([read_part(self.parts[i], None, 0) for start, stop in ranges for i in range(start, stop)])
 
 
 class Rows:
-    """Ranges of another tensor's first dimension, one behind the other: a part of a fused projection."""
+    """Ranges of another tensor's first dimension, concatenated: a part of a fused projection."""
 
     def __init__(self, source: Source, ranges: Bounds):
         self.source, self.ranges = source, ranges
         self.shape = (sum(stop - start for start, stop in ranges), *source.shape[1:])
 
     def read(self, dim: int, ranges: Bounds) -> torch.Tensor:
-        """Those ranges of dimension `dim`, counted in the rows that this has of the other tensor."""
+        """Reads ranges of dimension `dim`, counted in this object's rows."""
         if dim > 0:
             whole = self.source.read(0, self.ranges)
             return _joined([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim)
@@ -121,7 +121,7 @@ class Joined:
         self.shape = (*first[:dim], sum(part.shape[dim] for part in parts), *first[dim + 1 :])
 
     def read(self, dim: int, ranges: Bounds) -> torch.Tensor:
-        """Those ranges of dimension `dim`, which may go over from one part into the next."""
+        """Reads ranges of dimension `dim`, which may extend over several parts."""
         if dim != self.dim:
             return _joined([part.read(dim, ranges) for part in self.parts], self.dim)
         pieces = []
