@@ -1,7 +1,8 @@
-"""The tokens of one pass over the layers, where their keys and values go, what they may look at and with what.
+"""The tokens of one pass over the layers, the places of their keys and values, the tokens they attend to, and head
+weights.
 
-N packed tokens, C tokens that they look at, R sequences, S decoded rows, n blocks of a row, H query heads,
-K key/value heads, D head dimension.
+N packed tokens, C tokens that they attend to, R sequences, S decoded rows, n blocks of a row, H query heads, K
+key/value heads, D head dimension.
 """
 
 from dataclasses import dataclass
@@ -11,51 +12,51 @@ import torch
 
 
 class Context(NamedTuple):
-    """What packed sequences look at where some of their tokens were fed before; all is read from the workspace."""
+    """The tokens that packed sequences attend to if some were fed before; all are read from the workspace."""
 
-    blocks: torch.Tensor  # [C] int64: the block in which each token's key and value lie
-    offsets: torch.Tensor  # [C] int64: and the place in it
-    lengths: tuple[int, ...]  # of the R sequences, up to the last token that is fed; they add to C
+    blocks: torch.Tensor  # [C] int64: the block of each token's key and value
+    offsets: torch.Tensor  # [C] int64: the place in the block
+    lengths: tuple[int, ...]  # of the R sequences, up to the last token that is fed; the sum is C
     starts: torch.Tensor  # [R+1] int32: where each sequence starts among them, and C
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillBatch:
-    """Whole sequences, or what follows on their beginnings, packed one after the other."""
+    """Whole sequences, or continuations of sequences, packed one after the other."""
 
     tokens: torch.Tensor  # [N] int64
     positions: torch.Tensor  # [N] int64: index of each token in its sequence
-    write_blocks: torch.Tensor  # [N] int64: the block each token's key and value go to
-    write_offsets: torch.Tensor  # [N] int64: and the place in it
-    lengths: tuple[int, ...]  # of the R sequences; they add to N
+    write_blocks: torch.Tensor  # [N] int64: the block for each token's key and value
+    write_offsets: torch.Tensor  # [N] int64: the place in the block
+    lengths: tuple[int, ...]  # of the R sequences; the sum is N
     starts: torch.Tensor  # [R+1] int32: where each sequence starts, and N
-    wanted: torch.Tensor  # [R] int64: the tokens whose next-token logits are wanted, each sequence's last
+    wanted: torch.Tensor  # [R] int64: the tokens whose next-token logits are computed, each sequence's last
     row_lengths: torch.Tensor  # [N] int64: of each token's sequence when the token was fed: the prompt's, or up to it
     context: Context | None = None  # None: every sequence is fed from its first token on
 
     def places(self, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block and place in it, `[N]` each, that every token's key and value go to."""
+        """Block and place in it, `[N]` each, for every token's key and value."""
         return self.write_blocks, self.write_offsets
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeBatch:
-    """One token for each of S rows, the newest of a sequence each."""
+    """One token for each of S rows: the newest token of a sequence."""
 
     tokens: torch.Tensor  # [S] int64
     positions: torch.Tensor  # [S] int64: index of each token in its sequence
     block_tables: torch.Tensor  # [S, n] int64, rows padded with any valid block
-    context: int  # no sequence is longer, new tokens included
+    context: int  # upper bound of sequence lengths, new tokens included
     is_identity: bool  # row i owns block i and nothing else
 
     def places(self, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block and place in it, `[S]` each, that every token's key and value go to."""
+        """Block and place in it, `[S]` each, for every token's key and value."""
         column = self.positions // block_size
         return self.block_tables.gather(1, column[:, None]).squeeze(1), self.positions % block_size
 
     @property
     def wanted(self) -> None:
-        """Next-token logits are wanted of every token."""
+        """None: next-token logits are computed for every token."""
         return None
 
 
@@ -63,7 +64,7 @@ class DecodeBatch:
 class MixedBatch:
     """A decode step and a prefill in one pass over the layers: the S decoded tokens, then the packed ones.
 
-    No sequence is in both. Everything but attention takes a token for a token.
+    No sequence is in both. Only attention distinguishes the two kinds of tokens.
     """
 
     decode: DecodeBatch
@@ -81,7 +82,7 @@ class MixedBatch:
 
     @property
     def wanted(self) -> torch.Tensor:
-        """`[S+R]` int64: the tokens whose next-token logits are wanted."""
+        """`[S+R]` int64: the tokens whose next-token logits are computed."""
         num_rows = len(self.decode.tokens)
         rows = torch.arange(num_rows, device=self.prefill.wanted.device)
         return torch.cat((rows, self.prefill.wanted + num_rows))
@@ -89,9 +90,9 @@ class MixedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderBatch:
-    """Whole sequences, packed one after the other, whose tokens see those after them too; no keys are kept."""
+    """Whole sequences, packed one after the other, with attention to later tokens too; no keys are kept."""
 
-    lengths: tuple[int, ...]  # of the R sequences; they add to N
+    lengths: tuple[int, ...]  # of the R sequences; the sum is N
     starts: torch.Tensor  # [R+1] int32: where each sequence starts, and N
 
 
@@ -99,15 +100,15 @@ Batch = PrefillBatch | DecodeBatch | MixedBatch
 
 
 class QKV(NamedTuple):
-    """What a layer's projections make of the N tokens, of any strides."""
+    """The results of a layer's projections of the N tokens, with any strides."""
 
     q: torch.Tensor  # [N, K, G, D]: the G = H / K query heads of each key/value head
     k: torch.Tensor  # [N, K, D]
     v: torch.Tensor  # [N, K, D]
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # cos and sin rows [N, R] as `rotary_table` makes them
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # cos and sin rows [N, R] in the form of `rotary_table`
 
     def split(self, num_rows: int) -> tuple["QKV", "QKV"]:
-        """The parts of the batch that hold the first `num_rows` tokens, and the others."""
+        """Splits the batch into the first `num_rows` tokens and the others."""
         parts = [[x[:num_rows], x[num_rows:]] for x in (self.q, self.k, self.v, *(self.rotary or ()))]
         first, others = ([part[place] for part in parts] for place in (0, 1))
         (q, k, v, *rotary), (other_q, other_k, other_v, *other_rotary) = first, others
@@ -126,11 +127,11 @@ class KVBlocks(NamedTuple):
 
 
 class HeadWeights(NamedTuple):
-    """What attention has learned or set per head; None: the model has none."""
+    """Learned or fixed parameters of attention per head; None: the model does not have them."""
 
     q_gamma: torch.Tensor | None = None  # [D], of the norm of queries
     k_gamma: torch.Tensor | None = None  # [D], of keys
-    sinks: torch.Tensor | None = None  # [H], a further logit of each head that draws attention to nothing
+    sinks: torch.Tensor | None = None  # [H], an additional logit of each head without a value
     alibi: torch.Tensor | None = None  # [H] fp32 slopes
 
 

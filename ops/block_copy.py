@@ -44,10 +44,10 @@ class BlockCopyOp:
     def __call__(
         self, workspace: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, num_tokens: torch.Tensor
     ) -> None:
-        """The first `num_tokens[i]` places of block `sources[i]` go to block `targets[i]`.
+        """Copies the first `num_tokens[i]` places of block `sources[i]` to block `targets[i]`.
 
         `workspace [L, 2, num_blocks, K, block_size, D]`, contiguous; the others `[M]` int64. No block is the target
-        of one copy and part of another. What stands behind the first `num_tokens` places of a target stays.
+        of one copy and part of another. Places of a target after the first `num_tokens` are unchanged.
 
         Raises ValueError for a workspace that is not contiguous, or numbers of another shape or device.
         """

@@ -1,9 +1,9 @@
-"""Launches that are prepared once for tensors of one form: Triton's part, and the ops' own checks and choices.
+"""Kernel launches that are prepared once per form of the tensors: Triton's part, and the ops' own checks and choices.
 
-For each launch Triton asks of every argument again what it compiles a kernel for: dtypes, addresses and numbers that
-divide by 16, numbers that are 1. That takes three times as long as the start itself, and what an op checks and chooses
-before it as long again. All of it follows from the form of the tensors, which a model's layers share from the first to
-the last: an op keeps what it prepared by that form (`prepared`). A launch of no such op is found by its arguments.
+At each launch Triton inspects every argument for the properties it compiles a kernel for: dtypes, addresses and numbers
+divisible by 16, numbers equal to 1. That takes three times as long as the launch itself, and an op's checks and choices
+before it take as long again. All of it depends only on the form of the tensors, which all layers of a model share: an
+op caches the prepared launch by that form (`prepared`). Launches of other ops are found by their arguments.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,11 @@ import torch
 
 try:
     from triton.runtime import driver
-except ImportError:  # platforms without Triton start no kernel
+except ImportError:  # platforms without Triton do not launch kernels
     driver = None
 
 MAX_KEPT = 8192
-"""Launches, or what an op prepared, that are kept for different arguments."""
+"""Maximum number of cached launches, or prepared objects of ops."""
 
 T = TypeVar("T")
 
@@ -26,9 +26,9 @@ class Launch:
     """A kernel on a grid of programs, for arguments of one form.
 
     Args:
-        kernel: what `triton.jit` made.
+        kernel: the result of `triton.jit`.
         grid: up to three numbers of programs.
-        device: where the tensors are; it need not be the current one.
+        device: device of the tensors; it need not be the current one.
         meta: constants of the kernel, and options of the compiler.
     """
 
@@ -37,7 +37,7 @@ class Launch:
         self._bound: tuple[Any, ...] | None = None
 
     def __call__(self, *args: Any) -> None:
-        """Starts the kernel on its device's current stream; numbers must be those of the first call."""
+        """Launches the kernel on its device's current stream; numbers must be those of the first call."""
         current = torch.cuda.current_device() if self.device.type == "cuda" else 0
         index = current if self.device.index is None else self.device.index
         if index != current:
@@ -50,7 +50,7 @@ class Launch:
             run(*grid, stream_of(index), function, metadata, None, None, None, *args, *constants)
 
     def _start_first(self, args: tuple[Any, ...]) -> None:
-        """Triton compiles, and what it compiled is kept where every parameter has its argument or its constant."""
+        """Compiles the kernel, and keeps the result if every parameter has an argument or a constant."""
         kernel = self.kernel
         compiled = kernel[self.grid](*args, **self.meta)
         if compiled is None:  # interpreted
@@ -69,7 +69,7 @@ _kept: dict[tuple[Any, ...], Any] = {}
 def prepared(prepare: Callable[..., T], *arguments: Any) -> T:
     """The result of `prepare` for the first arguments of this form: tensors, None, or values that can be hashed.
 
-    `prepare` may ask a tensor for its sizes, strides, dtype, device and place within 16 bytes alone, and keeps none.
+    `prepare` may only read a tensor's sizes, strides, dtype, device and address modulo 16, and must not keep tensors.
     """
     form = [
         (argument.shape, argument.stride(), argument.dtype, argument.data_ptr() & 15, argument.device)
@@ -87,7 +87,7 @@ def prepared(prepare: Callable[..., T], *arguments: Any) -> T:
 
 
 def forget_prepared() -> None:
-    """For whoever changes what ops choose by: what they prepared before is not used any more."""
+    """Clears the cache; to be called after a change of anything that ops base their choices on."""
     _kept.clear()
 
 
@@ -97,7 +97,7 @@ _launches: dict[tuple[Any, ...], Launch] = {}
 def find_launch(
     kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], device: torch.device, meta: dict[str, Any]
 ) -> Launch:
-    """The launch of `kernel` with such arguments as `args`."""
+    """The launch of `kernel` for arguments of the form of `args`."""
     described: list[Any] = [id(kernel), grid, device]
     _describe(args, described)
     key = (*described, *meta.values())
@@ -110,18 +110,18 @@ def find_launch(
 
 
 def _describe(args: tuple[Any, ...], described: list[Any]) -> None:
-    """Adds what Triton compiles for: numbers as they are, of a tensor its dtype and its address within 16 bytes."""
+    """Appends the properties that Triton compiles for: values of numbers, dtype and address modulo 16 of tensors."""
     for arg in args:
         kind = arg.__class__
         if kind is int or arg is None:
             described.append(arg)
-        elif kind is torch.Tensor or kind is torch.nn.Parameter:  # the quick way; subclasses are rare
+        elif kind is torch.Tensor or kind is torch.nn.Parameter:  # the fast path; subclasses are rare
             described.append(arg.dtype)
             described.append(arg.data_ptr() & 15)
         elif isinstance(arg, tuple):
             _describe(arg, described)
         elif isinstance(arg, torch.Tensor):
             described += (arg.dtype, arg.data_ptr() & 15)
-        else:  # 1.0 and True equal 1 and are compiled for as other types; all floats alike
+        else:  # 1.0 and True equal 1 but compile as other types; all floats compile alike
             described.append(kind)
             described.append(None if kind is float else arg)

@@ -30,38 +30,38 @@ import torch
 from hybrid_engine.ops.cpu_kernels import by_rows
 from hybrid_engine.ops.cpu_products import Linear, can_multiply, products
 
-# Rows whose products are compiled ones: beyond them MKL, or oneDNN, is as fast or faster.
+# Numbers of rows with compiled products: beyond them MKL, or oneDNN, is as fast or faster.
 INTEL_ROWS, OTHER_ROWS = range(2, 33), range(1, 129)
-# Up to so many rows of a larger weight oneDNN reads the weight faster, if not on Intel's processors.
+# Up to this many rows of a larger weight, oneDNN reads the weight faster on processors other than Intel's.
 ONEDNN_ROWS, CACHED_ELEMENTS = 4, 2**20
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-# Up to so many rows and elements of the weight MKL is as fast as oneDNN or faster: 8 against 16 us for 384 x 384 and
-# one row, 21 against 29 for 1024 x 384, 220 against 197 for 2048 x 2048 (one Zen 5 core, torch 2.13).
+# Up to this many rows and weight elements MKL is as fast as oneDNN or faster: 8 against 16 us for 384 x 384 and one
+# row, 21 against 29 for 1024 x 384, 220 against 197 for 2048 x 2048 (one Zen 5 core, torch 2.13).
 MKL_ROWS, MKL_ELEMENTS = 2, 2**20
-# Between one row, which is the same in both orders, and so many a result by columns pays; at 256 it does not.
+# In this range of rows a result by columns is faster; one row is the same in both orders, and 256 rows are slower.
 COLUMNS_ROWS = range(2, 129)
-# From so many rows, or half as many and so many inputs, one thread of MKL computes what a batch of parts spreads over
-# all: 32 rows of 1024 inputs and 384 outputs take 195 us instead of 320, 64 rows of 384 and 1152 433 instead of 536
-# (two cores of a Xeon with AVX-512, torch 2.13).
+# From this many rows, or half of them with this many inputs, MKL uses one thread for a product that a batch of parts
+# spreads over all threads: 32 rows of 1024 inputs and 384 outputs take 195 us instead of 320, 64 rows of 384 and 1152
+# 433 instead of 536 (two cores of a Xeon with AVX-512, torch 2.13).
 BATCH_ROWS, BATCH_INPUTS = 64, 1024
-ZEN_5 = 26  # the family, as the processor tells it
+ZEN_5 = 26  # the CPU family number
 
 
 class Processor(NamedTuple):
-    """What there is to know of this one."""
+    """Properties of this processor that decide between libraries."""
 
     is_intel: bool
     mkl_leaves_half: bool
 
     @classmethod
     def of(cls, cpuinfo: str) -> "Processor":
-        """Of what Linux says in /proc/cpuinfo, or `platform.processor()` elsewhere."""
+        """Parses the text of Linux's /proc/cpuinfo, or `platform.processor()` on other systems."""
         family = re.search(r"^cpu family\s*: (\d+)$", cpuinfo, re.MULTILINE)
         is_wide_amd = "AuthenticAMD" in cpuinfo and "avx512f" in cpuinfo
         return cls("GenuineIntel" in cpuinfo, is_wide_amd and family is not None and int(family[1]) >= ZEN_5)
 
 
-# Read when the module is, so that torch.compile, which looks into functions, finds two constants.
+# Read at import, so that torch.compile, which traces functions, finds two constants.
 _CPUINFO = Path("/proc/cpuinfo")
 _PROCESSOR = Processor.of(_CPUINFO.read_text() if _CPUINFO.exists() else platform.processor())
 
@@ -72,7 +72,7 @@ def is_intel() -> bool:
 
 
 def mkl_leaves_half() -> bool:
-    """Whether MKL reaches no more than half of what this processor multiplies."""
+    """Whether MKL reaches at most half of this processor's multiplication throughput."""
     return _PROCESSOR.mkl_leaves_half
 
 
@@ -85,26 +85,26 @@ def _is_fp32_on_cpu(input: torch.Tensor) -> bool:
 
 
 def by_columns(input: torch.Tensor, weight: torch.Tensor) -> bool:
-    """True where the product's result lies by columns."""
+    """Whether the product's result is stored by columns."""
     if not _mkl_goes_by_columns() or not _is_fp32_on_cpu(input):
         return False
     return len(input) in COLUMNS_ROWS and weight.stride(0) == 1
 
 
 def prefers_onednn(input: torch.Tensor) -> bool:
-    """True where products of `input` that are not tiny run on oneDNN: in a torch that has it."""
+    """Whether products of `input` that are not tiny run on oneDNN, if torch was built with it."""
     return _HAS_ONEDNN and _is_fp32_on_cpu(input) and not is_intel()
 
 
 def use_onednn(input: torch.Tensor, weight: torch.Tensor) -> bool:
-    """True where the product runs on oneDNN."""
+    """Whether the product runs on oneDNN."""
     if not prefers_onednn(input):
         return False
     return input.shape[0] > MKL_ROWS or weight.numel() > MKL_ELEMENTS
 
 
 def is_compiled(input: torch.Tensor, linears: Sequence[Linear], residual: torch.Tensor | None = None) -> bool:
-    """True where the products are those of `cpu_products.py`."""
+    """Whether `cpu_products.py` computes the products."""
     if len(input) not in (INTEL_ROWS if is_intel() else OTHER_ROWS):
         return False
     is_large = any(weight.numel() > CACHED_ELEMENTS for weight, _ in linears)
@@ -123,7 +123,7 @@ def linears_transposed(input: torch.Tensor, linears: Sequence[Linear]) -> list[t
 def linear_transposed(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The best product: `input [N, in]`, `weight [in, out]`, `bias [out]`, `residual [N, out]` -> `[N, out]`."""
+    """The fastest product: `input [N, in]`, `weight [in, out]`, `bias [out]`, `residual [N, out]` -> `[N, out]`."""
     if is_compiled(input, [(weight, bias)], residual):
         return products(input, [(weight, bias)], residual)[0]
     if by_columns(input, weight):
@@ -138,7 +138,7 @@ def linear_transposed(
 def _product_by_columns(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    if residual is not None:  # what is added first costs no pass of its own
+    if residual is not None:  # a tensor that initializes the sum costs no extra pass
         output = _columns(weight.t(), input.t(), residual.t()).t()
         return output if bias is None else output + bias
     return _columns(weight.t(), input.t(), None if bias is None else bias[:, None]).t()
@@ -160,7 +160,7 @@ def _columns(weight: torch.Tensor, input: torch.Tensor, added: torch.Tensor | No
 
 
 def product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`left [N, in]` times `right [in, out]`, dense rows `[N, out]`, on any device; for no gradient.
+    """`left [N, in]` times `right [in, out]`, dense rows `[N, out]`, on any device; not differentiable.
 
     oneDNN takes 0.83 to 0.86 of MKL's time on one core of an AMD EPYC (torch 2.13) for 2048 and 4096 rows of 384 or
     1024 inputs.
@@ -171,7 +171,7 @@ def product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None =
 
 
 def product_over_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """`left [N, out]` and `right [N, in]`: the sum of their products over the rows, `[out, in]`; for no gradient.
+    """`left [N, out]` and `right [N, in]`: the sum of their products over the rows, `[out, in]`; not differentiable.
 
     It is the gradient of a weight. oneDNN takes 0.95 to 1.16 of MKL's time for it (2048 and 4096 rows of 384 or 1024
     inputs, one core of an AMD EPYC, torch 2.13), and 0.51 to 0.65 where MKL leaves half (two Zen 5 cores).
@@ -182,7 +182,7 @@ def product_over_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def linear_by_rows(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The linear's product as fp32 in dense rows, along which samplers go."""
+    """The linear's product in fp32 as dense rows, the order that samplers read."""
     if is_compiled(input, [(weight, bias)]):
         return products(input, [(weight, bias)], by_rows=True)[0]
     return by_rows(linear_transposed(input, weight, bias).float())

@@ -1,7 +1,8 @@
-"""The compiled form of a decode step's small operations on a CPU: what `cpu_kernels.c` computes, for torch tensors.
+"""The compiled form of a decode step's small operations on a CPU: calls `cpu_kernels.c` with torch tensors.
 
-A third implementation beside an op's torch reference and its Triton kernel, for fp32 and bf16. The products stay
-torch's. Eager torch takes ten to thirty operations of 5 to 20 us each where one of these functions takes one call.
+A third implementation in addition to an op's torch reference and its Triton kernel, for fp32 and bf16. Products are
+left to torch. Eager torch takes ten to thirty operations of 5 to 20 us each where one of these functions takes one
+call.
 
 N rows, E width, H query heads, K key/value heads, G = H / K, D head dimension.
 """
@@ -24,9 +25,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 NORMS = {"layer": 0, "rms": 1, "rms_fp32": 2, "rms_offset": 3}
 ACTIVATIONS = {"silu": 0, "swish": 0, "relu": 1, "relu2": 2, "gelu": 3, "gelu_new": 4, "gelu_fast": 4,
                "gelu_pytorch_tanh": 4, "quick_gelu": 5}  # fmt: skip
-# What C's functions return beside 0.
+# Nonzero return values of the C functions.
 NO_MEMORY, BAD_PLACE = 1, 2
-# Values for each thread at the least: waking a second one for fewer costs more than it takes off, by reckoning.
+# Minimum number of values per thread: by estimate, waking another thread for fewer costs more than it saves.
 VALUES_OF_A_THREAD = 16384
 
 
@@ -39,7 +40,7 @@ class _Heads(Structure):
 
 
 class AttentionNumbers(Structure):
-    """The numbers of an attention that are the same in every step; window and softcap are 0 where there is none."""
+    """The parameters of an attention that are the same in every step; window and softcap are 0 if unused."""
 
     _fields_ = [
         *((name, c_int64) for name in ("num_kv_heads", "num_queries", "head_dim", "window", "is_interleaved")),
@@ -85,10 +86,11 @@ _ARGUMENTS: dict[str, list[Any]] = {
 
 
 def use_compiled(*tensors: torch.Tensor | None) -> bool:
-    """True where compiled functions can take the tensors: plain ones of one dtype on a CPU, that nobody watches.
+    """Whether compiled functions can take the tensors: plain ones of one dtype on a CPU, without observers.
 
-    Whoever watches operators, without `calls_noted_by`, or wants gradients, gets torch's own. A dispatch mode that only
-    counts says so by an attribute `lets_compiled_run`: what is computed must not depend on whether it is measured.
+    If a dispatch mode watches operators, without `calls_noted_by`, or gradients are needed, torch's own operators run.
+    A dispatch mode that only counts sets the attribute `lets_compiled_run`: results must not depend on whether they are
+    measured.
     """
     first = tensors[0]
     assert first is not None
@@ -104,7 +106,7 @@ def use_compiled(*tensors: torch.Tensor | None) -> bool:
 
 
 def is_watched() -> bool:
-    """Whether a dispatch mode is in force that must see torch's own operators."""
+    """Whether a dispatch mode is active that must see torch's own operators."""
     allowed = int(_noting.note is not None)
     if torch._C._len_torch_dispatch_stack() <= allowed:
         return False
@@ -119,7 +121,7 @@ def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Calls a compiled function; MemoryError or ValueError for what it returns."""
+    """Calls a compiled function; raises MemoryError or ValueError for a nonzero status."""
     library = load_library()
     assert library is not None
     function: Callable[..., int] = getattr(library, name)
@@ -140,9 +142,9 @@ def _run(name: str, function: Callable[..., int], arguments: tuple[Any, ...]) ->
 
 @contextmanager
 def calls_noted_by(note: Note) -> Iterator[None]:
-    """Hands to `note` the name of each function that this thread calls inside, and what calls it again.
+    """Calls `note` with the name of each function that this thread calls inside, and a function that repeats the call.
 
-    It goes with a torch dispatch mode, which sees the other operators.
+    Used together with a torch dispatch mode, which sees the other operators.
     """
     _noting.note = note
     try:
@@ -157,7 +159,7 @@ def matrix(tensor: torch.Tensor) -> Any:
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:
-    """Where its data lies; None, which is C's NULL, without a tensor."""
+    """Address of the data; None, which is C's NULL, without a tensor."""
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -205,7 +207,7 @@ def norm(
 
 
 def _empty_as(rows: torch.Tensor) -> torch.Tensor:
-    """`[N, E]` in the order of memory that `rows` has, dense."""
+    """`[N, E]`, dense, in the memory order of `rows`."""
     num_rows, width = rows.shape
     if rows.stride(0) == 1 and num_rows > 1:
         return rows.new_empty(width, num_rows).t()
@@ -213,7 +215,7 @@ def _empty_as(rows: torch.Tensor) -> torch.Tensor:
 
 
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """`act(gate) * up` of two `[N, I]`, in the order of memory that `gate` has."""
+    """`act(gate) * up` of two `[N, I]`, in the memory order of `gate`."""
     output = torch.empty_like(gate)
     order = (0, 1) if output.stride(1) == 1 else (1, 0)
     lines = [x.permute(order) for x in (gate, up, output)]
@@ -229,7 +231,7 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> t
 
 
 def by_rows(input: torch.Tensor) -> torch.Tensor:
-    """fp32 `[N, E]` in dense rows: where it lies by columns, a copy that takes half of torch's time."""
+    """fp32 `[N, E]` in dense rows; copies an input stored by columns in half of torch's time."""
     if input.is_contiguous() or not input.is_cpu or input.dtype != torch.float32 or not use_compiled(input):
         return input.contiguous()
     output = input.new_empty(input.shape)
@@ -238,7 +240,7 @@ def by_rows(input: torch.Tensor) -> torch.Tensor:
 
 
 def can_attend(qkv: QKV, cache: KVBlocks, batch: DecodeBatch, weights: HeadWeights) -> bool:
-    """Whether `decode_attention` takes these tensors, which must lie in memory as it reads them."""
+    """Whether `decode_attention` takes these tensors, which must have the memory layout that it reads."""
     (q, k, v, rotary), (keys, values), (_, _, sinks, alibi) = qkv, cache, weights
     if not len(q) or not use_compiled(q, k, v, keys, values, *(rotary or ()), sinks):
         return False
@@ -261,7 +263,7 @@ def decode_attention(
     """Rotates, writes the new keys and values and attends, as `SoftmaxContextOp` does after its norms: `[N, H*D]`.
 
     Raises:
-        ValueError: a row is longer than `batch.context` or its table names a block that is not there.
+        ValueError: a row is longer than `batch.context` or its table names a block that does not exist.
     """
     (q, k, v, rotary), (keys, values) = qkv, cache
     num_rows, num_heads = len(q), numbers.num_kv_heads * numbers.num_queries
@@ -303,11 +305,11 @@ def log_sum_exp(values: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def exp_rows(values: torch.Tensor, shift: torch.Tensor, factor: torch.Tensor | None = None) -> torch.Tensor:
-    """Each row of `values [S, V]` becomes `factor * exp(row - shift)` in place; its sum: `[S]` fp32.
+    """Replaces each row of `values [S, V]` with `factor * exp(row - shift)` in place; returns the sums: `[S]` fp32.
 
     Args:
         shift: `[S]` fp32, dense.
-        factor: like shift; None: 1.
+        factor: `[S]` fp32, dense; None: 1.
     """
     (num_rows, width), sums = values.shape, torch.empty_like(shift)
     call(
@@ -318,7 +320,7 @@ def exp_rows(values: torch.Tensor, shift: torch.Tensor, factor: torch.Tensor | N
 
 
 def first_largest(values: torch.Tensor) -> torch.Tensor:
-    """The index of the largest of each row of `[S, V]`, the first of equal ones: `[S]` int64."""
+    """The index of the largest value of each row of `[S, V]`, the first of equal ones: `[S]` int64."""
     (num_rows, width), output = values.shape, values.new_empty(len(values), dtype=torch.int64)
     call(
         "first_largest", values.data_ptr(), values.stride(0), output.data_ptr(), num_rows, width,

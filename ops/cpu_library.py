@@ -1,10 +1,9 @@
 """Compiles `cpu_kernels.c` and `cpu_products.c` with the user's own C compiler at its first use, and loads it.
 
-The library is kept in the user's cache folder under a name that says what it was made of: source, compiler, options
-and processor. A file there ends with the SHA-256 of what comes before it, which the loader of the operating system
-does not read; what does not fit is compiled again. It comes into place whole, by a rename. Since it is code, it is
-loaded only from a folder that belongs to this user and that nobody else can write to, else compiled for this process
-alone.
+The library is kept in the user's cache folder under a name derived from source, compiler, options and processor. A file
+there ends with the SHA-256 of the bytes before it, which the loader of the operating system does not read; a file that
+does not match is compiled again. It is moved into place whole, by a rename. Since it is code, it is loaded only from a
+folder that belongs to this user and that no other user can write to, else compiled for this process alone.
 
 It is linked to the OpenMP runtime that torch has loaded, so that both have one pool of threads.
 """
@@ -29,26 +28,26 @@ from hybrid_engine.ops.dispatch import say_once
 
 SOURCES = [Path(__file__).with_name(name) for name in ("cpu_kernels.c", "cpu_products.c")]
 HEADERS = [Path(__file__).with_name("cpu_values.h")]
-# Sums may be reordered and spread over a vector; NaN and infinity stay what they are, unlike under -ffast-math.
+# Sums may be reordered and vectorized; NaN and infinity are preserved, unlike under -ffast-math.
 OPTIONS = ["-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp"]
 OPTIONS += ["-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"]
-# Else the sums of a product, which fill the registers, are regrouped into more than there are.
+# Otherwise the sums of a product, which fill the registers, are regrouped into more than there are registers.
 OPTIONS += ["-fno-tree-reassoc"]
 X86_OPTIONS = ["-march=native", "-mprefer-vector-width=512"]
 OTHER_OPTIONS = ["-mcpu=native"]
 DIGEST_BYTES = 32
 COMPILE_SECONDS = 120
-# A compilation that takes longer was killed, and its file may go.
+# A compilation older than this was killed, and its file may be removed.
 STALE_SECONDS = 3600
 
 
 class NotBuilt(Exception):
-    """Why there is no library."""
+    """The reason why the library cannot be built."""
 
 
 @cache
 def load_library() -> ctypes.CDLL | None:
-    """The library; None, said once, where it cannot be made."""
+    """The library; None, with one warning, if it cannot be built."""
     try:
         return _find_or_build()
     except (NotBuilt, OSError) as error:
@@ -70,7 +69,7 @@ def _find_or_build() -> ctypes.CDLL:
 
 
 def compile_command() -> list[str]:
-    """Compiler, options, source and libraries, without the output. NotBuilt where there is no compiler."""
+    """Compiler, options, source and libraries, without the output. Raises NotBuilt if there is no compiler."""
     if os.name != "posix":
         raise NotBuilt(f"they are compiled on POSIX systems, and this is {platform.system()}")
     wanted = shlex.split(os.environ.get("CC", "")) or ["cc"]
@@ -79,13 +78,13 @@ def compile_command() -> list[str]:
         raise NotBuilt(f"there is no C compiler {wanted[0]!r}; install one, such as gcc, or name it by CC")
     native = X86_OPTIONS if platform.machine().lower() in ("x86_64", "amd64") else OTHER_OPTIONS
     runtime = openmp_runtime()
-    # Named before -fopenmp's own, which then is not needed.
+    # Listed before -fopenmp's own, which is then not needed.
     libraries = ["-Wl,--as-needed", str(runtime)] if runtime else []
     return [compiler, *wanted[1:], *OPTIONS, *native, *map(str, SOURCES), *libraries, "-lm"]
 
 
 def openmp_runtime() -> Path | None:
-    """The OpenMP runtime in this process, torch's own where there are several; None where none is seen."""
+    """The OpenMP runtime in this process, preferably torch's own; None if none is found."""
     try:
         mapped = Path("/proc/self/maps").read_text()
     except OSError:
@@ -117,7 +116,7 @@ def _processor() -> list[str]:
 
 
 def make_private(folder: Path) -> bool:
-    """Makes the folder; whether it is this user's and no other can write to it."""
+    """Makes the folder; returns whether it is this user's and no other user can write to it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.lstat()
@@ -128,7 +127,7 @@ def make_private(folder: Path) -> bool:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a library of this user lies at `path` and has the bytes that were compiled."""
+    """Whether `path` is a library of this user whose bytes match its checksum."""
     try:
         status, content = path.lstat(), path.read_bytes()
     except OSError:
@@ -139,10 +138,10 @@ def is_whole(path: Path) -> bool:
 
 
 def build(command: list[str], path: Path) -> Path:
-    """Compiles to `path`, which holds a whole library or what it held before; several processes may at once.
+    """Compiles to `path`, which is replaced atomically; several processes may do so at once.
 
     Raises:
-        NotBuilt: the compiler failed, with the first line of its errors.
+        NotBuilt: the compiler failed; the message has the first line of its errors.
     """
     handle, name = tempfile.mkstemp(suffix=".part", dir=path.parent)
     os.close(handle)
@@ -171,7 +170,7 @@ def _compile(command: list[str]) -> None:
 
 
 def remove_stale(folder: Path) -> None:
-    """Removes what killed compilations left."""
+    """Removes the files of killed compilations."""
     for path in folder.glob("*.part"):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > STALE_SECONDS:

@@ -1,7 +1,7 @@
-"""Products of a few fp32 rows on a CPU as compiled functions: what `cpu_products.c` computes, for torch tensors.
+"""Products of a few fp32 rows on a CPU as compiled functions: calls `cpu_products.c` with torch tensors.
 
-Weights are views `[in, out]` of what lies as `[out, in]`; results lie by columns (strides 1, N), as the inputs of the
-next product like it, unless they are asked for by rows. N rows.
+Weights are views `[in, out]` of tensors stored `[out, in]`; results are stored by columns (strides 1, N), the best
+order for the input of the next product, unless `by_rows` is set. N rows.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import torch
 from hybrid_engine.ops.cpu_kernels import ACTIVATIONS, call, matrix, pointer, use_compiled
 
 THREAD_ELEMENTS = 2**15
-"""Elements of weights for each thread at the least."""
+"""Minimum number of weight elements per thread."""
 
 Linear = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -52,7 +52,7 @@ def products(
 
 
 def activated_product(input: torch.Tensor, linear: Linear, gate: Linear | None, activation: str) -> torch.Tensor:
-    """`act(gate) * linear`, or `act(linear)` where there is no gate: `[N, out]`."""
+    """`act(gate) * linear`, or `act(linear)` without a gate: `[N, out]`."""
     output = _empty(input, linear[0].shape[1], False)
     product = _product(linear, output, None)
     product.activation = ACTIVATIONS[activation]
@@ -63,7 +63,7 @@ def activated_product(input: torch.Tensor, linear: Linear, gate: Linear | None, 
 
 
 def _empty(input: torch.Tensor, width: int, by_rows: bool) -> torch.Tensor:
-    """`[N, width]` like the input, whatever dtype and device new tensors have by default."""
+    """`[N, width]` like the input, independent of the default dtype and device."""
     return input.new_empty(len(input), width) if by_rows else input.new_empty(width, len(input)).t()
 
 

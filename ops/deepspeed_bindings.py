@@ -1,4 +1,4 @@
-"""Ops that are named after DeepSpeed's bindings and that no container here uses.
+"""Ops that are named after DeepSpeed's bindings and that containers do not use.
 
 `GELUGemmOp`, projection, GELU, projection (`fused_gemm_gelu`): `y = gelu(x W + b) Wout`. Both GELUs: "gelu" is the
 exact one (erf), "gelu_new" the tanh approximation (`activation.py`). Moves both weights once, 2 E I elements, and does
@@ -6,17 +6,17 @@ exact one (erf), "gelu_new" the tanh approximation (`activation.py`). Moves both
 
 `LinearOp`: `y = x W + b (+ residual)`, the product of `vector_matmul.py`.
 
-`ResidualAddOp` (`residual_add`): the sum of a block's output, its residual and its biases, where a group of `tp_size`
+`ResidualAddOp` (`residual_add`): the sum of a block's output, its residual and its biases, if a group of `tp_size`
 processes sums the result.
 
     after attention:   out = hidden + (residual + attention + b_attention + b_final) / tp_size
     parallel blocks:   out = hidden + attention + (residual + b_attention + b_final) / tp_size
 
-`hidden`, the MLP's output, is each process's own part of a sum that an all-reduce completes, so it counts whole. What
-every process has in full is divided, so that the all-reduce counts it once. Where the MLP comes after the attention,
-the attention's output has been all-reduced already; where both run in parallel (GPT-J), it is a part like `hidden`, and
-one all-reduce serves both. Sums are fp32, rounded once. Moves 3 or 4 N E elements, does about 5 N E operations. In
-DeepSpeed it is in place, here not.
+`hidden`, the MLP's output, is each process's own part of a sum that an all-reduce completes, so it counts whole.
+Tensors that every process has in full are divided, so that the all-reduce counts them once. If the MLP comes after the
+attention, the attention's output has been all-reduced already; if both run in parallel (GPT-J), it is a part like
+`hidden`, and one all-reduce handles both. Sums are fp32, rounded once. Moves 3 or 4 N E elements, does about 5 N E
+operations. DeepSpeed's works in place, this one does not.
 """
 
 import torch
@@ -108,7 +108,7 @@ class ResidualAddOp:
 
     Args:
         tp_size: processes whose results an all-reduce sums.
-        mlp_after_attention: False where attention and MLP run in parallel on the same input.
+        mlp_after_attention: False if attention and MLP run in parallel on the same input.
     """
 
     def __init__(self, tp_size: int = 1, mlp_after_attention: bool = True):
@@ -127,8 +127,8 @@ class ResidualAddOp:
         """All `[N, E]`, biases `[E]` -> `[N, E]`.
 
         Args:
-            add_bias: whether `attention_bias` is still to be added; False where the attention has it already.
-            residual_add: takes the place of `attention_output` where given (blocks that norm after the sum).
+            add_bias: whether `attention_bias` is still to be added; False if the attention output includes it.
+            residual_add: replaces `attention_output` if given (blocks that norm after the sum).
         """
         attention = attention_output if residual_add is None else residual_add
         bias = attention_bias if add_bias else None

@@ -1,11 +1,10 @@
-"""Which of an op's forms runs, the Triton kernel or the torch reference, and how kernels are started.
+"""Chooses which form of an op runs, the Triton kernel or the torch reference, and launches kernels.
 
 Kernels run on CUDA tensors; with `TRITON_INTERPRET=1` set before the import they run on the CPU through
-Triton's interpreter, slowly, which is how they are tested without a GPU. `HYBRID_ENGINE_FALLBACK=1` forces
-the references everywhere; where it is not set, an op whose kernel does not compile runs its reference alone
-(`kernel_errors.py`). On a CPU some ops have a third, compiled form, which `cpu_kernels.use_compiled` chooses where
-no kernel runs. Where Triton is not installed `triton` and `tl` are stand-ins that let the
-kernels be defined and never run.
+Triton's interpreter, slowly, which is how they are tested without a GPU. `HYBRID_ENGINE_FALLBACK=1` forces the
+references everywhere; if it is not set, only an op whose kernel does not compile runs its reference
+(`kernel_errors.py`). On a CPU some ops have a third, compiled form, which `cpu_kernels.use_compiled` chooses if no
+kernel runs. If Triton is not installed `triton` and `tl` are stand-ins that let the kernels be defined but not run.
 """
 
 import logging
@@ -28,7 +27,7 @@ except ImportError:  # platforms without Triton
 logger = logging.getLogger("hybrid_engine")
 
 HAS_TRITON = bool(triton.__version__)
-# As Triton read it: a kernel is interpreted or compiled from the moment it is defined.
+# As read by Triton: a kernel is interpreted or compiled from its definition on.
 IS_INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SWITCH = "HYBRID_ENGINE_FALLBACK"
@@ -37,7 +36,7 @@ _said: set[str] = set()
 
 
 def fallback_forced() -> bool:
-    """Whether the environment asks for references everywhere; ValueError for a value that is neither 0 nor 1."""
+    """Whether the environment forces references everywhere; ValueError for a value that is neither 0 nor 1."""
     value = os.environ.get(SWITCH, "0")
     if value not in ("", "0", "1"):
         raise ValueError(f"{SWITCH}={value!r} must be 0 or 1; 1 runs the torch references instead of kernels")
@@ -45,19 +44,19 @@ def fallback_forced() -> bool:
 
 
 def use_triton(tensor: torch.Tensor) -> bool:
-    """True where a kernel can take `tensor`: on CUDA (or interpreted), in a float dtype, not switched off."""
+    """Whether a kernel can take `tensor`: on CUDA (or interpreted), in a float dtype, not switched off."""
     if not (tensor.is_cuda or IS_INTERPRETED):
         return False
     return HAS_TRITON and tensor.dtype in KERNEL_DTYPES and not fallback_forced()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **meta: Any) -> None:
-    """Starts a Triton kernel on `device`, which need not be the current one."""
+    """Launches a Triton kernel on `device`, which need not be the current one."""
     find_launch(kernel, grid, args, device, meta)(*args)
 
 
 def say_once(line: str) -> None:
-    """Logs a warning the first time it comes up in this process, the first of those that a launcher started."""
+    """Logs a warning the first time it occurs in this process, on rank 0 only."""
     if line not in _said and os.environ.get("RANK", "0") == "0":
         _said.add(line)
         logger.warning(line)
@@ -72,19 +71,19 @@ def check_tensor(
     shape: Sequence[int | None] | None = None,
     is_dense_last: bool = False,
 ) -> None:
-    """Raises ValueError naming `name`, what it is and what was expected, before a kernel reads it.
+    """Raises ValueError with the name, the actual and the expected property, before a kernel reads the tensor.
 
     Args:
-        like: the device, and where `dtype` is None the dtype, that `tensor` must have.
-        shape: sizes; None where any will do.
-        is_dense_last: elements of the last dimension must be neighbours in memory.
+        like: a tensor with the required device, and the required dtype if `dtype` is None.
+        shape: sizes; None for any.
+        is_dense_last: elements of the last dimension must be adjacent in memory.
     """
     expected_dtype = dtype if dtype is not None or like is None else like.dtype
     if expected_dtype is not None and tensor.dtype != expected_dtype:
         raise ValueError(f"{name} is {tensor.dtype}; expected {expected_dtype}")
     if like is not None and tensor.device != like.device:
         raise ValueError(f"{name} is on {tensor.device}; expected {like.device}")
-    # Before each launch: what fits is found without looking at each dimension.
+    # Runs before each launch: a fitting shape is accepted without a loop over dimensions.
     if shape is not None and tensor.shape != shape:
         fits = len(shape) == tensor.dim()
         for expected_size, size in zip(shape, tensor.shape, strict=False):
@@ -97,5 +96,5 @@ def check_tensor(
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of two that is not below `n`."""
+    """The smallest power of two that is at least `n`."""
     return 1 << max(n - 1, 0).bit_length()

@@ -34,9 +34,9 @@ from hybrid_engine.ops.skinny_gemm import multiply
 LAYOUTS = ("plain", "halves", "interleaved")
 CLAMPED_SWIGLU = "clamped_swiglu"
 EXPERT_ACTIVATIONS = (*ACTIVATIONS, CLAMPED_SWIGLU)
-# Below this many programs half of a column tile each keeps more of the device busy (two waves of an H100).
+# With fewer programs, half of a column tile each keeps more of the device busy (two waves of an H100).
 FEW_PROGRAMS = 264
-# Up to this many rows torch.mm is the faster product on a CPU, where the weight is stored [in, out].
+# Up to this many rows torch.mm is the faster product on a CPU for a weight stored [in, out].
 FEW_ROWS = 4
 
 
@@ -44,14 +44,14 @@ class Tiles(NamedTuple):
     """Sizes of the tiles of a grouped product."""
 
     m: int  # pairs
-    n: int  # columns (of gate and of up, where gated)
+    n: int  # columns (of gate and of up, if gated)
     k: int  # step along the summed dimension
     warps: int
     stages: int
 
 
 def choose_tiles(num_pairs: int, num_experts: int, columns: int, dtype: torch.dtype) -> Tiles:
-    """Tiles for `num_pairs` spread over `num_experts`, `columns` of output; depends on shapes only."""
+    """Tiles for `num_pairs` spread over `num_experts` and `columns` of output; depends on shapes only."""
     average = -(-num_pairs // num_experts)
     m = min(64, max(16, next_power_of_2(2 * average if average > 1 else 1)))
     is_wide = max_tiles(num_pairs, num_experts, m) * -(-columns // 64) >= FEW_PROGRAMS
@@ -62,13 +62,15 @@ def choose_tiles(num_pairs: int, num_experts: int, columns: int, dtype: torch.dt
 
 
 def max_tiles(num_pairs: int, num_experts: int, tile: int) -> int:
-    """The most tiles that `num_pairs` can need, however they fall on the experts."""
+    """The maximum number of tiles for `num_pairs`, however they are distributed over the experts."""
     hit = min(num_pairs, num_experts)
     return hit + (num_pairs - hit) // tile
 
 
 def grouped_product(input: torch.Tensor, weight: torch.Tensor, bounds: list[int]) -> torch.Tensor:
-    """`input [M, in]`, of which rows `bounds[x] : bounds[x + 1]` meet `weight[x] [in, out]`, -> `[M, out]`."""
+    """`input [M, in]`, whose rows `bounds[x] : bounds[x + 1]` are multiplied by `weight[x] [in, out]`, -> `[M,
+    out]`.
+    """
     hit = [x for x in range(len(weight)) if bounds[x + 1] > bounds[x]]
     if not hit:
         return input.new_empty(0, weight.shape[2])
@@ -78,8 +80,8 @@ def grouped_product(input: torch.Tensor, weight: torch.Tensor, bounds: list[int]
 
 def expert_product(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`input [m, in]`, `weight [in, out]` -> `[m, out]` for the few rows of one expert."""
-    # oneDNN turns a weight stored [in, out] around first: 512 x 1024 at 1 row takes 278 us against 101 us of
-    # torch.mm, at 8 rows 237 against 228, at 32 rows 327 against 451 (one Zen 5 core, torch 2.13).
+    # oneDNN first transposes a weight stored [in, out]: 512 x 1024 at 1 row takes 278 us against 101 us of torch.mm, at
+    # 8 rows 237 against 228, at 32 rows 327 against 451 (one Zen 5 core, torch 2.13).
     if len(input) <= FEW_ROWS and weight.stride(1) == 1:
         return torch.mm(input, weight)
     return linear_transposed(input, weight, None)
@@ -90,8 +92,8 @@ class ExpertGemmOp:
 
     Args:
         activation: a name in ACTIVATIONS, or "clamped_swiglu" (gated only).
-        layout: how `up`'s columns hold the gate: "plain" (none), "halves" or "interleaved" (gate first).
-        alpha, limit: of the clamped SwiGLU.
+        layout: the place of the gate in `up`'s columns: "plain" (none), "halves" or "interleaved" (gate first).
+        alpha, limit: parameters of the clamped SwiGLU.
     """
 
     def __init__(
@@ -127,7 +129,7 @@ class ExpertGemmOp:
             down: `[X, I, E]`; down_bias: `[X, E]` or None.
 
         Raises:
-            ValueError: a tensor whose dtype, device or shape does not fit the others.
+            ValueError: a tensor's dtype, device or shape does not fit the others.
         """
         self._check(input, routing, up, up_bias, down, down_bias)
         if use_triton(input):
@@ -136,7 +138,7 @@ class ExpertGemmOp:
 
     @classmethod
     def reads_host(cls, input: torch.Tensor) -> bool:
-        """Whether `input` is computed by the reference, which reads the experts' numbers of tokens on the host."""
+        """Whether the reference computes `input`, which reads the experts' token counts on the host."""
         return not use_triton(input) or is_replaced(cls._launch)
 
     def _check(
@@ -172,7 +174,9 @@ class ExpertGemmOp:
         down: torch.Tensor,
         down_bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The kernels' function in torch, expert after expert; the host reads the offsets, so no graph can hold it."""
+        """The kernels' function in torch, one expert at a time; it reads the offsets on the host, so a graph cannot
+        capture it.
+        """
         weights, order = routing.weights, routing.order
         num_tokens, top_k = weights.shape
         bounds = routing.offsets.tolist()
@@ -229,7 +233,7 @@ class Pairs(NamedTuple):
     """The pairs of token and slot, sorted by expert."""
 
     order_ptr: Any  # [M] int64: each pair's number, token * top_k + slot
-    offsets_ptr: Any  # [X + 1] int32: where each expert's begin
+    offsets_ptr: Any  # [X + 1] int32: start of each expert's pairs
     num_experts: int
     top_k: int
 
@@ -248,14 +252,14 @@ class ExpertWeights(NamedTuple):
 
 
 class Inner(NamedTuple):
-    """What is written, whose columns are dense: of gate and up one."""
+    """The output, with dense columns; of gate and up one."""
 
     ptr: Any
     columns: int
 
 
 class Gate(NamedTuple):
-    """Numbers of the clamped SwiGLU."""
+    """Parameters of the clamped SwiGLU."""
 
     alpha: float
     limit: float
@@ -286,7 +290,7 @@ def _launch_product(
 
 @triton.jit
 def _find_tile(pairs, tile, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Expert, first and end sorted pair of a tile; expert >= num_experts where there is no such tile."""
+    """Expert, first and end sorted pair of a tile; expert >= num_experts if the tile does not exist."""
     x = tl.arange(0, EXPERTS)
     mask = x < pairs.num_experts
     begin = tl.load(pairs.offsets_ptr + x, mask=mask, other=0)
@@ -328,7 +332,7 @@ def _product(x, rows, row_mask, w, expert, n, n_mask, TILES: tl.constexpr):
 
 @triton.jit
 def _product_pair(x, rows, row_mask, w, expert, n, n_mask, columns, TILES: tl.constexpr):
-    """A product for the columns `n` and one for those `columns` on, reading the rows once."""
+    """One product for the columns `n` and one for the columns at an offset of `columns`, reading the rows once."""
     BLOCK_M: tl.constexpr = TILES.m
     BLOCK_N: tl.constexpr = TILES.n
     BLOCK_K: tl.constexpr = TILES.k
@@ -370,7 +374,7 @@ def _up_kernel(
     tokens = tl.load(pairs.order_ptr + rows, mask=row_mask, other=0) // pairs.top_k
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_mask = n < inner.columns
-    if LAYOUT == 2:  # one tile holds gate and up side by side, as they lie
+    if LAYOUT == 2:  # one tile holds gate and up side by side, as stored
         both = tl.program_id(1) * BLOCK_N * 2 + tl.arange(0, 2 * BLOCK_N)
         both_mask = both < 2 * inner.columns
         pair = _product(x, tokens, row_mask, w, expert, both, both_mask, TILES)
@@ -402,7 +406,7 @@ def _up_kernel(
 
 @triton.jit
 def _down_kernel(x, pairs, w, output, weights_ptr, EXPERTS: tl.constexpr, TILES: tl.constexpr):
-    """BLOCK_M sorted pairs of one expert times BLOCK_N columns, weighted, written to the pairs' own places."""
+    """BLOCK_M sorted pairs of one expert times BLOCK_N columns, weighted, written to the places of the pairs."""
     BLOCK_M: tl.constexpr = TILES.m
     BLOCK_N: tl.constexpr = TILES.n
     expert, first, end = _find_tile(pairs, tl.program_id(0), EXPERTS, BLOCK_M)

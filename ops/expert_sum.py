@@ -1,12 +1,12 @@
-"""What the experts of a token say, summed; with a shared expert and the residual where the block has them.
+"""The sum of the outputs of a token's experts, with a shared expert and the residual if the block has them.
 
     y[n] = sum_k expert_outputs[n, k]                    in fp32, slot after slot, rounded once
     y    = y + sigmoid(shared_logit) * shared            a shared expert (Qwen2-MoE)
     y    = y + residual
 
 One program reads all slots of its piece of a row, so the order of the sum is fixed: no atomics. Moves
-(top_k + 1) N E elements and as many operations. Rounds to the dtype where transformers' modules do:
-after the sum, the sigmoid, the product and every addition.
+(top_k + 1) N E elements and as many operations. Rounds to the dtype at the same points as transformers' modules: after
+the sum, the sigmoid, the product and every addition.
 """
 
 import torch
@@ -32,9 +32,9 @@ class ExpertSumOp:
         """`expert_outputs [N, top_k, E]` -> `[N, E]` in `dtype`.
 
         Args:
-            dtype: of the result; `expert_outputs` may be fp32, where the routing weights are.
+            dtype: dtype of the result; `expert_outputs` may be fp32, if the routing weights are.
             shared: `[N, E]` output of the shared expert.
-            shared_logit: `[N, 1]`, whose sigmoid weighs it; None: weight 1.
+            shared_logit: `[N, 1]`, whose sigmoid is the weight of `shared`; None: weight 1.
             residual: `[N, E]`, added last.
         """
         num_tokens, _, width = expert_outputs.shape

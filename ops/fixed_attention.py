@@ -1,13 +1,13 @@
-"""Causal attention in which a query's result depends on its own sequence alone, to the bit.
+"""Causal attention in which a query's result depends only on its own sequence, bit for bit.
 
     score_ij  = cap(q_i . k_j * scale)                    for 0 <= i - j < window
     context_i = sum_j exp(score_ij - m_i) v_j / (sum_j exp(score_ij - m_i) + exp(sink_h - m_i)),  m_i the largest
 
-Queries stand in tiles of `tile_rows` rows and keys in chunks of CHUNK_KEYS, counted from the start of the sequence;
-both are padded. Each product is of one tile and one chunk, each sum of one chunk, and chunks are added in order. A key
-that is padding or hidden has weight exactly 0, so that it makes no difference how far a context is padded. All in
-fp32. A prefill, a decoded token and the trainer's forward are the same function of tiles. Where kernels run it is one
-kernel, `fixed_attention_kernel.py`'s, with tiles and chunks of its own.
+Queries are in tiles of `tile_rows` rows and keys in chunks of CHUNK_KEYS, counted from the start of the sequence; both
+are padded. Each product is of one tile and one chunk, each sum is over one chunk, and chunks are added in order. A key
+that is padding or hidden has weight exactly 0, so the padding of a context does not change the result. All in fp32. A
+prefill, a decoded token and the trainer's forward are the same function of tiles. On devices with kernels one kernel
+computes it (`fixed_attention_kernel.py`), with its own tiles and chunks.
 
 R sequences, n tokens, S decoded rows, H query heads, K key/value heads, G = H / K, D head dimension.
 """
@@ -27,17 +27,17 @@ from hybrid_engine.ops.grouped_attention import attend_grouped
 from hybrid_engine.ops.place_free import place_free_rows
 from hybrid_engine.ops.softmax_context import like_lengths
 
-# A product of a row of decode, or of its G heads, is padded to so many rows: 8 cost a batch of decode less than 32.
+# Padded number of rows in a product of a decode row, or of its G heads: 8 cost less for a batch of decode rows than 32.
 TILES_OF_ROWS = (8, 12)
 CHUNK_KEYS = 64
 TRIED_DIMS = (8, 64, 80, 256)
 
 
 class Attention(NamedTuple):
-    """What attention of one layer does beside its tensors."""
+    """Parameters of the attention of one layer, other than tensors."""
 
     scale: float  # multiplies q.k
-    window: int | None = None  # tokens a query sees, itself included; None: all
+    window: int | None = None  # tokens that a query attends to, itself included; None: all
     softcap: float | None = None  # c in c tanh(score / c)
 
 
@@ -54,16 +54,16 @@ def attend(
     Args:
         query: `[R, n, H, D]`.
         key, value: `[R, C, K, D]`, finite everywhere.
-        positions: `[R, n]` int64: where the queries stand; those of a row ascend. Keys behind a query are hidden.
-        sinks: `[H]`, a further logit of each head.
+        positions: `[R, n]` int64: positions of the queries, ascending in each row. Keys after a query are hidden.
+        sinks: `[H]`, an additional logit of each head.
 
     Returns:
-        `[R, n, H, D]` in the dtype of `query`. Differentiable where the queries are all of their sequence's tokens.
+        `[R, n, H, D]` in the dtype of `query`. Differentiable if the queries are all tokens of their sequence.
     """
     return _attend(query, key, value, positions, *attention, sinks)
 
 
-# One operation, so that nothing which looks at operations looks into it: its shapes are fixed already.
+# A single operation, so that dispatch modes do not see its inner operations: its shapes are fixed already.
 @torch.library.custom_op("hybrid_engine::attend", mutates_args=())
 def _attend(
     query: torch.Tensor,
@@ -82,7 +82,7 @@ def _attend(
     group, rows = num_heads // num_kv_heads, tile_rows(torch.get_num_threads())
     missing = -length * group % rows
     num_tiles = (length * group + missing) // rows
-    # [tiles, R * K, rows, ...]: of one sequence and key head, queries by position and then by head of the group.
+    # [tiles, R * K, rows, ...]: queries of one sequence and key head, by position and then by head of the group.
     tiles = query.float().unflatten(2, (num_kv_heads, group)).transpose(1, 2).flatten(2, 3)
     tiles = _tiled(F.pad(tiles, (0, 0, 0, missing)), num_tiles)
     places = positions.repeat_interleave(group, 1)
@@ -92,7 +92,7 @@ def _attend(
     start = places.flatten(1).amin(1).tolist() if attention.window is not None else [0] * num_tiles
     keys, values = _chunked(key), _chunked(value)
     sink = None
-    if sinks is not None:  # [R * K, rows] of every tile: a tile begins at any head of the group
+    if sinks is not None:  # [R * K, rows] of every tile: a tile starts at any head of the group
         heads = torch.arange(num_tiles * rows, device=query.device) % group
         by_head = sinks.float().view(num_kv_heads, group)[:, heads].view(num_kv_heads, num_tiles, rows)
         sink = by_head.transpose(0, 1).repeat(1, num_rows, 1)
@@ -124,7 +124,7 @@ def _attend_padded(
 
 @cache
 def tile_rows(num_threads: int) -> int:
-    """How many rows are in a tile."""
+    """Number of rows in a tile."""
 
     def products(num_rows: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
         for dim in TRIED_DIMS:
@@ -157,7 +157,7 @@ def _tile(
     attention: Attention,
     sink: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`query [X, rows, D]` against chunks `[X, CHUNK_KEYS, D]`, of which the first one is number `first`."""
+    """`query [X, rows, D]` against chunks `[X, CHUNK_KEYS, D]`, numbered from `first`."""
     inside = torch.arange(CHUNK_KEYS, device=query.device)
     scores = []
     for chunk, key in enumerate(keys, first):
@@ -171,7 +171,7 @@ def _tile(
         scores.append(score.masked_fill(hidden, float("-inf")))
     largest = torch.stack([score.amax(-1) for score in scores]).amax(0)
     largest = largest if sink is None else torch.maximum(largest, sink)
-    # A query that is padding may stand before the first chunk of its tile.
+    # A query that is padding may be before the first chunk of its tile.
     largest = largest.masked_fill(largest == float("-inf"), 0.0)
     total = torch.zeros_like(largest) if sink is None else torch.exp(sink - largest)
     context = torch.zeros_like(query)
@@ -221,7 +221,9 @@ def _attend_continued(
     attention: Attention,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The last tokens of packed sequences, whose keys and values have been written: `query [N, H, D]` -> the same."""
+    """Attention of the last tokens of packed sequences, whose keys and values are written: `query [N, H, D]` -> the
+    same shape.
+    """
     keys, values = read_context(cache, context)
     if use_triton(query):
         queries = Queries(query, batch.starts, batch.positions, max(batch.lengths))
@@ -245,13 +247,15 @@ def attend_decode(
     attention: Attention,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One token per row, `query [S, H, D]`, `key`, `value` `[S, K, D]` -> `[S, H, D]`; as `attend_prefill`."""
+    """One token per row, `query [S, H, D]`, `key`, `value` `[S, K, D]` -> `[S, H, D]`; otherwise like
+    `attend_prefill`.
+    """
     _write(key, value, caches, batch)
     if use_triton(query):
         queries = Queries(query, torch.arange(len(query) + 1, device=query.device), batch.positions, 1)
         return attend_by_kernel(queries, of_cache(caches, batch.block_tables), attention, sinks)
     heads = torch.arange(key.shape[1], device=key.device)[:, None]
-    # [S, C, K, D]; what lies in a block beyond the context is hidden.
+    # [S, C, K, D]; places of a block after the context are hidden.
     keys, values = (cache[batch.block_tables[:, None], heads].flatten(2, 3).transpose(1, 2) for cache in caches)
     return attend(query[:, None], keys, values, batch.positions[:, None], attention, sinks)[:, 0]
 
@@ -275,9 +279,9 @@ def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> Non
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """The gradient of attention computed as usual, whose values are the same to rounding, of whole sequences.
+    """The gradient of the usual attention of whole sequences, whose values are equal up to rounding.
 
-    A backward pass through tiles would be as many small products again, and keep all their weights.
+    A backward pass through tiles would need as many small products again, and keep all their weights.
     """
     inputs = [None if x is None else x.detach().requires_grad_() for x in ctx.saved_tensors]
     query, key, value, sinks = inputs
@@ -298,7 +302,7 @@ def attend_as_usual(
     attention: Attention,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The function of `attend` without tiles, of whole sequences `[R, n, ...]`."""
+    """The function of `attend` without tiles, for whole sequences `[R, n, ...]`."""
     group = query.shape[2] // key.shape[2]
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     places = torch.arange(q.shape[2], device=q.device)

@@ -1,13 +1,13 @@
 """The attention of `fixed_attention.py` in one Triton kernel, for prefill, decode and the trainer's forward.
 
-A program takes one tile of queries of one sequence and one key head, and walks the chunks of keys up to the last that
-one of them sees, from the start of the sequence or of the window, in order: the chunk is the one size of split, and
-what it gives is merged with what came before as soon as it is there. A chunk that a query does not see leaves its
-numbers as they are: the largest score stays, sums are multiplied by exp(0) and get weights of exactly 0.
+A program takes one tile of queries of one sequence and one key head. It processes the chunks of keys in order, from the
+start of the sequence or of the window up to the last key that one of the queries attends to. The chunk is the only
+split, and its result is merged with the previous ones at once. A chunk that is hidden from a query does not change its
+values: the largest score stays, sums are multiplied by exp(0) and get weights of exactly 0.
 
-Where queries and keys lie, and how many there are, is told at run time only: a cache in blocks, packed sequences and
-padded ones are computed by the same instructions. A decoded token fills one row of its tile, which a GPU that waits
-for keys hardly notices; but its context is not cut among programs.
+Places and numbers of queries and keys are run-time arguments only: a cache in blocks, packed sequences and padded ones
+are computed by the same instructions. A decoded token fills one row of its tile, which costs little on a GPU that waits
+for keys; but its context is not split over programs.
 
 R sequences, N queries, H query heads, K key/value heads, G = H / K, D head dimension.
 """
@@ -23,7 +23,7 @@ from hybrid_engine.ops.softmax_context_kernels import _dot, _tanh, padded_dim
 
 
 class Heads(NamedTuple):
-    """What is attended; `output [N, H, D]`, dense as all of them."""
+    """The inputs of attention and `output [N, H, D]`, all dense."""
 
     q_ptr: Any  # [N, H, D]
     k_ptr: Any  # vectors of D
@@ -33,16 +33,16 @@ class Heads(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The queries of R sequences, one sequence after the other."""
+    """The queries of R sequences, concatenated."""
 
     query: torch.Tensor  # [N, H, D]
-    starts: torch.Tensor  # [R + 1], integers: where those of each sequence start, and N
-    positions: torch.Tensor  # [N] int64: where each stands in its sequence
-    most: int  # of a sequence, at least
+    starts: torch.Tensor  # [R + 1], integers: start of each sequence, and N
+    positions: torch.Tensor  # [N] int64: position of each query in its sequence
+    most: int  # upper bound of the queries of a sequence
 
 
 class Scores(NamedTuple):
-    """How scores are made; of one layer, so that they may compile to constants."""
+    """Parameters of the scores; constant per layer, so that they may compile to constants."""
 
     scale: float
     window: int
@@ -50,7 +50,7 @@ class Scores(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What of attention a layer has and how it is cut, constant to the kernel."""
+    """Form and tile sizes of a layer's attention, constant in the kernel."""
 
     groups: int  # G
     head_dim: int
@@ -63,9 +63,9 @@ class Form(NamedTuple):
 
 
 class KeyVectors(NamedTuple):
-    """Keys and values as vectors of D, dense and alike, and where those of a sequence lie among them.
+    """Keys and values as vectors of D, dense and with the same layout, and the places of each sequence's vectors.
 
-    Of key j and a head it is vector `tables[j // block_size] * block + (j % block_size) * place + head * head_stride`.
+    Key j of a head is vector `tables[j // block_size] * block + (j % block_size) * place + head * head_stride`.
     """
 
     keys: torch.Tensor
@@ -79,19 +79,19 @@ class KeyVectors(NamedTuple):
 
 
 def of_cache(caches: tuple[torch.Tensor, torch.Tensor], tables: torch.Tensor) -> KeyVectors:
-    """Caches `[num_blocks, K, block_size, D]`, of which sequences have the blocks `tables [R, n]`."""
+    """Caches `[num_blocks, K, block_size, D]`, in which sequences have the blocks `tables [R, n]`."""
     num_heads, block_size = caches[0].shape[1:3]
     return KeyVectors(*caches, num_heads, tables, block_size, num_heads * block_size, 1, block_size)
 
 
 def of_packed(key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: int) -> KeyVectors:
-    """Packed sequences `[N, K, D]`, which start at `starts [R + 1]`: blocks that begin at any token."""
+    """Packed sequences `[N, K, D]`, which start at `starts [R + 1]`: blocks that start at any token."""
     num_heads = key.shape[1]
     return KeyVectors(key, value, num_heads, starts[:-1, None].long(), longest, num_heads, num_heads, 1)
 
 
 def of_padded(key: torch.Tensor, value: torch.Tensor) -> KeyVectors:
-    """Padded sequences `[R, C, K, D]`: a block each."""
+    """Padded sequences `[R, C, K, D]`: one block each."""
     num_rows, length, num_heads = key.shape[:3]
     tables = torch.arange(num_rows, device=key.device)[:, None]
     return KeyVectors(key, value, num_heads, tables, length, length * num_heads, num_heads, 1)
@@ -106,8 +106,8 @@ NOT_SPECIALIZED = ("table_row", "block_size", "block_vectors", "place_vectors", 
 def fixed_attention_kernel(
     heads,
     scores,
-    starts_ptr,  # [R+1]: where the queries of each sequence start
-    positions_ptr,  # [N]: where each query stands in its sequence
+    starts_ptr,  # [R+1]: start of the queries of each sequence
+    positions_ptr,  # [N]: position of each query in its sequence
     tables_ptr,
     table_row,
     block_size,
@@ -126,7 +126,7 @@ def fixed_attention_kernel(
     kv_head = tl.program_id(1)
     first = tl.load(starts_ptr + sequence).to(tl.int64)
     num_rows = (tl.load(starts_ptr + sequence + 1) - first) * GROUPS
-    begin_row = (tl.num_programs(2) - 1 - tl.program_id(2)) * ROWS  # the last, which see most, come first
+    begin_row = (tl.num_programs(2) - 1 - tl.program_id(2)) * ROWS  # the last tiles attend to most keys and come first
     if begin_row >= num_rows:
         return
     row = begin_row + tl.arange(0, ROWS)
@@ -164,7 +164,7 @@ def fixed_attention_kernel(
             is_seen = is_seen & (distance < scores.window)
         score = tl.where(is_seen, score, float("-inf"))
         top = tl.maximum(highest, tl.max(score, 1))
-        shift = tl.where(top == float("-inf"), 0.0, top)  # nothing seen yet
+        shift = tl.where(top == float("-inf"), 0.0, top)  # all keys so far are hidden
         weights = tl.exp(score - shift[:, None])
         rescale = tl.exp(highest - shift)
         total = total * rescale + tl.sum(weights, 1)
@@ -176,19 +176,19 @@ def fixed_attention_kernel(
         rescale = tl.exp(highest - top)
         total = total * rescale + tl.exp(sink - top)
         context = context * rescale[:, None]
-    context = context / tl.where(total == 0.0, 1.0, total)[:, None]  # a row of padding may see nothing
+    context = context / tl.where(total == 0.0, 1.0, total)[:, None]  # for a row of padding all keys may be hidden
     tl.store(heads.output_ptr + places, context.to(heads.output_ptr.dtype.element_ty), mask=is_row[:, None] & is_dim)
 
 
 def form_of(head_dim: int, groups: int, dtype: torch.dtype, has_window: bool, has_softcap: bool) -> Form:
-    """The one form of a layer's attention, whatever is attended."""
+    """The single form of a layer's attention, independent of the inputs."""
     is_wide = padded_dim(head_dim) > 128
     rows, keys = (16, 32) if dtype == torch.float32 else (64, 32 if is_wide else 64)
     return Form(groups, head_dim, padded_dim(head_dim), rows, keys, has_window, has_softcap, IS_INTERPRETED)
 
 
 def num_warps(form: Form) -> int:
-    """Warps of a program: a context of 64 rows of 256 in fp32 is too much for the registers of four."""
+    """Warps of a program: a context of 64 rows of 256 in fp32 does not fit the registers of four warps."""
     return 8 if form.dim > 128 else 4
 
 
@@ -199,7 +199,7 @@ def attend_by_kernel(
     return _attend_keys(*queries, *keys[:2], keys.tables, [keys.num_heads, *keys[4:]], *scores, sinks)
 
 
-# One operation, so that nothing which looks at operations looks into it.
+# A single operation, so that dispatch modes do not see its inner operations.
 @torch.library.custom_op("hybrid_engine::attend_keys", mutates_args=())
 def _attend_keys(
     query: torch.Tensor,

@@ -1,10 +1,10 @@
-"""The product of exact mode in a Triton kernel: what a row gives depends on that row alone, to the bit.
+"""The product of exact mode in a Triton kernel: the result of a row depends only on that row, bit for bit.
 
     y[M, N] = x[M, K] W[K, N] (+ b[N])
 
-One tile whatever M is, K walked from its beginning in steps of one size and never split, one compiled kernel for a
-layer's prefill, decode and training: how many rows there are is told to it at run time only, so that no other number
-of rows can compile to other instructions. A row that is padding is zeros, and no row enters the sums of another.
+One tile size for every M; K is processed from its start in steps of one size and never split; one compiled kernel for a
+layer's prefill, decode and training. The number of rows is a run-time argument only, so that another number of rows
+cannot compile to other instructions. Padding rows are zeros, and no row enters the sums of another.
 """
 
 from typing import NamedTuple
@@ -16,21 +16,21 @@ from hybrid_engine.ops.skinny_gemm import Weights, multiply, weights_of
 
 
 class FixedTile(NamedTuple):
-    """How a product is cut, constant to the kernel."""
+    """Tile sizes of a product, constant in the kernel."""
 
     rows: int
     columns: int
     depth: int  # step along K
 
 
-# Tensor cores take 64 rows at a time. fp32 runs on FMAs, where rows of padding would cost as much as others.
+# Tensor cores take 64 rows at a time. fp32 runs on FMAs, where padding rows would cost as much as others.
 TILE_16_BITS, TILE_FP32 = FixedTile(64, 64, 64), FixedTile(32, 64, 32)
 NUM_STAGES = 4
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def fixed_product_kernel(x_ptr, w, y_ptr, num_rows, width_in, TILE: tl.constexpr):
-    """One tile of y; program 0 is the tile of rows, program 1 that of columns. x and y are dense."""
+    """One tile of y; program 0 is the tile of rows, program 1 the tile of columns. x and y are dense."""
     ROWS: tl.constexpr = TILE.rows
     COLUMNS: tl.constexpr = TILE.columns
     DEPTH: tl.constexpr = TILE.depth
@@ -51,7 +51,7 @@ def fixed_product_kernel(x_ptr, w, y_ptr, num_rows, width_in, TILE: tl.constexpr
 
 
 def tile_of(dtype: torch.dtype) -> FixedTile:
-    """The one tile of all products in `dtype`."""
+    """The single tile size of all products in `dtype`."""
     return TILE_FP32 if dtype == torch.float32 else TILE_16_BITS
 
 
@@ -75,6 +75,6 @@ def _launch_product(rows: torch.Tensor, weights: Weights, output: torch.Tensor, 
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """`x` dense, on an address as new tensors have it: another alignment would compile to another kernel."""
+    """`x` dense, at the alignment of new tensors: another alignment would compile to another kernel."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()

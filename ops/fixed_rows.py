@@ -1,12 +1,12 @@
-"""Sums, softmaxes and norms along rows in Triton kernels, which exact mode runs where a library would cut rows.
+"""Sums, softmaxes and norms along rows in Triton kernels, for exact mode, as a library would split rows.
 
     sum, mean, logsumexp                 one number of each row
     _softmax, _log_softmax               along each row
     layer norm                           y = (x - mean) rstd gamma + beta,   rstd = 1 / sqrt(mean((x - mean)^2) + eps)
     rms norm                             y = x rstd gamma,                   rstd = 1 / sqrt(mean(x^2) + eps)
 
-One program takes one row, in chunks of a size that its width alone decides, from its beginning. No argument of a
-kernel depends on how many rows there are, so that all of them are computed by the same instructions. In fp32.
+One program takes one row from its start, in chunks whose size depends only on the width. No argument of a kernel
+depends on the number of rows, so that all rows are computed by the same instructions. In fp32.
 """
 
 import torch
@@ -30,7 +30,7 @@ def _row_sum(x_ptr, width, CHUNK: tl.constexpr):
 
 @triton.jit
 def top_and_sum_of_row(x_ptr, width, divisor, CHUNK: tl.constexpr):
-    """The largest of `x / divisor`, 0 where nothing is above -inf, and the sum of exp(x / divisor - largest)."""
+    """The largest of `x / divisor`, 0 if nothing is above -inf, and the sum of exp(x / divisor - largest)."""
     highest = tl.full([CHUNK], float("-inf"), tl.float32)
     for start in range(0, width, CHUNK):
         place = start + tl.arange(0, CHUNK)
@@ -102,7 +102,7 @@ def norm_rows_kernel(
 
 
 def chunk_of(width: int) -> int:
-    """Elements of a row that are taken at a time."""
+    """Elements of a row that are processed at a time."""
     return min(MAX_CHUNK, next_power_of_2(width))
 
 
@@ -125,7 +125,7 @@ def softmax_rows(kind: str, input: torch.Tensor, dtype: torch.dtype) -> torch.Te
 def norm_rows(
     kind: str, input: torch.Tensor, gamma: torch.Tensor | None, beta: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The norm of `input [..., E]`, and the means and rstds `[..., 1]` fp32; RMS norms have no means."""
+    """The norm of `input [..., E]`, and the means and rstds `[..., 1]` fp32; RMS norms do not set the means."""
     rows = aligned(input)
     output = torch.empty_like(rows)
     mean, rstd = (rows.new_empty((*rows.shape[:-1], 1), dtype=torch.float32) for _ in range(2))

@@ -1,24 +1,25 @@
-"""Operations whose result for a row depends on that row alone, to the bit: what exact mode is made of.
+"""Operations whose result for a row depends only on that row, bit for bit: the basis of exact mode.
 
-Inside `FixedShapes` every operation that reaches PyTorch's kernels is one of these:
+Inside `FixedShapes` every operation that reaches PyTorch's kernels is of one of these kinds:
 
-    products      in pieces of `piece_rows` rows, the last one padded: how a library sums then never depends on how
-                  many rows there are. Without pieces fp32 differs between 1, 2 and 33 rows, bf16 at 1024 inputs.
-    functions     exp, silu, gelu, ...: on contiguous pieces of a fixed number of elements, the last one padded. The
-                  vectorised loop computes them otherwise than the scalar one, which takes what is left at the end of
-                  a tensor, or of a thread's part of it, and what lies strided.
-    reductions    along the last dimension of contiguous rows, never one row cut among threads
+    products      in pieces of `piece_rows` rows, the last one padded: a library's order of summation then never depends
+    on how many rows there are. Without pieces fp32 differs between 1, 2 and 33 rows, bf16 at 1024 inputs. functions
+    exp, silu, gelu, ...: on contiguous pieces of a fixed number of elements, the last one padded. The vectorised loop
+    computes them otherwise than the scalar one, which takes what is left at the end of a tensor, or of a thread's part
+    of it, and what lies strided. reductions    along the last dimension of contiguous rows, never one row cut among
+    threads
     the others    sums, products and quotients of elements, comparisons, copies, views: one rounding or none
 
-That is how a CPU computes them. Where kernels run, products are `fixed_product.py`'s and what goes along rows is
-`fixed_rows.py`'s; functions of elements are torch's there, in which a thread computes one element after the other.
+This describes a CPU. On devices with kernels, `fixed_product.py` computes products and `fixed_rows.py` operations along
+rows; functions of elements are torch's there, in which a thread computes one element after the other.
 
-What is none of these is refused by name: better than a result that is almost the same. A mode of dispatch stands below
+Any other operation is refused by name, which is better than a result that is almost the same. A dispatch mode is below
 autograd, which therefore derives the gradients of the operations as they were called; they are the usual ones.
 
-The pieces were found by trial with 1 and 2 threads on a Xeon (torch 2.13): they give equal bits wherever a row stands
-and whatever stands beside it; how many rows a product takes is tried on each processor (`place_free.py`). A product of
-many inputs is summed otherwise with another number of threads, so that must be the same wherever bits are compared.
+The sizes of pieces were found by trial with 1 and 2 threads on a Xeon (torch 2.13): the bits of a row do not depend on
+its place or the other rows. The number of rows of a product is tried on each processor (`place_free.py`). With another
+number of threads a product of many inputs is summed in another order, so that number must be the same wherever bits are
+compared.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,15 +40,15 @@ aten = torch.ops.aten
 
 PIECES_OF_ROWS = (32, 24)
 TRIED_SHAPES = ((16, 16), (77, 90), (300, 40), (384, 16), (1024, 1000))
-# Below the size from which PyTorch cuts an operation among threads (32768), and a multiple of every vector.
+# Below the size from which PyTorch splits an operation over threads (32768), and a multiple of every vector width.
 PIECE_ELEMENTS = 16384
 VECTOR_ELEMENTS = 64
-# From so many elements on a single row is summed by several threads.
+# From this many elements on, a single row is summed by several threads.
 CUT_ELEMENTS = 32768
 
 
 class NotExactError(RuntimeError):
-    """An operation that is not known to give a row the same bits in every batch."""
+    """An operation that is not known to compute the same bits for a row in every batch."""
 
 
 def product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -72,7 +73,7 @@ def product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 @cache
 def piece_rows(dtype: torch.dtype, num_threads: int) -> int:
-    """How many rows a product on a CPU takes at once."""
+    """Number of rows that a product on a CPU takes at once."""
 
     def products(num_rows: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
         for width, num_outputs in TRIED_SHAPES:
@@ -99,9 +100,10 @@ def _addmm(
 
 
 def _bmm(function: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """One product a term needs no order; one matrix, also for the whole batch, is a product like any other.
+    """With one term per sum there is no order; with one matrix, or the same one for the whole batch, it is a plain
+    product.
 
-    The latter is what torch makes of a linear whose weight is frozen and whose input is not contiguous.
+    torch uses the latter for a linear whose weight is frozen and whose input is not contiguous.
     """
     if left.shape[2] == 1:
         return left * right
@@ -121,7 +123,7 @@ def _function(function: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> 
         return function(input.contiguous(), *args, **kwargs)
     flat = input.reshape(-1)
     missing = -len(flat) % VECTOR_ELEMENTS
-    # A view of a larger tensor may begin anywhere, but it ends where its elements do.
+    # A view of a larger tensor may start anywhere, but the last piece must end at a full vector.
     flat = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
     if len(flat) <= PIECE_ELEMENTS:
         result = function(flat, *args, **kwargs)
@@ -146,7 +148,7 @@ def _along_rows(function: Any, input: torch.Tensor, dim: Any = None, *args: Any,
         return _rows_by_kernel(function, input, *args, **kwargs)
     last = -1 if isinstance(dim, int) else [-1]
     input = input.contiguous()
-    if input.numel() == input.shape[-1] >= CUT_ELEMENTS:  # two equal rows, of which one is kept
+    if input.numel() == input.shape[-1] >= CUT_ELEMENTS:  # two equal rows, one of which is kept
         return function(torch.stack((input, input)), last, *args, **kwargs)[0]
     return function(input, last, *args, **kwargs)
 
@@ -159,7 +161,7 @@ def _rows_by_kernel(
     dtype: torch.dtype | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    """`flags`: of a reduction whether it keeps the dimension, of a softmax whether it makes fp32 of 16 bits."""
+    """`flags`: for a reduction, whether it keeps the dimension; for a softmax, whether 16-bit inputs become fp32."""
     name = function.overloadpacket.__name__
     if not use_triton(input) or others or name not in (*REDUCTION_KERNELS, *SOFTMAX_KERNELS):
         raise NotExactError(f"{function} of {input.dtype} on {input.device.type} is not known to be exact")
@@ -169,7 +171,7 @@ def _rows_by_kernel(
 
 
 def _layer_norm(function: Any, input: torch.Tensor, shape: list[int], *weights_and_eps: Any) -> Any:
-    """Layer norm, with its means and rstds, or RMS norm with its rstds alone."""
+    """Layer norm, with its means and rstds, or RMS norm with only its rstds."""
     *weights, eps = weights_and_eps
     if not input.is_cuda and not use_triton(input):
         return function(input.contiguous(), shape, *weights, eps)
@@ -183,7 +185,7 @@ def _layer_norm(function: Any, input: torch.Tensor, shape: list[int], *weights_a
 
 
 def _scaled_sum(function: Any, input: torch.Tensor, other: Any, *, alpha: float = 1) -> torch.Tensor:
-    """`input +- alpha * other`: with alpha the loops round once or twice."""
+    """`input +- alpha * other`: torch's loops with alpha round once or twice."""
     return function(input, other) if alpha == 1 else function(input, other * alpha)
 
 
@@ -196,7 +198,7 @@ FUNCTIONS = (
     "relu6 rsqrt selu sigmoid silu sin softplus sqrt tan tanh"
 )
 REDUCTIONS = "_log_softmax _softmax logsumexp mean std sum var"
-# One rounding an element, or none; and a loss, which is no row's.
+# One rounding per element, or none; and a loss, which does not belong to a row.
 PLAIN = (
     "_local_scalar_dense _reshape_alias _to_copy _unsafe_view abs alias amax amin any arange argmax argmin argsort "
     "as_strided bitwise_and bitwise_not bitwise_or cat ceil chunk clamp clamp_max clamp_min clone "
@@ -211,7 +213,7 @@ PLAIN = (
 
 
 def _rules() -> dict[str, Callable[..., Any]]:
-    """What each operation of `aten` is computed by, by its name; of those in place under their own."""
+    """The rule of each operation of `aten` by name; in-place operations have their own names."""
     rules: dict[str, Callable[..., Any]] = {"mm": _mm, "addmm": _addmm, "bmm": _bmm, "native_layer_norm": _layer_norm}
     rules |= dict.fromkeys(("add", "add_", "sub", "sub_", "rsub"), _scaled_sum) | {"_fused_rms_norm": _layer_norm}
     rules |= dict.fromkeys(REDUCTIONS.split(), _along_rows)
@@ -226,9 +228,9 @@ RULES = _rules()
 
 
 class FixedShapes(TorchDispatchMode):
-    """Inside, operations compute each row as if it were alone; NotExactError for one that is not known to.
+    """Inside, operations compute each row as if it were alone; raises NotExactError for others.
 
-    Gradients are the usual ones: what runs in a backward pass outside is not changed.
+    Gradients are the usual ones: a backward pass outside is not changed.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -20,7 +20,7 @@ import torch
 class FusedAdam(torch.optim.Adam):
     """AdamW, or Adam with `adam_w_mode=False`; one pass over memory on the CPU and on a GPU.
 
-    `set_grad_none` is accepted and has no meaning: gradients are always freed. Raises ValueError for `amsgrad`, which
+    `set_grad_none` is accepted and ignored: gradients are always freed. Raises ValueError for `amsgrad`, which
     DeepSpeed's refuses too.
     """
 
@@ -64,7 +64,7 @@ class FusedAdam(torch.optim.Adam):
         for param in (p for p in group["params"] if p.grad is not None):
             state, grad = self.state[param], param.grad
             if not state:
-                # Counted as torch.optim.Adam does, which reads it whenever a state is loaded.
+                # Counted in the form of torch.optim.Adam, which reads it whenever a state is loaded.
                 state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
             state["step"] += 1
@@ -78,10 +78,10 @@ class FusedAdam(torch.optim.Adam):
 
 
 class DeepSpeedCPUAdam(FusedAdam):
-    """`FusedAdam` with the order of arguments that DeepSpeed's has; parameters may lie anywhere.
+    """`FusedAdam` with the argument order of DeepSpeed's; parameters may be on any device.
 
-    `fp32_optimizer_states` is accepted and has no meaning: the state has the dtype of the parameters that are
-    stepped, and an engine steps fp32 masters.
+    `fp32_optimizer_states` is accepted and ignored: the state has the dtype of the parameters that are stepped, and an
+    engine steps fp32 masters.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ class FusedLamb(torch.optim.Optimizer):
         update = self._direction(param, group).add_(param, alpha=group["weight_decay"])
         weight_norm, update_norm = param.norm(), update.norm()
         ratio = (weight_norm / update_norm).clamp(group["min_coeff"], group["max_coeff"])
-        # On the device: reading the norms would wait for it at every tensor.
+        # Computed on the device: reading the norms would wait for it at every tensor.
         ratio = torch.where((weight_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio))
         param.sub_(update.mul_(ratio), alpha=group["lr"])
 

@@ -1,4 +1,4 @@
-"""Activation times gate, of the two halves of a fused product: `up * act(gate)`.
+"""Activated gate times up, the two halves of a fused product: `up * act(gate)`.
 
     up, gate = chunk(activation + bias, 2);  y = up * act(gate)
 
@@ -14,7 +14,7 @@ from hybrid_engine.ops.activation import ACTIVATIONS, activate
 from hybrid_engine.ops.dispatch import check_tensor, tl, triton, use_triton
 from hybrid_engine.ops.kernel_errors import kernel_or_reference
 
-# Values of one row that a program takes: 8 per thread of 4 warps, 16 bytes of each operand in 16 bits.
+# Values of one row per program: 8 per thread of 4 warps, 16 bytes of each operand in 16 bits.
 BLOCK = 1024
 
 
@@ -54,7 +54,7 @@ def gated_activation(
     up_bias: torch.Tensor | None,
     activation: str,
 ) -> torch.Tensor:
-    """Launches `act(gate + gate_bias) * (up + up_bias)` of two `[N, I]`; both biases or none."""
+    """Launches `act(gate + gate_bias) * (up + up_bias)` of two `[N, I]`; with both biases or none."""
     check_tensor("gate", gate, shape=(None, None), is_dense_last=True)
     check_tensor("up", up, like=gate, shape=gate.shape, is_dense_last=True)
     for name, bias in (("gate bias", gate_bias), ("up bias", up_bias)):
@@ -94,12 +94,12 @@ def gated_in_torch(
 
 
 def activate_and_multiply(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """`act(gate) * up` of two `[N, I]`, in whichever form can take them."""
-    if use_triton(gate):  # on a CPU, where kernels are interpreted, products may lie by columns
+    """`act(gate) * up` of two `[N, I]`, by a form that accepts them."""
+    if use_triton(gate):  # on a CPU, where kernels are interpreted, products may be stored by columns
         halves = gate.contiguous(), up.contiguous()
         return kernel_or_reference(gated_activation, gated_in_torch, *halves, None, None, activation)
-    # SiLU is one operation in torch too: 3 us with the product for a row of 1024 where the call takes 15, and no more
-    # for 32 rows; GELU's forms take torch two to three times as long there (one core of a Zen 5, torch 2.13).
+    # SiLU is one operation in torch too: 3 us with the product for a row of 1024, where the call takes 15, and no
+    # longer for 32 rows; torch takes two to three times as long for GELU's forms (one core of a Zen 5, torch 2.13).
     if activation not in ("silu", "swish") and gate.numel() and cpu_kernels.use_compiled(gate, up):
         return cpu_kernels.gated_activation(gate, up, activation)
     return ACTIVATIONS[activation](gate) * up

@@ -1,4 +1,6 @@
-"""What the kernels need of a GPU and its driver, and why none is seen; asked as engines, runs and `doctor` start."""
+"""Requirements of the kernels on a GPU and its driver, and the reason if no GPU is found; checked when engines, runs
+and `doctor` start.
+"""
 
 import ctypes
 import functools
@@ -10,15 +12,17 @@ import torch
 from hybrid_engine.ops.dispatch import HAS_TRITON, SWITCH, fallback_forced, triton
 
 OLDEST_CAPABILITY = (8, 0)
-"""Ampere, the oldest that Triton supports and that has bf16 products."""
+"""Ampere, the oldest architecture that Triton supports and that has bf16 products."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 GIB = 1 << 30
 FOREIGN_SHARE, FOREIGN_BYTES = 0.05, GIB
-"""Share of the memory, and bytes, that the driver and this process's own context may take; above both, others do."""
+"""Share of the memory, and bytes, that the driver and this process's own context may take; more is attributed to
+others.
+"""
 
 
 def why_no_gpu() -> str | None:
-    """Why torch sees no GPU, where something else than a machine without one explains it; None where it sees one."""
+    """The reason why torch finds no GPU, if it is another than a machine without one; None if torch finds one."""
     if torch.cuda.is_available():
         return None
     visible = os.environ.get(VISIBLE)
@@ -35,7 +39,9 @@ def why_no_gpu() -> str | None:
 
 
 def kernel_problem(device: torch.device) -> str | None:
-    """Why kernels cannot run on `device`, a GPU, with the remedy; None where they can, or torch's operations run."""
+    """The reason why kernels cannot run on the GPU `device`, with the remedy; None if they can, or if references
+    run.
+    """
     if device.type != "cuda" or not HAS_TRITON or fallback_forced():
         return None
     capability = torch.cuda.get_device_capability(device)
@@ -55,7 +61,7 @@ def kernel_problem(device: torch.device) -> str | None:
 
 
 def foreign_memory_line(device: torch.device) -> str | None:
-    """A line about the memory of `device` that other processes hold, where that is much; before this one takes any."""
+    """A line about large memory use of `device` by other processes, or None; to be called before this one allocates."""
     free, total = torch.cuda.mem_get_info(device)
     foreign = total - free - torch.cuda.memory_reserved(device)
     if foreign <= max(FOREIGN_SHARE * total, FOREIGN_BYTES):
@@ -68,7 +74,7 @@ def foreign_memory_line(device: torch.device) -> str | None:
 
 @functools.cache
 def load_driver() -> ctypes.CDLL | None:
-    """The NVIDIA driver's library; None where there is none."""
+    """The NVIDIA driver's library, or None."""
     with suppress(OSError):
         return ctypes.CDLL("libcuda.so.1")
     return None
@@ -76,7 +82,7 @@ def load_driver() -> ctypes.CDLL | None:
 
 @functools.cache
 def driver_version() -> tuple[int, int] | None:
-    """The newest CUDA that the NVIDIA driver runs, such as (12, 8); None where there is no driver."""
+    """The newest CUDA version that the NVIDIA driver supports, such as (12, 8); None without a driver."""
     driver, number = load_driver(), ctypes.c_int(0)
     if driver is None or driver.cuDriverGetVersion(ctypes.byref(number)) != 0:
         return None
@@ -85,7 +91,7 @@ def driver_version() -> tuple[int, int] | None:
 
 @functools.cache
 def compiler_version() -> tuple[int, int] | None:
-    """The CUDA of the assembler that Triton brings; None where it does not say."""
+    """The CUDA version of the assembler in Triton; None if it is unknown."""
     try:
         from triton import knobs  # not every Triton has it
 

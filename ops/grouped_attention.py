@@ -1,9 +1,10 @@
-"""Attention in which several query heads share a key and value head, through a fused kernel of torch on every device.
+"""Attention in which several query heads share a key and value head, by a fused kernel of torch on every device.
 
-On CUDA flash attention shares heads in 16 bits and without a mask; memory-efficient attention takes fp32 and masks, and
-shares none (`check_batch_size_and_num_heads_dense` in PyTorch's aten/src/ATen/native/transformers/sdp_utils_cpp.h).
-cuDNN's takes masks in 16 bits, on cards and shapes that suit it. What none takes runs as plain products, which write
-the scores of all heads. Keys and values are repeated there instead: G times their bytes, and no scores.
+On CUDA flash attention shares heads in 16 bits and without a mask; memory-efficient attention takes fp32 and masks, but
+does not share heads (`check_batch_size_and_num_heads_dense` in PyTorch's
+aten/src/ATen/native/transformers/sdp_utils_cpp.h). cuDNN's takes masks in 16 bits, on the cards and shapes that it
+supports. Other cases run as plain products, which write the scores of all heads. Keys and values are repeated there
+instead: G times their bytes, and no scores.
 """
 
 import torch
@@ -25,7 +26,7 @@ def attend_grouped(
     Args:
         query: `[R, H, n, D]`.
         key, value: `[R, K, C, D]`; H is a multiple of K.
-        mask: True, or 0, where a query sees a key; broadcast to `[R, H, n, C]`.
+        mask: True, or 0, where a query attends to a key; broadcast to `[R, H, n, C]`.
         is_causal, scale, dropout: as torch's `is_causal`, `scale` and `dropout_p`.
     """
     key, value = repeat_where_not_shared(query, key, value, mask)
@@ -38,7 +39,9 @@ def attend_grouped(
 def repeat_where_not_shared(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Key and value, with as many heads as `query` on CUDA in fp32 or under a mask; shapes as of `attend_grouped`."""
+    """Key and value, repeated to the heads of `query` on CUDA in fp32 or under a mask; shapes as in
+    `attend_grouped`.
+    """
     group = query.shape[1] // key.shape[1]
     is_shared = mask is None and query.dtype in (torch.bfloat16, torch.float16)
     if is_shared or group == 1 or not query.is_cuda:

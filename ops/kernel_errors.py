@@ -1,9 +1,9 @@
-"""Kernels that do not compile: named, and replaced by their op's reference in torch.
+"""Handles kernels that do not compile: they are named and replaced by their op's torch reference.
 
 Triton's own errors show a kernel's source, or a pass of the compiler, or nothing. Kernels are compiled when they are
-first launched. An op whose kernel does not compile then runs in torch for as long as the process lives, which one line
-says. It ends what runs instead, by the kernel's name, where `HYBRID_ENGINE_FALLBACK=0` demands kernels, and where an
-exact model is alive: a reference does not have the kernel's bits.
+first launched. An op whose kernel does not compile then runs in torch until the process ends, with one warning. It is
+an error, with the kernel's name, if `HYBRID_ENGINE_FALLBACK=0` requires kernels, or while an exact model exists: a
+reference does not compute the kernel's bits.
 """
 
 import os
@@ -17,23 +17,23 @@ from weakref import WeakSet
 from hybrid_engine.ops.dispatch import SWITCH, say_once, triton
 
 COMPILER = ("triton.compiler", "triton.backends")
-"""Modules of Triton in which a kernel is compiled and loaded."""
+"""Modules of Triton that compile and load kernels."""
 LAUNCHES, OPS = ("hybrid_engine.ops.dispatch", "hybrid_engine.ops.bound_launch"), "hybrid_engine.ops."
 
 Result = TypeVar("Result")
 
-_replaced: dict[Callable[..., Any], str] = {}  # why, by the function that launches an op's kernels
+_replaced: dict[Callable[..., Any], str] = {}  # the reason, by the function that launches an op's kernels
 _need_kernels: "WeakSet[object]" = WeakSet()
 
 
 class KernelError(RuntimeError):
-    """A kernel does not compile with this Triton or for this GPU; made of its text alone, which travels."""
+    """A kernel does not compile with this Triton or for this GPU; built from text only, so that it can be pickled."""
 
 
 def kernel_or_reference(by_kernel: Callable[..., Result], reference: Callable[..., Result], *arguments: Any) -> Result:
-    """`by_kernel(*arguments)`; `reference(*arguments)` from the first kernel of `by_kernel` that does not compile on.
+    """`by_kernel(*arguments)`; after a kernel of `by_kernel` did not compile, `reference(*arguments)`.
 
-    `by_kernel` may have launched others before: what they write, `reference` writes again.
+    `by_kernel` may have launched others before; `reference` writes their outputs again.
     """
     if _replaced and _function_of(by_kernel) in _replaced:
         return reference(*arguments)
@@ -45,10 +45,10 @@ def kernel_or_reference(by_kernel: Callable[..., Result], reference: Callable[..
 
 
 def _replace(by_kernel: Callable[..., Any], error: Exception) -> None:
-    """Raises `error` where it is another than a kernel's that may be replaced."""
+    """Raises `error` unless it is from a kernel that may be replaced."""
     text = describe_kernel_error(error)
     must_run = os.environ.get(SWITCH) == "0" or len(_need_kernels) > 0
-    if text is None or must_run or "out of memory" in str(error):  # of the card, for the kernel's code
+    if text is None or must_run or "out of memory" in str(error):  # GPU memory, for the kernel's code
         raise error
     _replaced[_function_of(by_kernel)] = text
     say_once(f"{text}; torch's operations run in its place")
@@ -64,12 +64,12 @@ def is_replaced(by_kernel: Callable[..., Any]) -> bool:
 
 
 def replaced_kernels() -> list[str]:
-    """The kernels that did not compile and run in torch, each in words."""
+    """Descriptions of the kernels that did not compile and run in torch."""
     return list(_replaced.values())
 
 
 def need_kernels(holder: object) -> None:
-    """While `holder` lives no kernel is replaced."""
+    """Forbids replacing kernels while `holder` is alive."""
     _need_kernels.add(holder)
 
 
@@ -85,7 +85,7 @@ def naming_kernels() -> Iterator[None]:
 
 
 def describe_kernel_error(error: BaseException) -> str | None:
-    """Which kernel of which op did not compile, and the end of what the compiler says; None for any other error."""
+    """Kernel, op and last line of a compiler error; None for any other error."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     compiled = any(_module_of(frame).startswith(COMPILER) and not _is_start(frame) for frame in frames)
     if not compiled or isinstance(error, KernelError):
@@ -100,7 +100,7 @@ def describe_kernel_error(error: BaseException) -> str | None:
 
 
 def _is_start(frame: FrameType) -> bool:
-    """Whether it starts a kernel that did compile; its errors are the device's."""
+    """Whether the frame launches a compiled kernel, so that its errors are the device's."""
     return _module_of(frame).endswith(".driver") and frame.f_code.co_name == "__call__"
 
 

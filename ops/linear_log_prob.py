@@ -1,4 +1,4 @@
-"""Log-probability and entropy of tokens straight from hidden states and the head's weights: the logits of the whole
+"""Log-probability and entropy of tokens directly from hidden states and the head's weights: the logits of the whole
 vocabulary never exist at once.
 
     logit_v   = cap(scale * (h . w_v + b_v)) / temperature      cap(x) = softcap * tanh(x / softcap)
@@ -9,11 +9,11 @@ The same function of the weights as the sampler's (`ops/log_prob.py`): products 
 after them in fp32. The vocabulary is read in tiles with a running maximum and sum (online softmax, Milakov and
 Gimelshein 2018), as Cut Cross-Entropy does (Wijmans et al. 2024, arXiv:2411.09009).
 
-What comes from above is one number per token. Where the head is frozen, the gradient of the hidden states, the
-target's row minus the expected row of the head, is made in the forward pass from the same tiles; a trained head's own
-gradient needs the tiles a second time. Of these the first are kept, up to a fixed number of bytes, which saves small
-problems the fourth product; all others are made again. Triton kernels (`linear_log_prob_kernels.py`) keep the logits
-of a tile in registers; they make and keep nothing in the forward pass but sums.
+The incoming gradient is one number per token. If the head is frozen, the gradient of the hidden states, the target's
+row minus the expected row of the head, is computed in the forward pass from the same tiles; a trained head's own
+gradient needs the tiles a second time. The first tiles are kept, up to a fixed number of bytes, which saves small
+problems the fourth product; all others are computed again. Triton kernels (`linear_log_prob_kernels.py`) keep the
+logits of a tile in registers; in their forward pass they compute and keep only sums.
 
 N tokens, E hidden size, V vocabulary, or the part of it that this process holds.
 """
@@ -50,26 +50,26 @@ KEPT_BYTES = 64 * 2**20  # of tiles from a forward pass to its backward pass
 
 
 class TokenLogProbs(NamedTuple):
-    """What `linear_log_prob` gives."""
+    """The results of `linear_log_prob`."""
 
     logprobs: torch.Tensor  # [N] fp32
     entropy: torch.Tensor | None  # [N] fp32, in nats; None unless asked for
 
 
 class VocabularyShare(NamedTuple):
-    """Which rows of the head this process holds, and how it meets those that hold the others.
+    """The rows of the head that this process holds, and the collectives with the processes that hold the others.
 
-    Every process gives the same hidden states and targets and gets the same results and the whole gradient of the
+    Every process passes the same hidden states and targets and gets the same results and the whole gradient of the
     hidden states. Both functions are collective.
     """
 
-    first: int  # the token whose row is the first here
+    first: int  # the token of this process's first row
     gather: Callable[[torch.Tensor], torch.Tensor]  # `[...]` of each process -> `[P, ...]`, the same everywhere
     sum: Callable[[torch.Tensor], torch.Tensor]  # `[...]` -> the sum over the processes
 
 
 class PieceBytes(NamedTuple):
-    """What `linear_log_prob` takes beside its inputs and their gradients."""
+    """Memory of `linear_log_prob` in addition to its inputs and their gradients."""
 
     kept: int  # from a forward pass to its backward pass
     tile: int  # of the logits that exist at once
@@ -83,12 +83,12 @@ def piece_bytes(
         return PieceBytes(kept=0 if is_trained else 2 * 4 * num_tokens * hidden_size, tile=0)
     rows = min(num_tokens, ROWS_AT_ONCE)
     width = min(tile_width(max(rows, hidden_size), is_on_gpu=False), vocab_size)
-    # A frozen head's gradient is made at once: the sum of its rows, and what is kept of it.
+    # A frozen head's gradient is computed at once: the sum of its rows, and the result that is kept.
     kept, tile = 4 * num_tokens * hidden_size, 4 * rows * width
     if is_trained:
         num_tiles = 0 if has_softcap else KEPT_BYTES // max(1, tile)
         kept = min(num_tiles * tile, 4 * num_tokens * vocab_size)
-    of_weight = 4 * width * hidden_size if is_trained and mkl_leaves_half() else 0  # before it has its place
+    of_weight = 4 * width * hidden_size if is_trained and mkl_leaves_half() else 0  # before it is copied to its place
     return PieceBytes(kept=kept, tile=max(tile * (2 if has_softcap else 1), tile + of_weight))  # slopes of a softcap
 
 
@@ -108,14 +108,14 @@ def linear_log_prob(
     Args:
         hidden: `[N, E]`, any float dtype.
         weight: `[V, E]`, of the same dtype.
-        targets: `[N]` int64, each in `[0, V)`, or in the whole vocabulary where it is shared.
-        bias: `[V]`; a token whose bias, and so its logit, is -inf has no probability, and must be no target.
+        targets: `[N]` int64, each in `[0, V)`, or in the whole vocabulary if the head is shared.
+        bias: `[V]`; a token whose bias, and so its logit, is -inf has probability 0 and must not be a target.
         shape: temperature, scale and softcap of the logits.
-        with_entropy: also the entropy of each distribution, which costs one more pass over the tiles.
-        share: where `weight` and `bias` are a part of the head; None: they are all of it.
+        with_entropy: also computes the entropy of each distribution, which costs one more pass over the tiles.
+        share: set if `weight` and `bias` are a part of the head; None: they are all of it.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, or, on a CPU, a target outside of the vocabulary.
+        ValueError: shapes, dtypes or devices do not fit, or, on a CPU, a target is outside of the vocabulary.
     """
     shape.check()
     _check(hidden, weight, targets, bias, is_whole=share is None)
@@ -125,14 +125,16 @@ def linear_log_prob(
 
 
 def _as_given(tensor: torch.Tensor) -> torch.autocast:
-    """Inside, products have the dtypes of what is multiplied, whatever autocast says around it."""
+    """Disables autocast inside, so that products have the dtypes of their operands."""
     return torch.autocast(tensor.device.type, enabled=False)
 
 
 def _check(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: torch.Tensor | None, is_whole: bool
 ) -> None:
-    """ValueError naming what does not fit; of targets on a GPU the values are not read, which would wait for it."""
+    """ValueError naming the tensor that does not fit; values of targets on a GPU are not read, which would wait for
+    it.
+    """
     if not hidden.is_floating_point():
         raise ValueError(f"hidden is {hidden.dtype}; expected a float dtype")
     check_tensor("hidden", hidden, shape=(None, None))
@@ -190,7 +192,7 @@ def _forward(ctx, in_kernels, hidden, weight, bias, targets, shape, with_entropy
             sums, rows = merged(kernels.partial_sums(some, head, their_places, with_entropy)), None
         else:
             keep = kept.of_rows(len(parts))
-            tiles = head.tiles(min(len(hidden), ROWS_AT_ONCE))  # as the backward pass cuts them
+            tiles = head.tiles(min(len(hidden), ROWS_AT_ONCE))  # the same tiles as in the backward pass
             sums, rows = running_sums(some, tiles, their_places, with_entropy, ctx.is_made, keep)
         parts.append(_finish(head, their_places, sums, rows, share))
     logprobs, log_total, entropy, gradient = (
@@ -202,19 +204,19 @@ def _forward(ctx, in_kernels, hidden, weight, bias, targets, shape, with_entropy
         ctx.kept = list(kept.tiles)
         tensors = (tensor for tile in kept.tiles.values() for tensor in tile)
         ctx.save_for_backward(hidden, weight, bias, places, log_total, entropy, *tensors)
-    ctx.set_materialize_grads(False)  # where nothing comes from above to the entropy, its gradient costs nothing
+    ctx.set_materialize_grads(False)  # without a gradient of the entropy, its backward pass costs nothing
     return logprobs, entropy if with_entropy else None
 
 
 class _Kept:
-    """The tiles that the backward pass need not make again, by the part of the rows and their first column."""
+    """The tiles that the backward pass need not compute again, by the part of the rows and the first column."""
 
     def __init__(self, num_bytes: int):
         self.num_bytes_left = num_bytes
         self.tiles: dict[tuple[int, int], Tile] = {}
 
     def of_rows(self, part: int) -> Callable[[int, Tile], None]:
-        """What takes the tiles of a part of the rows, one after the other."""
+        """A function that is called with the tiles of a part of the rows, in order."""
 
         def keep(first_column: int, tile: Tile) -> None:
             self.num_bytes_left -= tile.exps.nbytes
@@ -225,7 +227,7 @@ class _Kept:
 
 
 class _Finished(NamedTuple):
-    """What the sums gave for some rows; None: not asked for."""
+    """The results for some rows; None: not requested."""
 
     logprobs: torch.Tensor  # [N]
     log_total: torch.Tensor  # [N]
@@ -236,7 +238,7 @@ class _Finished(NamedTuple):
 def _finish(
     head: Head, places: torch.Tensor, own: Sums, rows: torch.Tensor | None, share: VocabularyShare | None
 ) -> _Finished:
-    """`rows`: what a frozen head's forward pass has summed up of the expected row, in units of the own base."""
+    """`rows`: the expected row summed up by a frozen head's forward pass, in units of its own base."""
     sums = own if share is None else merged(Sums(*share.gather(torch.stack(own)).unbind(1)))
     log_total = sums.base + sums.total.log()
     entropy = sums.total.log() - sums.weighted / sums.total
@@ -251,7 +253,7 @@ def _finish(
 
 
 def _gradients(ctx, above: torch.Tensor, above_entropy: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Gradients of hidden states, weight and bias, the tiles made once more."""
+    """Gradients of hidden states, weight and bias; computes the tiles again."""
     hidden, weight, bias, places, log_total, entropy, *tensors = ctx.saved_tensors
     kept = {place: Tile(*tensors[2 * number : 2 * number + 2]) for number, place in enumerate(ctx.kept)}
     head = Head(weight, bias, ctx.shape)
@@ -284,7 +286,7 @@ def _gradients(ctx, above: torch.Tensor, above_entropy: torch.Tensor | None) -> 
             if of_bias is not None:
                 of_rows = of_products.sum(0, dtype=torch.float32)
                 tile_of_bias = of_rows if tile_of_bias is None else tile_of_bias.add_(of_rows)
-            del of_products  # before the next tile is made
+            del of_products  # before the next tile is computed
         if of_weight is not None and tile_of_weight is not None and of_weight.dtype != torch.float32:
             of_weight[columns] = tile_of_weight
         if of_bias is not None and tile_of_bias is not None:
@@ -299,7 +301,7 @@ def _plus_product(
 ) -> torch.Tensor:
     """`sums`, fp32, plus the sum over N of `left [N, columns]` times `right [N, E]`: `[columns, E]`.
 
-    The first product, `sums` None, is written to `place` where that is fp32.
+    The first product, with `sums` None, is written to `place` if that is fp32.
     """
     if sums is not None:
         add_product(sums, left.t(), right)
