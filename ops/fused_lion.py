@@ -13,7 +13,7 @@ import torch
 
 
 class FusedLion(torch.optim.Optimizer):
-    """Lion with DeepSpeed's arguments; `set_grad_none` has no meaning, gradients are always freed."""
+    """Lion with DeepSpeed's arguments; `set_grad_none` is ignored: gradients are always freed."""
 
     def __init__(
         self,
@@ -45,10 +45,10 @@ class FusedLion(torch.optim.Optimizer):
 
 
 class DeepSpeedCPULion(FusedLion):
-    """`FusedLion` with the arguments that DeepSpeed's has; parameters may lie anywhere.
+    """`FusedLion` with the arguments of DeepSpeed's; parameters may be on any device.
 
-    `fp32_optimizer_states` is accepted and has no meaning: the state has the dtype of the parameters that are stepped,
-    and an engine steps fp32 masters.
+    `fp32_optimizer_states` is accepted and ignored: the state has the dtype of the parameters that are stepped, and an
+    engine steps fp32 masters.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""The tiles of a head's logits in Triton: they stay in registers, and only sums or gradients reach memory.
+"""Triton kernels for the tiles of a head's logits: logits stay in registers, and only sums or gradients reach memory.
 
-`sums_kernel` reads the head once: each program walks a run of columns for some tokens and leaves their sums, which
-`merged` puts together: N E + V E elements are read for each block of rows, 4 numbers a token and run are written.
-`gradient_kernel` makes a tile's products again and leaves their gradient, `[N, columns]` in the weights' dtype, for the
-products with the hidden states and the head that the backward pass consists of. Products are summed in fp32 and, as in
-the sampler, never rounded to 16 bits.
+`sums_kernel` reads the head once: each program processes a run of columns for some tokens and writes their sums, which
+`merged` combines. N E + V E elements are read for each block of rows, and 4 numbers per token and run are written.
+`gradient_kernel` computes a tile's products again and writes their gradient, `[N, columns]` in the weights' dtype. The
+backward pass multiplies it with the hidden states and the head. Products are summed in fp32 and, as in the sampler,
+never rounded to 16 bits.
 
 N tokens, E hidden size, V columns of the head.
 """
@@ -17,13 +17,13 @@ from hybrid_engine.ops.dispatch import launch, next_power_of_2, tl, triton
 from hybrid_engine.ops.linear_log_prob_tiles import Head, LogitShape, Sums, Tile
 from hybrid_engine.ops.skinny_gemm import Weights, multiply, weights_of
 
-LEAST_ROWS = 16  # of a tensor core's operand
+LEAST_ROWS = 16  # minimum M of a tensor core's operand
 NUM_PROGRAMS = 264  # two for each multiprocessor of an H100
-LEAST_RUN = 1024  # columns that a program walks, so that its sums are few beside them
+LEAST_RUN = 1024  # minimum columns per program, so that its sums are few in comparison
 
 
 class ProductTile(NamedTuple):
-    """How a product is cut, constant to the kernels."""
+    """Tile sizes of a product, constant in the kernels."""
 
     rows: int
     columns: int
@@ -31,10 +31,10 @@ class ProductTile(NamedTuple):
 
 
 class ShapeArgs(NamedTuple):
-    """`LogitShape` for a kernel: what the products are multiplied by before a cap and after it."""
+    """`LogitShape` for a kernel: the factors of the products before and after a cap."""
 
     scale: float
-    softcap: float  # 0 where there is none
+    softcap: float  # 0: no cap
     inverse_temperature: float
 
 
@@ -48,7 +48,7 @@ class SumPointers(NamedTuple):
 
 
 class RowPointers(NamedTuple):
-    """What a token's gradient depends on, `[N]` each; the last two None without an entropy."""
+    """The inputs of a token's gradient, `[N]` each; the last two are None without an entropy."""
 
     places_ptr: Any
     log_total_ptr: Any
@@ -59,7 +59,7 @@ class RowPointers(NamedTuple):
 
 @triton.jit
 def logits_of_tile(x_ptr, w, shape, m, n, num_rows, width_in, HAS_SOFTCAP: tl.constexpr, TILE: tl.constexpr):
-    """`[ROWS, COLUMNS]` fp32 at the rows `m` and the columns `n`; any numbers beyond the ends."""
+    """`[ROWS, COLUMNS]` fp32 at the rows `m` and the columns `n`; values outside of the ranges are arbitrary."""
     ROWS: tl.constexpr = TILE.rows
     COLUMNS: tl.constexpr = TILE.columns
     DEPTH: tl.constexpr = TILE.depth
@@ -82,7 +82,7 @@ def logits_of_tile(x_ptr, w, shape, m, n, num_rows, width_in, HAS_SOFTCAP: tl.co
         total += tl.load(w.bias_ptr + n, mask=n < w.width, other=0.0).to(tl.float32)[None, :]
     total *= shape.scale
     if HAS_SOFTCAP:
-        # tanh by exponentials, which every release of Triton has: 1 - 2 / (exp(2x) + 1)
+        # tanh by exponentials, available in every release of Triton: 1 - 2 / (exp(2x) + 1)
         total = shape.softcap * (1 - 2 / (tl.exp(2 * total / shape.softcap) + 1))
     total *= shape.inverse_temperature
     if w.bias_ptr is not None:
@@ -132,7 +132,7 @@ def gradient_kernel(
     x_ptr, w, gradient_ptr, rows, shape, num_rows, width_in,
     HAS_SOFTCAP: tl.constexpr, WITH_ENTROPY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program 0 is the block of rows, program 1 that of columns."""
+    """Program 0 is the block of rows, program 1 the block of columns."""
     ROWS: tl.constexpr = TILE.rows
     COLUMNS: tl.constexpr = TILE.columns
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -159,14 +159,14 @@ def gradient_kernel(
 
 
 def tile_of(dtype: torch.dtype, num_rows: int) -> ProductTile:
-    """Tensor cores take 16 bits; fp32 runs on FMAs, where what is loaded costs less than what is multiplied."""
+    """Tile sizes. Tensor cores take 16 bits; fp32 runs on FMAs, where loads cost less than multiplications."""
     most = 64 if dtype == torch.float32 else 128
     rows = min(most, max(LEAST_ROWS, next_power_of_2(num_rows)))
     return ProductTile(rows, most, 32 if dtype == torch.float32 else 64)
 
 
 def num_warps(tile: ProductTile) -> int:
-    """Such that the accumulators of a tile take at most 64 registers of a thread."""
+    """Number of warps with which the accumulators of a tile take at most 64 registers per thread."""
     return max(4, tile.rows * tile.columns // (64 * 32))
 
 
@@ -204,7 +204,7 @@ def gradient_of_products(
     of_entropy: tuple[torch.Tensor, torch.Tensor] | None,
     kept: Tile | None = None,
 ) -> torch.Tensor:
-    """`linear_log_prob_tiles.gradient_of_products` in a kernel, which keeps nothing from the forward pass."""
+    """`linear_log_prob_tiles.gradient_of_products` in a kernel; it does not use tiles kept from the forward pass."""
     assert kept is None
     (num_rows, width_in), weights = hidden.shape, _weights(tile)
     gradient = hidden.new_empty(num_rows, weights.width)

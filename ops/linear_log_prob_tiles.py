@@ -12,22 +12,22 @@ import torch
 from hybrid_engine.ops import cpu_kernels
 from hybrid_engine.ops.cpu_gemm import product, use_onednn
 
-TILE_BYTES = 8 * 2**20  # of fp32 logits that exist at once, so that they lie in a CPU's cache
+TILE_BYTES = 8 * 2**20  # of fp32 logits that exist at once, so that they fit a CPU's cache
 TILE_BYTES_ON_GPU = 64 * 2**20  # large enough for a product that fills the device
 LEAST_COLUMNS = 256
-LEAST_LOGIT = -1e30  # whose exp is 0 beside any other; sums over -inf itself have exp(-inf - -inf) and 0 * -inf
-FAR = 40.0  # exp(40) times the vocabulary is far from what fp32 holds, 3e38
+LEAST_LOGIT = -1e30  # its exp is 0 next to any other logit; sums over -inf would contain exp(-inf - -inf) and 0 * -inf
+FAR = 40.0  # exp(40) times the vocabulary is far below the fp32 maximum, 3e38
 
 
 class LogitShape(NamedTuple):
-    """What a model does to the products of its head before they are logits."""
+    """The function from a head's products to logits."""
 
     scale: float = 1.0  # Cohere's logit_scale, the inverse of Granite's logits_scaling
     softcap: float | None = None  # Gemma's final_logit_softcapping
     temperature: float = 1.0
 
     def check(self) -> None:
-        """ValueError unless each is finite and not 0, softcap and temperature above it."""
+        """Raises ValueError unless each value is finite and not 0, and softcap and temperature are positive."""
         for name, value in self._asdict().items():
             if value is None:
                 continue
@@ -36,7 +36,7 @@ class LogitShape(NamedTuple):
                 raise ValueError(f"{name}={value!r} must be {rule}")
 
     def apply_(self, products: torch.Tensor) -> torch.Tensor:
-        """fp32 logits of the products, of any shape, which are overwritten."""
+        """fp32 logits of the products, of any shape; overwrites the products."""
         if self.scale != 1.0:
             products.mul_(self.scale)
         if self.softcap is not None:
@@ -63,7 +63,7 @@ class Head(NamedTuple):
     shape: LogitShape
 
     def tiles(self, num_rows: int) -> Iterator[tuple[slice, "Head"]]:
-        """Parts of the vocabulary and the head of each, such that the fp32 logits of so many rows fit into a tile.
+        """Parts of the vocabulary and the head of each, such that the fp32 logits of `num_rows` rows fit into a tile.
 
         The gradient of the part of the weight does too.
         """
@@ -74,13 +74,13 @@ class Head(NamedTuple):
             yield columns, self._replace(weight=self.weight[columns], bias=bias)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[N, V]` fp32, -inf of a bias as `LEAST_LOGIT`."""
+        """`[N, V]` fp32; -inf from a bias becomes `LEAST_LOGIT`."""
         logits = self.shape.apply_(product(hidden, self.weight.t(), self.bias))
         return logits if self.bias is None else logits.clamp_min_(LEAST_LOGIT)
 
 
 def tile_width(num_rows: int, is_on_gpu: bool) -> int:
-    """Columns of a tile of so many rows."""
+    """Number of columns of a tile of `num_rows` rows."""
     return max(LEAST_COLUMNS, (TILE_BYTES_ON_GPU if is_on_gpu else TILE_BYTES) // 4 // max(num_rows, 1))
 
 
@@ -89,12 +89,12 @@ class Sums(NamedTuple):
 
     base: torch.Tensor
     total: torch.Tensor  # of exp(logit - base)
-    chosen: torch.Tensor  # the target's logit, 0 where it is in another part
-    weighted: torch.Tensor  # of exp(logit - base) * (logit - base); 0 where no entropy was asked for
+    chosen: torch.Tensor  # the target's logit, 0 if it is in another part
+    weighted: torch.Tensor  # of exp(logit - base) * (logit - base); 0 if no entropy is computed
 
 
 def merged(parts: Sums) -> Sums:
-    """The sums over all parts of the vocabulary, of those of each, `[P, N]`."""
+    """Combines the sums of all parts of the vocabulary, `[P, N]` each."""
     base = parts.base.amax(0)
     fading = torch.exp(parts.base - base)
     weighted = torch.where(fading > 0, parts.weighted - (base - parts.base) * parts.total, 0.0)
@@ -102,7 +102,7 @@ def merged(parts: Sums) -> Sums:
 
 
 class Tile(NamedTuple):
-    """What a forward pass may keep of a tile."""
+    """The data of a tile that a forward pass may keep."""
 
     exps: torch.Tensor  # [N, columns] fp32: exp(logit - base)
     base: torch.Tensor  # [N] fp32
@@ -120,33 +120,33 @@ def running_sums(
 
     Args:
         hidden: `[N, E]`.
-        places: `[N]`, the targets counted from the first row of the head; outside of it they are in another part.
-        keep: is given every tile's first column and what there is to keep of it.
+        places: `[N]`, the targets counted from the first row of the head; other values are in another part.
+        keep: called with every tile's first column and its `Tile`.
     """
     sums = _RunningSums(hidden, places, with_entropy, with_rows)
     for columns, tile in tiles:
         exps = sums.add(columns, tile, hidden)
         keep(columns.start, Tile(exps, sums.base))
-        del exps  # before the next tile is made
+        del exps  # before the next tile is computed
     return Sums(sums.base, sums.total, sums.chosen, sums.weighted), sums.rows
 
 
 class _RunningSums:
-    """Sums over the tiles seen so far, of exp(logit - base).
+    """Sums of exp(logit - base) over the tiles so far.
 
     `base` is near the largest logit of a row: the largest of the first tile, until a later one is far above it.
     """
 
     def __init__(self, hidden: torch.Tensor, places: torch.Tensor, with_entropy: bool, with_rows: bool):
         self.places = places
-        self.far = FAR if hidden.dtype == torch.float32 else 0.0  # what is multiplied in 16 bits stays below 1
+        self.far = FAR if hidden.dtype == torch.float32 else 0.0  # operands of 16-bit products stay below 1
         self.base = hidden.new_full(places.shape, -torch.inf, dtype=torch.float32)
         self.total, self.chosen, self.weighted = (torch.zeros_like(self.base) for _ in range(3))
         self.with_entropy = with_entropy
         self.rows = torch.zeros_like(hidden, dtype=torch.float32) if with_rows else None
 
     def add(self, columns: slice, head: Head, hidden: torch.Tensor) -> torch.Tensor:
-        """Adds a tile; its exp(logit - base), `[N, columns]` fp32, which is valid until the base is raised."""
+        """Adds a tile; returns its exp(logit - base), `[N, columns]` fp32, valid until the base is raised."""
         logits = head.logits(hidden)
         self._find_chosen(columns.start, logits)
         self._raise_base(logits.amax(1))
@@ -161,7 +161,7 @@ class _RunningSums:
 
     def _raise_base(self, largest: torch.Tensor) -> None:
         is_far = largest > self.base + self.far
-        if is_far.is_cpu and not is_far.any():  # elsewhere the question would wait for the device
+        if is_far.is_cpu and not is_far.any():  # on other devices the check would wait for the device
             return
         base = torch.where(is_far, largest, self.base)
         fading = torch.where(is_far, torch.exp(self.base - base), 1.0)
@@ -194,9 +194,9 @@ def gradient_of_products(
     Args:
         places: `[N]`, the targets counted from the tile's first column.
         log_total: `[N]`, logsumexp of all logits.
-        above: `[N]`, what comes from above to the log-probabilities.
-        of_entropy: what comes from above to the entropy, and the entropy.
-        kept: the tile as the forward pass left it.
+        above: `[N]`, the incoming gradient of the log-probabilities.
+        of_entropy: the incoming gradient of the entropy, and the entropy.
+        kept: the tile that the forward pass kept, or None.
     """
     if kept is not None:
         slope = tile.shape.slope(kept.exps)
@@ -218,7 +218,7 @@ def gradient_of_products(
 
 
 def add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """`sums`, fp32, get what `left @ right` is."""
+    """Adds `left @ right` to `sums`, fp32."""
     if left.dtype == sums.dtype and not use_onednn(left, right):
         sums.addmm_(left, right)
     else:
@@ -226,14 +226,14 @@ def add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> 
 
 
 def product_fp32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """`left @ right` in fp32, one of several that are summed; on a CPU one of 16 bits is rounded to them before."""
+    """`left @ right` in fp32, a term of a sum; on a CPU a 16-bit product is rounded to 16 bits first."""
     if left.is_cuda and left.dtype != torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return product(left, right).float()
 
 
 def _exp_rows(values: torch.Tensor, shift: torch.Tensor, factor: torch.Tensor | None = None) -> torch.Tensor:
-    """`values [N, columns]` become factor * exp(values - shift) in place; their sums along the rows, `[N]`."""
+    """Replaces `values [N, columns]` with factor * exp(values - shift) in place; returns the sums along rows, `[N]`."""
     if cpu_kernels.can_search(values):
         return cpu_kernels.exp_rows(values, shift, factor)
     values.sub_(shift[:, None]).exp_()
@@ -245,5 +245,5 @@ def _times(values: torch.Tensor, slope: torch.Tensor | float) -> torch.Tensor:
 
 
 def _places_inside(places: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[N, 1]`: the places in a tile, any if not inside; `[N]`: True where they are."""
+    """`[N, 1]`: the places in a tile, arbitrary if not inside; `[N]`: True if inside."""
     return places.clamp(0, width - 1)[:, None], (places >= 0) & (places < width)

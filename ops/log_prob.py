@@ -1,12 +1,12 @@
-"""The log-probability of given tokens: the one function that the sampler and the trainer share.
+"""The log-probability of given tokens: one function for the sampler and the trainer.
 
     logprob(token) = logits[token] / temperature - logsumexp(logits / temperature)
 
-computed in fp32 whatever the dtype of the logits, over the whole vocabulary: top-k and top-p shape
-which token is drawn, never the probability that is reported for it.
+computed in fp32 whatever the dtype of the logits, over the whole vocabulary: top-k and top-p affect which token is
+drawn, not the probability that is reported for it.
 
-In the kernel one program takes one row, in chunks from its beginning, and no argument depends on how many rows there
-are: a row's result is the same, to the bit, in every batch, and for the trainer as for a rollout.
+In the kernel one program takes one row, in chunks from its start, and no argument depends on the number of rows: a
+row's result has the same bits in every batch, for the trainer and for a rollout.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ def logprob_kernel(logits_ptr, tokens_ptr, logprobs_ptr, lse_ptr, vocab, tempera
 class _KernelLogprobs(torch.autograd.Function):
     """The kernel's log-probabilities of `logits [N, V]`, which it reads in fp32; the gradient in torch.
 
-    Between the passes the logits stay as they were given: 16 bits take half of what fp32 takes.
+    Between the passes the logits keep their dtype: 16 bits take half the memory of fp32.
     """
 
     @staticmethod
@@ -53,13 +53,15 @@ class _KernelLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         given, tokens, lse = ctx.saved_tensors
-        scaled = gradient[:, None] / ctx.temperature  # of the token's own logit; of all less their probabilities
+        scaled = (
+            gradient[:, None] / ctx.temperature
+        )  # gradient of the token's own logit; all logits get minus their probability times it
         found = _divided(given, ctx.temperature).sub_(lse[:, None]).exp_().mul_(-scaled)
         return found.scatter_add_(1, tokens[:, None], scaled).to(given.dtype), None, None
 
 
 def _divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """`logits / temperature` in fp32, in memory of its own: one copy of the logits, of whatever dtype they are."""
+    """`logits / temperature` in fp32, in new memory: one copy of the logits for any dtype."""
     copy = logits.float()
     return logits / temperature if copy is logits else copy.div_(temperature)
 
@@ -92,7 +94,7 @@ def _logprobs_in_torch(logits: torch.Tensor, tokens: torch.Tensor, temperature: 
 
 
 def sampled_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """`token_logprobs` for a rollout that need not have its bits: compiled on a CPU, which rounds otherwise."""
+    """`token_logprobs` for a rollout that need not have its bits: compiled on a CPU, with different rounding."""
     if not cpu_kernels.can_search(logits):
         return token_logprobs(logits, tokens, temperature)
     chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) / temperature

@@ -9,8 +9,8 @@
 Moves the two or three weights once, E I elements each, and does 2 N E I operations for each.
 `input` is the attention's output with its bias already added.
 
-Up to 256 rows (in fp32 64) gate, up and activation are one launch, and down is another, with the residual added in it.
-A fused [in, 2I] weight comes as two views of its columns.
+Up to 256 rows (in fp32 64) gate, up and activation are one launch, and down is another, which adds the residual. A
+fused [in, 2I] weight is passed as two views of its columns.
 """
 
 import torch
@@ -43,7 +43,7 @@ from hybrid_engine.ops.vector_matmul import VectorMatMulOp
 
 @triton.jit
 def up_kernel(x, gate, up, y, ACTIVATION: tl.constexpr, TILES: tl.constexpr):
-    """One tile of `inner`: both weights stream side by side past the same rows. gate.ptr None: no gate."""
+    """One tile of `inner`: both weights are streamed for the same rows. gate.ptr None: no gate."""
     DTYPE: tl.constexpr = y.ptr.dtype.element_ty
     BLOCK_N: tl.constexpr = TILES.block_n
     ROWS: tl.constexpr = TILES.rows
@@ -73,7 +73,7 @@ def up_product(
     up: Linear,
     activation: str,
 ) -> torch.Tensor:
-    """Launches `inner [N, I]` of rows that `takes_rows`."""
+    """Launches `inner [N, I]` for rows accepted by `takes_rows`."""
     gate_weight, gate_bias = (None, None) if gate is None else gate
     launch, sizes = prepared(_prepare, activation, input, *up, gate_weight, gate_bias)
     output = torch.empty(sizes, dtype=input.dtype, device=input.device)
@@ -100,7 +100,7 @@ def _prepare(
 
 
 def up_in_torch(input: torch.Tensor, gate: Linear | None, up: Linear, activation: str) -> torch.Tensor:
-    """`up_product` by products of torch's or, on a CPU, by compiled ones."""
+    """`up_product` with torch's products or, on a CPU, compiled ones."""
     linears = [up] if gate is None else [up, gate]
     if activation in cpu_kernels.ACTIVATIONS and is_compiled(input, linears):
         return activated_product(input, up, gate, activation)
@@ -117,9 +117,9 @@ class MLPGemmOp:
 
     Args:
         norm: a kind of `NORM_OPS`; None: no norm, gamma and beta are not read.
-        eps: of the norm.
+        eps: eps of the norm.
         activation: a name in ACTIVATIONS.
-        adds_residual: whether the output already has `residual_add` in it.
+        adds_residual: whether the output includes `residual_add`.
     """
 
     def __init__(self, norm: str | None, eps: float, activation: str, adds_residual: bool = False):

@@ -1,16 +1,16 @@
-"""Which experts each token goes to, with what weight, and the tokens in the order in which experts read them.
+"""Chooses the experts of each token and their weights, and sorts the tokens by expert.
 
     softmax_then_topk   p = softmax(logits) in fp32;  weights = p at its top_k largest   (/ their sum if normalizes)
     topk_then_softmax   weights = softmax of the top_k largest logits                    (gpt-oss)
 
-Mixtral, Qwen-MoE and DeepSpeed's top-1 (not normalised) and top-2 (normalised) gates are the first form; none
-drops tokens over a capacity, since what a token becomes must not depend on the batch around it. Equal scores go
-to the lower expert. The pairs (token, slot) are then sorted by expert, stable, by a count per expert: the
-grouped product visits each expert's tokens as neighbours.
+Mixtral, Qwen-MoE and DeepSpeed's top-1 (not normalised) and top-2 (normalised) gates are the first form; none drops
+tokens over a capacity, since a token's result must not depend on its batch. Equal scores go to the lower expert. The
+pairs (token, slot) are then sorted by expert, stably, by a count per expert, so that each expert's tokens are adjacent
+in the grouped product.
 
 N tokens, X experts, M = N top_k pairs. Moves N X logits and about 8 M (X + 1) bytes of expert indices that stay
-in L2, does about top_k N X operations. Nothing depends on the values but the values: shapes are fixed by N, top_k
-and X, nothing is read by the host, so a CUDA graph can hold it.
+in L2, does about top_k N X operations. Shapes depend only on N, top_k and X, and the host reads no values, so a CUDA
+graph can capture it.
 
 Sources: transformers, models/{mixtral,qwen2_moe,qwen3_moe,gpt_oss}/modeling_*.py (TopKRouter); DeepSpeed,
 deepspeed/moe/sharded_moe.py (top1gating, top2gating).
@@ -24,16 +24,16 @@ from hybrid_engine.ops.dispatch import check_tensor, launch, next_power_of_2, sa
 from hybrid_engine.ops.kernel_errors import kernel_or_reference
 
 SCORINGS = ("softmax_then_topk", "topk_then_softmax")
-# Logits that one program of the gating kernel holds in registers.
+# Number of logits that one program of the gating kernel holds in registers.
 TILE_ELEMENTS = 1024
-# Pairs that one step of the sorting kernel reads.
+# Number of pairs that one step of the sorting kernel reads.
 SORT_BLOCK = 1024
-# Above this many experts a row of logits does not fit one program.
+# With more experts a row of logits does not fit one program.
 MAX_EXPERTS = 1024
 
 
 class Routing(NamedTuple):
-    """Where N tokens go. M = N top_k pairs; pair `n * top_k + slot` is token n's expert in that slot."""
+    """The experts of N tokens. M = N top_k pairs; pair `n * top_k + slot` is token n's expert in that slot."""
 
     weights: torch.Tensor  # [N, top_k]
     experts: torch.Tensor  # [N, top_k] int64, best first
@@ -78,7 +78,7 @@ class MoEGatingOp:
         softmax_first = self.scoring == "softmax_then_topk"
         softmax_dtype = torch.promote_types(logits.dtype, torch.float32)
         scores = torch.softmax(logits, dim=-1, dtype=softmax_dtype) if softmax_first else logits
-        # A stable sort, because torch.topk leaves open which of two equal scores comes first.
+        # A stable sort, because torch.topk does not define the order of equal scores.
         values, experts = torch.sort(scores, dim=-1, descending=True, stable=True)
         values, experts = values[:, : self.top_k], experts[:, : self.top_k].contiguous()
         if not softmax_first:
@@ -128,7 +128,7 @@ def _gating_kernel(
     TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_X: tl.constexpr,
     SOFTMAX_FIRST: tl.constexpr, NORMALIZES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N tokens per program: top_k times the largest score that is left."""
+    """BLOCK_N tokens per program: selects the largest remaining score top_k times."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     x = tl.arange(0, BLOCK_X)
     k = tl.arange(0, BLOCK_K)
@@ -139,9 +139,9 @@ def _gating_kernel(
         score = tl.where((x < num_experts)[None, :], score, float("-inf"))
         score = tl.exp(score - tl.max(score, axis=1)[:, None])
         score = score / tl.sum(score, axis=1)[:, None]
-    score = tl.where(score == 0.0, 0.0, score)  # -0.0 equals 0.0, its bits do not
-    # One integer to compare: the score's bits in an order that integers share with floats, then the expert,
-    # lower first. It is distinct for every expert also where scores are equal or NaN.
+    score = tl.where(score == 0.0, 0.0, score)  # -0.0 equals 0.0, but its bits differ
+    # One integer to compare: the score's bits in an order that integers share with floats, then the expert, lower
+    # first. It is distinct for every expert, even if scores are equal or NaN.
     bits = score.to(tl.int32, bitcast=True)
     key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) * 65536 + (65535 - x).to(tl.int64)[None, :]
     taken = -(1 << 62)
@@ -168,7 +168,7 @@ def _gating_kernel(
 
 @triton.jit
 def _sort_kernel(experts, order, offsets, num_pairs, num_experts, BLOCK: tl.constexpr):
-    """One expert per program: how many pairs lie before its own, then its own in their order."""
+    """One expert per program: counts the pairs before its own, then writes its own in their order."""
     expert = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     before = tl.zeros((BLOCK,), dtype=tl.int32)

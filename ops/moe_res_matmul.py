@@ -2,10 +2,10 @@
 
     y[n] = residual[n] * coef[n, 0] + output[n] * coef[n, 1]
 
-The coefficients are what a small linear and a softmax made of the token (Rajbhandari et al. 2022, "DeepSpeed-MoE",
-section 4.1.1). Argument order is DeepSpeed's binding's; note that DeepSpeed's training layer
-(deepspeed/moe/layer.py) gives column 0 to the experts' output, so a caller passes what column 0 weighs as `residual`.
-Moves 3 N E elements, does 3 N E operations; both products are rounded to the dtype, then the sum.
+The coefficients are the result of a small linear and a softmax for the token (Rajbhandari et al. 2022, "DeepSpeed-MoE",
+section 4.1.1). Argument order is DeepSpeed's binding's; note that DeepSpeed's training layer (deepspeed/moe/layer.py)
+gives column 0 to the experts' output, so a caller passes the tensor weighted by column 0 as `residual`. Moves 3 N E
+elements, does 3 N E operations; both products are rounded to the dtype, then the sum.
 """
 
 import torch
@@ -21,7 +21,7 @@ class MoEResMatmulOp:
     """Callable `(residual [N, E], coef [N, 2], output [N, E]) -> [N, E]`."""
 
     def __call__(self, residual: torch.Tensor, coef: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Raises ValueError where shapes, dtypes or devices differ."""
+        """Raises ValueError if shapes, dtypes or devices differ."""
         check_tensor("residual", residual, shape=(None, None))
         check_tensor("coef", coef, like=residual, shape=(len(residual), 2))
         check_tensor("output", output, like=residual, shape=residual.shape)

@@ -1,13 +1,12 @@
-"""Layer norm and RMS norm over the last dimension, with the residual added in front where that is asked for.
+"""Layer norm and RMS norm over the last dimension, optionally after adding a residual.
 
     layer:       y = (x - mean(x)) / sqrt(var(x) + eps) * gamma + beta      (biased variance)
     rms:         y = round(x / sqrt(mean(x^2) + eps)) * gamma               (Zhang & Sennrich 2019; Llama)
     rms_fp32:    y = round(x / sqrt(mean(x^2) + eps) * gamma)               (OLMo-2, gpt-oss)
     rms_offset:  y = round(x / sqrt(mean(x^2) + eps) * (1 + gamma))         (Gemma)
 
-Statistics are fp32 whatever the dtype. The kinds of RMS norm differ only in 16 bits, by where they round:
-rollouts round where the trainer rounds. Moves 2 N E elements (4 N E with a residual), does about 5 N E
-operations. N rows, E width.
+Statistics are fp32 for any dtype. The kinds of RMS norm differ only in 16 bits, by where they round: rollouts round
+where the trainer rounds. Moves 2 N E elements (4 N E with a residual), does about 5 N E operations. N rows, E width.
 """
 
 from collections.abc import Callable
@@ -22,16 +21,18 @@ from hybrid_engine.ops.bound_launch import Launch, prepared
 from hybrid_engine.ops.dispatch import check_tensor, next_power_of_2, say_once, tl, triton, use_triton
 from hybrid_engine.ops.kernel_errors import kernel_or_reference
 
-# A row lies in one program's registers: 64 fp32 values per thread at 16 warps.
+# A row fits one program's registers: 64 fp32 values per thread at 16 warps.
 MAX_WIDTH = 32768
-# Rows of a program: enough that short rows (q and k norms) still fill four warps.
+# Elements of a program's rows: enough that short rows (q and k norms) still fill four warps.
 TILE_ELEMENTS = 2048
 DENSE = torch.contiguous_format
 
 
 @triton.jit
 def normalize(x, mean, rstd, gamma, beta, NORM: tl.constexpr, DTYPE: tl.constexpr):
-    """fp32 values of known statistics, rounded to DTYPE where the reference of this kind rounds; beta may be None."""
+    """Normalizes fp32 values with known statistics, rounded to DTYPE like the reference of this kind; beta may be
+    None.
+    """
     x = (x - mean) * rstd if NORM == "layer" else x * rstd
     if NORM == "rms":
         x = x.to(DTYPE).to(tl.float32)
@@ -43,19 +44,19 @@ def normalize(x, mean, rstd, gamma, beta, NORM: tl.constexpr, DTYPE: tl.constexp
 
 
 class AddedRows(NamedTuple):
-    """Rows `[N, E]` of which a kernel norms the sum; without a residual its pointer and that of the sum are None."""
+    """Rows `[N, E]` of two terms; without a residual, its pointer and the pointer of the sum are None."""
 
     input_ptr: Any
     input_row: int  # stride
     residual_ptr: Any
     residual_row: int
-    sum_ptr: Any  # [N, E] dense, where the sum goes
+    sum_ptr: Any  # [N, E] dense, the output for the sum
     num_rows: int
     width: int
 
 
 class NormWeights(NamedTuple):
-    """What rows are normed with; `beta_ptr` may be None."""
+    """Parameters of the norm; `beta_ptr` may be None."""
 
     gamma_ptr: Any  # [E]
     beta_ptr: Any
@@ -97,7 +98,7 @@ def norm_kernel(
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """16-bit values in fp32, wider ones as they are."""
+    """16-bit values in fp32, wider ones unchanged."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
@@ -116,8 +117,8 @@ def _rms_norm(input: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | Non
 def _normed(input: torch.Tensor, eps: float) -> torch.Tensor:
     """`x / sqrt(mean(x^2) + eps)`, not rounded to 16 bits.
 
-    Step by step: `F.rms_norm` is no single kernel on a CPU either and takes 77 us for 32 rows of 384 where this takes
-    57, and 64 against 34 where the rows lie by columns (one core, torch 2.13).
+    Step by step: `F.rms_norm` is not a single kernel on a CPU either and takes 77 us for 32 rows of 384 where this
+    takes 57, and 64 against 34 if the rows are stored by columns (one core, torch 2.13).
     """
     wide = _wide(input)
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -133,7 +134,7 @@ def _rms_norm_offset(input: torch.Tensor, gamma: torch.Tensor, beta: torch.Tenso
 
 
 class NormOp:
-    """Callable `(input [..., E], gamma [E], beta [E] or None) -> [..., E]`; RMS kinds take no beta.
+    """Callable `(input [..., E], gamma [E], beta [E] or None) -> [..., E]`; RMS kinds do not accept a beta.
 
     Args:
         kind: "layer", "rms", "rms_fp32" or "rms_offset".
@@ -215,14 +216,14 @@ def _prepare(
 
 
 def check_norm_weights(input: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None) -> None:
-    """ValueError where gamma or beta do not fit `input [..., E]`, before a kernel reads them."""
+    """Raises ValueError if gamma or beta do not fit `input [..., E]`, before a kernel reads them."""
     for name, weight in (("gamma", gamma), ("beta", beta)):
         if weight is not None:
             check_tensor(name, weight, like=input, shape=(input.shape[-1],), is_dense_last=True)
 
 
 def _dense_rows(x: torch.Tensor) -> torch.Tensor:
-    """`[rows, E]` with E dense; a copy only where the strides allow no view."""
+    """`[rows, E]` with E dense; a copy only if the strides do not allow a view."""
     if x.dim() == 2 and x.stride(1) == 1:
         return x
     rows = x.reshape(-1, x.shape[-1])

@@ -5,8 +5,8 @@
 The three weights are three tensors or one fused tensor (GPT-2), all [in, out]. Moves the weights once:
 E (H + 2K) D elements, and does 2 N E (H + 2K) D operations for N rows.
 
-Up to 256 rows (in fp32 64) the three products are one launch, whose programs take a tile of q, of k or of v. More rows
-go to cuBLAS.
+Up to 256 rows (in fp32 64) the three products are one launch, whose programs take a tile of q, of k or of v. With more
+rows cuBLAS is used.
 """
 
 from collections.abc import Sequence
@@ -49,8 +49,8 @@ def _project(x, w, tile, y, column, TILES: tl.constexpr):
 def qkv_kernel(x, q, k, v, y, TILES: tl.constexpr):
     """Programs: tiles of q, of k, of v. y is `[M, H D + 2 K D]`.
 
-    Each branch has the whole product: weights and strides chosen at run time would hide from the compiler that
-    a stride is 1, and with it every wide load. One fused weight is all q.
+    Each branch contains the whole product: with weights and strides chosen at run time the compiler would not know that
+    a stride is 1, and could not use wide loads. One fused weight is passed as q.
     """
     tile = tl.program_id(0)
     q_tiles = tl.cdiv(q.width, TILES.block_n)
@@ -74,14 +74,14 @@ class Heads(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Columns of all queries, all keys, all values."""
+        """Number of columns of all queries, all keys, all values."""
         kv_width = self.num_kv_heads * self.dim
         return kv_width * self.group, kv_width, kv_width
 
     def views(self, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`[N, H D + 2 K D]` dense, all of q, all of k, all of v, as q `[N, K, G, D]`, k, v `[N, K, D]`.
 
-        In the fewest calls: to split it and to view the parts takes Python four times as long.
+        Uses the fewest calls: splitting the tensor and viewing the parts takes four times as long in Python.
         """
         heads, group, dim = self
         num_rows, row = output.shape
@@ -97,11 +97,11 @@ class QKVGemmOp:
     """Callable `(input, weights, biases, gamma, beta) -> ((q, k, v), normed)`.
 
     Args:
-        norm: a kind of `NORM_OPS`; None: the input goes in as it is.
-        eps: of the norm.
+        norm: a kind of `NORM_OPS`; None: the input is not normed.
+        eps: eps of the norm.
         num_heads, num_kv_heads, head_dim: H, K, D; G = H / K.
-        layout: of one fused weight's columns: "blocks", all of q, all of k, all of v; "grouped", for each KV head
-            its G query heads, its key and its value (GPT-NeoX and BLOOM with G = 1, Falcon).
+        layout: the order of a fused weight's columns: "blocks", all of q, all of k, all of v; "grouped", for each KV
+            head its G query heads, its key and its value (GPT-NeoX and BLOOM with G = 1, Falcon).
     """
 
     def __init__(

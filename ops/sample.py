@@ -2,10 +2,9 @@
 
     token_s = min { t : cdf_s(t) > u_s },  u_s = uniform(key_s, position_s) in [0, 1)
 
-The noise is one number per row, a hash of (key, position), so that a draw depends on its own logits and
-nothing else: not on the batch, its order, a preemption or the number of processes. Filters apply in the
-order of Hugging Face's logits warpers: temperature, top-k, top-p, min-p. The log-probability is that of
-the temperature-scaled, unfiltered distribution.
+The noise is one number per row, a hash of (key, position), so that a draw depends only on its own logits: not on the
+batch, its order, a preemption or the number of processes. Filters apply in the order of Hugging Face's logits warpers:
+temperature, top-k, top-p, min-p. The log-probability is that of the temperature-scaled, unfiltered distribution.
 
 Moves the S x V logits once in the kernels, which are two launches (see `sample_kernels.py`); about four times in the
 reference.
@@ -77,7 +76,7 @@ def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float
 
 
 def choose_cut(vocab: int, top_k: int) -> Cut:
-    """How rows of `vocab` logits are cut; `top_k` 0 where it is off."""
+    """Tile sizes for rows of `vocab` logits; `top_k` is 0 if it is off."""
     chunks = next_power_of_2(-(-vocab // CHUNK))
     kept = next_power_of_2(top_k) if 0 < top_k <= MAX_KEPT else MAX_KEPT
     return Cut(CHUNK, chunks, min(kept, MAX_CANDIDATES // chunks), TILE)
@@ -85,19 +84,19 @@ def choose_cut(vocab: int, top_k: int) -> Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How tokens are drawn, the same for every row."""
+    """Options of drawing tokens, the same for every row."""
 
     do_sample: bool
     """False takes the likeliest token, the first of equal ones, without temperature and filters."""
     temperature: float = 1.0
     top_k: int = 0
-    """The tokens kept, as `sample_filters.py` and Hugging Face define it; 0 keeps all."""
+    """Number of tokens kept, as defined in `sample_filters.py` and Hugging Face; 0 keeps all."""
     top_p: float = 1.0
     """The probability kept; 1 keeps all."""
     min_p: float = 0.0
-    """The least probability kept, as a part of the largest; 0 keeps all."""
+    """The smallest probability kept, as a fraction of the largest; 0 keeps all."""
     repetition_penalty: float = 1.0
-    """Of the tokens seen; 1 is off."""
+    """Penalty of tokens seen before; 1 is off."""
     min_new_tokens: int = 0
     """Draws before which `eos_token_ids` cannot be drawn."""
     eos_token_ids: tuple[int, ...] = ()
@@ -107,15 +106,15 @@ class SampleOp:
     """Callable `(logits, keys, draws, seen, slots) -> (tokens, logprobs)`, which draws by `options`.
 
     Args:
-        is_exact: log-probabilities have the bits that `token_logprobs` gives the trainer; else what is compiled may
-            round otherwise.
+        is_exact: log-probabilities have the bits of the trainer's `token_logprobs`; otherwise a compiled function may
+            round differently.
     """
 
     def __init__(self, options: SamplingOptions, is_exact: bool = False):
         self.options, self.is_exact = options, is_exact
-        # An integer would compile kernels of its own.
+        # An integer would compile separate kernels.
         self.temperature = float(options.temperature) if options.do_sample else 1.0
-        self._banned: torch.Tensor | None = None  # of the device of the first call
+        self._banned: torch.Tensor | None = None  # on the device of the first call
 
     def __call__(
         self,
@@ -128,8 +127,8 @@ class SampleOp:
         """Draws one token for each row of `logits [S, V]` fp32.
 
         Args:
-            keys, draws: `[S]` int64, name the noise; `draws` counts the row's tokens drawn so far.
-            seen: `[C, V]` bool, tokens that the penalty is for, row `slots[s]` for row s; unused at penalty 1.
+            keys, draws: `[S]` int64, seed the noise; `draws` counts the row's tokens drawn so far.
+            seen: `[C, V]` bool, tokens that are penalized, row `slots[s]` for row s; unused at penalty 1.
             slots: `[S]` int64.
 
         Returns:
@@ -189,7 +188,7 @@ class SampleOp:
             check_tensor("slots", slots, like=logits, dtype=torch.int64, shape=(num_rows,), is_dense_last=True)
 
     def _filters(self, vocab: int) -> Filters:
-        """The filters that can leave anything out."""
+        """The filters that can exclude a token."""
         return Filters(
             top_k=float(self.options.top_k) if 0 < self.options.top_k < vocab else None,
             top_p=float(self.options.top_p) if self.options.top_p < 1.0 else None,
@@ -199,7 +198,7 @@ class SampleOp:
     def _adjustment(
         self, device: torch.device, seen: torch.Tensor | None, slots: torch.Tensor | None
     ) -> Adjustment | None:
-        """What changes the logits before they are drawn from; None where nothing does."""
+        """The changes of the logits before drawing, or None."""
         marks, ends = (None, 0, None), (None, 0, 0)
         if self.options.repetition_penalty != 1.0 and seen is not None:
             marks = (seen.view(torch.uint8), seen.stride(0), slots)
@@ -218,7 +217,7 @@ class SampleOp:
         sizes: Sizes,
         cut: Cut,
     ) -> Scanned:
-        """Launches the scan, and makes what it writes."""
+        """Launches the scan, and allocates its outputs."""
         device, (num_rows, num_chunks) = draws.device, (len(draws), sizes.num_chunks)
         is_filtered = self.options.do_sample and any(amount is not None for amount in filters)
         raw = torch.empty(num_rows, 2, num_chunks, dtype=torch.float32, device=device)
@@ -257,9 +256,10 @@ class SampleOp:
     def _adjusted(
         self, logits: torch.Tensor, draws: torch.Tensor, seen: torch.Tensor | None, slots: torch.Tensor | None
     ) -> Iterator[torch.Tensor]:
-        """What is drawn from: repetition penalised, end-of-sequence banned while it is too early.
+        """The logits that are drawn from: with the repetition penalty, and with end-of-sequence tokens banned while too
+        early.
 
-        The ban is written into the logits and taken back: a copy of them takes longer than the greedy choice.
+        The ban is written into the logits and undone afterwards: copying them takes longer than the greedy choice.
         """
         if self.options.repetition_penalty != 1.0:
             assert seen is not None and slots is not None
@@ -277,7 +277,7 @@ class SampleOp:
             logits.index_copy_(1, banned, ends)
 
     def banned(self, device: torch.device) -> torch.Tensor:
-        """The end-of-sequence tokens on `device`, made once: a graph may hold their address."""
+        """The end-of-sequence tokens on `device`, created once, as a graph may hold their address."""
         if self._banned is None or self._banned.device != device:
             self._banned = torch.tensor(self.options.eos_token_ids, dtype=torch.int64, device=device)
         return self._banned
@@ -285,5 +285,5 @@ class SampleOp:
     def _draw(self, adjusted: torch.Tensor, keys: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
         scaled = adjusted if self.temperature == 1.0 else adjusted / self.temperature
         probs = filter_logits(scaled, self.options.top_k, self.options.top_p, self.options.min_p).softmax(-1)
-        # The noise rounds to 1.0 in fp32 about once in 3e7 draws; the last token that has any probability then.
+        # The noise rounds to 1.0 in fp32 about once in 3e7 draws, which then takes the last token with any probability.
         return first_above(probs, keyed_uniform(keys, draws).float()[:, None]).squeeze(1)

@@ -1,11 +1,11 @@
 """The filters of sampling in torch: top-k, top-p, min-p, in the order of Hugging Face's logits warpers.
 
-Each keeps what reaches a threshold, so tokens of equal logit stay or go together. top-p's is the largest value
-down to which the probabilities add to `top_p`.
+Each keeps the tokens that reach a threshold, so tokens of equal logit are kept or excluded together. top-p's threshold
+is the largest value down to which the probabilities add up to `top_p`.
 
-On a CPU numpy finds order and ranks: its vector sort takes 1.1 ms for 32 rows of 8192 and its partition 0.5, where
-torch, which always carries the indices along, takes 20.7 and 1.4 (one core with AVX-512, torch 2.13, numpy 2.4). They
-are operators of torch's, so that whoever records operators sees them.
+On a CPU numpy computes order and ranks: its vector sort takes 1.1 ms for 32 rows of 8192 and its partition 0.5, where
+torch, which always sorts the indices too, takes 20.7 and 1.4 (one core with AVX-512, torch 2.13, numpy 2.4). They are
+registered as torch operators, so that recorders of operators see them.
 
 S rows, V vocabulary.
 """
@@ -19,7 +19,7 @@ from hybrid_engine.ops.vocabulary import first_above
 
 
 def filter_logits(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """-inf for the tokens that top-k (0 = off), top-p (1 = off) or min-p (0 = off) leave out; `logits [S, V]`."""
+    """-inf for the tokens that top-k (0 = off), top-p (1 = off) or min-p (0 = off) exclude; `logits [S, V]`."""
     if 0 < top_k < logits.shape[-1]:
         logits = keep_from(_kth_largest(logits, top_k), logits)
     if top_p < 1.0:
@@ -30,12 +30,12 @@ def filter_logits(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) 
 
 
 def keep_from(threshold: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """-inf for what is below `threshold [S, 1]`.
+    """-inf for values below `threshold [S, 1]`.
 
-    By signs: `masked_fill` decides value by value, at 1.4 ms for 32 rows of 8192 of which no pattern says what stays,
-    where this takes 0.6.
+    By signs: `masked_fill` decides value by value and takes 1.4 ms for 32 rows of 8192 with unpredictable masks, where
+    this takes 0.6.
     """
-    threshold = -(0.0 - threshold)  # 0 becomes -0, from which the difference of either zero is +0
+    threshold = -(0.0 - threshold)  # 0 becomes -0, so that the difference to either zero is +0
     room = torch.copysign(torch.full_like(threshold, math.inf), logits - threshold)
     return torch.minimum(logits, room)
 
@@ -63,12 +63,14 @@ def _kth_largest(logits: torch.Tensor, k: int) -> torch.Tensor:
 @torch.library.custom_op("hybrid_engine::kth_largest_by_row", mutates_args=(), device_types="cpu")
 def _kth_largest_by_row_on_cpu(rows: torch.Tensor, ks: torch.Tensor) -> torch.Tensor:
     ranks = rows.shape[1] - ks.numpy()
-    parted = np.partition(rows.numpy(), np.unique(ranks), axis=-1)  # each rank in its place in every row
+    parted = np.partition(rows.numpy(), np.unique(ranks), axis=-1)  # each rank is at its place in every row
     return torch.from_numpy(np.take_along_axis(parted, ranks, axis=-1))
 
 
 def kth_largest_by_row(logits: torch.Tensor, ks: torch.Tensor) -> torch.Tensor:
-    """`[S, 1]`: of each row of `logits [S, V]` the k-th largest, its own k in `ks [S, 1]` int64, from 1 to V."""
+    """`[S, 1]`: for each row of `logits [S, V]` the k-th largest, with the row's k in `ks [S, 1]` int64, from 1 to
+    V.
+    """
     if logits.device.type != "cpu":
         return logits.sort(dim=-1, descending=True).values.gather(1, ks - 1)
     return _kth_largest_by_row_on_cpu(logits.detach(), ks)
@@ -81,12 +83,12 @@ def _descending(logits: torch.Tensor) -> torch.Tensor:
 
 
 def nucleus_threshold(logits: torch.Tensor, top_p: float | torch.Tensor) -> torch.Tensor:
-    """`[S, 1]`: the largest value such that the probability of all that is not below it reaches `top_p`.
+    """`[S, 1]`: the largest value such that the probability of all tokens not below it reaches `top_p`.
 
     `top_p` is a number, or `[S, 1]` fp32.
     """
     values = _descending(logits)
-    # The first to reach top_p is the first above what is just below it.
+    # The first to reach top_p is the first above the number just below it.
     wanted = torch.zeros_like(values[:, :1]) + top_p
     share = torch.nextafter(wanted, torch.zeros_like(wanted))
     return values.gather(1, first_above(values.softmax(-1), share))

@@ -1,4 +1,4 @@
-"""The Triton kernels of `SampleOp`; the maths is told in `sample.py`. S rows, V vocabulary, C chunks of a row.
+"""The Triton kernels of `SampleOp`; the maths is in `sample.py`. S rows, V vocabulary, C chunks of a row.
 
 The logits are cut into chunks, one program each, so that a single row keeps many programs busy too:
 
@@ -8,17 +8,17 @@ The logits are cut into chunks, one program each, so that a single row keeps man
              token inside one chunk only
     greedy   one program per row merges the chunks
 
-Two launches whatever the filters, which move 4 V + 16 C bytes per row and, to draw, one chunk again; 4 V more where
-what is drawn from is not the logits (penalty, banned tokens). Nothing is sorted.
+Two launches for any filters, which move 4 V + 16 C bytes per row and, to draw, one chunk again; 4 V more if adjusted
+logits are drawn from (penalty, banned tokens). Nothing is sorted.
 
 Each threshold is searched on the bits of fp32 in an order that integers share, 32 of them, with w = 1 for top-k and
-exp(x - max) for top-p: the largest threshold that tokens of enough w reach. Every token that reaches the largest of
-all chunks' smallest candidates is a candidate, or as one counted among them: down to there the candidates tell what
-the whole row would. That is far enough for a top-k of at most `kept` and for as many tokens of a nucleus at least. A
-threshold below is searched through the whole row by its one program, which reads it eight times: the slow way, of wide
-nuclei and a large k. Sums of one fixed order never fall when a term is added, so rounding cannot make the search go
-astray. Everything a row draws depends on that row alone, to the bit: no argument tells a kernel how many rows there
-are, so that all of them are computed by the same instructions.
+exp(x - max) for top-p: the largest threshold that tokens of enough w reach. Every token that reaches the largest of all
+chunks' smallest candidates is a candidate, or counted as one: down to there the candidates give the same result as the
+whole row. That is enough for a top-k of at most `kept` and for at least as many tokens of a nucleus. A threshold below
+it is searched in the whole row by the row's program, which reads it eight times: the slow path, for wide nuclei and a
+large k. Sums in one fixed order never decrease when a term is added, so rounding cannot mislead the search. A draw
+depends only on its row, bit for bit: no argument of a kernel depends on the number of rows, so that all rows are
+computed by the same instructions.
 """
 
 from typing import Any, NamedTuple
@@ -26,16 +26,16 @@ from typing import Any, NamedTuple
 from hybrid_engine.ops.dispatch import tl, triton
 
 CHUNK = 4096  # logits of one program
-TILE = 512  # logits compared with all thresholds at once, where a row is searched
-MAX_CHUNKS = 1024  # of a row, whose results one program merges
+TILE = 512  # logits compared with all thresholds at once when a row is searched
+MAX_CHUNKS = 1024  # of a row; one program merges their results
 # Candidates of a chunk under top-p and min-p; under top-k at most as many, the next power of two.
 MAX_KEPT = 256
-# Of a row: 16 values, as many counts and as many masses for each of 256 threads.
+# Per row: 16 values, as many counts and as many masses for each of 256 threads.
 MAX_CANDIDATES = 4096
 
 
 class Cut(NamedTuple):
-    """How rows are cut; all powers of two."""
+    """Tile sizes of rows; all powers of two."""
 
     chunk: int  # logits of one program
     chunks: int  # C, padded
@@ -44,7 +44,7 @@ class Cut(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What the kernels are told of the problem."""
+    """The sizes of the problem."""
 
     vocab: int
     num_chunks: int
@@ -59,7 +59,7 @@ class Logits(NamedTuple):
 
 
 class Adjustment(NamedTuple):
-    """What changes logits before the temperature; pointers are None where nothing does."""
+    """Changes of the logits before the temperature; pointers are None if unused."""
 
     penalty: float
     seen_ptr: Any  # [., V] uint8, row slots[s] for row s
@@ -71,18 +71,18 @@ class Adjustment(NamedTuple):
 
 
 class Scanned(NamedTuple):
-    """What the scan writes; None where nobody reads it."""
+    """The outputs of the scan; None for those that are not read."""
 
     raw_ptr: Any  # [S, 2, C]: maxima and sums of the logits over the temperature
-    own_ptr: Any  # the same of what is drawn from
-    adjusted_ptr: Any  # [S, V] what is drawn from, where that is not the logits over the temperature
+    own_ptr: Any  # the same for the logits that are drawn from
+    adjusted_ptr: Any  # [S, V] the logits that are drawn from, if they differ from the logits over the temperature
     best_ptr: Any  # [S, 2, C] int32: likeliest tokens and their logits in order
     candidates_ptr: Any  # [S, C, kept]: those above the chunk's bound, then the bound
-    numbers_ptr: Any  # [S, 3, C] int32: the bound in order, how many are above it, how many equal it
+    numbers_ptr: Any  # [S, 3, C] int32: the bound in order, the number above it, the number equal to it
 
 
 class Filters(NamedTuple):
-    """What narrows a draw down; None where a filter is off."""
+    """Parameters of the filters; None if a filter is off."""
 
     top_k: float | None
     top_p: float | None
@@ -90,7 +90,7 @@ class Filters(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """What names a row's noise, `[S]` int64, and where its token and log-probability go."""
+    """Seeds of each row's noise, `[S]` int64, and the outputs for its token and log-probability."""
 
     keys_ptr: Any
     draws_ptr: Any
@@ -109,7 +109,7 @@ def mix(x):
 
 @triton.jit
 def noise(key, draw):
-    """What `keyed_uniform` gives, rounded to fp32."""
+    """The value of `keyed_uniform`, rounded to fp32."""
     bits = mix(mix(key) ^ draw)
     # 53 bits times a power of two: the conversion to fp32 is the only rounding.
     return ((bits >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float32) * 1.1102230246251565e-16
@@ -124,7 +124,7 @@ def ordered(x):
 
 @triton.jit
 def top_and_sum(x):
-    """Maximum of x and the sum of exp(x - maximum), 0 where nothing is above -inf; NaN makes the sum NaN."""
+    """Maximum of x and the sum of exp(x - maximum), 0 if nothing is above -inf; NaN makes the sum NaN."""
     top = tl.max(x, 0)
     return top, tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp(x - top)), 0)
 
@@ -142,7 +142,7 @@ def merge(stats_ptr, row, sizes, CUT: tl.constexpr):
 
 @triton.jit
 def store_result(token, row, logits, scanned, draw, sizes, CUT: tl.constexpr):
-    """The token and its log-probability under the logits as they were given."""
+    """Stores the token and its log-probability under the unadjusted logits."""
     top, masses = merge(scanned.raw_ptr, row, sizes, CUT)
     chosen = tl.div_rn(tl.load(logits.ptr + row * logits.stride + token), logits.temperature)
     tl.store(draw.tokens_ptr + row, token.to(tl.int64))
@@ -151,7 +151,7 @@ def store_result(token, row, logits, scanned, draw, sizes, CUT: tl.constexpr):
 
 @triton.jit
 def store_stats(stats_ptr, row, chunk, x, sizes):
-    """A chunk's maximum and sum, in `[S, 2, C]`."""
+    """Stores a chunk's maximum and sum, in `[S, 2, C]`."""
     top, total = top_and_sum(x)
     place = stats_ptr + row * 2 * sizes.num_chunks + chunk
     tl.store(place, top)
@@ -160,10 +160,11 @@ def store_stats(stats_ptr, row, chunk, x, sizes):
 
 @triton.jit
 def store_candidates(image, x, row, chunk, scanned, sizes, CUT: tl.constexpr):
-    """The chunk's largest: all above its bound, which are at most `kept`, and how many equal it.
+    """Stores the chunk's largest values: all above its bound, at most `kept`, and the number of values equal to the
+    bound.
 
-    The bound is the first that exactly `kept` reach, on the way down to single bits; of many equal logits that is
-    never, and only their number tells how many they are. `image` is `x` in order, least where there is no token.
+    The search refines the bound bit by bit until exactly `kept` values reach it. With many equal logits that never
+    happens, and only their number is stored. `image` is `x` in order, with the least integer at places without a token.
     """
     bound = tl.full([], -2147483648, tl.int32)
     count = tl.sum((image > bound).to(tl.int32), 0)
@@ -184,7 +185,7 @@ def store_candidates(image, x, row, chunk, scanned, sizes, CUT: tl.constexpr):
     place = scanned.numbers_ptr + row * 3 * sizes.num_chunks + chunk
     tl.store(place, bound)
     tl.store(place + sizes.num_chunks, num_above)
-    # Where the whole chunk is above it, nothing equals the least integer but what is no token.
+    # If the whole chunk is above the bound, only places without a token equal the least integer.
     num_equal = tl.sum((image == bound).to(tl.int32), 0)
     tl.store(place + 2 * sizes.num_chunks, tl.where(bound == -2147483648, 0, num_equal))
 
@@ -224,7 +225,7 @@ def scan_kernel(logits, draws_ptr, adjustment, scanned, sizes, CUT: tl.constexpr
 
 @triton.jit
 def greedy_kernel(logits, scanned, draw, sizes, CUT: tl.constexpr):
-    """Program 0 is the row. The first of equally likely tokens."""
+    """Program 0 is the row. Takes the first of equally likely tokens."""
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.arange(0, CUT.chunks)
     places = scanned.best_ptr + row * 2 * sizes.num_chunks + chunks
@@ -236,7 +237,7 @@ def greedy_kernel(logits, scanned, draw, sizes, CUT: tl.constexpr):
 
 @triton.jit
 def search_candidates(image, weights, goal):
-    """The largest threshold that candidates of weight `goal` reach."""
+    """The largest threshold that candidates of total weight `goal` reach."""
     bound = tl.full([], -2147483648, tl.int32)
     for step in range(32):
         raised = bound ^ (tl.full([], 1, tl.int32) << (31 - step))
@@ -246,9 +247,9 @@ def search_candidates(image, weights, goal):
 
 @triton.jit
 def search_row(drawn, row, floor, top, amount, sizes, COUNTS: tl.constexpr, CUT: tl.constexpr):
-    """The largest threshold that `amount` tokens of the row, or that share of the mass from `floor` on, reach.
+    """The largest threshold reached by `amount` tokens of the row, or by that share of the mass from `floor` on.
 
-    Four bits in each pass over the row, by 16 thresholds at once; the first of them sums all from `floor` on.
+    Finds four bits in each pass over the row, with 16 thresholds at once; the first of them sums all from `floor` on.
     """
     WAYS: tl.constexpr = 16
     TILE: tl.constexpr = CUT.tile
@@ -277,7 +278,7 @@ def search_row(drawn, row, floor, top, amount, sizes, COUNTS: tl.constexpr, CUT:
 
 @triton.jit
 def load_kept(drawn, row, chunk, floor, top, sizes, CUT: tl.constexpr):
-    """Tokens of a chunk and the masses of those that reach `floor`."""
+    """Tokens of a chunk and their masses, 0 for those below `floor`."""
     tokens = chunk * CUT.chunk + tl.arange(0, CUT.chunk)
     x = tl.load(drawn.ptr + row * drawn.stride + tokens, mask=tokens < sizes.vocab, other=float("-inf"))
     x = tl.div_rn(x, drawn.temperature)
@@ -286,7 +287,7 @@ def load_kept(drawn, row, chunk, floor, top, sizes, CUT: tl.constexpr):
 
 @triton.jit
 def apply_filters(drawn, row, top, masses, scanned, filters, sizes, CUT: tl.constexpr):
-    """The smallest logit that is kept, in order, and each chunk's mass `[CUT.chunks]` of what is kept.
+    """The smallest logit that is kept, in order, and each chunk's mass `[CUT.chunks]` of the kept tokens.
 
     `top` and `masses` are the row's without filters.
     """
@@ -295,7 +296,7 @@ def apply_filters(drawn, row, top, masses, scanned, filters, sizes, CUT: tl.cons
     place = row * sizes.num_chunks + chunks
     numbers = scanned.numbers_ptr + row * 3 * sizes.num_chunks + chunks
     is_chunk = chunks < sizes.num_chunks
-    # From here up the candidates are the whole row.
+    # At or above this value the candidates represent the whole row.
     known = tl.max(tl.load(numbers, mask=is_chunk, other=-2147483648), 0)
     num_above = tl.load(numbers + sizes.num_chunks, mask=is_chunk, other=0)[:, None]
     num_equal = tl.load(numbers + 2 * sizes.num_chunks, mask=is_chunk, other=0)[:, None]
@@ -336,7 +337,7 @@ def apply_filters(drawn, row, top, masses, scanned, filters, sizes, CUT: tl.cons
 
 @triton.jit
 def draw_kernel(logits, drawn, scanned, filters, draw, sizes, CUT: tl.constexpr):
-    """Program 0 is the row. Rounding may put the target beyond the last sum: the last that has any mass then."""
+    """Program 0 is the row. If rounding puts the target beyond the last sum, takes the last token that has any mass."""
     row = tl.program_id(0).to(tl.int64)
     top, masses = merge(scanned.own_ptr, row, sizes, CUT)
     unfiltered = tl.sum(masses, 0)
@@ -355,6 +356,6 @@ def draw_kernel(logits, drawn, scanned, filters, draw, sizes, CUT: tl.constexpr)
     first = tl.min(tl.where((reached > target) & (inside > 0.0), tokens, sizes.vocab), 0)
     last = tl.max(tl.where(inside > 0.0, tokens, 0), 0)
     token = tl.where(first < sizes.vocab, first, last)
-    # NaN, or nothing that may be drawn: the last token, as in the reference.
+    # If values are NaN or no token may be drawn: the last token, as in the reference.
     token = tl.where((total > 0.0) & (unfiltered == unfiltered), token, sizes.vocab - 1)
     store_result(token, row, logits, scanned, draw, sizes, CUT)

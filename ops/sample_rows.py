@@ -1,8 +1,8 @@
-"""Sampling row by row: what `SampleOp` does for one set of options, for rows that have each their own.
+"""Sampling row by row: `SampleOp` for rows that have their own options each.
 
-Options are tensors with one value for each row, so that rows of many kinds take as many operations as rows of one.
-What a row gets depends on its own logits and options: on a CPU tokens and log-probabilities have the bits that
-`SampleOp.reference` gives where all rows have its options.
+Options are tensors with one value per row, so that rows with different options take as many operations as equal ones. A
+row's result depends only on its own logits and options: on a CPU tokens and log-probabilities have the bits of
+`SampleOp.reference` with the row's options for all rows.
 
 S rows, n of them sampled, V vocabulary.
 """
@@ -19,38 +19,38 @@ from hybrid_engine.ops.vocabulary import first_above, first_largest
 
 
 class RowValues(NamedTuple):
-    """An option's values where it is on: `values [m, 1]` of the rows `rows [m]`, int64."""
+    """Values of an option for the rows that use it: `values [m, 1]` for `rows [m]`, int64."""
 
     rows: torch.Tensor
     values: torch.Tensor
 
 
 class EarlyEnds(NamedTuple):
-    """End-of-sequence tokens that may not come yet, `[m]` int64 each."""
+    """End-of-sequence tokens that are not allowed yet, `[m]` int64 each."""
 
     rows: torch.Tensor
     tokens: torch.Tensor
     least: torch.Tensor
-    """Draws before which the row may not draw the token."""
+    """Number of draws before which the row may not draw the token."""
 
 
 @dataclass(frozen=True)
 class RowOptions:
-    """The sampling options of S rows on their device; what is None is off for every row."""
+    """The sampling options of S rows on their device; None means off for every row."""
 
     sampled: torch.Tensor | None
     """`[n]` int64: the rows that are sampled; the others take their likeliest token."""
     temperature: torch.Tensor | None
     """`[S, 1]` fp32; 1 for rows that are not sampled."""
     top_k: RowValues | None
-    """Rows count among those that are sampled, here and in the filters below."""
+    """Row numbers count only sampled rows, here and in the filters below."""
     top_p: RowValues | None
     log_min_p: RowValues | None
     repetition_penalty: torch.Tensor | None
     """`[S, 1]` fp32; 1 where it is off."""
     early_ends: EarlyEnds | None
     ends: torch.Tensor
-    """`[S, e]` int64: tokens that end each row, filled up with -1."""
+    """`[S, e]` int64: tokens that end each row, padded with -1."""
 
 
 def build_row_options(options: list[SamplingOptions], vocab: int, device: torch.device) -> RowOptions:
@@ -101,12 +101,12 @@ def adjust_rows(
     seen: torch.Tensor | None,
     penalties: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What is drawn from, before temperature and filters; `logits [S, V]` fp32 stay as they are.
+    """The logits that are drawn from, before temperature and filters; `logits [S, V]` fp32 are not modified.
 
     Args:
-        draws: `[S]` int64, tokens that each row has drawn so far.
-        seen: `[S, V]` bool, tokens that the repetition penalty is for; unused without one.
-        penalties: `[S, V]` fp32, taken off after that one.
+        draws: `[S]` int64, number of tokens that each row has drawn so far.
+        seen: `[S, V]` bool, tokens for the repetition penalty; unused without one.
+        penalties: `[S, V]` fp32, subtracted after the repetition penalty.
     """
     if options.repetition_penalty is not None:
         assert seen is not None
@@ -123,10 +123,10 @@ def adjust_rows(
 def count_penalties(
     counts: torch.Tensor, presence: torch.Tensor | None, frequency: torch.Tensor | None
 ) -> torch.Tensor:
-    """`[S, V]` fp32: what OpenAI's penalties take off, frequency * count + presence * (count > 0).
+    """`[S, V]` fp32: OpenAI's penalties, frequency * count + presence * (count > 0), to be subtracted.
 
-    `counts [S, V]` are of the tokens of each response; `presence` and `frequency` are `[S, 1]` fp32, None where off.
-    Source: OpenAI's API reference, "Frequency and presence penalties".
+    `counts [S, V]` are of the tokens of each response; `presence` and `frequency` are `[S, 1]` fp32, or None. Source:
+    OpenAI's API reference, "Frequency and presence penalties".
     """
     penalties = torch.zeros(counts.shape, dtype=torch.float32, device=counts.device)
     if frequency is not None:
@@ -137,7 +137,7 @@ def count_penalties(
 
 
 def filter_rows(adjusted: torch.Tensor, options: RowOptions) -> torch.Tensor:
-    """`[n, V]`: what the sampled rows of `adjusted [S, V]` draw from; -inf for what their filters leave out."""
+    """`[n, V]`: the filtered logits of the sampled rows of `adjusted [S, V]`; -inf for excluded tokens."""
     if options.sampled is None:
         return adjusted[:0]
     logits = adjusted if options.temperature is None else adjusted / options.temperature
@@ -156,16 +156,17 @@ def filter_rows(adjusted: torch.Tensor, options: RowOptions) -> torch.Tensor:
 
 
 def _keep_rows_from(rows: torch.Tensor, threshold: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """-inf for what is below `threshold [m, 1]` in `rows [m]` of `logits`."""
+    """-inf for values below `threshold [m, 1]` in `rows [m]` of `logits`."""
     return keep_from(torch.full_like(logits[:, :1], -math.inf).index_copy_(0, rows, threshold), logits)
 
 
 def pick_rows(
     adjusted: torch.Tensor, scores: torch.Tensor, options: RowOptions, keys: torch.Tensor, draws: torch.Tensor
 ) -> torch.Tensor:
-    """`[S]` int64: a token of `scores [n, V]` for each sampled row, for the others the largest of `adjusted [S, V]`.
+    """`[S]` int64: a token drawn from `scores [n, V]` for each sampled row, for others the largest of `adjusted [S,
+    V]`.
 
-    `keys` and `draws` name the noise, `[S]` int64.
+    `keys` and `draws` seed the noise, `[S]` int64.
     """
     rows = options.sampled
     if rows is None:

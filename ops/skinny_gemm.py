@@ -1,15 +1,14 @@
-"""Products of few rows: what the kernels of all linears share.
+"""Products of few rows: functions, types and tile sizes that the kernels of all linears share.
 
     y[M, N] = x[M, K] W[K, N]        M <= 256 in 16 bits, 64 in fp32
 
-At few rows a product runs at the speed of the memory that W streams from, so W is read once and everything
-else bends to that: a tile takes BLOCK_N columns of W over BLOCK_K of K as the M side of `tl.dot`, and the
-rows of x as its N side: all of them, padded to 16, 32 or 64, or beyond 64 tiles of 128, the two of which stand
-side by side so that the second finds W in the second-level cache. W may lie either way round: its strides are
-arguments. Sums are fp32, in an order that depends only on K, N, the dtype and the padded rows: a row alone gives
-the bits that it gives in a batch of the same padding.
+With few rows a product is limited by the memory bandwidth for W, so W is read only once. A tile takes BLOCK_N columns
+of W over BLOCK_K of K as the M side of `tl.dot`, and the rows of x as its N side: all of them, padded to 16, 32 or 64,
+or beyond 64 tiles of 128, two of which are adjacent so that the second finds W in the second-level cache. W may be
+stored in either order: its strides are arguments. Sums are fp32, in an order that depends only on K, N, the dtype and
+the padded rows: a single row has the same bits as in a batch of the same padding.
 
-Kernels take tuples of what belongs together, whose strides of 1 and pointers of None Triton compiles in.
+Kernels take tuples of related arguments; Triton specializes on strides of 1 and pointers of None in them.
 """
 
 import functools
@@ -19,38 +18,40 @@ import torch
 
 from hybrid_engine.ops.dispatch import HAS_TRITON, IS_INTERPRETED, check_tensor, next_power_of_2, tl, triton
 
-# Above so many rows cuBLAS is the better product: the weights are no longer all that moves. On an H100 a product of
+# With more rows cuBLAS is the better product, as the weights no longer dominate memory traffic. On an H100 a product of
 # 16 bits is bound by its weights up to 990e12 / 3.35e12 = 296 rows, one of fp32, which runs on FMAs, up to 40.
 MAX_ROWS, MAX_ROWS_FP32 = 256, 64
-# More rows than this, of 16 bits, take wide tiles.
+# With more rows than this, products in 16 bits take wide tiles.
 FEW_ROWS = 64
 
 # Chosen among 14 to 126 tilings of each product of a decode step of OPT-1.3B, Qwen2 0.5B and 1.5B and Llama 8B, at 1,
 # 32 and 64 rows, on an H200 of 132 SMs, 228 KB of shared memory each (`benchmarks/tune_products.py`). A program streams
-# 64 columns in stages of 16 KB of weights; one that is alone on its SM keeps 96 KB of them in flight, of two each what
-# fits. Programs of 64 columns beat twice as many of 32 down to a quarter of the SMs, and K that is split in up to 8
-# parts beats both. In 16 bits weights come in 16-byte asynchronous copies (`tests/tools/compile_gemm_kernels.py`).
+# 64 columns in stages of 16 KB of weights. A program alone on its SM keeps 96 KB of them in flight; each of two
+# programs keeps as much as fits. Programs of 64 columns are faster than twice as many of 32 down to a quarter of the
+# SMs, and splitting K into up to 8 parts is faster than both. In 16 bits weights are loaded by 16-byte asynchronous
+# copies (`tests/tools/compile_gemm_kernels.py`).
 NUM_SMS = 132
 STAGE_BYTES = 16 * 1024
 IN_FLIGHT_BYTES = 96 * 1024
-# At least so many stages, with shorter ones where the rows of x take the room.
+# Minimum number of stages; they are shorter if the rows of x need the memory.
 MIN_STAGES = 4
-# Programs of a product whose K can be split, and of fp32, which is bound by its arithmetic; and of any other.
+# Minimum number of programs: if K can be split or for fp32, which is bound by arithmetic; and for all others.
 MIN_PROGRAMS, MIN_UNSPLIT_PROGRAMS = 96, 32
-# What K is split for: nine in ten SMs.
+# Target number of programs when K is split: nine in ten SMs.
 WANTED_PROGRAMS = 120
-# Shared memory of a program at most, so that two fit on an SM.
+# Maximum shared memory of a program, so that two fit on an SM.
 SHARED_BYTES = 112 * 1024
-# K is split only while each part still streams this much.
+# K is split only while each part streams at least this much.
 SPLIT_BYTES = 48 * 1024
 MAX_SPLITS = 8
-# Tiles of columns to choose from, widest first. The more rows, the wider: each program reads all of x.
+# Tiles of columns to choose from, widest first. More rows need wider tiles, as each program reads all of x.
 COLUMN_TILES = {16: (64, 32, 16), 32: (64, 32), 64: (64, 32)}
-# Wide tiles, of 128 or 256 rows, read at least as much of x as of W, all of it through the second-level cache, whose
-# bandwidth therefore decides how wide they are and how often K is split: of the whole device, and of one SM (64 bytes
-# a cycle at 1.7 GHz). Llama 8B at 128 rows, reckoned: query-key-value 48 programs of 128 columns, 19 us (15 from memory
-# alone); output projection 64 in 2 parts, 14 us (10); gate and up 224 of 64 and 64, 85 us (70); down 64 in 2 parts,
-# 44 us (35). At 256 rows: 29, 21, 128 and 67 us. Not measured: `benchmarks/bench_ops.py` has them beside cuBLAS.
+# Wide tiles, of 128 or 256 rows, read at least as much of x as of W, all of it through the second-level cache. Its
+# bandwidth therefore determines their width and the number of splits of K: of the whole device, and of one SM (64 bytes
+# a cycle at 1.7 GHz). Estimates for Llama 8B at 128 rows: query-key-value 48 programs of 128 columns, 19 us (15 from
+# memory alone); output projection 64 in 2 parts, 14 us (10); gate and up 224 of 64 and 64, 85 us (70); down 64 in 2
+# parts, 44 us (35). At 256 rows: 29, 21, 128 and 67 us. Not measured: `benchmarks/bench_ops.py` compares them with
+# cuBLAS.
 WIDE_COLUMNS = (128, 64)
 L2_BYTES_PER_SECOND = 5.5e12
 SM_BYTES_PER_SECOND = 110e9
@@ -69,7 +70,7 @@ class Rows(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """W `[K, N]` and the bias `[N]` or None; without a pointer there is no such product."""
+    """W `[K, N]` and the bias `[N]` or None; without a pointer the product does not exist."""
 
     ptr: Any
     stride_k: int
@@ -86,7 +87,7 @@ class Output(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """How a product is cut, constant to a kernel."""
+    """Tile sizes of a product, constant in a kernel."""
 
     rows: int  # M padded
     block_n: int
@@ -96,11 +97,11 @@ class Tiles(NamedTuple):
     num_stages: int
 
     def programs(self, *widths_out: int) -> int:
-        """Programs of one part of K."""
+        """Number of programs of one part of K."""
         return sum(-(-width // self.block_n) for width in widths_out)
 
     def meta(self) -> dict[str, Any]:
-        """Keywords of a kernel's launch."""
+        """Keyword arguments of a kernel's launch."""
         return {"TILES": self, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
@@ -108,7 +109,7 @@ NO_WEIGHTS = Weights(None, 0, 0, None, 0)
 
 
 def takes_rows(input: torch.Tensor) -> bool:
-    """Whether these kernels are for products of `input [M, K]`."""
+    """Whether these kernels support products of `input [M, K]`."""
     return input.shape[0] <= (MAX_ROWS_FP32 if input.dtype == torch.float32 else MAX_ROWS)
 
 
@@ -136,7 +137,7 @@ def choose_tiles(
     """Tiles of a product `[num_rows, width_in] x [width_in, each of widths_out]`.
 
     Args:
-        widths_out: columns of the weights that one launch takes one after the other.
+        widths_out: columns of each weight of one launch.
         num_weights: weights that one program reads side by side (2: gate and up).
         can_split: whether the kernel sums parts of K.
     """
@@ -148,7 +149,7 @@ def choose_tiles(
         return sum(-(-width // block_n) for width in widths_out)
 
     def parts(block_n: int) -> int:
-        """Of K: a power of two."""
+        """Number of parts of K, a power of two."""
         longest = block_n * width_in * itemsize // SPLIT_BYTES
         most = min(MAX_SPLITS, longest, -(-WANTED_PROGRAMS // programs(block_n))) if can_split else 1
         return 1 << max(0, most.bit_length() - 1)
@@ -160,7 +161,7 @@ def choose_tiles(
     block_k = STAGE_BYTES // (num_weights * block_n * itemsize)
     # fp32 products run on FMAs, unrolled over the tile: longer tiles only lengthen the code.
     block_k = min(block_k, 64 // num_weights if dtype == torch.float32 else 256, max(16, next_power_of_2(width_in)))
-    width = num_weights * block_n  # of W; the stage holds `rows` of x beside it
+    width = num_weights * block_n  # of W; the stage also holds `rows` of x
     room = 2 * SHARED_BYTES if programs(block_n) * splits <= NUM_SMS else SHARED_BYTES
     while MIN_STAGES * (width + rows) * block_k * itemsize > room and block_k > 32:
         block_k //= 2
@@ -172,7 +173,9 @@ def choose_tiles(
 def _wide_tiles(
     rows: int, width_in: int, widths_out: tuple[int, ...], itemsize: int, num_weights: int, can_split: bool
 ) -> Tiles:
-    """What the second-level cache feeds soonest; of equals the widest and least split."""
+    """The tiles with the shortest estimated time for the second-level cache; among equals the widest and least
+    split.
+    """
 
     def programs(block_n: int, splits: int) -> int:
         return splits * sum(-(-width // block_n) for width in widths_out)
@@ -184,7 +187,7 @@ def _wide_tiles(
         total = programs(block_n, splits) * (loaded + summed)
         return max(total / L2_BYTES_PER_SECOND, waves * (loaded + summed) / SM_BYTES_PER_SECOND)
 
-    # At least 64 of each weight, the M of the tensor cores' widest instruction.
+    # At least 64 columns of each weight, the M of the tensor cores' widest instruction.
     choices = [(width // num_weights, 1) for width in WIDE_COLUMNS if width // num_weights >= 64]
     if can_split:
         longest = width_in * choices[0][0] * itemsize // SPLIT_BYTES
@@ -193,31 +196,33 @@ def _wide_tiles(
     block_n, splits = min(choices, key=lambda choice: seconds(*choice))
     width = num_weights * block_n
     block_k = min(WIDE_BLOCK_K, max(16, next_power_of_2(width_in)))
-    # Alone on an SM a program may take all of its memory, as one of 256 rows does in any case.
+    # A program alone on an SM may take all of its memory; with 256 rows it is always alone.
     is_alone = rows > 128 or programs(block_n, splits) <= NUM_SMS
     room = 2 * SHARED_BYTES if is_alone else SHARED_BYTES
     num_stages = min(WIDE_STAGES, room // ((width + rows) * block_k * itemsize))
-    num_warps = width * rows // 2048  # 64 sums for each thread
+    num_warps = width * rows // 2048  # 64 sums per thread
     return Tiles(rows, block_n, block_k, splits, num_warps, num_stages)
 
 
 def check_linear(
     name: str, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, width_out: int | None = None
 ) -> None:
-    """ValueError where `weight [in, out]` or `bias [out]` do not fit `input [N, in]`, before a kernel reads them."""
+    """Raises ValueError if `weight [in, out]` or `bias [out]` do not fit `input [N, in]`, before a kernel reads
+    them.
+    """
     check_tensor("input", input, shape=(None, None))
     check_tensor(f"{name} weight", weight, like=input, shape=(input.shape[1], width_out))
     if bias is not None:
         check_tensor(f"{name} bias", bias, like=input, shape=(weight.shape[1],), is_dense_last=True)
 
 
-# The interpreter multiplies the bits of bf16 as integers.
+# The interpreter would multiply the bits of bf16 as integers.
 UPCASTS = tl.constexpr(IS_INTERPRETED) if HAS_TRITON else IS_INTERPRETED
 
 
 @triton.jit
 def multiply(weights, rows, total):
-    """`total [BLOCK_N, ROWS]` + weights x rows, in fp32; fp32 operands are not cut to tf32."""
+    """`total [BLOCK_N, ROWS]` + weights x rows, in fp32; fp32 operands are not truncated to tf32."""
     if UPCASTS:
         weights = weights.to(tl.float32)
         rows = rows.to(tl.float32)
@@ -234,7 +239,9 @@ def load_rows(x, k, ROWS: tl.constexpr):
 
 @triton.jit
 def load_weights(w, n, k, width_in):
-    """Columns `n [BLOCK_N]` of W at `k [BLOCK_K]`: `[BLOCK_N, BLOCK_K]`. 64-bit offsets: an LM head may need them."""
+    """Columns `n [BLOCK_N]` of W at `k [BLOCK_K]`: `[BLOCK_N, BLOCK_K]`. 64-bit offsets, as an LM head may need
+    them.
+    """
     mask = (n < w.width)[:, None] & (k < width_in)[None, :]
     offsets = n.to(tl.int64)[:, None] * w.stride_n + k.to(tl.int64)[None, :] * w.stride_k
     return tl.load(w.ptr + offsets, mask=mask, other=0.0)

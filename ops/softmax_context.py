@@ -5,16 +5,15 @@
     score      += slope_h (j - i)                         under ALiBi (Press et al. 2022, arXiv 2108.12409)
     context_i   = sum_j exp(score_ij) v_j / (sum_j exp(score_ij) + exp(sink_h))
 
-Keys and values live in blocks, `[num_blocks, K, block_size, D]`; a row's block table lists its blocks in
-order. Prefill takes the rows packed, `[N, ...]` tokens of all sequences one after the other, and attends
-inside the sequence only; where the beginning of one was fed before, keys and values of the whole sequence are
-copied from the workspace first. An encoder's sequences are packed too, see both ways (any i - j) and are not written
-to the workspace. Decode takes one token per row and reads the workspace: 2 S C K D elements for
-S rows of C tokens, which is what a decode step moves besides the weights, and does 4 S C H D operations.
-
-Where block tables are the identity (row i owns block i: the contiguous cache) the reference reads a view;
-else it gathers the blocks first, which copies them. Its products are two batched matmuls rather than
-`scaled_dot_product_attention`, which is slower at one query token on a CPU.
+Keys and values are stored in blocks, `[num_blocks, K, block_size, D]`; a row's block table lists its blocks in order.
+Prefill takes the rows packed, `[N, ...]` tokens of all sequences one after the other, and attends inside each sequence
+only; if the start of a sequence was fed before, keys and values of the whole sequence are copied from the workspace
+first. An encoder's sequences are packed too, attend in both directions (any i - j) and are not written to the
+workspace. Decode takes one token per row and reads the workspace: 2 S C K D elements for S rows of C tokens, the
+traffic of a decode step in addition to the weights, and does 4 S C H D operations. If block tables are the identity
+(row i owns block i: the contiguous cache) the reference reads a view; else it gathers the blocks first, which copies
+them. Its products are two batched matmuls rather than `scaled_dot_product_attention`, which is slower at one query
+token on a CPU.
 
 N packed tokens, S decoded rows, H query heads, K key/value heads, G = H / K, D head dimension.
 """
@@ -49,9 +48,9 @@ NO_WEIGHTS = HeadWeights()
 
 
 def like_lengths(lengths: tuple[int, ...]) -> list[list[int]]:
-    """Indices of sequences that may be padded together: within a group none is under half the longest.
+    """Indices of sequences that are padded together: within a group none is shorter than half the longest.
 
-    Padding then at most doubles the tokens, whatever the mixture of lengths.
+    Padding then at most doubles the tokens, for any mixture of lengths.
     """
     groups: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -70,8 +69,8 @@ class SoftmaxContextOp:
         scale: multiplies q.k, usually D^-0.5.
         window: sliding window in tokens, the query's own included; None: all.
         qk_norm: kind of the norm over D applied to q and k before rotary (see `ops.norm`); None: no norm.
-        qk_norm_eps: its eps.
-        is_interleaved: rotary pairs are neighbours (GPT-J) instead of halves (Llama).
+        qk_norm_eps: eps of the norm.
+        is_interleaved: rotary pairs are adjacent (GPT-J) instead of halves (Llama).
         softcap: c of the soft-capping; None: none.
         alibi_rounds: ALiBi's biases are bf16(bf16(slope_h) bf16(j)) * scale, as transformers' Falcon was trained;
             only in torch, for every dtype.
@@ -100,7 +99,7 @@ class SoftmaxContextOp:
         self.set_window(window)
 
     def set_window(self, window: int | None) -> None:
-        """Attends within another window from now on; recorded steps keep theirs."""
+        """Changes the window from now on; recorded steps keep theirs."""
         self.window = window
         heads = self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim
         self._cpu_numbers = cpu_kernels.AttentionNumbers(
@@ -114,7 +113,7 @@ class SoftmaxContextOp:
     def __call__(
         self, qkv: QKV, cache: KVBlocks, batch: Batch | EncoderBatch, weights: HeadWeights = NO_WEIGHTS
     ) -> torch.Tensor:
-        """Writes the batch's keys and values into `cache`, unless it is an encoder's, and attends."""
+        """Writes the batch's keys and values into `cache`, except for an encoder, and attends."""
         if isinstance(batch, MixedBatch):
             decoded, packed = qkv.split(len(batch.decode.tokens))
             contexts = self(decoded, cache, batch.decode, weights), self(packed, cache, batch.prefill, weights)
@@ -127,7 +126,7 @@ class SoftmaxContextOp:
         return self.reference(qkv, cache, batch, weights)
 
     def _norm(self, qkv: QKV, weights: HeadWeights) -> QKV:
-        """Queries and keys normed, where there are norms."""
+        """Norms queries and keys, if the layer has norms."""
         if self.qk_norm is None:
             return qkv
         assert weights.q_gamma is not None and weights.k_gamma is not None
@@ -164,7 +163,8 @@ class SoftmaxContextOp:
             both = apply_rotary(torch.cat((q, k), 1), *rotary, is_interleaved=self.is_interleaved)
             q, k = both.split((self.num_heads, self.num_kv_heads), 1)
         rows = write_rows(batch, self.num_kv_heads, cache.keys.shape[2])
-        # A product may lie by columns, of which `index_put_` makes 143 us for 32 rows of 384, and a copy first 31.
+        # A product may be stored by columns, for which `index_put_` takes 143 us for 32 rows of 384, and with a copy
+        # first 31.
         for blocks, new in ((cache.keys, k), (cache.values, v.contiguous())):
             blocks.view(-1, self.head_dim).index_put_((rows,), new)
         if isinstance(batch, PrefillBatch) and batch.context is not None:
@@ -174,7 +174,9 @@ class SoftmaxContextOp:
         return self._decode(q, cache, batch, weights)
 
     def _check_encoder(self, qkv: QKV, weights: HeadWeights) -> None:
-        """What encoders have not is not built for both ways."""
+        """Raises ValueError for features that are not implemented for attention in both directions; encoders do not
+        have them.
+        """
         features = (self.window, self.softcap, self.qk_norm, qkv.rotary, weights.sinks, weights.alibi)
         if any(feature is not None for feature in features):
             raise ValueError("attention both ways takes no window, soft-capping, norms, rotary, sinks or ALiBi")
@@ -185,9 +187,9 @@ class SoftmaxContextOp:
         lengths: tuple[int, ...],
         attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, list[int] | None], torch.Tensor],
     ) -> torch.Tensor:
-        """Attention inside each packed sequence; sequences of like length are padded to one batch.
+        """Attention inside each packed sequence; sequences of similar length are padded to one batch.
 
-        `attend` takes `[R, n, ...]` of R sequences, and their lengths where these are not all n.
+        `attend` takes `[R, n, ...]` of R sequences, and their lengths unless all are n.
         """
         q, k, v, _ = qkv
         if len(set(lengths)) == 1:
@@ -205,13 +207,13 @@ class SoftmaxContextOp:
     def _continued(
         self, q: torch.Tensor, lengths: tuple[int, ...], cache: KVBlocks, context: Context, weights: HeadWeights
     ) -> torch.Tensor:
-        """Attention of the last tokens of sequences, `q [N, H, D]`, each sequence alone."""
+        """Attention of the last tokens of sequences, `q [N, H, D]`, one sequence at a time."""
         keys, values = (x.split(context.lengths) for x in read_context(cache, context))
         parts = zip(q.split(lengths), keys, values, strict=True)
         return torch.cat([self._causal(q[None], k[None], v[None], weights)[0] for q, k, v in parts])
 
     def _both_ways(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int] | None) -> torch.Tensor:
-        """`q [R, n, H, D]`, `k`, `v` `[R, n, K, D]` -> `[R, n, H*D]`; keys past `lengths` are padding."""
+        """`q [R, n, H, D]`, `k`, `v` `[R, n, K, D]` -> `[R, n, H*D]`; keys after `lengths` are padding."""
         mask = None
         if lengths is not None:
             places = torch.arange(q.shape[1], device=q.device)
@@ -221,7 +223,7 @@ class SoftmaxContextOp:
         return context.transpose(1, 2).flatten(2)
 
     def _causal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weights: HeadWeights) -> torch.Tensor:
-        """`q [R, n, H, D]`, the last of the sequences of `k`, `v` `[R, C, K, D]` -> `[R, n, H*D]`."""
+        """`q [R, n, H, D]`, the last tokens of the sequences of `k`, `v` `[R, C, K, D]` -> `[R, n, H*D]`."""
         sinks, alibi = weights.sinks, weights.alibi
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         places = torch.arange(k.shape[2], device=q.device)
@@ -260,13 +262,13 @@ class SoftmaxContextOp:
         return torch.bmm(probs.to(v.dtype), v).reshape(num_rows, -1)
 
     def _linear_bias(self, alibi: torch.Tensor, distance: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """`[..., H, n]` fp32 for keys at `places [n]`, `distance [..., n]` behind their query."""
-        if self.alibi_rounds:  # of the place itself: softmax takes away what the query's own would add
+        """`[..., H, n]` fp32 for keys at `places [n]`, `distance [..., n]` before their query."""
+        if self.alibi_rounds:  # of the key's place only: softmax cancels the term of the query's place
             return (alibi.bfloat16()[:, None] * places.bfloat16()).float() * self.scale
         return -alibi[:, None] * distance[..., None, :]
 
     def _bias(self, batch: DecodeBatch, dtype: torch.dtype, alibi: torch.Tensor | None) -> torch.Tensor:
-        """What is added to the scores, -inf where a row may not look: `[S*K, 1 or G, context]`."""
+        """The addend of the scores, -inf for hidden keys: `[S*K, 1 or G, context]`."""
         distance = batch.positions[:, None] - torch.arange(batch.context, device=batch.positions.device)
         hidden = distance < 0 if self.window is None else (distance < 0) | (distance >= self.window)
         if alibi is None:
@@ -282,14 +284,16 @@ class SoftmaxContextOp:
 
     @staticmethod
     def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-        """Softmax of `scores [R, H, n, C]` fp32 with one further logit per head, which is then left out."""
+        """Softmax of `scores [R, H, n, C]` fp32 with one additional logit per head, which is dropped from the
+        result.
+        """
         if sinks is None:
             return scores.softmax(-1)
         sink = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
         return torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
 
     def _rows(self, cache: torch.Tensor, batch: DecodeBatch) -> torch.Tensor:
-        """The rows' blocks side by side, `[S*K, context, D]`."""
+        """The rows' blocks concatenated, `[S*K, context, D]`."""
         if batch.is_identity:
             return cache[: batch.tokens.shape[0], :, : batch.context].flatten(0, 1)
         rows = cache[batch.block_tables].transpose(1, 2).flatten(2, 3)
@@ -298,7 +302,7 @@ class SoftmaxContextOp:
     def _launch(
         self, qkv: QKV, cache: KVBlocks, batch: PrefillBatch | DecodeBatch | EncoderBatch, weights: HeadWeights
     ) -> torch.Tensor:
-        """The op by its kernels. ValueError for a tensor that they cannot read."""
+        """The op by its kernels. Raises ValueError for a tensor that they cannot read."""
         if isinstance(batch, EncoderBatch):
             self._check_encoder(qkv, weights)
         return attend_by_kernels(self._numbers, qkv, cache, batch, weights)

@@ -1,15 +1,15 @@
-"""The Triton kernels of `SoftmaxContextOp` and how they are started; the maths is told in `softmax_context.py`.
+"""The Triton kernels of `SoftmaxContextOp` and their tile sizes; the maths is in `softmax_context.py`.
 
-Decode is one kernel where the context fits one split, else two. A program takes one row, one KV head and
-`SPLIT` tokens: it norms and rotates the G query heads and the new key, keeps the new key and value in
-registers (the program whose split holds their place also writes them), and reads the split's keys and values
-once for all G heads. The second kernel merges the splits by their log-sum-exp. The split is a constant and
-programs without work leave at once, so a row's numbers depend on the row alone.
+Decode is one kernel if the context fits one split, else two. A program takes one row, one KV head and `SPLIT` tokens:
+it norms and rotates the G query heads and the new key, keeps the new key and value in registers (the program whose
+split contains their place also writes them), and reads the split's keys and values once for all G heads. The second
+kernel merges the splits by their log-sum-exp. The split is a constant and programs without work return at once, so a
+row's result depends only on the row.
 
 Prefill is two kernels: one norms, rotates and writes the workspace, the other is flash attention (Dao 2023,
 arXiv 2307.08691) over packed sequences. Head sizes are padded to a power of two by masks.
 
-Kernels take tuples of what belongs together, whose pointers of None Triton compiles in.
+Kernels take tuples of related arguments; Triton specializes on pointers of None in them.
 
 N packed tokens, S decoded rows, H query heads, K key/value heads, G = H / K, D head dimension.
 """
@@ -20,10 +20,10 @@ from hybrid_engine.ops.dispatch import next_power_of_2, tl, triton
 
 MAX_HEAD_DIM = 256
 SPLIT = 256  # tokens of one decode program
-# Of the five, Triton spends two on the block table's look-up, which the addresses of keys and values wait for: two
+# Triton spends two of the five on the block table's look-up, which the addresses of keys and values depend on: two
 # tiles are in flight (triton 3.6).
 DECODE_STAGES = 5
-SPLITS_AT_ONCE = 16  # that the merging kernel loads together
+SPLITS_AT_ONCE = 16  # number that the merging kernel loads together
 STORE_TOKENS = 16  # tokens of one program that writes the workspace in prefill
 NORM_KINDS = {None: 0, "rms": 1, "rms_fp32": 2, "rms_offset": 3}
 
@@ -44,7 +44,7 @@ class NewHeads(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """What queries and keys are normed with and rotated by; pointers of None: they are not."""
+    """Norms and rotation of queries and keys; pointers of None: not applied."""
 
     cos_ptr: Any  # [N, rotary dimensions]
     sin_ptr: Any  # the same
@@ -73,7 +73,7 @@ class Tables(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """How scores are made."""
+    """Parameters of the scores."""
 
     scale: float
     window: int
@@ -83,21 +83,21 @@ class Scores(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The context of each split: `[S, H, num_splits, D]` fp32; of a single one of the dtype of q, without `lse`."""
+    """The context of each split: `[S, H, num_splits, D]` fp32; with a single split in the dtype of q, without `lse`."""
 
     context_ptr: Any
     lse_ptr: Any  # [S, H, num_splits] fp32, the log-sum-exp of each split's scores
 
 
 class Changed(NamedTuple):
-    """Where queries and keys go that are normed or rotated, dense."""
+    """Outputs for queries and keys that are normed or rotated, dense."""
 
     q_ptr: Any  # [N, K, G, D]
     k_ptr: Any  # [N, K, D]
 
 
 class Form(NamedTuple):
-    """What of attention a layer has, constant to the kernels."""
+    """The form of a layer's attention, constant in the kernels."""
 
     num_kv_heads: int  # K
     groups: int  # G
@@ -112,7 +112,7 @@ class Form(NamedTuple):
 
 
 class DecodeTiles(NamedTuple):
-    """How decode is cut, constant to its kernel."""
+    """Tile sizes of decode, constant in its kernel."""
 
     heads: int  # G padded
     tokens: int  # loaded together
@@ -120,14 +120,14 @@ class DecodeTiles(NamedTuple):
 
 
 class PrefillTiles(NamedTuple):
-    """How prefill is cut, constant to its kernel."""
+    """Tile sizes of prefill, constant in its kernel."""
 
     queries: int
     keys: int
 
 
 def padded_dim(head_dim: int) -> int:
-    """The tile's width for a head: `tl.dot` wants at least 16 and a power of two."""
+    """The tile's width for a head: `tl.dot` requires at least 16 and a power of two."""
     return max(16, next_power_of_2(head_dim))
 
 
@@ -137,10 +137,11 @@ def padded_groups(groups: int) -> int:
 
 
 def decode_tiles(form: Form, element_size: int) -> DecodeTiles:
-    """Together at most 16 KiB of keys are loaded and as much of values, and scores fit the registers.
+    """Tile sizes of decode: at most 16 KiB of keys and as much of values are loaded together, and scores fit the
+    registers.
 
-    Of heads of 256 bytes and more 32 tokens: with less memory for each program more of them share an SM, which at 32
-    and 64 rows of 1,000 and 2,000 tokens takes 0.86 and 0.89 of the time (H200, `benchmarks/tune_attention.py`).
+    For heads of 256 bytes and more 32 tokens: with less memory per program more of them share an SM, which at 32 and 64
+    rows of 1,000 and 2,000 tokens takes 0.86 and 0.89 of the time (H200, `benchmarks/tune_attention.py`).
     """
     heads, width = padded_groups(form.groups), form.dim * element_size
     tokens = min(16384 // width, 32 if width >= 256 else 128)
@@ -148,7 +149,7 @@ def decode_tiles(form: Form, element_size: int) -> DecodeTiles:
 
 
 def prefill_tiles(head_dim: int, element_size: int) -> tuple[PrefillTiles, int]:
-    """How flash attention is cut, and its warps."""
+    """Tile sizes and number of warps of flash attention."""
     width = padded_dim(head_dim) * element_size
     if element_size == 4:  # no tensor cores: everything is in registers
         return PrefillTiles(*((32, 32) if width <= 512 else (16, 16))), 4
@@ -185,16 +186,16 @@ def _normed(x, gamma, inverse, NORM: tl.constexpr):
 @triton.jit
 def _load_heads(
     x_ptr,
-    offsets,  # [M, 1] where each head starts
-    is_row,  # [M, 1] True where there is one
+    offsets,  # [M, 1] start of each head
+    is_row,  # [M, 1] True if the head exists
     gamma_ptr,
     changes,
-    angles,  # [M, 1] or [1, 1] where its row of cos and of sin starts
+    angles,  # [M, 1] or [1, 1] start of its rows of cos and sin
     FORM: tl.constexpr,
 ):
-    """Heads `[M, DIM]`, normed and rotated, in their dtype; zero beyond HEAD_DIM.
+    """Heads `[M, DIM]`, normed and rotated, in their dtype; zero at and after HEAD_DIM.
 
-    A rotary partner is loaded a second time, from the first-level cache, rather than moved between threads.
+    A rotary partner is loaded a second time, from the first-level cache, instead of being moved between threads.
     """
     HEAD_DIM: tl.constexpr = FORM.head_dim
     ROTARY_DIM: tl.constexpr = FORM.rotary_dim
@@ -302,7 +303,7 @@ def decode_kernel(new, changes, cache, tables, scores, positions_ptr, parts, FOR
     num_splits = tl.num_programs(2)
     target = (row * num_heads + head) * num_splits + split
     if parts.lse_ptr is None:
-        if scores.sinks_ptr is not None:  # as the merging kernel computes it, to the bit
+        if scores.sinks_ptr is not None:  # the same bits as the merging kernel
             sink = tl.load(scores.sinks_ptr + head, mask=is_group, other=0.0).to(tl.float32)
             top = tl.maximum(lse, sink)
             weight = tl.exp(lse - top)
@@ -327,7 +328,7 @@ def merge_kernel(
     SPLIT: tl.constexpr,
     SPLITS_AT_ONCE: tl.constexpr,
 ):
-    """Merges the splits of one row and one head that had work; the others left nothing behind."""
+    """Merges the splits of one row and one head that had work; the others wrote nothing."""
     HEAD_DIM: tl.constexpr = FORM.head_dim
     DIM: tl.constexpr = FORM.dim
     row = tl.program_id(0).to(tl.int64)
@@ -379,7 +380,7 @@ def store_kernel(
     FORM: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Heads 0 to K - 1 are the keys and values, which go to the workspace; the H others the queries."""
+    """Heads 0 to K - 1 are the keys and values, which are written to the workspace; the other H are the queries."""
     NUM_KV_HEADS: tl.constexpr = FORM.num_kv_heads
     GROUPS: tl.constexpr = FORM.groups
     HEAD_DIM: tl.constexpr = FORM.head_dim
@@ -410,16 +411,16 @@ def store_kernel(
 
 @triton.jit
 def prefill_kernel(
-    new,  # whose keys and values are those that the queries look at
-    starts_ptr,  # [R+1]: where the queries of each sequence start
-    key_starts_ptr,  # [R+1]: and its keys, of which the last are its queries'
+    new,  # its keys and values are those that the queries attend to
+    starts_ptr,  # [R+1]: start of the queries of each sequence
+    key_starts_ptr,  # [R+1]: start of its keys, the last of which belong to its queries
     scores,
     output_ptr,  # [N, H, D]
     IS_CAUSAL: tl.constexpr,
     FORM: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """One tile of queries of one head of one sequence; the last tiles, which see most, come first."""
+    """One tile of queries of one head of one sequence; the last tiles, which attend to most keys, come first."""
     GROUPS: tl.constexpr = FORM.groups
     HEAD_DIM: tl.constexpr = FORM.head_dim
     DIM: tl.constexpr = FORM.dim
@@ -438,7 +439,7 @@ def prefill_kernel(
     num_before = key_length - length  # keys before the first query's
     kv_head = head // GROUPS
     i = tile * QUERIES + tl.arange(0, QUERIES)
-    place = tl.minimum(i, length - 1) + num_before  # those past the end see what the last sees
+    place = tl.minimum(i, length - 1) + num_before  # those past the end attend to the keys of the last
     d = tl.arange(0, DIM)
     is_dim = d < HEAD_DIM
     is_query = (i < length)[:, None] & is_dim[None, :]
@@ -475,7 +476,7 @@ def prefill_kernel(
             is_seen = is_seen & (distance < scores.window)
         score = tl.where(is_seen, score, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(score, axis=1))
-        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # the window has not begun
+        shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # all keys so far are before the window
         probs = tl.exp(score - shift[:, None])
         rescale = tl.exp(highest - shift)
         total = total * rescale + tl.sum(probs, axis=1)

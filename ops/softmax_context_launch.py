@@ -1,4 +1,4 @@
-"""Launches of the attention kernels: what they read is checked and how it is cut is chosen once for each form of it.
+"""Launches of the attention kernels: inputs are checked and tile sizes chosen once for each form of the tensors.
 
 N packed tokens, S decoded rows, R sequences, H query heads, K key/value heads, G = H / K, D head dimension.
 """
@@ -17,7 +17,7 @@ Tensors = tuple[torch.Tensor | None, ...]
 
 
 class Numbers(NamedTuple):
-    """The numbers of a layer's attention; see `SoftmaxContextOp`."""
+    """The parameters of a layer's attention; see `SoftmaxContextOp`."""
 
     num_heads: int
     num_kv_heads: int
@@ -45,7 +45,7 @@ class Numbers(NamedTuple):
         )
 
     def scores(self, weights: HeadWeights) -> kernels.Scores:
-        """How scores are made."""
+        """Parameters of the scores."""
         return kernels.Scores(self.scale, self.window or 0, self.softcap or 1.0, weights.sinks, weights.alibi)
 
     def changes(self, qkv: QKV, weights: HeadWeights) -> kernels.Changes:
@@ -62,7 +62,7 @@ def attend_by_kernels(
     batch: PrefillBatch | DecodeBatch | EncoderBatch,
     weights: HeadWeights,
 ) -> torch.Tensor:
-    """Context `[N, H*D]`. ValueError for a tensor that the kernels cannot read."""
+    """Context `[N, H*D]`. Raises ValueError for a tensor that the kernels cannot read."""
     tensors = (*qkv[:3], *(qkv.rotary or (None, None)), *cache, *weights)
     if isinstance(batch, DecodeBatch):
         return _decode(numbers, qkv, cache, batch, weights, tensors)
@@ -75,13 +75,13 @@ class Decoding(NamedTuple):
     launch: Launch
     merge: Launch | None
     output_sizes: tuple[int, int]
-    lse_sizes: tuple[int, int, int]  # of the parts; their context has D more
+    lse_sizes: tuple[int, int, int]  # of the parts; their context has an additional dimension D
 
 
 def _decode(
     numbers: Numbers, qkv: QKV, cache: KVBlocks, batch: DecodeBatch, weights: HeadWeights, tensors: Tensors
 ) -> torch.Tensor:
-    """One token for each row, against its blocks."""
+    """One token per row, against its blocks."""
     num_splits = -(-batch.context // kernels.SPLIT)
     decoding = prepared(_prepare_decoding, numbers, num_splits, batch.block_tables, batch.positions, *tensors)
     output = qkv.q.new_empty(decoding.output_sizes)
@@ -117,7 +117,7 @@ def _prepare_decoding(
 
 
 class Packed(NamedTuple):
-    """Launches for packed sequences; without `store` nothing is kept of them."""
+    """Launches for packed sequences; without `store` their keys and values are not written."""
 
     store: Launch | None
     attend: Launch
@@ -131,7 +131,7 @@ def _attend_packed(
     weights: HeadWeights,
     tensors: Tensors,
 ) -> torch.Tensor:
-    """Attention inside each sequence, whose queries come last; a prefill's keys and values are written before."""
+    """Attention inside each sequence, whose queries come last; a prefill first writes its keys and values."""
     lengths, starts = batch.lengths, batch.starts
     places, context = (None, None), None
     if isinstance(batch, PrefillBatch):
@@ -152,7 +152,7 @@ def _attend_packed(
 def _store(
     launch: Launch, numbers: Numbers, qkv: QKV, cache: KVBlocks, batch: PrefillBatch, weights: HeadWeights
 ) -> QKV:
-    """Writes the workspace; returns what is attended: queries and keys normed and rotated."""
+    """Writes the workspace; returns queries and keys, normed and rotated, and values for attention."""
     q, k, v, rotary = qkv
     is_changed = rotary is not None or numbers.norm_kind is not None
     changed = kernels.Changed(*(x.new_empty(x.shape) if is_changed else x for x in (q, k)))
@@ -202,7 +202,7 @@ def _check(
     sinks: torch.Tensor | None,
     alibi: torch.Tensor | None,
 ) -> kernels.Form:
-    """The constants of the kernels. ValueError for what they cannot read."""
+    """The constants of the kernels. Raises ValueError for tensors that they cannot read."""
     heads, dim = numbers.num_kv_heads, numbers.head_dim
     check_tensor("q", q, shape=(None, heads, numbers.num_heads // heads, dim), is_dense_last=True)
     for name, new, blocks in (("k", k, keys), ("v", v, values)):

@@ -1,13 +1,13 @@
-"""A linear layer in fp32 on a CPU, as training computes it: `y = x W^T (+ b)`, on oneDNN where that is faster than MKL.
+"""A linear layer in fp32 on a CPU for training: `y = x W^T (+ b)`, on oneDNN where that is faster than MKL.
 
     dx = dy W      dW = dy^T x      db = sum of dy over the rows
 
 On processors that are not Intel's (`cpu_gemm.py` says why) oneDNN takes 0.75 to 0.88 of MKL's time for `y`, 0.66 to
 0.88 for `dx` and 0.95 to 1.16 for `dW`, which stays with MKL: 2048 and 4096 rows, 384 x 384 to 1024 x 384, one core of
-an AMD EPYC, both in turns (torch 2.13). On Zen 5 it takes half for `y` and `dx`, 0.51 to 0.65 for `dW`. oneDNN is given
-the weight as it lies and packs it at every call, which these figures include: no packed copy can be older than the
-weight. What a function of autograd written in Python costs, small products do not win back. bf16 needs nothing of this:
-torch multiplies it by oneDNN anyway.
+an AMD EPYC, both in turns (torch 2.13). On Zen 5 it takes half for `y` and `dx`, 0.51 to 0.65 for `dW`. oneDNN gets the
+weight as it is stored and packs it at every call, which these figures include, so no packed copy can be older than the
+weight. Small products do not gain back the cost of an autograd function in Python. bf16 does not need this: torch
+always multiplies it by oneDNN.
 
 N rows of any number of dimensions.
 """
@@ -21,17 +21,18 @@ from torch.autograd import forward_ad
 from hybrid_engine.ops.cpu_gemm import prefers_onednn, product, product_over_rows
 from hybrid_engine.ops.cpu_kernels import is_watched
 
-# Forward and backward of a layer together, in turns as above: 0.97 to 1.02 of MKL's time at 2**26, 0.93 to 0.96 at
-# 2**27, 0.89 to 0.93 from 2**28 on. Zen 5 wins from 2**23 on, 0.82, if many products have as many rows; but for each
-# new number of rows oneDNN first compiles, 0.3 to 1 ms for each of three products, and keeps what it has compiled.
+# Forward and backward of a layer together, measured alternately as above: 0.97 to 1.02 of MKL's time at 2**26, 0.93 to
+# 0.96 at 2**27, 0.89 to 0.93 from 2**28 on. Zen 5 gains from 2**23 on, 0.82, if many products have the same number of
+# rows; but for each new number of rows oneDNN first compiles, 0.3 to 1 ms for each of three products, and caches the
+# result.
 LEAST_MULTIPLICATIONS = 2**27
 
 
 def is_faster_on_onednn(input: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `linear` should take the place of `torch.nn.functional.linear` for these: `[..., in]`, `[out, in]`.
+    """Whether `linear` should replace `torch.nn.functional.linear` for `input [..., in]` and `weight [out, in]`.
 
-    Never while somebody looks at the operations or changes them (torch.compile, autocast, modes of dispatch such as
-    exact mode's) or takes derivatives forward, nor for tensors and weights of other types.
+    Never while operations are observed or changed (torch.compile, autocast, dispatch modes such as exact mode's), in
+    forward-mode differentiation, or for tensors and weights of other types.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
@@ -45,12 +46,14 @@ def is_faster_on_onednn(input: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def derives_forward() -> bool:
-    """Whether derivatives may go forward here, along with values: in `torch.func.jvp`, `hessian`, a `dual_level`."""
+    """Whether forward-mode differentiation is active: in `torch.func.jvp`, `hessian`, a `dual_level`."""
     return getattr(forward_ad, "_current_level", -1) >= 0
 
 
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`input [..., in]`, `weight [out, in]`, `bias [out]` -> `[..., out]`, differentiable in reverse, also twice."""
+    """`input [..., in]`, `weight [out, in]`, `bias [out]` -> `[..., out]`, differentiable in reverse mode, also
+    twice.
+    """
     return _Linear.apply(input, weight, bias)
 
 
@@ -71,10 +74,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         of_input, of_weight, of_bias = ctx.needs_input_grad
-        # reshape, for which torch has rules where gradients come in batches (`is_grads_batched`).
+        # reshape, for which torch has rules for batches of gradients (`is_grads_batched`).
         rows = above[0].reshape(-1, above[0].shape[-1])  # [N, out]
         by_weight = by_input = by_bias = None
-        # A second derivative wants operations that have one.
+        # A second derivative requires differentiable operations.
         is_derived = torch.is_grad_enabled() or derives_forward()
         if of_input:
             by_input = rows @ weight if is_derived else product(rows, weight)

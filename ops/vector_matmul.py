@@ -1,14 +1,14 @@
 """Matrix product with a transposed linear: `y = x W (+ b) (+ residual)`, W stored or viewed as [in, out].
 
-Moves in x out elements of W once for all N rows and does 2 N in out operations: below about 100 rows on a
-GPU it runs at the speed of the memory. A `torch.nn.Linear` weight is [out, in]; its `.t()` is the view
-this op takes, so nothing is copied.
+Moves in x out elements of W once for all N rows and does 2 N in out operations: below about 100 rows on a GPU it is
+limited by memory bandwidth. A `torch.nn.Linear` weight is [out, in]; its `.t()` is the view this op takes, so nothing
+is copied.
 
-The kernel is for few rows (`skinny_gemm`); more go to cuBLAS, and above 64 so does what has nothing to add, which is
-one launch there too. Where the tiles do not fill the GPU, K is split: the parts are written in fp32, and the program
-of a tile that comes last sums them, in their order whoever that is.
+The kernel is for few rows (`skinny_gemm`). With more rows cuBLAS is used, and above 64 rows also for products without a
+bias or residual, which take one launch there too. If the tiles do not fill the GPU, K is split: the parts are written
+in fp32, and the last program of a tile sums them, always in the same order.
 
-On a CPU fp32 products run as `cpu_gemm.py` says; the result may lie by columns there.
+On a CPU `cpu_gemm.py` computes fp32 products, whose result may be stored by columns.
 """
 
 from typing import Any, NamedTuple
@@ -35,7 +35,9 @@ from hybrid_engine.ops.skinny_gemm import (
 
 
 def linear_fp32(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`[N, out]` fp32. On a CPU a 16-bit product is rounded before: torch has no other that copies no weight."""
+    """`[N, out]` fp32. On a CPU a 16-bit product is rounded first: torch has no other one that does not copy the
+    weight.
+    """
     if not input.is_cuda or input.dtype == torch.float32:
         return linear_by_rows(input, weight, bias)
     output = torch.mm(input, weight, out_dtype=torch.float32)
@@ -43,10 +45,10 @@ def linear_fp32(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
 
 
 class Parts(NamedTuple):
-    """Where the parts of a split K meet; None where it is not split."""
+    """Buffers for the parts of a split K; None if it is not split."""
 
     ptr: Any  # [tiles, splits, BLOCK_N, ROWS] fp32
-    arrived_ptr: Any  # [tiles] int32, zeros before and after: programs that have written theirs
+    arrived_ptr: Any  # [tiles] int32, zeros before and after: number of programs that have written their part
     split_width: int  # of K
 
 
@@ -55,7 +57,7 @@ NO_PARTS = Parts(None, None, 0)
 
 @triton.jit
 def _finish(total, x, w, n, residual, y, DTYPE: tl.constexpr):
-    """What follows the product: bias, rounding, residual."""
+    """The steps after the product: bias, rounding, residual."""
     total = add_bias(total, w, n).to(DTYPE)
     if residual.ptr is not None:
         m = tl.arange(0, total.shape[1])
@@ -84,8 +86,8 @@ def linear_kernel(x, w, residual, y, parts, DTYPE: tl.constexpr, TILES: tl.const
         place = tl.arange(0, BLOCK_N)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         written = parts.ptr + tile * (SPLITS * BLOCK_N * ROWS) + place
         tl.store(written + part * (BLOCK_N * ROWS), total)
-        # All threads' stores come before the barrier, the barrier before the count, which releases what came before
-        # it and acquires what the others released; past the first-level cache, which knows nothing of them.
+        # All threads' stores come before the barrier. The barrier comes before the count, which releases earlier stores
+        # and acquires those that others released; loads bypass the first-level cache, which is not coherent with them.
         tl.debug_barrier()
         num_before = tl.atomic_add(parts.arrived_ptr + tile, 1, sem="acq_rel")
         if num_before == SPLITS - 1:
@@ -105,12 +107,12 @@ class VectorMatMulOp:
     """Callable `(input, weight, bias=None, residual=None) -> [N, out]`.
 
     Args:
-        fp32_output: the LM head's form: the product is returned in fp32 whatever the dtype of the weights.
+        fp32_output: for the LM head: returns the product in fp32 for any dtype of the weights.
     """
 
     def __init__(self, fp32_output: bool = False):
         self.fp32_output = fp32_output
-        # Of the device of the first call; a graph may hold its address. Products of one op must not run at once.
+        # On the device of the first call; a graph may hold its address. Products of one op must not run concurrently.
         self._arrived: torch.Tensor | None = None
 
     def __call__(
@@ -164,7 +166,7 @@ class VectorMatMulOp:
 
 
 class Product(NamedTuple):
-    """A launch of the kernel, and what it writes to."""
+    """A launch of the kernel, and the sizes of its outputs."""
 
     launch: Launch
     sizes: tuple[int, int]  # of the output
@@ -193,7 +195,7 @@ def _prepare(
     residual_row = 0 if residual is None else residual.stride(0)
     if tiles.splits == 1:
         return Product(launch, (num_rows, width_out), dtype, residual_row, None, 0)
-    assert num_tiles <= NUM_SMS, f"{num_tiles=}"  # more tiles are not split
+    assert num_tiles <= NUM_SMS, f"{num_tiles=}"  # products with more tiles are not split
     sizes = (num_tiles, tiles.splits, tiles.block_n, tiles.rows)
     split_width = -(-width_in // (tiles.splits * tiles.block_k)) * tiles.block_k
     return Product(launch, (num_rows, width_out), dtype, residual_row, sizes, split_width)

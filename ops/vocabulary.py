@@ -1,7 +1,7 @@
 """Searches along rows over a vocabulary in two steps: among sums or maxima of blocks, then inside one block.
 
-A running sum or an index of the largest over a whole row goes element by element: 290 and 595 us for 32 rows of
-8192 on one core, where the sums and maxima of blocks take 82 and 57 (Xeon with AVX-512, torch 2.13).
+A running sum or an argmax over a whole row processes one element at a time: 290 and 595 us for 32 rows of 8192 on one
+core, where the sums and maxima of blocks take 82 and 57 (Xeon with AVX-512, torch 2.13).
 
 S rows, V values in each, n blocks.
 """
@@ -25,7 +25,7 @@ def _reduce_blocks(values: torch.Tensor, reduce: Callable[[torch.Tensor], torch.
 
 
 def _places(blocks: torch.Tensor, num_values: int) -> torch.Tensor:
-    """`[S, BLOCK]`: where the values of `blocks [S, 1]` stand; what lies beyond the end stands on the last one."""
+    """`[S, BLOCK]`: the places of the values of `blocks [S, 1]`; places beyond the end are set to the last one."""
     inside = torch.arange(min(BLOCK, num_values), device=blocks.device)
     return (blocks * BLOCK + inside).clamp_(max=num_values - 1)
 
@@ -40,10 +40,11 @@ def first_largest(values: torch.Tensor) -> torch.Tensor:
 
 
 def first_above(weights: torch.Tensor, share: torch.Tensor | float) -> torch.Tensor:
-    """`[S, 1]`: the first index up to which `weights [S, V]`, none negative, add to more than `share` of their sum.
+    """`[S, 1]`: the first index up to which `weights [S, V]`, none negative, add up to more than `share` of their sum.
 
     Args:
-        share: `[S, 1]` or a number, in [0, 1]. At 1, or where rounding makes it so, the last weight above 0 is taken.
+        share: `[S, 1]` or a number, in [0, 1]. At 1, or if rounding has the same effect, the last weight above 0 is
+            taken.
     """
     sums = _reduce_blocks(weights, lambda part: part.sum(-1))
     totals = sums.cumsum(-1)
@@ -51,14 +52,16 @@ def first_above(weights: torch.Tensor, share: torch.Tensor | float) -> torch.Ten
     block = _first_above(totals, target)
     before = totals.gather(1, (block - 1).clamp_(min=0)).masked_fill_(block == 0, 0.0)
     places = _places(block, weights.shape[1])
-    # What is beyond the end repeats the last weight, which no target reaches.
+    # Places beyond the end repeat the last weight, which no target reaches.
     inside = weights.gather(1, places).cumsum(-1)
     return places.gather(1, _first_above(inside, target - before))
 
 
 def _first_above(totals: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """`[S, 1]`: the first index where the running sums `totals [S, n]` exceed `target [S, 1]`, or where they end."""
+    """`[S, 1]`: the first index where the running sums `totals [S, n]` exceed `target [S, 1]`, or where they reach
+    their end.
+    """
     last = totals[:, -1:]
     target = torch.minimum(target, torch.nextafter(last, torch.zeros_like(last)))
-    # NaN sorts beyond the end: stay inside, the log-probability says what happened.
+    # NaN sorts beyond the end: the index stays inside, and the log-probability shows the NaN.
     return torch.searchsorted(totals, target, right=True).clamp_(max=totals.shape[1] - 1)
