@@ -7,10 +7,10 @@
     y[pair]  = (inner Wdown[expert] + bdown[expert]) * weight[pair]
 
 M = N top_k pairs (token, slot), X experts, E hidden, I MLP size, U = I plain or 2 I gated. The first kernel writes
-`inner [M, I]` in sorted order, the second `y [N, top_k, E]` where each pair belongs, so that ExpertSumOp adds them
-in a fixed order. Each does up to 2 M E U operations and moves the weights of each expert hit once per tile of its
-tokens: once in all while no expert has more than one tile, as in decode. The grid is the worst case of tiles for
-M pairs; a program finds its expert from the offsets on the device, and one without a tile returns.
+`inner [M, I]` in sorted order, the second `y [N, top_k, E]` at the place of each pair, so that ExpertSumOp adds them in
+a fixed order. Each does up to 2 M E U operations and moves the weights of each expert hit once per tile of its tokens:
+once in all while no expert has more than one tile, as in decode. The grid is the worst case of tiles for M pairs; a
+program finds its expert from the offsets on the device, and one without a tile returns.
 
 Weights are [X, in, out] views with any strides. In 16 bits everything is rounded where transformers' expert
 modules round: product, bias, each step of the activation, and the weighted output.

@@ -2,12 +2,13 @@
 
 Inside `FixedShapes` every operation that reaches PyTorch's kernels is of one of these kinds:
 
-    products      in pieces of `piece_rows` rows, the last one padded: a library's order of summation then never depends
-    on how many rows there are. Without pieces fp32 differs between 1, 2 and 33 rows, bf16 at 1024 inputs. functions
-    exp, silu, gelu, ...: on contiguous pieces of a fixed number of elements, the last one padded. The vectorised loop
-    computes them otherwise than the scalar one, which takes what is left at the end of a tensor, or of a thread's part
-    of it, and what lies strided. reductions    along the last dimension of contiguous rows, never one row cut among
-    threads
+    products      in pieces of `piece_rows` rows, the last one padded: the order in which a library sums then does not
+                  depend on the number of rows. Without pieces fp32 differs between 1, 2 and 33 rows, bf16 at 1024
+                  inputs.
+    functions     exp, silu, gelu, ...: on contiguous pieces of a fixed number of elements, the last one padded. The
+                  vectorized loop rounds differently from the scalar one, which computes the remaining elements of a
+                  tensor, or of a thread's part of it, and strided ones.
+    reductions    along the last dimension of contiguous rows, never with one row split over threads
     the others    sums, products and quotients of elements, comparisons, copies, views: one rounding or none
 
 This describes a CPU. On devices with kernels, `fixed_product.py` computes products and `fixed_rows.py` operations along

@@ -53,9 +53,8 @@ class _KernelLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         given, tokens, lse = ctx.saved_tensors
-        scaled = (
-            gradient[:, None] / ctx.temperature
-        )  # gradient of the token's own logit; all logits get minus their probability times it
+        # The gradient of the token's own logit; every logit also gets minus its probability times it.
+        scaled = gradient[:, None] / ctx.temperature
         found = _divided(given, ctx.temperature).sub_(lse[:, None]).exp_().mul_(-scaled)
         return found.scatter_add_(1, tokens[:, None], scaled).to(given.dtype), None, None
 

@@ -3,7 +3,7 @@
     softmax_then_topk   p = softmax(logits) in fp32;  weights = p at its top_k largest   (/ their sum if normalizes)
     topk_then_softmax   weights = softmax of the top_k largest logits                    (gpt-oss)
 
-Mixtral, Qwen-MoE and DeepSpeed's top-1 (not normalised) and top-2 (normalised) gates are the first form; none drops
+Mixtral, Qwen-MoE and DeepSpeed's top-1 (not normalized) and top-2 (normalized) gates are the first form; none drops
 tokens over a capacity, since a token's result must not depend on its batch. Equal scores go to the lower expert. The
 pairs (token, slot) are then sorted by expert, stably, by a count per expert, so that each expert's tokens are adjacent
 in the grouped product.

@@ -232,7 +232,7 @@ def _is_deepspeeds(folder: Path) -> bool:
 
 
 def _how_to_convert(folder: Path) -> str:
-    """Where the whole weights of a checkpoint of DeepSpeed are, or how to convert them."""
+    """Says where the whole weights of a checkpoint of DeepSpeed are, or how to convert them."""
     if any(folder.glob("mp_rank_*model_states.pt")) and not any(folder.glob(DEEPSPEEDS_SHARDS)):
         return f"its weights are the entry 'module' of {str(next(folder.glob('mp_rank_*model_states.pt')))!r}"
     script = folder.parent / SCRIPT

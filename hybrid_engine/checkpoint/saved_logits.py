@@ -117,7 +117,7 @@ def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> torch.T
 
 
 class _FollowedRoutings:
-    """Routings of another model; they replace those of the own router for tokens where it chose other experts."""
+    """Routings of another model; they replace the saved model's for tokens where its router chose other experts."""
 
     def __init__(self, routings: list[Routing]) -> None:
         self._coming = iter(routings)

@@ -1,4 +1,4 @@
-"""Which process this is, read from the environment of torchrun, MPI or SLURM."""
+"""Rank, world size and address of this process, read from the environment of torchrun, MPI or SLURM."""
 
 import re
 from collections.abc import Mapping

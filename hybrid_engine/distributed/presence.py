@@ -31,7 +31,7 @@ LOST = ("Connection closed", "Connection reset", "Broken pipe", "Timed out", "ti
 
 
 class Presence:
-    """What this process knows about the others; all of them are connected to rank 0."""
+    """The state of the other processes as known here; all processes are connected to rank 0."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         """Connects; collective."""

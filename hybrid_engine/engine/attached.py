@@ -181,7 +181,7 @@ class Attached:
                 self.generator = None
 
     def report(self) -> str:
-        """How the model generates, and the reason."""
+        """Describes how the model generates, and the reason."""
         if self.generator is None:
             reason = "it was detached" if self._is_detached else reason_unreadable(self.module)
             return f"{type(self.module).__name__} generates by its own generate(): {reason}"

@@ -1,6 +1,7 @@
 """`deepspeed.utils.safe_get_...` and `safe_set_...`: whole values of the optimizer for one parameter.
 
-They take the module's parameters at every stage of ZeRO, on one process or several; collective where it is sharded.
+They take the module's parameters at every stage of ZeRO, on one process or several; collective if the module is
+sharded.
 """
 
 import weakref

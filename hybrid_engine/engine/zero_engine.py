@@ -550,7 +550,8 @@ class ZeroEngine(Uncopied):
         return probe
 
     def report(self) -> str:
-        """How this engine trains: stage, processes, precision, sharding, and the memory of this process in bytes.
+        """Describes how this engine trains: stage, processes, precision, sharding, and the memory of this process in
+        bytes.
 
         For a planned run also the plan and the measurements so far.
         """

@@ -2,13 +2,12 @@
 
 An optimizer over DTensors computes the same as on one process, or torch raises: it has no sharded form of fused SGD and
 Adagrad, nor of some operations of Rprop, Adafactor and Muon. Among these,
+- elementwise optimizers step this process's shards;
+- Adafactor and Muon, which need whole tensors, step one parameter at a time, gathered with its gradient and its state,
+  on every process; where a shard is the whole, as at stage 0, they step the shard. The parameters that AdamW steps in a
+  `MuonWithAdamW` are stepped as shards.
 
-- elementwise optimizers step this process's shards; - Adafactor and Muon, which look at whole tensors, step one
-parameter at a time, gathered with its gradient and its
-  state, on every process alike; where a shard is the whole, as at stage 0, they step that. What AdamW steps beside
-  Muon is stepped as shards.
-
-`param_groups` and the keys of `state` are the DTensors again when a step is over.
+`param_groups` and the keys of `state` are the DTensors again after a step.
 """
 
 from collections.abc import Callable

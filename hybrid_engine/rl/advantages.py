@@ -36,14 +36,14 @@ def token_rewards(scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, kl
 def gae(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalised advantage estimates and the returns that the value function is trained on.
+    """Generalized advantage estimates and the returns that the value function is trained on.
 
         delta_t = r_t + gamma * V_{t+1} - V_t
         A_t     = delta_t + gamma * lam * A_{t+1}
         R_t     = A_t + V_t
 
-    where t + 1 is the next response token: masked tokens in between (padding, the output of a tool) are
-    stepped over, V and A are carried across them and nothing of them is read. After the last one V = A = 0.
+    where t + 1 is the next response token: masked tokens in between (padding, the output of a tool) are skipped. V and
+    A are carried across them, and their values are not read. After the last token V = A = 0.
 
     Args:
         rewards: `[B, T]`, as from `token_rewards`.

@@ -49,7 +49,7 @@ def whitening_deviation_biased(found: Moments) -> torch.Tensor:
 
 
 def sum_over_processes(local: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """`local`, replaced in place by its sum over the processes of `group` where there is one."""
+    """Sums `local` in place over the processes of `group`, unless that is None, and returns it."""
     if group is not None:
         dist.all_reduce(local, group=group)
     return local

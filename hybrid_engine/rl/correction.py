@@ -89,7 +89,7 @@ def geometric_weights(
 
 
 class Difference(NamedTuple):
-    """How far two sets of log-probabilities are apart, as means over the response tokens; 0-dimensional each."""
+    """Distance of two sets of log-probabilities, as means over the response tokens; 0-dimensional each."""
 
     absolute: torch.Tensor
     """of |log p - log q|, nats a token; 0 when they agree (slime)"""

@@ -121,7 +121,7 @@ DIVISORS = {"n": 0, "n-1": 1}
 
 
 def _split(rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where there is a reward, and the rewards in float64 with 0 elsewhere."""
+    """A mask of the samples with a reward, and the rewards in float64 with 0 elsewhere."""
     assert rewards.ndim == 2, f"{rewards.shape=}"
     has_reward = ~rewards.isnan()
     return has_reward, torch.where(has_reward, rewards, 0.0).double()

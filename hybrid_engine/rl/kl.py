@@ -75,7 +75,7 @@ def adaptive_kl_coefficient(coefficient: float, kl: float, target: float, horizo
         kl: the measured KL per response (summed over its tokens), in nats.
         target: the KL to hold, in nats, above 0.
         horizon: samples over which a persisting full error changes the coefficient by about a fifth.
-        num_samples: responses behind `kl`.
+        num_samples: number of responses that `kl` was measured on.
 
     Source: Ziegler et al., "Fine-Tuning Language Models from Human Preferences", arXiv 1909.08593, section 2.2.
     """

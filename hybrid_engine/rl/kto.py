@@ -42,7 +42,7 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> torch.Tensor:
-    """The loss of each answer: its weight, less its value times that weight.
+    """The loss of each answer: its weight, minus its value times that weight.
 
         desirable_weight * (1 - sigmoid(beta * (r - z)))      of a desirable answer
         undesirable_weight * (1 - sigmoid(beta * (z - r)))    of an undesirable one
@@ -58,7 +58,7 @@ def kto_loss(
         desirable_weight, undesirable_weight: above 0; against classes of unequal size.
 
     Returns:
-        `[B]`, to be minimised.
+        `[B]`, to be minimized.
 
     Source: Ethayarajh et al., arXiv 2402.01306, section 4.
     """
@@ -100,8 +100,8 @@ def kto_metrics(
     Returns:
         (sum, count) each, scalars, so that micro-batches and processes without an answer of one kind can be added:
         `chosen_reward`, of the desirable answers, and `rejected_reward`; and `accuracy`, over all answers, which is 1
-        for an answer on its side of the reference point, 0 on the other and one half on it, as where policy and
-        reference agree.
+        for an answer on its side of the reference point, 0 on the other side and one half on the point itself, such as
+        where policy and reference agree.
     """
     signs, _ = _check(logprobs, logprobs_ref, is_desirable, reference_point, 1.0, 1.0)
     ratios = logprobs - logprobs_ref

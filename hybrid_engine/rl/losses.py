@@ -1,7 +1,7 @@
 """PPO's losses per token, before any mean is taken, and metrics of an update.
 
-The losses take no mask: aggregation drops what lies outside it. Log-probabilities there must be finite
-all the same (0 by convention), because 0 * inf in the backward pass is nan.
+The losses do not take a mask: aggregation drops values outside of it. Log-probabilities there must be finite all the
+same (0 by convention), because 0 * inf in the backward pass is nan.
 """
 
 import torch
@@ -34,7 +34,7 @@ def ppo_policy_loss(
         dual_clip: c above 1, or None for none.
 
     Returns:
-        `[B, T]`, to be minimised.
+        `[B, T]`, to be minimized.
 
     Source: Schulman et al., arXiv 1707.06347, equation 7; dual clip: Ye et al., arXiv 1912.09729, equation 5.
     """
@@ -65,7 +65,7 @@ def policy_metrics(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> dict[str, torch.Tensor]:
-    """How far the policy has moved from the one that sampled, as means over the response tokens.
+    """Distance of the policy from the one that sampled, as means over the response tokens.
 
     Args:
         logprobs, logprobs_old, advantages, clip_low, clip_high: as in `ppo_policy_loss`.
@@ -99,7 +99,7 @@ def clipped_value_loss(
         clip: how far from `values_old` a value counts, in units of the reward.
 
     Returns:
-        `[B, T]`, to be minimised.
+        `[B, T]`, to be minimized.
 
     Source: openai/baselines, `ppo2/model.py`.
     """
@@ -112,7 +112,7 @@ def clipped_value_loss(
 def explained_variance(
     values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """The share of the returns' variance that the values explain: 1 - Var(returns - values) / Var(returns).
+    """The fraction of the returns' variance that the values explain: 1 - Var(returns - values) / Var(returns).
 
     1 is a perfect value function, 0 no better than a constant; not finite where the returns do not vary.
 
@@ -127,6 +127,6 @@ def explained_variance(
 
 
 def check_same_shape(first: torch.Tensor, *others: torch.Tensor) -> None:
-    """AssertionError unless all have one shape: nothing is broadcast."""
+    """Raises AssertionError unless all have one shape: nothing is broadcast."""
     shapes = [tuple(tensor.shape) for tensor in (first, *others)]
     assert len(set(shapes)) == 1, f"{shapes=}"

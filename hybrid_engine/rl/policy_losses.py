@@ -2,7 +2,7 @@
 
 B: sampled responses, T: response tokens. `logprobs` is of the policy being trained and carries the only gradient,
 `logprobs_old` of the policy that sampled, `advantages` weigh the tokens: `[B, T]` each, finite everywhere (0 outside
-the mask by convention). A mask is bool and True on response tokens. Losses are `[B, T]`, to be minimised.
+the mask by convention). A mask is bool and True on response tokens. Losses are `[B, T]`, to be minimized.
 """
 
 import torch
@@ -48,7 +48,7 @@ def sequence_clip_loss(
 ) -> torch.Tensor:
     """The clipped surrogate of whole sequences: the ratio is the product of those of its tokens.
 
-    The sequence's loss lies in equal parts on its tokens, so that the mean over sequences of token sums
+    The sequence's loss is distributed equally over its tokens, so that the mean over sequences of token sums
     (`seq_mean_token_sum`) is the mean over sequences. Source: TRL, `rloo_trainer.py`, _compute_loss.
     """
     check_same_shape(logprobs, logprobs_old, advantages, mask)

@@ -1,11 +1,11 @@
-"""Direct preference optimisation and its variants: from log-probabilities of two answers to a loss per pair.
+"""Direct preference optimization and its variants: from log-probabilities of two answers to a loss per pair.
 
-All but IPO's length-normalised form read a pair through one number, by how much more the policy prefers the chosen
+All but IPO's length-normalized form read a pair through one number, by how much more the policy prefers the chosen
 answer than the reference does:
 
     h = (log pi(chosen) - log pi_ref(chosen)) - (log pi(rejected) - log pi_ref(rejected))
 
-B: pairs. Every loss returns one number per pair, `[B]`, to be minimised; the caller divides by the pairs of the whole
+B: pairs. Every loss returns one number per pair, `[B]`, to be minimized; the caller divides by the pairs of the whole
 optimizer step, so that neither micro-batches nor processes change it.
 """
 

@@ -1,6 +1,6 @@
 """Training a reward model on preference pairs.
 
-B: pairs. Both losses return one number per pair, `[B]`, to be minimised.
+B: pairs. Both losses return one number per pair, `[B]`, to be minimized.
 """
 
 import torch

@@ -1,9 +1,9 @@
 """Readers of a tensor-parallel rank's part of sharded parameters: by an exchange without the whole, or from its unit.
 
 FSDP2 keeps rows of every parameter on every process. In one all-to-all per parameter each process sends to
-each other the part of its rows that the other's tensor-parallel rank holds, and receives its own part as it
-will lie in memory: rows arrive in the order of processes, which is theirs in the parameter. A process sends
-and receives a `size`-th of the bytes that a gather would bring it.
+each other the part of its rows that the other's tensor-parallel rank holds, and receives its own part in its final
+memory layout: rows arrive in the order of processes, which is their order in the parameter. A process sends and
+receives a `size`-th of the bytes that a gather would bring it.
 """
 
 from collections.abc import Iterator, Sequence

@@ -105,7 +105,7 @@ def tensor_names(num_axes: int) -> tuple[str, ...]:
 
 
 def tensor_axes(names: Sequence[str] | None) -> tuple[str, ...]:
-    """Those of `names`, names of a mesh's axes, over which parameters are split."""
+    """The entries of `names`, names of a mesh's axes, over which parameters are split."""
     return tuple(name for name in names or () if name.startswith(TENSOR))
 
 
