@@ -143,7 +143,7 @@ def read_context(cache: KVBlocks, context: Context) -> tuple[torch.Tensor, torch
 
 
 def write_rows(batch: PrefillBatch | DecodeBatch, num_kv_heads: int, block_size: int) -> torch.Tensor:
-    """Rows `[N, K]` of the workspace seen as `[num_blocks * K * block_size, D]` that the tokens write."""
+    """Rows `[N, K]` that the tokens write, in the workspace viewed as `[num_blocks * K * block_size, D]`."""
     return _rows(*batch.places(block_size), num_kv_heads, block_size)
 
 

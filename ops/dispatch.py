@@ -2,7 +2,7 @@
 
 Kernels run on CUDA tensors; with `TRITON_INTERPRET=1` set before the import they run on the CPU through
 Triton's interpreter, slowly, which is how they are tested without a GPU. `HYBRID_ENGINE_FALLBACK=1` forces the
-references everywhere; if it is not set, only an op whose kernel does not compile runs its reference
+references everywhere; if it is not set, an op whose kernel does not compile runs its reference, and only that op
 (`kernel_errors.py`). On a CPU some ops have a third, compiled form, which `cpu_kernels.use_compiled` chooses if no
 kernel runs. If Triton is not installed `triton` and `tl` are stand-ins that let the kernels be defined but not run.
 """

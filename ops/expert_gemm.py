@@ -138,7 +138,7 @@ class ExpertGemmOp:
 
     @classmethod
     def reads_host(cls, input: torch.Tensor) -> bool:
-        """Whether the reference computes `input`, which reads the experts' token counts on the host."""
+        """Whether the reference runs for `input`; it reads the experts' token counts on the host."""
         return not use_triton(input) or is_replaced(cls._launch)
 
     def _check(
@@ -222,7 +222,7 @@ class ExpertGemmOp:
 
 
 class Rows(NamedTuple):
-    """The rows of x that experts multiply."""
+    """The rows of x, which experts multiply with their weights."""
 
     ptr: Any  # [N or M, in]
     stride_m: int

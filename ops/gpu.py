@@ -1,5 +1,6 @@
-"""Requirements of the kernels on a GPU and its driver, and the reason if no GPU is found; checked when engines, runs
-and `doctor` start.
+"""Requirements of kernels on a GPU and its driver, and reasons why no GPU is found.
+
+Checked when engines, runs and `doctor` start.
 """
 
 import ctypes

@@ -75,7 +75,7 @@ def need_kernels(holder: object) -> None:
 
 @contextmanager
 def naming_kernels() -> Iterator[None]:
-    """Inside, the error of a kernel that does not compile becomes a KernelError with its name."""
+    """Inside, the error of a kernel that does not compile is raised as a KernelError with the kernel's name."""
     try:
         yield
     except Exception as error:

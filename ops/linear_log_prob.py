@@ -78,7 +78,7 @@ class PieceBytes(NamedTuple):
 def piece_bytes(
     num_tokens: int, hidden_size: int, vocab_size: int, is_trained: bool, device: str, has_softcap: bool = False
 ) -> PieceBytes:
-    """The bytes of a problem of this size; on a `device` with kernels the logits stay in registers."""
+    """Bytes for a problem of this size; on a `device` with kernels the logits stay in registers."""
     if device != "cpu":
         return PieceBytes(kept=0 if is_trained else 2 * 4 * num_tokens * hidden_size, tile=0)
     rows = min(num_tokens, ROWS_AT_ONCE)

@@ -47,14 +47,14 @@ class RowOptions:
     top_p: RowValues | None
     log_min_p: RowValues | None
     repetition_penalty: torch.Tensor | None
-    """`[S, 1]` fp32; 1 where it is off."""
+    """`[S, 1]` fp32; 1 for rows without a penalty."""
     early_ends: EarlyEnds | None
     ends: torch.Tensor
     """`[S, e]` int64: tokens that end each row, padded with -1."""
 
 
 def build_row_options(options: list[SamplingOptions], vocab: int, device: torch.device) -> RowOptions:
-    """`options` of the rows in their order, for logits `[S, vocab]` on `device`."""
+    """Tensors of `options`, one entry per row in order, for logits `[S, vocab]` on `device`."""
     sampled = [row for row, option in enumerate(options) if option.do_sample]
     drawn = [options[row] for row in sampled]
 

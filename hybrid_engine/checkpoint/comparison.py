@@ -1,11 +1,12 @@
-"""Whether a checkpoint may be loaded, decided from its manifest and its plain values.
+"""Checks whether a checkpoint can be loaded, from its manifest and its plain values.
 
-A manifest says what a checkpoint holds: `shapes` (of every weight and persistent buffer, by name), `left_out` (the same
-of frozen parameters that are not in it), `tied` (the other names of tied parameters, with the first), `groups` (the
-names of the trained parameters in each optimizer group; None without an optimizer), `has_scheduler` and `scheduler`
-(its class), `optimizer` (its `class`, the names of its `options` and the values of its `defaults`; None without one)
-and `pending_micro_batches` (those since the last step, whose gradients are not in it). The oldest checkpoints have no
-`left_out` and no `optimizer`, those of format 1 no `tied`, `scheduler`, `defaults` and `pending_micro_batches`.
+A manifest lists the contents of a checkpoint: `shapes` (of every weight and persistent buffer, by name), `left_out`
+(the same of frozen parameters that are not in it), `tied` (the other names of tied parameters, with the first),
+`groups` (the names of the trained parameters in each optimizer group; None without an optimizer), `has_scheduler` and
+`scheduler` (its class), `optimizer` (its `class`, the names of its `options` and the values of its `defaults`; None
+without one) and `pending_micro_batches` (the number since the last step, whose gradients are not in it). The oldest
+checkpoints have no `left_out` and no `optimizer`, those of format 1 no `tied`, `scheduler`, `defaults` and
+`pending_micro_batches`.
 """
 
 import logging
@@ -157,7 +158,7 @@ def _count(groups: list[list[str]]) -> str:
 
 
 def describe_optimizer(inner: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's class, the names of its options and their values as it was built."""
+    """The optimizer's class, the names of its options and their initial values."""
     # `defaults` are the options that every group has; the groups may hold more, such as a scheduler's `initial_lr`.
     defaults = {name: plain(value) for name, value in inner.defaults.items() if is_plain(plain(value))}
     return {"class": type(inner).__name__, "options": sorted(inner.defaults), "defaults": defaults}

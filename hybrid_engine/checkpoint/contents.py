@@ -69,7 +69,7 @@ def other_copies(training: TrainingState) -> set[str]:
 
 
 def frozen_names(training: TrainingState) -> set[str]:
-    """The parameters that require no gradient."""
+    """Names of the parameters that require no gradient."""
     trained = {t.name for t in training.optimizer.parameters} if training.optimizer is not None else set()
     return {name for name, p in training.module.named_parameters() if not p.requires_grad} - trained
 
@@ -119,7 +119,7 @@ def build_manifest(training: TrainingState, left_out: Collection[str] = ()) -> d
 
 
 def named_param_groups(optimizer: ZeroOptimizer) -> list[dict[str, Any]]:
-    """The optimizer's groups with the `names` of parameters in place of `params`."""
+    """The optimizer's groups with the `names` of parameters instead of `params`."""
     names = {id(t.master): t.name for t in optimizer.parameters}
     return [
         {

@@ -98,7 +98,7 @@ def is_manifest(folder: Path) -> bool:
 
 
 def list_files(folder: Path) -> list[str]:
-    """The files of the checkpoint in `folder` that its manifest lists."""
+    """Names of the files that the manifest of the checkpoint in `folder` lists."""
     files = json.loads((folder / MANIFEST).read_text())["files"]
     return [name for name in files if is_inside(name)]
 

@@ -37,7 +37,7 @@ MOST_OTHER_EXPERTS = 0.25
 
 
 class Routing(NamedTuple):
-    """The experts of one layer for each token, and what their outputs are multiplied by."""
+    """The experts of one layer for each token, and the factors of their outputs."""
 
     experts: torch.Tensor  # [T, K] int64
     weights: torch.Tensor  # [T, K], or [T, number of experts]

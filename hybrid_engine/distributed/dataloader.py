@@ -1,4 +1,4 @@
-"""The training dataloader: the same samples in the same order whatever the number of processes, resumable anywhere."""
+"""The training dataloader: the same samples in the same order for any number of processes, resumable anywhere."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -80,7 +80,7 @@ def build_training_dataloader(
     micro_batch_size: int | None = None,
     unit_size: int = 1,
 ) -> TrainingDataLoader:
-    """The loader of this process; `micro_batch_size` None is the config's.
+    """Builds the loader of this process; `micro_batch_size` None is the config's.
 
     Each `unit_size` consecutive processes, which compute a model together, get the same samples.
     """

@@ -12,7 +12,7 @@ _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGr
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """(output `[W * n]`, input `[n]`, group): concatenates the parts of all W processes."""
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""(output `[n]`, input `[W * n]`, op, group): this process's part of the sum."""
+"""(output `[n]`, input `[W * n]`, op, group): computes this process's part of the sum."""
 
 
 def default_store() -> dist.Store:

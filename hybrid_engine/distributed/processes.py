@@ -175,7 +175,7 @@ def _portable(error: BaseException) -> BaseException:
 
 
 def gather_objects(value: Result) -> list[Result]:
-    """`value` of every process, in the order of ranks, on every process; collective."""
+    """The `value` of every process, in the order of ranks, on every process; collective."""
     if get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * get_world_size()

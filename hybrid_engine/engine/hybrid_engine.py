@@ -356,7 +356,7 @@ class HybridEngine(ZeroEngine):
     def destroy(self) -> None:
         """Drops recorded steps and the KV workspace; call it before `torch.distributed.destroy_process_group()`.
 
-        NCCL's communicators wait for the CUDA graphs that hold their collectives. A later rollout records again.
+        NCCL's communicators wait for the CUDA graphs that hold their collectives. A later rollout records steps again.
         """
         self.generator.destroy()
 

@@ -43,7 +43,7 @@ OLD_NAMES = {
     "moe_experts": ("moe", "moe_experts"),
     "moe_type": ("moe", "type"),
 }
-"""Deprecated names, and the block and key that each stands for."""
+"""Deprecated names, with the block and key that replace each."""
 
 
 @dataclass(frozen=True, kw_only=True)

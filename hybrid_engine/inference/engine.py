@@ -3,7 +3,7 @@
     pipe = pipeline("text-generation", model="...")
     pipe.model = init_inference(pipe.model, dtype="bf16")
 
-B rows, P their padded length, N real tokens, V vocabulary.
+B rows, P padded length, N tokens without padding, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator

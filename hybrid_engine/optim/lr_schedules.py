@@ -34,9 +34,10 @@ CYCLED_BETA2 = 0.99
 
 
 class IterationSchedule(LRScheduler):
-    """Counts iterations one behind PyTorch: construction is iteration -1 and the first `step()` is iteration 0.
+    """Counts iterations at an offset of -1 to PyTorch: construction is iteration -1 and the first `step()` is iteration
+    0.
 
-    `state_dict`, `load_state_dict` and `get_last_lr` are PyTorch's; DeepSpeed's state is read too.
+    `state_dict`, `load_state_dict` and `get_last_lr` are PyTorch's; DeepSpeed's state can be loaded too.
     """
 
     @property
@@ -245,7 +246,7 @@ class WarmupLR(_WarmupSchedule):
     Args:
         optimizer: its groups' `lr` is set.
         warmup_min_lr: the floor, one number or one per parameter group.
-        warmup_max_lr: the peak, likewise; None takes each parameter group's own `lr`.
+        warmup_max_lr: the peak, in the same form; None takes each parameter group's own `lr`.
         warmup_num_steps: iterations of warmup; 0 and 1 count as 2.
         warmup_type: "log" or "linear".
 
@@ -309,7 +310,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_WarmupSchedule):
-    """From a share of each group's own `lr` up to that `lr`, then down half a cosine to another share of it.
+    """From a fraction of each group's own `lr` up to that `lr`, then down half a cosine to another fraction of it.
 
     At iteration i >= W the rate is lr * (c + (1 - c) * (1 + cos(pi * p)) / 2) with c = cos_min_ratio and
     p = min(1, (i - W + 1) / max(1, S - W)). At iteration -1, the first optimizer step, it is 0.
@@ -317,9 +318,9 @@ class WarmupCosineLR(_WarmupSchedule):
     Args:
         optimizer: its groups' `lr` at construction is the peak.
         total_num_steps: S, the optimizer steps of the whole run.
-        warmup_min_ratio: the share of the peak at iteration 0.
+        warmup_min_ratio: the fraction of the peak at iteration 0.
         warmup_num_steps: iterations of warmup.
-        cos_min_ratio: the share of the peak at the end.
+        cos_min_ratio: the fraction of the peak at the end.
         warmup_type: "log" or "linear".
     """
 

@@ -26,7 +26,7 @@ from hybrid_engine.zero.split_module import num_copies
 
 MAX_NAMES_IN_ERROR = 5
 APART = "clips_apart"
-"""Option of a parameter group: True clips its gradients by their own norm, as if an optimizer had them alone."""
+"""Option of a parameter group: True clips its gradients by their own norm, as in a separate optimizer."""
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -298,7 +298,7 @@ class GradientNorms:
         self._copies = {name: copies * holders.get(name, 1) for name, copies in self._copies.items()}
 
     def names_of_non_finite(self) -> list[str]:
-        """The parameters with a gradient that is not finite on some process; collective."""
+        """Names of the parameters whose gradient is not finite on some process; collective."""
         found: list[Any] = [[t.name for t in self._parameters if _has_non_finite(t.master)]]
         if self._group is not None:
             found *= dist.get_world_size(self._group)

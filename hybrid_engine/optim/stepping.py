@@ -200,7 +200,7 @@ class Batches(Protocol):
     """Runs the micro-batches of a step through a module; collective like forward and backward passes."""
 
     def train(self, batches: Iterable[Any], loss_fn: LossFunction | None) -> Tensor:
-        """An optimizer step on the next micro-batches; their mean loss. See `ZeroEngine.train_batch`."""
+        """An optimizer step on the next micro-batches; returns their mean loss. See `ZeroEngine.train_batch`."""
 
     def evaluate(self, batches: Iterable[Any]) -> list[Any]:
         """The module's result for each of them. See `ZeroEngine.eval_batch`."""

@@ -47,7 +47,7 @@ class TrainingState(Protocol):
     """Lock on the folder that checkpoints of this run are saved into; None before the first save."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients, also those of the micro-batches since the last boundary."""
+        """Drops all gradients, including those of the micro-batches since the last boundary."""
 
     def drop_accumulation(self) -> None:
         """Drops all gradients; the next micro-batch is the first of a step again."""

@@ -35,9 +35,9 @@ from hybrid_engine.zero.sharding import Sharding, full_tensor, local_tensor
 
 MARKS = ("ds_id", "ds_shape", "ds_numel", "ds_tensor")
 COPY = "_number_of_copy"
+"""Attribute of a parameter that every process holds whole, below stage 3: its number. Scripts do not read it."""
 WRITTEN = "_written_in_a_block"
-"""Attribute of a parameter that each process has whole: the sum of its bits after a block without a modifier."""
-"""The attribute of a parameter that every process has whole, below stage 3; no script asks for it."""
+"""Attribute of a parameter that every process holds whole: the sum of its bits after a block without a modifier."""
 _numbers = itertools.count()
 ATTRIBUTE = "_external_params"
 """Attribute of a module: its registered external parameters, until the model is sharded."""

@@ -27,7 +27,7 @@ class SplitModule(Protocol):
     split_sizes: tuple[int, ...]
     """Sizes of the axes over which parameters are split, outermost first."""
     split_order: tuple[int, ...]
-    """The indices of these axes; the axis that is split first comes first."""
+    """The indices of these axes, in descending order of the number of parameter elements that they split."""
 
     def adopt(self, mesh: DeviceMesh) -> None:
         """Moves the parts to `mesh`, over the processes of this unit, in place of their previous mesh."""
