@@ -68,9 +68,7 @@ def max_tiles(num_pairs: int, num_experts: int, tile: int) -> int:
 
 
 def grouped_product(input: torch.Tensor, weight: torch.Tensor, bounds: list[int]) -> torch.Tensor:
-    """`input [M, in]`, whose rows `bounds[x] : bounds[x + 1]` are multiplied by `weight[x] [in, out]`, -> `[M,
-    out]`.
-    """
+    """`input [M, in]`, rows `bounds[x] : bounds[x + 1]` of it times `weight[x] [in, out]`, -> `[M, out]`."""
     hit = [x for x in range(len(weight)) if bounds[x + 1] > bounds[x]]
     if not hit:
         return input.new_empty(0, weight.shape[2])
@@ -174,8 +172,8 @@ class ExpertGemmOp:
         down: torch.Tensor,
         down_bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The kernels' function in torch, one expert at a time; it reads the offsets on the host, so a graph cannot
-        capture it.
+        """The kernels' function in torch, expert by expert; it reads offsets on the host, so graphs cannot capture
+        it.
         """
         weights, order = routing.weights, routing.order
         num_tokens, top_k = weights.shape

@@ -221,9 +221,7 @@ def _attend_continued(
     attention: Attention,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of the last tokens of packed sequences, whose keys and values are written: `query [N, H, D]` -> the
-    same shape.
-    """
+    """Attention of the last tokens of packed sequences, whose keys are written: `query [N, H, D]` -> the same shape."""
     keys, values = read_context(cache, context)
     if use_triton(query):
         queries = Queries(query, batch.starts, batch.positions, max(batch.lengths))
@@ -247,9 +245,7 @@ def attend_decode(
     attention: Attention,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One token per row, `query [S, H, D]`, `key`, `value` `[S, K, D]` -> `[S, H, D]`; otherwise like
-    `attend_prefill`.
-    """
+    """One token per row, `query [S, H, D]`, `key`, `value` `[S, K, D]` -> `[S, H, D]`; see `attend_prefill`."""
     _write(key, value, caches, batch)
     if use_triton(query):
         queries = Queries(query, torch.arange(len(query) + 1, device=query.device), batch.positions, 1)

@@ -101,8 +101,7 @@ def _addmm(
 
 
 def _bmm(function: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """With one term per sum there is no order; with one matrix, or the same one for the whole batch, it is a plain
-    product.
+    """One term per sum has no order; one matrix, or the same one for the whole batch, is a plain product.
 
     torch uses the latter for a linear whose weight is frozen and whose input is not contiguous.
     """

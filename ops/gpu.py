@@ -17,9 +17,7 @@ OLDEST_CAPABILITY = (8, 0)
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 GIB = 1 << 30
 FOREIGN_SHARE, FOREIGN_BYTES = 0.05, GIB
-"""Share of the memory, and bytes, that the driver and this process's own context may take; more is attributed to
-others.
-"""
+"""Share of the memory, and bytes, that the driver and this process's context may take; the rest counts as foreign."""
 
 
 def why_no_gpu() -> str | None:
@@ -40,9 +38,7 @@ def why_no_gpu() -> str | None:
 
 
 def kernel_problem(device: torch.device) -> str | None:
-    """The reason why kernels cannot run on the GPU `device`, with the remedy; None if they can, or if references
-    run.
-    """
+    """The reason why kernels cannot run on the GPU `device`, with the remedy; None if they can or are switched off."""
     if device.type != "cuda" or not HAS_TRITON or fallback_forced():
         return None
     capability = torch.cuda.get_device_capability(device)

@@ -39,9 +39,7 @@ def attend_grouped(
 def repeat_where_not_shared(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Key and value, repeated to the heads of `query` on CUDA in fp32 or under a mask; shapes as in
-    `attend_grouped`.
-    """
+    """Key and value, repeated to the heads of `query` on CUDA in fp32 or under a mask; see `attend_grouped`."""
     group = query.shape[1] // key.shape[1]
     is_shared = mask is None and query.dtype in (torch.bfloat16, torch.float16)
     if is_shared or group == 1 or not query.is_cuda:

@@ -1,5 +1,4 @@
-"""Log-probability and entropy of tokens directly from hidden states and the head's weights: the logits of the whole
-vocabulary never exist at once.
+"""Log-probability and entropy of tokens from hidden states and the head's weights, without all logits at once.
 
     logit_v   = cap(scale * (h . w_v + b_v)) / temperature      cap(x) = softcap * tanh(x / softcap)
     logprob_t = logit_t - logsumexp_v(logit_v)
@@ -132,7 +131,7 @@ def _as_given(tensor: torch.Tensor) -> torch.autocast:
 def _check(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: torch.Tensor | None, is_whole: bool
 ) -> None:
-    """ValueError naming the tensor that does not fit; values of targets on a GPU are not read, which would wait for
+    """Raises ValueError naming the tensor that does not fit; does not read targets on a GPU, which would wait for
     it.
     """
     if not hidden.is_floating_point():

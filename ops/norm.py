@@ -30,9 +30,7 @@ DENSE = torch.contiguous_format
 
 @triton.jit
 def normalize(x, mean, rstd, gamma, beta, NORM: tl.constexpr, DTYPE: tl.constexpr):
-    """Normalizes fp32 values with known statistics, rounded to DTYPE like the reference of this kind; beta may be
-    None.
-    """
+    """Normalizes fp32 values by known statistics, rounded to DTYPE like this kind's reference; beta may be None."""
     x = (x - mean) * rstd if NORM == "layer" else x * rstd
     if NORM == "rms":
         x = x.to(DTYPE).to(tl.float32)

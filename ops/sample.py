@@ -256,8 +256,7 @@ class SampleOp:
     def _adjusted(
         self, logits: torch.Tensor, draws: torch.Tensor, seen: torch.Tensor | None, slots: torch.Tensor | None
     ) -> Iterator[torch.Tensor]:
-        """The logits that are drawn from: with the repetition penalty, and with end-of-sequence tokens banned while too
-        early.
+        """The logits that are drawn from: with the repetition penalty, and early end-of-sequence tokens banned.
 
         The ban is written into the logits and undone afterwards: copying them takes longer than the greedy choice.
         """

@@ -68,9 +68,7 @@ def _kth_largest_by_row_on_cpu(rows: torch.Tensor, ks: torch.Tensor) -> torch.Te
 
 
 def kth_largest_by_row(logits: torch.Tensor, ks: torch.Tensor) -> torch.Tensor:
-    """`[S, 1]`: for each row of `logits [S, V]` the k-th largest, with the row's k in `ks [S, 1]` int64, from 1 to
-    V.
-    """
+    """`[S, 1]`: for each row of `logits [S, V]` the k-th largest, with the row's k, 1 to V, in `ks [S, 1]` int64."""
     if logits.device.type != "cpu":
         return logits.sort(dim=-1, descending=True).values.gather(1, ks - 1)
     return _kth_largest_by_row_on_cpu(logits.detach(), ks)

@@ -160,8 +160,7 @@ def store_stats(stats_ptr, row, chunk, x, sizes):
 
 @triton.jit
 def store_candidates(image, x, row, chunk, scanned, sizes, CUT: tl.constexpr):
-    """Stores the chunk's largest values: all above its bound, at most `kept`, and the number of values equal to the
-    bound.
+    """Stores the chunk's largest values: all above its bound, at most `kept`, and how many equal the bound.
 
     The search refines the bound bit by bit until exactly `kept` values reach it. With many equal logits that never
     happens, and only their number is stored. `image` is `x` in order, with the least integer at places without a token.

@@ -163,8 +163,7 @@ def _keep_rows_from(rows: torch.Tensor, threshold: torch.Tensor, logits: torch.T
 def pick_rows(
     adjusted: torch.Tensor, scores: torch.Tensor, options: RowOptions, keys: torch.Tensor, draws: torch.Tensor
 ) -> torch.Tensor:
-    """`[S]` int64: a token drawn from `scores [n, V]` for each sampled row, for others the largest of `adjusted [S,
-    V]`.
+    """`[S]` int64: a token drawn from `scores [n, V]` for sampled rows, the largest of `adjusted [S, V]` for others.
 
     `keys` and `draws` seed the noise, `[S]` int64.
     """

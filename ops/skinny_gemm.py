@@ -173,9 +173,7 @@ def choose_tiles(
 def _wide_tiles(
     rows: int, width_in: int, widths_out: tuple[int, ...], itemsize: int, num_weights: int, can_split: bool
 ) -> Tiles:
-    """The tiles with the shortest estimated time for the second-level cache; among equals the widest and least
-    split.
-    """
+    """The tiles with the shortest time by cache bandwidth; among equals the widest and least split."""
 
     def programs(block_n: int, splits: int) -> int:
         return splits * sum(-(-width // block_n) for width in widths_out)
@@ -207,7 +205,7 @@ def _wide_tiles(
 def check_linear(
     name: str, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, width_out: int | None = None
 ) -> None:
-    """Raises ValueError if `weight [in, out]` or `bias [out]` do not fit `input [N, in]`, before a kernel reads
+    """Raises ValueError if `weight [in, out]` or `bias [out]` do not fit `input [N, in]`; before a kernel reads
     them.
     """
     check_tensor("input", input, shape=(None, None))
@@ -239,9 +237,7 @@ def load_rows(x, k, ROWS: tl.constexpr):
 
 @triton.jit
 def load_weights(w, n, k, width_in):
-    """Columns `n [BLOCK_N]` of W at `k [BLOCK_K]`: `[BLOCK_N, BLOCK_K]`. 64-bit offsets, as an LM head may need
-    them.
-    """
+    """Columns `n [BLOCK_N]` of W at `k [BLOCK_K]`: `[BLOCK_N, BLOCK_K]`. An LM head may need 64-bit offsets."""
     mask = (n < w.width)[:, None] & (k < width_in)[None, :]
     offsets = n.to(tl.int64)[:, None] * w.stride_n + k.to(tl.int64)[None, :] * w.stride_k
     return tl.load(w.ptr + offsets, mask=mask, other=0.0)

@@ -174,9 +174,7 @@ class SoftmaxContextOp:
         return self._decode(q, cache, batch, weights)
 
     def _check_encoder(self, qkv: QKV, weights: HeadWeights) -> None:
-        """Raises ValueError for features that are not implemented for attention in both directions; encoders do not
-        have them.
-        """
+        """Raises ValueError for features that attention in both directions does not support; encoders lack them."""
         features = (self.window, self.softcap, self.qk_norm, qkv.rotary, weights.sinks, weights.alibi)
         if any(feature is not None for feature in features):
             raise ValueError("attention both ways takes no window, soft-capping, norms, rotary, sinks or ALiBi")
@@ -284,9 +282,7 @@ class SoftmaxContextOp:
 
     @staticmethod
     def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-        """Softmax of `scores [R, H, n, C]` fp32 with one additional logit per head, which is dropped from the
-        result.
-        """
+        """Softmax of `scores [R, H, n, C]` fp32 with one more logit per head, which the result leaves out."""
         if sinks is None:
             return scores.softmax(-1)
         sink = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)

@@ -137,8 +137,7 @@ def padded_groups(groups: int) -> int:
 
 
 def decode_tiles(form: Form, element_size: int) -> DecodeTiles:
-    """Tile sizes of decode: at most 16 KiB of keys and as much of values are loaded together, and scores fit the
-    registers.
+    """Tile sizes of decode: at most 16 KiB each of keys and values are loaded at once, and scores fit the registers.
 
     For heads of 256 bytes and more 32 tokens: with less memory per program more of them share an SM, which at 32 and 64
     rows of 1,000 and 2,000 tokens takes 0.86 and 0.89 of the time (H200, `benchmarks/tune_attention.py`).

@@ -51,9 +51,7 @@ def derives_forward() -> bool:
 
 
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`input [..., in]`, `weight [out, in]`, `bias [out]` -> `[..., out]`, differentiable in reverse mode, also
-    twice.
-    """
+    """`input [..., in]`, `weight [out, in]`, `bias [out]` -> `[..., out]`, twice differentiable in reverse mode."""
     return _Linear.apply(input, weight, bias)
 
 

@@ -35,9 +35,7 @@ from hybrid_engine.ops.skinny_gemm import (
 
 
 def linear_fp32(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`[N, out]` fp32. On a CPU a 16-bit product is rounded first: torch has no other one that does not copy the
-    weight.
-    """
+    """`[N, out]` fp32. On a CPU a 16-bit product is rounded first: other products of torch copy the weight."""
     if not input.is_cuda or input.dtype == torch.float32:
         return linear_by_rows(input, weight, bias)
     output = torch.mm(input, weight, out_dtype=torch.float32)

@@ -58,9 +58,7 @@ def first_above(weights: torch.Tensor, share: torch.Tensor | float) -> torch.Ten
 
 
 def _first_above(totals: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """`[S, 1]`: the first index where the running sums `totals [S, n]` exceed `target [S, 1]`, or where they reach
-    their end.
-    """
+    """`[S, 1]`: the first index where the running sums `totals [S, n]` exceed `target [S, 1]`, or reach their end."""
     last = totals[:, -1:]
     target = torch.minimum(target, torch.nextafter(last, torch.zeros_like(last)))
     # NaN sorts beyond the end: the index stays inside, and the log-probability shows the NaN.

@@ -210,9 +210,7 @@ def _copy_adapter_tensors(source: nn.Module, target: nn.Module) -> None:
 
 
 def _tie_what_is_equal(model: Any) -> None:
-    """Ties the weights that the model's config ties if they are equal; otherwise the config says that they are not
-    tied.
-    """
+    """Ties the weights that the model's config ties, if they are equal; otherwise sets the config to not tied."""
     state = model.state_dict()
     pairs = model.get_expanded_tied_weights_keys(all_submodels=True).items()
     if all(torch.equal(state[target], state[source]) for target, source in pairs):

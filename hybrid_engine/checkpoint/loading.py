@@ -40,8 +40,7 @@ NamedState = dict[str, dict[str, torch.Tensor]]
 
 
 class Undo:
-    """The state of a training engine before a load. Weights are exchanged with the loaded ones, and exchanged back on
-    undo.
+    """The state of a training engine before a load. Weights are swapped with the loaded ones, and swapped back on undo.
 
     It keeps references to the optimizer's tensors, because loading replaces them and does not write into them.
     """
@@ -216,9 +215,7 @@ def _check_schedule(own: dict[str, Any], saved: dict[str, Any]) -> None:
 
 
 def _has_this_scaler(training: TrainingState, saved: dict[str, Any]) -> bool:
-    """Whether the loss scaler can load `saved`: not a scaler of another kind, nor a static scale, which the config
-    sets.
-    """
+    """Whether the loss scaler can load `saved`: not one of another kind, nor a static scale, which the config sets."""
     assert training.optimizer is not None
     own = training.optimizer.loss_scaler.state_dict()
     if saved == own or (saved.keys() == own.keys() and len(own) > 1):

@@ -1,5 +1,4 @@
-"""Checks that a saved model computes the same as the trained one: logits of a few tokens, before the save replaces
-another.
+"""Checks the logits of a saved model on a few tokens against the trained one's, before the save replaces another.
 
 `ZeroEngine.save_16bit_model` runs the trained model, `export.py` the folder that was written. An adapter that is merged
 wrongly, a head that is tied again when it is loaded or a weight under a wrong name all change logits. So does rounding

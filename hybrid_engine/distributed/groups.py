@@ -21,8 +21,7 @@ def default_store() -> dist.Store:
 
 
 def axis_name(name: str) -> str:
-    """The name for an axis of a mesh that may be closed: `name` until a mesh was closed, then `name` and the number
-    closed.
+    """The name of an axis of a mesh that may be closed: `name`, followed by the number of closed meshes if above 0.
 
     DTensor remembers the meshes of its results by their processes and the names of their axes. Without the number it
     would take a new mesh for an equal one that is closed.

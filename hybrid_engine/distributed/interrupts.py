@@ -68,9 +68,7 @@ class HeldInterrupts:
 
 @contextmanager
 def holding_interrupts() -> Iterator[HeldInterrupts]:
-    """Delays Ctrl-C inside until the end of the block; one that is repeated `INSISTS_AFTER` seconds later is raised at
-    once.
-    """
+    """Delays Ctrl-C inside to the end of the block; one repeated `INSISTS_AFTER` seconds later is raised at once."""
     held = HeldInterrupts()
     held.begin()
     try:

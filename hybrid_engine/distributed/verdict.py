@@ -129,8 +129,7 @@ class Partners:
     """None is the group of all processes."""
 
     def agree(self, action: Callable[[], Result]) -> Result:
-        """Runs `action` on each process and returns each process's result; an error on one is raised on all;
-        collective.
+        """Runs `action` on each process and returns its result there; an error on one is raised on all; collective.
 
         `action` either contains no collective, or fails on all processes alike.
         """

@@ -1,3 +1,3 @@
-"""The engines: ZeroEngine trains, HybridEngine trains and generates, attach() generates in another project's training
+"""The engines: ZeroEngine trains, HybridEngine also generates, attach() generates in another project's training
 loop.
 """

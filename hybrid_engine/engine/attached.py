@@ -191,8 +191,7 @@ class Attached:
     def generate(
         self, inputs: torch.Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any
     ) -> Any:
-        """Generates, with the arguments and results of transformers' `generate()`; dropout is off, and modes are
-        restored.
+        """Generates, with the arguments and results of transformers' `generate()`; without dropout; restores modes.
 
         In addition to transformers' options it takes those of `HybridEngine.generate`; the noise of samples follows
         torch's seed. With `return_dict_in_generate` the result has `logprobs`, `lengths` and `finish_reason` too.

@@ -1,6 +1,4 @@
-"""The memory layout of a model trained by other code: whole, sharded by FSDP2, or in a form that containers cannot
-read.
-"""
+"""The memory layout of a model trained by other code: whole, sharded by FSDP2, or not readable by containers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,9 +54,7 @@ def reason_unreadable(model: nn.Module) -> str | None:
 
 
 def fingerprint(model: nn.Module) -> tuple[object, ...]:
-    """A tuple that is equal while the results of `find_sharding` and `reason_unreadable`, dtype, device and numbers
-    are.
-    """
+    """Equal while `find_sharding` and `reason_unreadable` have the same results, and dtype, device and numbers do."""
     first = next(model.parameters())
     is_distributed = torch.distributed.is_initialized()
     layout = (tuple(map(id, fsdp_modules(model))), first.dtype, first.device, is_distributed)

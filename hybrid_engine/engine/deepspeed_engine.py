@@ -276,9 +276,7 @@ class DeepSpeedEngine(ZeroEngine):
         return self.accumulation.is_managed
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
-        """Backward passes inside reduce their gradients once, at the end of the block. See
-        `GradientAccumulation.coalesce`.
-        """
+        """Backward passes inside reduce their gradients once, at the end. See `GradientAccumulation.coalesce`."""
         return self.accumulation.coalesce()
 
     def offload_states(

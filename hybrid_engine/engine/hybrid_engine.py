@@ -100,7 +100,7 @@ class HybridEngine(ZeroEngine):
             generation_config: as in transformers; keyword options override it.
             seed: seed of the sampling noise; None draws one from torch's generator of rank 0.
             **kwargs: `max_new_tokens`, `do_sample`, `temperature`, ... as in transformers; in addition `row_options`,
-            one dict per prompt with its own options.
+                one dict per prompt with its own options.
 
         Returns:
             `[B*G, P+T]` token ids, or a GenerateOutput under `return_dict_in_generate=True`.
@@ -183,8 +183,8 @@ class HybridEngine(ZeroEngine):
             max_running: sequences that decode at once; None: as in a rollout.
             model_name: the name for clients; None: the name of the model's folder, or "policy".
             **options: `memory` for keys and values (a size such as "6GiB", or a share of free memory; default: 0.5 on a
-            CPU, 0.9 on a GPU), `host`, `port`, `api_key`, `max_waiting`, `max_sessions`, `adapters` and others of
-            `serving.server.Server`.
+                CPU, 0.9 on a GPU), `host`, `port`, `api_key`, `max_waiting`, `max_sessions`, `adapters` and others of
+                `serving.server.Server`.
 
         Raises:
             ValueError: the engine is in training mode; processes share the model and it has no containers; an option is
@@ -269,7 +269,7 @@ class HybridEngine(ZeroEngine):
             self.generator.model.bind()
 
     def measured_values(self) -> dict[str, Any]:
-        """A metric for checkpoints: the last difference of rollout and trainer, which training loops use for
+        """A metric for checkpoints: the last difference of rollout and trainer, on which training loops base
         decisions.
         """
         difference = self.logprob_difference
@@ -315,9 +315,7 @@ class HybridEngine(ZeroEngine):
         self.generator.workspace.retake()
 
     def release_inference_cache(self) -> None:
-        """Frees the KV workspace's storage; the next `generate()` allocates it again. ValueError inside
-        `generate()`.
-        """
+        """Frees the KV workspace's storage until the next `generate()`. Raises ValueError inside `generate()`."""
         self._check_not_generating("release_inference_cache()")
         self.generator.workspace.release()
 

@@ -166,9 +166,7 @@ class ZeroEngine(Uncopied):
         return getattr(self.module, name)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "ZeroEngine":
-        """Implements `to()` and similar methods; collective below stage 3, where the parameters become whole at the
-        end.
-        """
+        """Implements `to()` and similar methods; collective below stage 3, where the parameters end up whole."""
         with self.sharding.as_shards(), keeping_attributes(self.module):
             return super()._apply(fn, recurse)
 
@@ -267,8 +265,7 @@ class ZeroEngine(Uncopied):
 
     @naming_who_left("train_batch()")
     def train_batch(self, batches: Iterable[Any], loss_fn: LossFunction | None = None) -> torch.Tensor:
-        """An optimizer step on the next `gradient_accumulation_steps` micro-batches; returns their mean loss, of this
-        unit.
+        """Steps on the next `gradient_accumulation_steps` micro-batches; returns their mean loss, of this unit.
 
         The only way to train a module in stages; otherwise the same as `forward`, `backward` and `step` on each.
         Collective.
@@ -416,9 +413,7 @@ class ZeroEngine(Uncopied):
         self._set_batch_sizes(size, train_batch_size // (size * world_size))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Changes the samples per micro-batch, and those per step accordingly; otherwise like
-        `set_train_batch_size`.
-        """
+        """Changes the samples per micro-batch, and so those per step; otherwise like `set_train_batch_size`."""
         check_integer("micro_batch_size", micro_batch_size, 1)
         self._set_batch_sizes(micro_batch_size, self.config.gradient_accumulation_steps)
 
@@ -435,8 +430,7 @@ class ZeroEngine(Uncopied):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> Path:
-        """Saves everything needed to continue; the files are on disk when it returns; collective. See
-        `checkpoint.save`.
+        """Saves everything needed to continue, on disk when it returns; collective. See `checkpoint.save`.
 
         Between two boundaries the gradients so far stay in the engine, and are not in the checkpoint.
         `save_latest=False` does not change the tag that is loaded by default. A checkpoint with
@@ -550,8 +544,7 @@ class ZeroEngine(Uncopied):
         return probe
 
     def report(self) -> str:
-        """Describes how this engine trains: stage, processes, precision, sharding, and the memory of this process in
-        bytes.
+        """Describes how this engine trains: stage, processes, precision, sharding, and this process's memory.
 
         For a planned run also the plan and the measurements so far.
         """

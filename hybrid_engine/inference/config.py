@@ -110,9 +110,7 @@ class InferenceConfig:
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
     """The processes that share the model."""
     pipeline_parallel_size: int = 1
-    """Number of stages that the layers are distributed over, each on `tensor_parallel.tp_size` processes. Not in
-    DeepSpeed.
-    """
+    """Stages that the layers are distributed over, on `tensor_parallel.tp_size` processes each. Not in DeepSpeed."""
     max_out_tokens: int | None = None
     """Tokens of prompt and answer of one sequence; None: 1024, or the model's positions if there are fewer."""
     max_running: int = 0
@@ -131,9 +129,7 @@ class InferenceConfig:
     checkpoint_config: Mapping[str, Any] = field(default_factory=dict)
     """`checkpoint_dir` and `base_dir` instead of the two above."""
     injection_policy: Mapping[Any, Any] | None = None
-    """For models without a policy: maps a layer class to the names of linears whose outputs are added up over
-    processes.
-    """
+    """For models without a policy: layer class -> names of the linears whose outputs are added up over processes."""
     injection_policy_tuple: tuple[str, ...] | None = None
     """The same names for every layer class."""
     replace_with_kernel_inject: bool | None = None

@@ -56,7 +56,7 @@ class LinearPlan:
 
 
 def share_linears(model: nn.Module, config: InferenceConfig, parallel: TensorParallel) -> int:
-    """Cuts the linears of a model without a policy; returns their number. ValueError if none can be cut, or with
+    """Cuts the linears of a model without a policy; returns their number. ValueError if there are none, or with
     LoRA.
     """
     for name, module in model.named_modules():

@@ -33,9 +33,7 @@ class GradientAccumulation:
         self._is_alike = True
 
     def is_boundary(self) -> bool:
-        """Whether the current micro-batch is the last of its optimizer step; in unmanaged mode, whether `step()`
-        runs.
-        """
+        """Whether the current micro-batch is the last of its optimizer step; if unmanaged, whether `step()` runs."""
         if self._boundary is not None:
             return self._boundary
         if not self.is_managed:
@@ -170,9 +168,7 @@ class GradientAccumulation:
             raise error
 
     def check_pass(self) -> None:
-        """Raises ValueError if the backward pass left gradients unreduced: a parameter of a layer was used before
-        it.
-        """
+        """Raises ValueError if the backward pass left gradients unreduced: a layer's parameter was used before it."""
         if self._reduces:
             self.check_reduced()
 
@@ -190,8 +186,7 @@ class GradientAccumulation:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside do not reduce gradients; the next one that ends a step, or `step()`, reduces their
-        sum.
+        """Backward passes inside do not reduce; the next one that ends a step, or `step()`, reduces their sum.
 
         Raises:
             ValueError: at stages 2 and 3, which reduce at every micro-batch; inside another block without reduction.
@@ -207,8 +202,7 @@ class GradientAccumulation:
 
     @contextmanager
     def coalesce(self) -> Iterator[None]:
-        """Backward passes inside do not reduce gradients; their sum is reduced once, at the end of the block.
-        Collective.
+        """Backward passes inside do not reduce; the sum of gradients is reduced once, at the end. Collective.
 
         Raises:
             ValueError: inside another block without reduction; with `managed_gradient_accumulation=false`.

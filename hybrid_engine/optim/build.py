@@ -197,8 +197,7 @@ def _build_loss_scaler(config: Fp16Config) -> LossScaler:
 
 
 def build_lr_scheduler(lr_scheduler: Any, optimizer: ZeroOptimizer | None, config: EngineConfig) -> Any:
-    """The user's scheduler, the result of the user's function on the `torch.optim` optimizer, or the config's
-    scheduler.
+    """The user's scheduler, the result of the user's function on the `torch.optim` optimizer, or the config's.
 
     It is an LRScheduler, or an object with its methods.
     """

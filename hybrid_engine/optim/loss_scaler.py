@@ -1,5 +1,4 @@
-"""Loss scaling for fp16: the loss is multiplied so that small gradients do not vanish, and the step divides by it
-again.
+"""Loss scaling for fp16: the loss is multiplied so that small gradients do not vanish, and the step undoes it.
 
 The rules, names and defaults of the dynamic scaler are those of DeepSpeed's `runtime/fp16/loss_scaler.py`, so that a
 run started there behaves the same here.

@@ -34,8 +34,7 @@ CYCLED_BETA2 = 0.99
 
 
 class IterationSchedule(LRScheduler):
-    """Counts iterations at an offset of -1 to PyTorch: construction is iteration -1 and the first `step()` is iteration
-    0.
+    """Counts iterations one below PyTorch: construction is iteration -1 and the first `step()` is iteration 0.
 
     `state_dict`, `load_state_dict` and `get_last_lr` are PyTorch's; DeepSpeed's state can be loaded too.
     """
@@ -379,9 +378,7 @@ def build_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -
 
 
 def check_rates(config: SchedulerConfig, num_groups: int) -> None:
-    """Raises ValueError for a list of rates in the `scheduler` block whose length is not the number of parameter
-    groups.
-    """
+    """Raises ValueError for a list of rates in the `scheduler` block without one rate per parameter group."""
     for name in PER_GROUP:
         value = config.params.get(name)
         if isinstance(value, (list, tuple)):

@@ -38,17 +38,13 @@ class Masters:
             trained.param.grad = None
 
     def renew(self) -> None:
-        """Copies values that were written to the parameters since the last step; compares only where that is
-        possible.
-        """
+        """Copies values that were written to the parameters since the last step; compares only values that may have changed."""
         pairs = self._pairs()
         changed = self._find_changed(pairs)
         renew_masters([pair for number, pair in enumerate(pairs) if number in changed])
 
     def _find_changed(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> set[int]:
-        """Numbers of the parameters that may differ from the values written back. One synchronization with the
-        device.
-        """
+        """Numbers of the parameters that may differ from the values written back. Synchronizes with the device once."""
         known = {
             number: written
             for number, written in self._written.items()

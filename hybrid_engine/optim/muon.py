@@ -56,8 +56,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def split_groups(groups: list[NamedGroup], module: nn.Module, params: dict[str, Any]) -> list[NamedGroup]:
-    """Splits each group into up to two, for Muon and AdamW, with the options of `optimizer.params`; a group's options
-    win.
+    """Splits each group into up to two, for Muon and AdamW. A group's options override those of `optimizer.params`.
 
     Args:
         groups: the parameters to step, by name; `use_muon` of a group decides for all of it.

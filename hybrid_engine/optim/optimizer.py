@@ -75,9 +75,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.is_torn = False
         self.grad_norm: float | None = None
         self.grad_norms: list[float] = []
-        """Norms of the lists of parameters that are clipped together, at the last step, before clipping and without the
-        loss scale.
-        """
+        """Norms of the parameters clipped together, at the last step, before clipping and without the loss scale."""
         self.parameter_offload: Any = None
         self.state_offload: Any = None
 
@@ -118,8 +116,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Call it after `take_gradients()`. Clips, steps the masters, rounds them into the parameters; collective when
-        sharded.
+        """Clips, steps and rounds the masters into the parameters, after `take_gradients()`; collective if sharded.
 
         A non-finite gradient norm skips the step in fp16 (`overflow` is then True and the loss scale lowered).
 
@@ -244,8 +241,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 
 def clipped_together(groups: list[dict[str, Any]], parameters: list[TrainedParameter]) -> list[list[TrainedParameter]]:
-    """`parameters` in lists that are clipped by one norm each: first all that are in no group with `APART`, then one
-    list per such group.
+    """Lists of `parameters` that are clipped by one norm each: those in no group with `APART`, then one list per such
+    group.
     """
     apart = [{id(param) for param in group["params"]} for group in groups if group.get(APART)]
     rest = [t for t in parameters if not any(id(t.master) in ids for ids in apart)]

@@ -129,7 +129,7 @@ class CallChecks:
         self.watch.check(module, will_train=False)
 
     def check_whole(self, what: str, *kinds: OffloadStateTypeEnum) -> None:
-        """Checks that no parameter is torn, and that no state of `kinds`, or of any kind if none is named, is
+        """Checks that no parameter is torn, and that no state of `kinds` (of any kind if none is named) is
         offloaded.
         """
         self._training.state_offload.check(what, *kinds)

@@ -25,8 +25,7 @@ def bradley_terry_loss(
 
 
 def centring_loss(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """The term that keeps scores around 0, which pairs alone do not determine: (chosen + rejected)^2. Add it with a
-    weight.
+    """The term that keeps scores around 0, which pairs do not determine: (chosen + rejected)^2. Add it with a weight.
 
     Args:
         chosen: `[B]`, scores of the chosen answers.

@@ -119,9 +119,7 @@ def keeping_reshard_after_forward(modules: Iterable[FSDPModule]) -> Iterator[Non
 
 
 def gathered_storages(modules: Iterable[FSDPModule]) -> Iterator[torch.UntypedStorage]:
-    """Storages that the modules' parameters are gathered into, empty while they are not; for parameters gathered
-    before.
-    """
+    """Storages for the modules' gathered parameters, empty while not gathered; for parameters gathered before."""
     for param in fsdp_params(modules):
         yield from (output.untyped_storage() for output in param.all_gather_outputs)
 
@@ -238,9 +236,7 @@ def unreduced_gradient(param: Any) -> torch.Tensor | None:
 
 
 def reduce_unreduced_gradients(root: FSDPModule) -> None:
-    """Reduces waiting gradients by an empty backward pass, at the end of which FSDP2 handles every group;
-    collective.
-    """
+    """Reduces waiting gradients by an empty backward pass, whose end makes FSDP2 handle every group; collective."""
     with torch.enable_grad():
         start = torch.zeros((), requires_grad=True)
         start.register_hook(lambda grad: root._get_fsdp_state()._register_root_post_backward_final_callback())
@@ -307,9 +303,7 @@ def _reduce_all(group: Any, reduce: Callable[..., None], note: Callable[[list[An
 
 
 def _hold_gradient(param: Any, dtypes: set[torch.dtype]) -> None:
-    """Gives a parameter without a gradient zeros, and each gradient the widest of `dtypes`: a reduction takes one
-    dtype.
-    """
+    """Gives a parameter without a gradient zeros, and all gradients the widest of `dtypes`, as a reduction needs."""
     own = param._unsharded_param
     dtype = max(dtypes or {own.dtype}, key=lambda dtype: dtype.itemsize)
     grad = unreduced_gradient(param)

@@ -115,9 +115,7 @@ class WeightGatherer:
 
     @contextmanager
     def gathered_outside_layers(self) -> Iterator[None]:
-        """Inside, everything but the layers is gathered; `stream` may gather those one by one. Requires
-        `can_stream`.
-        """
+        """Inside, all but the layers is gathered; `stream` may gather those one by one. Requires `can_stream`."""
         with self._unsharded(is_whole=False):
             yield
 

@@ -156,9 +156,7 @@ class Init:
         self._built.clear()
 
     def _shard_what_was_empty(self) -> None:
-        """Shards parameters that got their storage after their constructor, for example by
-        `torch.nn.utils.skip_init`.
-        """
+        """Shards parameters that got their storage after their constructor, such as by `torch.nn.utils.skip_init`."""
         empty, self._empty = self._empty, []
         for reference in empty:
             module = reference()
@@ -236,9 +234,7 @@ class Init:
 
 
 class ParameterUnderConstruction(DTensor):
-    """A sharded parameter of a model being built; torch functions see the whole value, except those that need no
-    values.
-    """
+    """A sharded parameter of a model being built; torch functions that need its values see the whole."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

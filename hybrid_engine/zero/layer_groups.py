@@ -14,8 +14,8 @@ from torch import nn
 from hybrid_engine.distributed.processes import get_world_size
 
 LEAST_SHARE_OF_LIST = 0.1
-"""Share of a model's parameters that a list must hold; smaller ones may stay gathered, such as heads of which one
-is used.
+"""Share of a model's parameters that a list must hold; smaller ones, such as heads of which one is used, may stay
+gathered.
 """
 LEAST_SHARE_OF_PART = 1 / 16
 """Share of the largest sibling's parameters that a part must hold; a norm does not justify a collective of its own."""

@@ -69,9 +69,7 @@ class Sharding:
 
     @property
     def num_units(self) -> int:
-        """Number of units, each of which takes its own samples of a micro-batch; all processes of a unit take the
-        same.
-        """
+        """Number of units. Each takes its own samples of a micro-batch; the processes of a unit take the same."""
         return self.world_size // self.unit_size
 
     @property

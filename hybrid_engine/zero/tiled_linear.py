@@ -27,8 +27,7 @@ class Tiles(nn.Sequential):
 
 
 class TiledLinear(nn.Module):
-    """`torch.nn.Linear` as `out_splits` times `in_splits` tiles, `linears[out][in]`; the last tile of a row has the
-    bias.
+    """`torch.nn.Linear` as `out_splits` times `in_splits` tiles, `linears[out][in]`; a row's last tile has the bias.
 
     Args:
         in_features: of the whole layer, cut into `in_splits` parts whose sizes differ by one at most.

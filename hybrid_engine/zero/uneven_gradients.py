@@ -30,9 +30,7 @@ class UnevenGradients:
     """The agreements of the processes at each step of one sharded module."""
 
     def __init__(self, named_modules: Iterable[tuple[str, FSDPModule]]) -> None:
-        """Makes groups reduce all their trained parameters; `named_modules` are FSDP2's, in the same order
-        everywhere.
-        """
+        """Makes groups reduce all trained parameters; `named_modules` are FSDP2's, in the same order everywhere."""
         modules = dict(named_modules)
         self._names = list(modules)
         self._modules = list(modules.values())
@@ -84,9 +82,7 @@ class UnevenGradients:
         self._expected = self._order[self._begun_at :]
 
     def finish_pass(self, root: FSDPModule) -> None:
-        """After an error in a backward pass: joins the remaining reductions of the processes that continue;
-        collective.
-        """
+        """After an error in a backward pass: joins the remaining reductions of the other processes; collective."""
         done = self._order[self._begun_at :]
         rest = [self._modules[number] for number in self._expected if number not in done]
         if rest:  # else the error came after the pass
@@ -100,7 +96,7 @@ class UnevenGradients:
 
         Returns:
             The reason why no process can step, or None: this process's `error`, or the error of another one; or that
-                they reduced their layers in different orders, so that gradients are wrong, or wrote different values.
+            they reduced their layers in different orders, so that gradients are wrong, or wrote different values.
         """
         records = list(fsdp_params(self._modules))
         order = zlib.crc32(repr(self._order).encode())

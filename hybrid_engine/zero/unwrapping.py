@@ -157,9 +157,7 @@ def _make_whole(root: nn.Module) -> None:
 
 
 def found_sharding(before: Sharding) -> Sharding:
-    """The current layout of a module, for an engine that only evaluates it and from which another one has taken it
-    over.
-    """
+    """The current layout of a module, for an evaluating engine from which another engine has taken it over."""
     root = before.root
     if any(type(param) is DTensor for param in root.parameters()):
         layers = [part for part in root.modules() if isinstance(part, FSDPModule) and part is not root]

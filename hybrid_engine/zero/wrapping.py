@@ -167,8 +167,7 @@ def _register_forward_methods(module: nn.Module) -> None:
 def build_mesh(
     config: EngineConfig, world_size: int, num_stages: int = 1, split_sizes: tuple[int, ...] = ()
 ) -> DeviceMesh:
-    """A mesh of all processes on the axis `fsdp`, or of groups of the config's size on it and the groups along
-    `replicate`.
+    """A mesh with all processes on the axis `fsdp`, or groups of the config's size on it and the groups on `replicate`.
 
     If `world_size` counts units of several processes, these are on the last axes: `stages`, and those of
     `tensor_names`, with the sizes `split_sizes`. peft recognizes shards by the name `fsdp`: on another axis it gives a
@@ -256,9 +255,7 @@ def take_over_evaluated(module: nn.Module, stage: int, mesh_shape: tuple[int, ..
 
 @contextmanager
 def placeholders(module: nn.Module) -> Iterator[None]:
-    """Inside, parameters that are sharded already are replaced by plain ones without storage; afterwards they are
-    restored.
-    """
+    """Inside, sharded parameters are replaced by plain ones without storage; afterwards they are restored."""
     places = [
         (part, name, param) for part in module.modules() for name, param in part._parameters.items() if _is_shard(param)
     ]
