@@ -163,7 +163,8 @@ def store_candidates(image, x, row, chunk, scanned, sizes, CUT: tl.constexpr):
     """Stores the chunk's largest values: all above its bound, at most `kept`, and how many equal the bound.
 
     The search refines the bound bit by bit until exactly `kept` values reach it. With many equal logits that never
-    happens, and only their number is stored. `image` is `x` in order, with the least integer at places without a token.
+    happens; then the number of values equal to the bound tells how many they are. `image` is `x` in order, with the
+    least integer at places without a token.
     """
     bound = tl.full([], -2147483648, tl.int32)
     count = tl.sum((image > bound).to(tl.int32), 0)

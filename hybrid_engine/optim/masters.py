@@ -38,7 +38,7 @@ class Masters:
             trained.param.grad = None
 
     def renew(self) -> None:
-        """Copies values that were written to the parameters since the last step; compares only values that may have changed."""
+        """Copies values written to the parameters since the last step; compares only those that may have changed."""
         pairs = self._pairs()
         changed = self._find_changed(pairs)
         renew_masters([pair for number, pair in enumerate(pairs) if number in changed])
