@@ -1,5 +1,7 @@
 """The tokens of one pass over the layers, the places of their keys and values, and the tokens they attend to.
 
+Attention ops, containers and generation share these types.
+
 N packed tokens, C tokens that they attend to, R sequences, S decoded rows, n blocks of a row, H query heads, K
 key/value heads, D head dimension.
 """

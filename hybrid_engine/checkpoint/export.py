@@ -1,7 +1,8 @@
-"""Writes the trained model for `from_pretrained`, adapters merged, or as a state dict, without changing live weights.
+"""Writes the trained model for `from_pretrained`, adapters merged, or a state dict, or the adapter alone.
 
-The weights are gathered to rank 0's memory and loaded into an empty model of the same class, which saves itself. The
-new files are loaded and compared with the trained model before they replace an earlier save.
+Live weights are not changed: the weights are gathered to rank 0's memory and loaded into an empty model of the same
+class, which saves itself. The new files are loaded and compared with the trained model before they replace an earlier
+save.
 """
 
 import copy

@@ -2,7 +2,7 @@
 
 A column-parallel linear holds rows of its [out, in] weight. A row-parallel one holds columns, and its outputs are added
 up over the processes. Other modules are unchanged. Attention modules keep their code; their attributes with numbers of
-heads are set to those of this process.
+heads are set to those of this process. `HeldSlices` holds the parts of models with a policy.
 """
 
 from collections.abc import Callable, Iterable

@@ -74,7 +74,7 @@ def gae(
 
 @torch.no_grad()
 def returns_to_go(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch.Tensor:
-    """The discounted sum of the rewards from each token on: R_t = r_t + gamma * R_{t+1}, masked tokens stepped over.
+    """The discounted sum of the rewards from each token on: R_t = r_t + gamma * R_{t+1}, masked tokens are skipped.
 
     Args:
         rewards: `[B, T]`.

@@ -39,7 +39,7 @@ def count_step(mask: torch.Tensor, max_length: int, group: dist.ProcessGroup | N
 
 
 def token_mean(loss: torch.Tensor, mask: torch.Tensor, num_tokens: int | torch.Tensor) -> torch.Tensor:
-    """Every token of the step weighs the same.
+    """The mean over all tokens of the step: every token has the same weight.
 
     Args:
         loss: `[B, T]`.
@@ -53,11 +53,11 @@ def token_mean(loss: torch.Tensor, mask: torch.Tensor, num_tokens: int | torch.T
 
 
 def seq_mean_token_mean(loss: torch.Tensor, mask: torch.Tensor, num_sequences: int | torch.Tensor) -> torch.Tensor:
-    """Every sequence of the step weighs the same, and within it every token.
+    """Every sequence of the step has the same weight, and within it every token.
 
     Args:
         loss: `[B, T]`.
-        mask: `[B, T]` bool; a row without a token adds nothing and is not to be counted.
+        mask: `[B, T]` bool; a row without a token adds nothing and must not be counted.
         num_sequences: rows with a token in the whole optimizer step.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Importance correction where the sampler's log-probabilities are not the trainer's: weights for the policy loss.
+"""Importance correction if the sampler's log-probabilities differ from the trainer's: weights for the policy loss.
 
 With w = exp(logprobs_trainer - logprobs_sampler) of a token, both of the same weights at the time of the rollout.
 B: sampled responses, T: response tokens. Each function takes `[B, T]` log-probabilities, the mask (bool, True on

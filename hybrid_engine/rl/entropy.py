@@ -6,10 +6,10 @@ import torch
 def token_entropy(logits: torch.Tensor) -> torch.Tensor:
     """The entropy of each distribution in nats, `[...]` from logits `[..., V]` (divided by the temperature before).
 
-    Logits of -inf, as filters leave them, count as tokens of no probability.
+    Logits of -inf, such as from filters, count as tokens of probability 0.
     """
     logprobs = logits.log_softmax(dim=-1)
-    # Not where() around the product: its backward pass would make 0 * -inf of it.
+    # Not where() around the product: its backward pass would compute 0 * -inf.
     return -(logprobs.exp() * torch.where(logprobs.isfinite(), logprobs, 0.0)).sum(dim=-1)
 
 

@@ -7,9 +7,9 @@ http://joschu.net/blog/kl-approx.html):
     k2 = x^2 / 2             biased, its gradient is that of the KL
     k3 = exp(-x) + x - 1     unbiased, never negative
 
-Nothing is clamped. As a loss, k1 is useless: its expected gradient is zero, and that of k3 is another divergence's. Two
-ways out: the value of one estimator with the gradient of k2 (`kl_k1_with_k2_gradient`, `kl_k3_with_k2_gradient`), or
-the estimate times the policy's ratio (`importance_weighted`).
+Nothing is clamped. As a loss, k1 is useless: its expected gradient is zero, and the gradient of k3 is that of another
+divergence. Two remedies: the value of one estimator with the gradient of k2 (`kl_k1_with_k2_gradient`,
+`kl_k3_with_k2_gradient`), or the estimate times the policy's ratio (`importance_weighted`).
 """
 
 import torch
@@ -61,7 +61,7 @@ def importance_weighted(estimate: torch.Tensor, logprobs: torch.Tensor, logprobs
 
 
 def _straight_through(value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The value of the one, the gradient of the other."""
+    """Returns `value` with the gradient of `gradient`."""
     return value.detach() + (gradient - gradient.detach())
 
 

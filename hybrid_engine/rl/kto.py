@@ -1,7 +1,7 @@
 """KTO: learning from single answers that are each labelled desirable or undesirable.
 
-The value of an answer is how much likelier the policy makes it than the reference does, against a point of reference:
-how much likelier the policy makes any answer, estimated on prompts with the answers of other prompts.
+The value of an answer is how much likelier it is under the policy than under the reference, compared with a reference
+point: how much likelier any answer is under the policy, estimated on prompts with the answers of other prompts.
 
 B: answers.
 """
@@ -18,7 +18,7 @@ def kto_reference_point(log_ratios: torch.Tensor, group: dist.ProcessGroup | Non
 
     Args:
         log_ratios: `[n]`, of this process's mismatched answers of the whole optimizer step, summed over their tokens.
-        group: the mean is taken over the answers of all these processes; every one of them must call it.
+        group: the mean is taken over the answers of all these processes, each of which must make the call.
 
     Returns:
         A scalar without a gradient.

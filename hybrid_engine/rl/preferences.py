@@ -53,7 +53,7 @@ def sigmoid_loss(pairs: PairLogprobs, beta: float) -> torch.Tensor:
 
 
 def conservative_loss(pairs: PairLogprobs, beta: float, label_smoothing: float) -> torch.Tensor:
-    """DPO under labels of which a share `label_smoothing` is taken to be wrong: the expected sigmoid loss.
+    """DPO under labels of which a fraction `label_smoothing` is assumed to be wrong: the expected sigmoid loss.
 
         -(1 - e) * log sigmoid(beta * h) - e * log sigmoid(-beta * h)
 
@@ -116,14 +116,14 @@ def sft_loss(pairs: PairLogprobs) -> torch.Tensor:
 
 
 def best_and_worst(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Which answers to each prompt make a pair: the first with the highest score and the first with the lowest.
+    """The pair of answers to each prompt: the first with the highest score and the first with the lowest.
 
     Args:
-        scores: `[B, G]`, of G answers to each of B prompts; nan for one without, which is in no pair.
+        scores: `[B, G]`, of G answers to each of B prompts; nan for an answer without a score, which is not in a pair.
 
     Returns:
-        `[B]` int64 each, the columns of the chosen and of the rejected answer, and `[B]` bool, False where all scores
-        of a prompt are equal, or no two are there, and there is no pair.
+        `[B]` int64 each, the columns of the chosen and of the rejected answer, and `[B]` bool, False if all scores of a
+        prompt are equal, or there are fewer than two, so that there is no pair.
     """
     assert scores.ndim == 2 and scores.shape[1] >= 2, f"{scores.shape=}"
     best, worst = scores.nan_to_num(nan=-inf).max(dim=1), scores.nan_to_num(nan=inf).min(dim=1)
@@ -148,9 +148,9 @@ def build_loss(name: str, beta: float, label_smoothing: float = 0.0, sft_weight:
     """The loss `name`, plus `sft_weight` times `sft_loss` unless that is 0.
 
     Args:
-        name: one of `LOSSES`, or of `SMOOTHED_LOSSES`, which alone read `label_smoothing`.
-        beta: how strongly the policy is held to the reference, above 0; of IPO's, one over nats.
-        label_smoothing: the share of labels that is taken to be wrong, from 0 to below one half.
+        name: one of `LOSSES`, or of `SMOOTHED_LOSSES`; only these read `label_smoothing`.
+        beta: how strongly the policy is held to the reference, above 0; for IPO in 1 / nats.
+        label_smoothing: the fraction of labels that is assumed to be wrong, from 0 to below one half.
         sft_weight: at least 0.
     """
     assert beta > 0 and 0 <= label_smoothing < 0.5 and sft_weight >= 0, f"{beta=} {label_smoothing=} {sft_weight=}"

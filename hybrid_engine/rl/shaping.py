@@ -14,11 +14,11 @@ def overlong_penalty(lengths: torch.Tensor, max_length: int, buffer: int, factor
     Args:
         lengths: `[B]`, tokens of each response.
         max_length: tokens that a response may have.
-        buffer: how many tokens before that the punishment begins.
+        buffer: number of tokens before `max_length` at which the punishment begins.
         factor: its largest value; 1 in the paper.
 
     Returns:
-        `[B]`, none above 0; the dtype of `lengths` if it is a floating one, else the default one.
+        `[B]`, at most 0; in the dtype of `lengths` if that is a floating-point dtype, else the default dtype.
     """
     assert 0 < buffer <= max_length, f"{buffer=} {max_length=}"
     return ((max_length - buffer - lengths) / buffer).clamp(-1, 0) * factor

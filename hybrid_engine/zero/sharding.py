@@ -1,4 +1,4 @@
-"""The layout of a module over the processes, in shards of FSDP2 or whole.
+"""The layout of a module over the processes, in shards of FSDP2 or whole, with helpers for shards, masters and scalars.
 
 ZeRO's stages are three settings of the same machinery:
 
