@@ -111,7 +111,7 @@ class EngineConfig:
     prescale_gradients: bool = False
     """Whether gradients are divided by the number of processes before they are added up, not after."""
     gradient_predivide_factor: float = 1.0
-    """What gradients are divided by before they are added up; the rest of the division follows."""
+    """Divisor of gradients before they are summed; the rest of the division follows."""
     gradient_accumulation_dtype: str | None = None
     """The dtype micro-batches' gradients are added up in: "fp32", or that of the parameters; null is "fp32"."""
     communication_data_type: str | None = None

@@ -52,7 +52,7 @@ FROM_ARGUMENTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "bf16.enabled": ("bf16 or bf16_full_eval", lambda a: bool(a.bf16 or a.bf16_full_eval)),
     "bfloat16.enabled": ("bf16 or bf16_full_eval", lambda a: bool(a.bf16 or a.bf16_full_eval)),
 }
-"""What a key's "auto" becomes, and the name of that in TrainingArguments."""
+"""The value that a key's "auto" becomes, and its name in TrainingArguments."""
 ONLY_THE_USER_KNOWS = frozenset(
     {
         "optimizer.type",
@@ -150,7 +150,7 @@ def _explain(name: str) -> str:
 
 
 def _find(config: Any, *keys: str) -> Any:
-    """What lies at the end of `keys`; None where one of them is missing."""
+    """The value at the end of `keys`; None if one of them is missing."""
     for key in keys:
         config = config.get(key) if isinstance(config, dict) else None
     return config

@@ -163,7 +163,7 @@ class CheckpointConfig:
     """`checkpoint`: how save_checkpoint() saves."""
 
     tag_validation: str = "Warn"
-    """What to do about processes that give different tags: "Ignore", "Warn" or "Fail". Rank 0's is used."""
+    """Reaction to processes that give different tags: "Ignore", "Warn" or "Fail". Rank 0's is used."""
     use_node_local_storage: bool = False
     """Whether each machine has a disk of its own for checkpoints; on one machine that is no difference, on several it
     is an error."""
@@ -180,7 +180,7 @@ class HybridEngineConfig:
     """`hybrid_engine`: generation inside the training engine."""
 
     prefix: ClassVar[str] = "hybrid_engine."
-    """What messages of generation put before a key, to name it as its user gives it."""
+    """The prefix that messages of generation put before a key, to name it as its user writes it."""
     enabled: bool = False
     """Whether `initialize` returns a `HybridEngine` instead of a `ZeroEngine`."""
     max_out_tokens: int = 512

@@ -19,7 +19,7 @@ class NotSupported:
     """A key of DeepSpeed that would change results and that this engine does not implement."""
 
     why: str
-    """What the engine has instead, or why not."""
+    """The engine's own way to do this, or why it has none."""
     off: tuple[Any, ...] = (False, None)
     """Values that leave the feature switched off; they pass silently."""
     switch: str = ""

@@ -41,7 +41,7 @@ class DeepSpeedHybridEngine(HybridEngine, DeepSpeedEngine):
 
     @property
     def layer_params(self) -> list[list[nn.Parameter | None]]:
-        """By layer: weight and bias of the MLP's norm, the same of attention's, then the others but adapters'.
+        """Per layer: weight and bias of the MLP's norm, those of attention's norm, then all others except adapters.
 
         None where the layer has no such norm or the norm no bias.
         """
@@ -50,7 +50,7 @@ class DeepSpeedHybridEngine(HybridEngine, DeepSpeedEngine):
 
     @property
     def lora_params(self) -> list[list[list[Any]]]:
-        """By layer: `[right, left, scaling]` of each active adapter.
+        """Per layer: `[right, left, scaling]` of each active adapter.
 
         As they are stored: right `[in, r]` and left `[r, out]` of modules that carry them, right `[r, in]` and left
         `[out, r]` of peft's.
@@ -59,7 +59,7 @@ class DeepSpeedHybridEngine(HybridEngine, DeepSpeedEngine):
 
     @property
     def layer_lora_params(self) -> list[list[nn.Parameter]]:
-        """By layer: right and left of each active adapter."""
+        """Per layer: right and left of each active adapter."""
         return [[factor for right, left, _ in adapters for factor in (right, left)] for adapters in self.lora_params]
 
     @property

@@ -176,7 +176,10 @@ def test_padding_is_never_the_token_that_answers_end_with(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_tokens": 20}, "tokens, more than --max-tokens=20 (and 22 more rows are too long); raise it"),
+        (
+            {"max_tokens": 20},
+            "23 of 24 rows cannot be used: line 22 has 25 tokens, more than --max-tokens=20; raise it",
+        ),
         ({"batch_size": 64}, "--batch-size=64 must not exceed the 2"),
         ({"resume": True}, "reward-checkpoints' holds no complete checkpoint; leave it out"),
         ({"lora_rank": 17}, "--lora-rank=17 exceeds the width of --model="),

@@ -175,7 +175,7 @@ def test_a_template_file_serves_a_tokenizer_without_one(config, model, tmp_path)
     [
         (
             {"max_tokens": 20},
-            "line 1 has 23 tokens, more than --max-tokens=20 (and 17 more rows are too long); raise it",
+            "18 of 20 rows cannot be used: line 1 has 23 tokens, more than --max-tokens=20; raise it",
         ),
         ({"held_out_share": 0.001}, "--held-out-share=0.001 of --dataset='"),
         ({"batch_size": 64}, "--batch-size=64 must not exceed the 1"),

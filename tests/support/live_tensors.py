@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 
 def live_storages() -> dict[int, int]:
-    """Bytes of every storage that a tensor lies in, by its address. Tensors of traces, such as FakeTensors, have none."""
+    """Bytes of every storage that a tensor lies in, by its address. FakeTensors have none."""
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of deprecated names, which are looked at too

@@ -20,7 +20,7 @@ TENSOR_TYPES = {
     "IntTensor": torch.int32,
     "LongTensor": torch.int64,
 }
-"""What makes a tensor of values on the device, e.g. `get_accelerator().LongTensor([1, 2])`."""
+"""A function that makes a tensor of values on the device, e.g. `get_accelerator().LongTensor([1, 2])`."""
 _resident = ResidentMemory()
 
 
@@ -244,7 +244,7 @@ class Accelerator:
         return "inductor"
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """What models can be trained in."""
+        """The dtypes in which models can be trained."""
         return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
 
     def communication_backend_name(self) -> str:

@@ -18,7 +18,7 @@ from hybrid_engine.extensions.deepspeed.accelerator import get_accelerator
 MODEL_PARALLEL = "model-parallel-rng"
 """The random state for what differs between model-parallel processes: DeepSpeed's and Megatron's name."""
 SEED_OFFSET = 2718
-"""What Megatron adds to the seed for that state."""
+"""The number that Megatron adds to the seed for that state."""
 
 _settings: dict[str, bool] = {}
 

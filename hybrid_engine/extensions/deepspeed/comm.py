@@ -164,7 +164,7 @@ def _collective(function: Callable[..., Any], target: str = "", source: str = ""
 
 
 def _copy(target: Any, value: Any) -> None:
-    """What arrives at the only process: its own part, the first of a list."""
+    """The part that the only process receives: its own, the first of a list."""
     value = value[0] if isinstance(value, list) else value
     if isinstance(target, torch.Tensor):
         target.copy_(value.view_as(target))

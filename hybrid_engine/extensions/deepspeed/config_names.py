@@ -11,7 +11,7 @@ from hybrid_engine.distributed.processes import get_world_size
 from hybrid_engine.engine.deepspeed_engine import ROUTE_TRAIN as ROUTE_TRAIN
 
 DeepSpeedConfigError = ValueError
-"""What a config that cannot be read raises."""
+"""The error that a config raises if it cannot be read."""
 DeepSpeedZeroConfig = ZeroConfig
 
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
@@ -26,7 +26,7 @@ DEEPSPEED_OPTIMIZERS = [ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER, LION_OP
 ROUTE_EVAL = "eval"
 ROUTE_PREDICT = "predict"
 ROUTE_ENCODE = "encode"
-"""What a dataloader of `engine.deepspeed_io` is for."""
+"""The uses of a dataloader of `engine.deepspeed_io`."""
 
 
 class ZeroStageEnum(IntEnum):

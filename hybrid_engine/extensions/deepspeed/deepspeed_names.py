@@ -44,7 +44,7 @@ def become_script(arguments: Sequence[str]) -> NoReturn:
 
 
 def _flags_of_python(num_arguments: int) -> list[str]:
-    """What this Python was given before `-m` and this module."""
+    """The options of this Python before `-m` and this module."""
     *flags, _ = sys.orig_argv[1 : len(sys.orig_argv) - num_arguments]
     return flags[:-1] if flags[-1:] == ["-m"] else flags
 

@@ -23,7 +23,7 @@ class ResidentMemory:
         self._system_peak_at_reset = 0
 
     def current_bytes(self) -> int:
-        """What lies in memory now."""
+        """Bytes that are resident now."""
         import psutil  # here, not at the top: on a GPU nobody asks for this
 
         current: int = psutil.Process().memory_info().rss
@@ -47,7 +47,7 @@ class ResidentMemory:
 
 
 def _system_peak_bytes() -> int:
-    """Of this process alone: on Linux getrusage also counts the process that started it, and never forgets that."""
+    """The peak of this process alone: on Linux getrusage also counts the process that started it, and never forgets that."""
     with suppress(OSError):
         for line in STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):

@@ -83,7 +83,7 @@ class SamplingConfig:
     max_new_tokens: int
     """Tokens of the longest answer."""
     temperature: float = 1.0
-    """What logits are divided by; 0 always takes the likeliest token."""
+    """The divisor of logits; 0 always takes the likeliest token."""
     top_p: float = 1.0
     """Probability of the likeliest tokens that are drawn from; 1 is off."""
     top_k: int = -1
