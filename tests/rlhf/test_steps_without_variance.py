@@ -6,7 +6,7 @@ import torch
 from hybrid_engine.recipes import grpo
 from hybrid_engine.rlhf.algorithms.choices import Algorithm
 from hybrid_engine.rlhf.algorithms.objective import PolicyBatch
-from hybrid_engine.rlhf.batches.sequences import build_sequences
+from hybrid_engine.rlhf.batches.sequences import build_sequences, response_logprobs
 from hybrid_engine.rlhf.experience.policy import Experience, build_policy, has_gradient
 from hybrid_engine.rlhf.runs.schedule import Schedule
 from hybrid_engine.rlhf.tasks.arithmetic import build_tokenizer
@@ -43,7 +43,7 @@ def experience_of(policy, advantages, rows=slice(None)):
     sequences = build_sequences(prompts[rows], responses[rows], 0, policy.actor.device)
     mask = sequences.response_mask
     with torch.no_grad():
-        logprobs = policy.response_logprobs(policy.actor, sequences)
+        logprobs = response_logprobs(policy.actor, sequences)
     spread = torch.where(mask, torch.tensor(advantages[rows])[:, None], 0.0)
     return Experience(sequences, logprobs, PolicyBatch(logprobs, logprobs, spread, mask, logprobs - 0.1, None))
 

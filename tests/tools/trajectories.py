@@ -23,6 +23,7 @@ from hybrid_engine.rlhf.algorithms.choices import Algorithm
 from hybrid_engine.rlhf.runs.run_folder import METRICS, read_metrics
 from hybrid_engine.rlhf.tasks.small_llama import train_tokenizer
 
+REWARD = "tests.tools.trajectories:shortness"
 FILE = Path(__file__).parents[1] / "data" / "trajectories.json"
 NUM_STEPS = 30
 FIGURES = ("loss", "grad_norm")
@@ -115,7 +116,7 @@ def run_ppo(start: Path, out: Path) -> None:
     sizes = {"rollout_size": 8, "minibatch_size": 4, "micro_batch_size": 2, "max_new_tokens": 8}
     rare = {"save_every": 0, "eval_every": 0, "eval_prompts": 2}
     rates = {"actor_lr": 1e-4, "critic_lr": 3e-4, "kl_coef": 0.1}
-    ppo.run(ppo.Config(**sources, **sizes, **rare, **rates, steps=NUM_STEPS, reward=("trajectories:shortness",)))
+    ppo.run(ppo.Config(**sources, **sizes, **rare, **rates, steps=NUM_STEPS, reward=(REWARD,)))
 
 
 def run_online_dpo(start: Path, out: Path) -> None:
@@ -123,9 +124,7 @@ def run_online_dpo(start: Path, out: Path) -> None:
     sources = {"model": str(start / "model"), "dataset": str(start / "pairs.jsonl"), "out": str(out)}
     sizes = {"rollout_size": 8, "group_size": 2, "minibatch_size": 8, "micro_batch_size": 4, "max_new_tokens": 4}
     rare = {"save_every": 0, "eval_every": 0, "eval_prompts": 2}
-    config = online_dpo.Config(
-        **sources, **sizes, **rare, steps=NUM_STEPS, learning_rate=1e-3, reward=("trajectories:shortness",)
-    )
+    config = online_dpo.Config(**sources, **sizes, **rare, steps=NUM_STEPS, learning_rate=1e-3, reward=(REWARD,))
     online_dpo.run(config)
 
 

@@ -47,7 +47,7 @@ class ResidentMemory:
 
 
 def _system_peak_bytes() -> int:
-    """The peak of this process alone: on Linux getrusage also counts the process that started it, and never forgets that."""
+    """The peak of this process alone: on Linux getrusage also counts the process that started it, for good."""
     with suppress(OSError):
         for line in STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
