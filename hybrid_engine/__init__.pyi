@@ -47,3 +47,4 @@ from hybrid_engine.inference.engine import InferenceEngine as InferenceEngine
 
 __version__: str
 __all__: list[str]
+_ABSENT: tuple[str, ...]
