@@ -7,36 +7,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybrid_engine.containers import (
-        bert,
-        bloom,
-        falcon,
-        gemma,
-        gpt2,
-        gpt_neo,
-        gpt_neox,
-        gpt_oss,
-        gptj,
-        llama,
-        megatron,
-        mistral,
-        olmo,
-        opt,
-        phi,
-        qwen,
-        smollm,
-        stablelm,
-    )
     from hybrid_engine.containers.encoder import InferenceEncoder
     from hybrid_engine.containers.model import InferenceModel
     from hybrid_engine.containers.policy import POLICIES, Policy, UnsupportedModelError, register_policy
 
-__all__ = [
-    "POLICIES",
-    "InferenceEncoder",
-    "InferenceModel",
-    "Policy",
-    "UnsupportedModelError",
+FAMILIES = (
     "bert",
     "bloom",
     "falcon",
@@ -53,9 +28,19 @@ __all__ = [
     "opt",
     "phi",
     "qwen",
-    "register_policy",
     "smollm",
     "stablelm",
+)
+"""Modules that register the policies of their model family when they are imported."""
+
+__all__ = [
+    *FAMILIES,
+    "POLICIES",
+    "InferenceEncoder",
+    "InferenceModel",
+    "Policy",
+    "UnsupportedModelError",
+    "register_policy",
 ]
 
 _MODULE_OF = {

@@ -6,32 +6,14 @@ It reads the parameters of an unmodified Hugging Face model through views and ne
 R rows whose next token is wanted, E hidden size, V vocabulary.
 """
 
+import importlib
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from hybrid_engine.containers import (  # noqa: F401 - each registers the policies of its family
-    bert,
-    bloom,
-    falcon,
-    gemma,
-    gpt2,
-    gpt_neo,
-    gpt_neox,
-    gpt_oss,
-    gptj,
-    llama,
-    megatron,
-    mistral,
-    olmo,
-    opt,
-    phi,
-    qwen,
-    smollm,
-    stablelm,
-)
+from hybrid_engine.containers import FAMILIES
 from hybrid_engine.containers.angles import take_angles
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.linear import TransposedLinear
@@ -48,6 +30,9 @@ from hybrid_engine.containers.tensor_parallel import ALONE, TensorParallel
 from hybrid_engine.containers.views import EmbeddingView, NormView, config_value, has_module, submodule
 from hybrid_engine.ops import Batch, KVBlocks, VectorMatMulOp
 from hybrid_engine.ops.expert_gemm import ExpertGemmOp
+
+for family in FAMILIES:  # each registers its policies
+    importlib.import_module(f"hybrid_engine.containers.{family}")
 
 
 def layer_class_name(layer: nn.Module) -> str:
