@@ -4,8 +4,7 @@ The three public levels, each of which can be customized alone, follow Megatron 
 `extensions/megatron/levels/`. This module exports their names lazily.
 """
 
-import importlib
-from typing import Any
+from hybrid_engine.lazy import lazy_attributes
 
 LEVELS = "hybrid_engine.extensions.megatron.levels"
 MODULE_OF = {
@@ -22,10 +21,4 @@ MODULE_OF = {
 """Public name to the module below `LEVELS` that defines it."""
 
 __all__ = list(MODULE_OF)
-
-
-def __getattr__(name: str) -> Any:
-    """Returns a public name of the levels; imports its module at the first use."""
-    if name not in MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{LEVELS}.{MODULE_OF[name]}"), name)
+__getattr__ = lazy_attributes(__name__, {name: f"{LEVELS}.{module}" for name, module in MODULE_OF.items()})
