@@ -118,14 +118,6 @@ class Graph:
         leaves = [plain if out is None else out for out, plain in zip(outputs, self.plain_results, strict=True)]
         return pytree.tree_unflatten(leaves, self.out_spec)
 
-    def consumers(self) -> dict[str, list[tuple[Op, int]]]:
-        """For each value, the ops that read it and which of their operands it is."""
-        found: dict[str, list[tuple[Op, int]]] = {key: [] for key in self.values}
-        for op in self.ops.values():
-            for position, key in enumerate(op.inputs):
-                found[key].append((op, position))
-        return found
-
 
 def build_graph(module: nn.Module, arguments: Mapping[str, Any], runs_code: bool = False) -> Graph:
     """The graph of `module.forward(**arguments)`; ValueError if it cannot be traced or an op has no annotation.
