@@ -12,11 +12,12 @@ import httpx
 import openai
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import hybrid_engine
 from tests.support.chat import build_chat_tokenizer
 from tests.support.distributed import run_distributed
+from tests.support.served import build_llama
 
 get = partial(httpx.get, timeout=300)
 post = partial(httpx.post, timeout=300)
@@ -31,20 +32,7 @@ def tokenizer():
 
 
 def build(tokenizer):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        initializer_range=0.3,  # confident enough that rounding tips no token
-    )
-    return hybrid_engine.init_inference(LlamaForCausalLM(config).eval())
+    return hybrid_engine.init_inference(build_llama(tokenizer))
 
 
 @pytest.fixture(scope="module")

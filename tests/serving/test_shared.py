@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import openai
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybrid_engine
 from hybrid_engine.generation.batching.step import DecodeStep
@@ -21,26 +20,9 @@ from hybrid_engine.recipes import serve
 from tests.support.chat import build_chat_tokenizer
 from tests.support.distributed import free_port, run_distributed, run_to_the_end
 from tests.support.one_rank import Broken
+from tests.support.served import build_llama
 
 TEXTS = ("hello", "say hi", "a", "the last of them")
-
-
-def build_llama(tokenizer):
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            initializer_range=0.3,  # confident enough that rounding tips no token
-        )
-    ).eval()
 
 
 def ask(client, text="hello", **fields):
