@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import psutil
 import torch
 
+from hybrid_engine.metrics.host_memory import host_memory_bytes
 from hybrid_engine.ops.cache_folder import cache_folder
 from hybrid_engine.ops.cpu_library import load_library
 from hybrid_engine.ops.dispatch import HAS_TRITON, IS_INTERPRETED, fallback_forced
@@ -152,8 +152,8 @@ def _try_kernel(name: str, device: torch.device) -> Finding:
 
 
 def _memory() -> Iterator[Finding]:
-    found = psutil.virtual_memory()
-    text = f"{found.available / GIB:.1f} of {found.total / GIB:.1f} GiB free"
+    free, total = host_memory_bytes()
+    text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
     yield Finding(kind="memory", name="host", state="ok", text=text)
     shared = Path("/dev/shm")
     if shared.is_dir():

@@ -25,7 +25,7 @@ def build_engine(optimizer="AdamW", precision=None, **options):
 
 def fake_memory(monkeypatch, free, total=None):
     """This machine has `free` bytes of `total` from now on, whatever is taken."""
-    monkeypatch.setattr(memory, "_host_bytes", lambda: (int(free), int(total or free)))
+    monkeypatch.setattr(memory, "host_memory_bytes", lambda: (int(free), int(total or free)))
 
 
 def roll_out(engine):

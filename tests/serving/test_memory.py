@@ -31,7 +31,7 @@ def engine(tokenizer):
 @pytest.fixture
 def with_free_memory(monkeypatch):
     """This machine has so many bytes free from now on, whatever is taken."""
-    return lambda free: monkeypatch.setattr(memory, "_host_bytes", lambda: (free, free))
+    return lambda free: monkeypatch.setattr(memory, "host_memory_bytes", lambda: (free, free))
 
 
 def resident_bytes():

@@ -10,6 +10,7 @@ import torch
 
 from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.extensions.deepspeed.resident_memory import ResidentMemory
+from hybrid_engine.metrics.host_memory import host_memory_bytes
 
 TENSOR_TYPES = {
     "BFloat16Tensor": torch.bfloat16,
@@ -22,12 +23,6 @@ TENSOR_TYPES = {
 }
 """A function that makes a tensor of values on the device, e.g. `get_accelerator().LongTensor([1, 2])`."""
 _resident = ResidentMemory()
-
-
-def _host_memory() -> Any:
-    import psutil  # here, not at the top: on a GPU nobody asks for this
-
-    return psutil.virtual_memory()
 
 
 class Accelerator:
@@ -196,11 +191,11 @@ class Accelerator:
         """Bytes of the device."""
         if self._is_cuda:
             return torch.cuda.get_device_properties(self._index(device_index)).total_memory
-        return _host_memory().total
+        return host_memory_bytes()[1]
 
     def available_memory(self, device_index: int | None = None) -> int:
         """Free bytes of the device."""
-        return torch.cuda.mem_get_info(device_index)[0] if self._is_cuda else _host_memory().available
+        return torch.cuda.mem_get_info(device_index)[0] if self._is_cuda else host_memory_bytes()[0]
 
     def is_bf16_supported(self) -> bool:
         """Whether bfloat16 can be computed with."""

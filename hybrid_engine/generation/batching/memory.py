@@ -5,7 +5,6 @@ The engine reports these bytes, plans of rollouts size the workspace by them, an
 
 import math
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -15,6 +14,7 @@ import torch
 from hybrid_engine.config import EngineConfig, HybridEngineConfig
 from hybrid_engine.containers.lasting import LastingBuffer
 from hybrid_engine.containers.quantised import stored_tensors
+from hybrid_engine.metrics.host_memory import host_memory_bytes
 from hybrid_engine.metrics.memory_plan import format_bytes, read_bytes
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.zero.fsdp2_private import fsdp_params, unreduced_gradients
@@ -136,7 +136,7 @@ def usable_memory_bytes(device: torch.device) -> int:
 def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
     """Returns the free bytes of `device`, including the allocator's cached ones, and its total bytes."""
     if device.type != "cuda":
-        return _host_bytes()
+        return host_memory_bytes()
     free, total = torch.cuda.mem_get_info(device)
     stock = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return free + stock - _idle_bytes_of_graphs(device), total
@@ -148,19 +148,6 @@ def _idle_bytes_of_graphs(device: torch.device) -> int:
     segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
     private = [segment for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0)]
     return sum(segment["total_size"] - segment["allocated_size"] for segment in private)
-
-
-def _host_bytes() -> tuple[int, int]:
-    """Returns the bytes of host memory available without swapping, and the total."""
-    if sys.platform == "linux":
-        with open("/proc/meminfo", "rb", buffering=0) as file:  # each rollout reads it several times
-            total, _, available = (int(line.split()[1]) * 1024 for line in file.read(256).splitlines()[:3])
-        return available, total
-    # Imported here, not at the top, because Linux does not need it.
-    import psutil
-
-    memory = psutil.virtual_memory()
-    return int(memory.available), int(memory.total)
 
 
 class PeakMeter(Protocol):

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from hybrid_engine.distributed.groups import all_gather_single, reduce_scatter_single
 from hybrid_engine.distributed.processes import default_device, get_world_size
+from hybrid_engine.metrics.host_memory import host_memory_bytes
 
 VERSION = 1
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -280,7 +281,7 @@ def measure_device(repeats: int = 5) -> Device:
     copying = _seconds(lambda: torch.neg(source, out=target), repeats)
     tiny = torch.ones(1, device=device)
     op = _seconds(lambda: [torch.neg(tiny, out=tiny) for _ in range(100)], repeats) / 100
-    total = torch.cuda.get_device_properties(device).total_memory if is_cuda else _memory_of_machine()
+    total = torch.cuda.get_device_properties(device).total_memory if is_cuda else host_memory_bytes()[1]
     shared_by = 1 if is_cuda else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return Device(
         kind=device.type,
@@ -294,9 +295,3 @@ def measure_device(repeats: int = 5) -> Device:
 def _product_seconds(width: int, dtype: torch.dtype, device: torch.device, repeats: int) -> float:
     left, right = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(2))
     return _seconds(lambda: left @ right, repeats)
-
-
-def _memory_of_machine() -> int:
-    import psutil  # imported here because it is needed only without a GPU
-
-    return psutil.virtual_memory().total
