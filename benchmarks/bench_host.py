@@ -21,12 +21,12 @@ from countdown import log_normal_mu
 from rich.console import Console
 from rich.table import Table
 
-from hybrid_engine.generation.batching.continuous_batching import TextGeneration
-from hybrid_engine.generation.batching.plan import MAX_PREFILL_TOKENS, build_sequences
-from hybrid_engine.generation.batching.recorders import StepGraphs
-from hybrid_engine.generation.batching.scheduler import Scheduler
-from hybrid_engine.generation.batching.step import DecodeStep, SlotTables
-from hybrid_engine.generation.request.options import GenerationOptions
+from hybrid_engine.generation.decode import DecodeStep, SlotTables
+from hybrid_engine.generation.options import GenerationOptions
+from hybrid_engine.generation.plan import MAX_PREFILL_TOKENS, build_sequences
+from hybrid_engine.generation.recorders import StepGraphs
+from hybrid_engine.generation.scheduler import Scheduler
+from hybrid_engine.generation.step import TextGeneration
 from hybrid_engine.ops import Batch, SampleOp
 
 BLOCK_SIZE = 64

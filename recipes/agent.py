@@ -23,7 +23,7 @@ from jinja2 import TemplateError
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.processes import all_processes
-from hybrid_engine.generation.batching.memory import read_memory
+from hybrid_engine.generation.memory import read_memory
 from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.rl.aggregation import count_step
 from hybrid_engine.rlhf.algorithms.advantages import compute_advantages

@@ -21,11 +21,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.processes import get_rank, on_rank_zero
-from hybrid_engine.generation.live.batch import LiveBatch
+from hybrid_engine.generation.core import Prompt, Sequence, prompt_digest, sample_keys
+from hybrid_engine.generation.end_tokens import answer_text, end_token_ids
+from hybrid_engine.generation.live.batches import LiveBatch
 from hybrid_engine.generation.live.opening import live_batch
-from hybrid_engine.generation.request.core import Prompt, Sequence, prompt_digest, sample_keys
-from hybrid_engine.generation.request.end_tokens import answer_text, end_token_ids
-from hybrid_engine.generation.request.options import GenerationOptions, read_options
+from hybrid_engine.generation.options import GenerationOptions, read_options
 from hybrid_engine.rlhf.batch.journal import TERMINAL, Journal, check_row_options, opened, read_lines, write_answer
 from hybrid_engine.rlhf.batch.models import (
     ModelOptions,

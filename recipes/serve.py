@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedToken
 
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.distributed.processes import default_device, on_rank_zero
-from hybrid_engine.generation.batching.demand import BLOCK_SIZE
-from hybrid_engine.generation.batching.memory import free_and_total_bytes, read_memory
 from hybrid_engine.generation.live.opening import count_tokens
+from hybrid_engine.generation.memory import free_and_total_bytes, read_memory
+from hybrid_engine.generation.plan import BLOCK_SIZE
 from hybrid_engine.rlhf.batch.models import (
     BaseModelOptions,
     join,

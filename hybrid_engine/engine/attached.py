@@ -26,13 +26,12 @@ from hybrid_engine.config.notices import say_once
 from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
 from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.engine.attached_layout import as_found, find_sharding, fingerprint, own_forward, reason_unreadable
-from hybrid_engine.generation.batching.plan import Request
-from hybrid_engine.generation.probing.agreement import LogprobDifference, evaluating
+from hybrid_engine.generation.model.probe import LogprobDifference, evaluating
+from hybrid_engine.generation.plan import Request
+from hybrid_engine.generation.rollout.engine_methods import PutGenerate, describe_generation, roll_out_what_fits
 from hybrid_engine.generation.rollout.generator import Generator
-from hybrid_engine.generation.rollout.module_generate import PutGenerate, roll_out_what_fits
 from hybrid_engine.generation.rollout.output import GenerateOutput
 from hybrid_engine.generation.rollout.preparing import prepare
-from hybrid_engine.generation.rollout.report import describe_generation
 from hybrid_engine.ops.gpu import kernel_problem
 
 OPTIONS = (

@@ -36,7 +36,7 @@ from hybrid_engine.distributed.processes import broadcast_module, default_device
 from hybrid_engine.distributed.verdict import agree, attempt
 from hybrid_engine.engine.faster_linears import use_faster_linears
 from hybrid_engine.engine.model_checks import check_training
-from hybrid_engine.generation.batching.memory import describe_memory
+from hybrid_engine.generation.memory import describe_memory
 from hybrid_engine.metrics.memory_use import MemoryUse
 from hybrid_engine.metrics.observer import Observer
 from hybrid_engine.ops.kernel_errors import naming_kernels

@@ -22,9 +22,8 @@ from hybrid_engine.containers.model import find_decoder
 from hybrid_engine.containers.policy import Policy
 from hybrid_engine.containers.tensor_parallel import Heads, check_divides, read_whole
 from hybrid_engine.distributed.processes import check_gpu, default_device, get_rank, init_distributed
-from hybrid_engine.generation.batching.memory import usable_memory_bytes
-from hybrid_engine.generation.live.adapters import FusedAdapter
-from hybrid_engine.generation.model.bound_weights import bound
+from hybrid_engine.generation.live.opening import FusedAdapter
+from hybrid_engine.generation.memory import usable_memory_bytes
 from hybrid_engine.generation.model.model_group import (
     PIPELINE_OPTION,
     ModelGroup,
@@ -32,9 +31,10 @@ from hybrid_engine.generation.model.model_group import (
     join_model_group,
     join_stages,
 )
-from hybrid_engine.generation.model.stages import StageModel
-from hybrid_engine.generation.probing.probe import probe_containers
+from hybrid_engine.generation.model.probe import probe_containers
+from hybrid_engine.generation.model.weights import bound
 from hybrid_engine.generation.rollout.generator import Generator
+from hybrid_engine.generation.rollout.stages import StageModel
 from hybrid_engine.inference.checkpoint import CheckpointReader, compute_buffers, open_checkpoint_of
 from hybrid_engine.inference.config import InferenceConfig, read_config
 from hybrid_engine.inference.engine import InferenceEngine

@@ -19,19 +19,15 @@ from hybrid_engine.containers import InferenceEncoder
 from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
 from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.distributed.processes import default_device
-from hybrid_engine.generation.batching.memory import num_bytes
-from hybrid_engine.generation.batching.plan import Request
+from hybrid_engine.generation.memory import num_bytes
 from hybrid_engine.generation.model.model_group import ModelGroup
-from hybrid_engine.generation.model.scoring import score_packed
-from hybrid_engine.generation.probing.agreement import LogprobDifference
-from hybrid_engine.generation.request.options import merge_options
-from hybrid_engine.generation.rollout.checking import check_prompts
+from hybrid_engine.generation.model.probe import LogprobDifference
+from hybrid_engine.generation.options import merge_options
+from hybrid_engine.generation.plan import Request
+from hybrid_engine.generation.rollout.engine_methods import WarmUp, describe_generation, roll_out_what_fits, warm_up
 from hybrid_engine.generation.rollout.generator import Generator
-from hybrid_engine.generation.rollout.module_generate import roll_out_what_fits
-from hybrid_engine.generation.rollout.output import GenerateOutput
-from hybrid_engine.generation.rollout.preparing import prepare
-from hybrid_engine.generation.rollout.report import describe_generation
-from hybrid_engine.generation.rollout.warm_up import WarmUp, warm_up
+from hybrid_engine.generation.rollout.output import GenerateOutput, score_packed
+from hybrid_engine.generation.rollout.preparing import check_prompts, prepare
 from hybrid_engine.inference.config import InferenceConfig
 from hybrid_engine.metrics.memory_plan import format_bytes
 from hybrid_engine.serving import import_serving

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_engine.generation.request.detokenize import longest_beginning
+from hybrid_engine.generation.detokenize import longest_beginning
 from hybrid_engine.serving.tool_calls import FORMS, OWN, Form, as_tool_call, is_cut_in_string, parse_calls, tool_name
 
 THINK, THOUGHT = "<think>", "</think>"

@@ -9,9 +9,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hybrid_engine.generation.live.batch import Progress
-from hybrid_engine.generation.request.core import Sequence
-from hybrid_engine.generation.request.detokenize import IncrementalDetokenizer, TextOffsets, token_bytes
+from hybrid_engine.generation.core import Sequence
+from hybrid_engine.generation.detokenize import IncrementalDetokenizer, TextOffsets, token_bytes
+from hybrid_engine.generation.live.batches import Progress
 from hybrid_engine.serving.answer_reader import AnswerReader, Shown, build_reader
 from hybrid_engine.serving.asked import Asked, ServedModel, parser_for
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest

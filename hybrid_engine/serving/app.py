@@ -22,8 +22,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from hybrid_engine.generation.guides import prepare_guides
 from hybrid_engine.generation.live.thread import LiveThread
-from hybrid_engine.generation.request.guides import prepare_guides
 from hybrid_engine.serving.answers import ChatWriter, CompletionWriter, Piece, Writer
 from hybrid_engine.serving.asked import (
     ServedModel,

@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_engine.generation.request.core import Prompt, Sequence, prompt_digest, sample_keys
-from hybrid_engine.generation.request.guides import (
+from hybrid_engine.generation.core import Prompt, Sequence, prompt_digest, sample_keys
+from hybrid_engine.generation.guides import (
     JSON_SPACE,
     CompiledGuide,
     GuideError,
@@ -19,7 +19,7 @@ from hybrid_engine.generation.request.guides import (
     guide_of,
     try_guide,
 )
-from hybrid_engine.generation.request.options import GenerationOptions, read_options
+from hybrid_engine.generation.options import GenerationOptions, read_options
 from hybrid_engine.serving.errors import RequestError, rule_failed
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
 from hybrid_engine.serving.tool_calls import (

@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hybrid_engine.generation.request.guides import GuideError
+from hybrid_engine.generation.guides import GuideError
 
 MAX_SHOWN = 200
 """Maximum number of characters of a client's value in a message to it."""

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
-from hybrid_engine.generation.live.batch import LiveBatch
+from hybrid_engine.generation.live.batches import LiveBatch
 from hybrid_engine.generation.live.shared import LiveFollower, LiveLink
 from hybrid_engine.serving.clients import build_client
 from hybrid_engine.serving.keys import Keys

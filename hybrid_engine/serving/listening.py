@@ -8,9 +8,9 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol, TypeVar
 
-from hybrid_engine.generation.live.batch import Progress
+from hybrid_engine.generation.core import Sequence
+from hybrid_engine.generation.live.batches import Progress
 from hybrid_engine.generation.live.thread import EndedError, LiveThread, TooManyWaitError
-from hybrid_engine.generation.request.core import Sequence
 from hybrid_engine.serving.errors import ended, not_finite, overloaded, rule_failed
 
 

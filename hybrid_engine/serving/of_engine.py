@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from hybrid_engine.generation.batching.memory import read_memory
+from hybrid_engine.generation.end_tokens import end_token_ids
 from hybrid_engine.generation.live.opening import live_batch
 from hybrid_engine.generation.live.shared import LiveLink
-from hybrid_engine.generation.request.end_tokens import end_token_ids
-from hybrid_engine.generation.request.options import token_ids
+from hybrid_engine.generation.memory import read_memory
+from hybrid_engine.generation.options import token_ids
 from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.serving.following import FollowingServer
 from hybrid_engine.serving.keys import Keys

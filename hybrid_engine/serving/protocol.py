@@ -21,7 +21,7 @@ from pydantic import (
 )
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_engine.generation.request.rules import GUIDES
+from hybrid_engine.generation.options import GUIDES
 from hybrid_engine.serving.errors import cut
 from hybrid_engine.serving.tool_calls import for_template, tool_name
 

@@ -19,7 +19,7 @@ import uvicorn
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.config.checks import check_integer, check_number
-from hybrid_engine.generation.live.batch import LiveBatch
+from hybrid_engine.generation.live.batches import LiveBatch
 from hybrid_engine.generation.live.shared import LeadingBatch, LiveLink
 from hybrid_engine.generation.live.thread import LiveThread
 from hybrid_engine.serving.address import BACKLOG, bind, check_address

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.config.notices import say_once
-from hybrid_engine.generation.request.core import Sequence as BatchSequence
+from hybrid_engine.generation.core import Sequence as BatchSequence
 from hybrid_engine.serving.answers import Choice
 from hybrid_engine.serving.asked import Asked, ServedModel, chat_text, chat_tokens
 from hybrid_engine.serving.errors import RequestError

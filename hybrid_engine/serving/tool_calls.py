@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_engine.generation.request.guides import JSON_SPACE
+from hybrid_engine.generation.guides import JSON_SPACE
 
 AUTO, NONE, OWN = "auto", "none", "tokenizer"
 

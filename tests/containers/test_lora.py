@@ -6,7 +6,7 @@ import torch
 from peft import LoraConfig
 
 import hybrid_engine
-from hybrid_engine.generation.batching import memory
+from hybrid_engine.generation import memory
 from hybrid_engine.generation.rollout.preparing import prepare
 from tests.support.models import PAD, build_model, padded_prompts
 

@@ -8,7 +8,7 @@ import torch
 from transformers.models.mamba import modeling_mamba
 
 import hybrid_engine
-from hybrid_engine.generation.rollout import own_sequences
+from hybrid_engine.generation.rollout import module_rollouts
 from tests.generation.live.test_own import MODELS
 from tests.support.chat import build_chat_tokenizer
 from tests.support.distributed import run_distributed
@@ -90,7 +90,7 @@ def errors(engine, rank, rows):
     """An error of one process in the middle of a pass and between two; what both hear, and whether they go on."""
     expected, found = answers(engine, rows, GREEDY), []
     for who in range(2):
-        for owner, name, calls in ((modeling_mamba, "causal_conv1d_update", 1), (own_sequences, "is_ended", 4)):
+        for owner, name, calls in ((modeling_mamba, "causal_conv1d_update", 1), (module_rollouts, "is_ended", 4)):
             with Broken(owner, name, MemoryError("no"), calls if rank == who else 10**9):
                 error = outcome(lambda: answers(engine, rows, GREEDY))
             found.append((error, same(answers(engine, rows, GREEDY), expected)))

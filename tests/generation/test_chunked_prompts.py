@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from hybrid_engine.containers import InferenceModel
-from hybrid_engine.generation.batching import continuous_batching
+from hybrid_engine.generation import step
+from hybrid_engine.generation.core import Prompt, Sequence
 from hybrid_engine.generation.live.opening import live_batch
-from hybrid_engine.generation.request.core import Prompt, Sequence
-from hybrid_engine.generation.request.options import GenerationOptions
+from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.ops import MixedBatch, PrefillBatch
 from tests.generation.test_mixed_turns import CUDA
 from tests.generation.test_mixed_turns import build as build_engine
@@ -25,7 +25,7 @@ LENGTHS = [3, 11, 2, 9, 4, 17]
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
     for name in ("CHUNK_TOKENS", "CHUNK_TOKENS_ON_CPU"):
-        monkeypatch.setattr(continuous_batching, name, CHUNK)
+        monkeypatch.setattr(step, name, CHUNK)
 
 
 def prompts(device, repeats=2):

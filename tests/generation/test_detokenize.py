@@ -7,8 +7,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from hybrid_engine.generation.batching.processors import _ends_with_string
-from hybrid_engine.generation.request.detokenize import IncrementalDetokenizer, TextOffsets, token_bytes
+from hybrid_engine.generation.detokenize import IncrementalDetokenizer, TextOffsets, token_bytes
+from hybrid_engine.generation.sampling import _ends_with_string
 
 pytestmark = pytest.mark.quick
 

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import hybrid_engine
-from hybrid_engine.generation.model import scoring
+from hybrid_engine.generation.rollout import output as rollout_output
 from tests.support.distributed import run_distributed
 from tests.support.models import BUILDERS, PAD, VOCAB, build_model, module_logprobs, padded_prompts, randomised
 from tests.zero.test_startup_memory import deep_llama, layer_bytes
@@ -77,12 +77,12 @@ def rollouts(rank, world_size):
 
 def scored(engine, input_ids, mask):
     """A rollout whose prompts are scored, each process's in as many passes as they are long."""
-    real, scoring.MAX_LOGITS = scoring.MAX_LOGITS, 2 * VOCAB
+    real, rollout_output.MAX_LOGITS = rollout_output.MAX_LOGITS, 2 * VOCAB
     try:
         options = {**GREEDY, "prompt_logprobs": 2, "return_dict_in_generate": True}
         output = engine.generate(input_ids, attention_mask=mask, **options)
     finally:
-        scoring.MAX_LOGITS = real
+        rollout_output.MAX_LOGITS = real
     return output.sequences, output.prompt_logprobs, output.prompt_top_tokens
 
 
@@ -134,7 +134,7 @@ def refused_inputs(rank, world_size):
 
 def crowded_rollouts(rank, world_size):
     """Pinned weights of six layers, of which rank 1 has room for five at most, with all the rest."""
-    from hybrid_engine.generation.batching import memory
+    from hybrid_engine.generation import memory
 
     input_ids, mask = (share(tensor, rank, world_size) for tensor in padded_prompts())
     model = randomised(deep_llama)

@@ -316,7 +316,7 @@ ONE_ITEM = {"type": "array", "items": {"enum": [1]}, "minItems": 1, "maxItems": 
 
 @pytest.mark.parametrize("space", [None, "", " {0,3}"])
 def test_white_space_of_guided_json_is_bounded_however_likely_it_is(guided, space):
-    from hybrid_engine.generation.request.guides import JSON_SPACE, GuidedTokens, read_guide
+    from hybrid_engine.generation.guides import JSON_SPACE, GuidedTokens, read_guide
 
     tokenizer = build_chat_tokenizer()
     guide = GuidedTokens(read_guide("guided_json", ONE_ITEM, space), tokenizer, (tokenizer.eos_token_id,), 0)
@@ -331,7 +331,7 @@ def test_white_space_of_guided_json_is_bounded_however_likely_it_is(guided, spac
 
 
 def test_a_choice_is_followed_whatever_letters_it_has_and_however_many_begin_alike(guided):
-    from hybrid_engine.generation.request.guides import GuidedTokens, read_guide
+    from hybrid_engine.generation.guides import GuidedTokens, read_guide
 
     tokenizer = build_chat_tokenizer()
     choices = [*(f"word{number}" for number in range(3000)), string.printable, "é😀.*", *string.punctuation]
@@ -347,7 +347,7 @@ def test_a_choice_is_followed_whatever_letters_it_has_and_however_many_begin_ali
 @pytest.mark.parametrize("ends", [(), ("<eos>",), ("<start>",), ("<eos>", "<start>"), ("z", "<eos>"), ("b",)])
 def test_a_rows_own_ends_come_where_its_text_is_complete(guided, ends):
     """A token that ends the row may also be text of the guide: the row ends there, complete or not."""
-    from hybrid_engine.generation.request.guides import GuidedTokens, read_guide
+    from hybrid_engine.generation.guides import GuidedTokens, read_guide
 
     tokenizer = build_chat_tokenizer()
     ids = tuple(tokenizer.convert_tokens_to_ids(list(ends)))
@@ -377,7 +377,7 @@ def test_a_guide_that_is_given_up_is_an_error_and_no_end_of_the_text(guided, tok
 
 
 def test_a_guide_may_also_be_given_up_in_the_middle(guided):
-    from hybrid_engine.generation.request.guides import GuidedTokens, GuideError, read_guide
+    from hybrid_engine.generation.guides import GuidedTokens, GuideError, read_guide
 
     tokenizer = build_chat_tokenizer()
     grammar = 'start: "x" rest\nrest: ' + " | ".join(f'"a{number}"' for number in range(3000))

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import hybrid_engine
-from hybrid_engine.generation.batching import memory
-from hybrid_engine.generation.batching.memory import free_and_total_bytes, num_bytes
+from hybrid_engine.generation import memory
+from hybrid_engine.generation.memory import free_and_total_bytes, num_bytes
 from tests.support.models import PAD, build_model, padded_prompts
 
 OPTIONS = {"max_new_tokens": 20, "eos_token_id": None, "pad_token_id": PAD, "do_sample": False}

@@ -6,9 +6,9 @@ from peft import LoraConfig, get_peft_model
 
 import hybrid_engine
 from hybrid_engine.containers import InferenceModel
+from hybrid_engine.generation.core import Prompt, Sequence
 from hybrid_engine.generation.live.opening import live_batch
-from hybrid_engine.generation.request.core import Prompt, Sequence
-from hybrid_engine.generation.request.options import GenerationOptions
+from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.ops import MixedBatch
 from tests.support.models import PAD, build_model, padded_prompts
 from tests.support.tape import TapeRecorder

@@ -7,10 +7,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.containers import InferenceModel
 from hybrid_engine.distributed.interrupts import HeldInterrupts
-from hybrid_engine.generation.batching.plan import build_sequences, plan_rollout
-from hybrid_engine.generation.batching.step import DecodeStep
-from hybrid_engine.generation.request.options import GenerationOptions
-from hybrid_engine.generation.rollout.staged_rollouts import split_plan
+from hybrid_engine.generation.decode import DecodeStep
+from hybrid_engine.generation.options import GenerationOptions
+from hybrid_engine.generation.plan import build_sequences, plan_rollout
+from hybrid_engine.generation.rollout.stages import split_plan
 from hybrid_engine.inference import init_inference
 from hybrid_engine.inference.stored import Stored
 from tests.support.distributed import run_distributed

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import hybrid_engine
-from hybrid_engine.generation.batching.rows import MixedRows, RowState
-from hybrid_engine.generation.request.core import Prompt, Sequence
-from hybrid_engine.generation.request.options import GenerationOptions
+from hybrid_engine.generation.core import Prompt, Sequence
+from hybrid_engine.generation.options import GenerationOptions
+from hybrid_engine.generation.sampling import MixedRows, RowState
 from hybrid_engine.ops import SampleOp
 from tests.support.models import PAD, VOCAB, build_model, padded_prompts
 

@@ -4,11 +4,11 @@ import random
 
 import torch
 
-from hybrid_engine.generation.batching import step
-from hybrid_engine.generation.batching.scheduler import Scheduler
-from hybrid_engine.generation.batching.step import SlotTables
-from hybrid_engine.generation.request.core import Prompt, Sequence
-from hybrid_engine.generation.request.options import GenerationOptions
+from hybrid_engine.generation import decode
+from hybrid_engine.generation.core import Prompt, Sequence
+from hybrid_engine.generation.decode import SlotTables
+from hybrid_engine.generation.options import GenerationOptions
+from hybrid_engine.generation.scheduler import Scheduler
 
 FORTY = GenerationOptions(max_new_tokens=40)
 SLOTS, COLUMNS, BLOCK = 256, 20, 64
@@ -31,9 +31,9 @@ def build_tables():
 
 def record_sends(monkeypatch):
     """Numbers sent by each copy from now on."""
-    sent, send = [], step.send_to_device
+    sent, send = [], decode.send_to_device
     monkeypatch.setattr(
-        step, "send_to_device", lambda values, device: (sent.append(values.numel()), send(values, device))[1]
+        decode, "send_to_device", lambda values, device: (sent.append(values.numel()), send(values, device))[1]
     )
     return sent
 

@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybrid_engine
-from hybrid_engine.generation.batching import recorders
-from hybrid_engine.generation.batching.recorders import CaptureStats, StepTapes
+from hybrid_engine.generation import recorders
+from hybrid_engine.generation.recorders import CaptureStats, StepTapes
 from hybrid_engine.ops import cpu_kernels, cpu_library, dispatch
 from tests.support.models import PAD, build_model, padded_prompts
 

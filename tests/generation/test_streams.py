@@ -10,14 +10,14 @@ import torch
 
 import hybrid_engine
 from hybrid_engine.containers.streams import LAUNCHES
-from hybrid_engine.generation.batching import continuous_batching, step
-from hybrid_engine.generation.batching.continuous_batching import Stopwatch
-from hybrid_engine.generation.batching.recorders import CudaGraphs
+from hybrid_engine.generation import decode, step
+from hybrid_engine.generation.core import Prompt, Sequence
 from hybrid_engine.generation.live.opening import live_batch
 from hybrid_engine.generation.live.thread import LiveThread
-from hybrid_engine.generation.request.core import Prompt, Sequence
-from hybrid_engine.generation.request.options import GenerationOptions
-from hybrid_engine.generation.rollout.backend import ModuleRollouts
+from hybrid_engine.generation.options import GenerationOptions
+from hybrid_engine.generation.recorders import CudaGraphs
+from hybrid_engine.generation.rollout.module_rollouts import ModuleRollouts
+from hybrid_engine.generation.step import Stopwatch
 from hybrid_engine.optim.masters import Masters
 from tests.support.models import build_model
 
@@ -89,9 +89,9 @@ class OnSecond(torch.Tensor):
 
 
 def test_drawn_tokens_are_awaited_on_the_device_that_has_them(cuda, monkeypatch):
-    monkeypatch.setattr(step, "_to_pinned", lambda values: values.as_subclass(torch.Tensor).clone())
+    monkeypatch.setattr(decode, "_to_pinned", lambda values: values.as_subclass(torch.Tensor).clone())
     results = torch.tensor([[3.0, 5.0], [-0.5, -0.25], [0.0, 1.0]], dtype=torch.float64).as_subclass(OnSecond)
-    draw = step.send_to_host(results)
+    draw = decode.send_to_host(results)
     assert [event.device for event in cuda.events] == [1]
     assert draw.read() == ([3, 5], [-0.5, -0.25], [1], None)
     assert cuda.events[0].is_done
@@ -114,13 +114,13 @@ def test_a_live_batch_takes_its_turns_on_the_device_of_the_model(cuda, monkeypat
     engine = hybrid_engine.init_inference(build_model(), dtype="fp32", max_out_tokens=64)
     monkeypatch.setattr(engine.generator, "device", SECOND)
     seen = []
-    turn = continuous_batching.Stopwatch.measure
+    turn = step.Stopwatch.measure
 
     def measure(self):
         seen.append((threading.current_thread().name, cuda.current))
         return turn(self)
 
-    monkeypatch.setattr(continuous_batching.Stopwatch, "measure", measure)
+    monkeypatch.setattr(step.Stopwatch, "measure", measure)
     thread = LiveThread(lambda: live_batch(engine.generator, 32, 2), lambda progress: None, max_waiting=4)
     thread.start()
     thread.submit([Sequence(Prompt([5, 6, 7]), 0, GenerationOptions(max_new_tokens=3), 1)])

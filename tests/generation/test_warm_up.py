@@ -7,9 +7,8 @@ import torch
 
 import hybrid_engine
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
-from hybrid_engine.generation.probing import container_probe, probe
-from hybrid_engine.generation.probing.agreement import widened
-from hybrid_engine.generation.probing.probe import probe_containers, probe_widely
+from hybrid_engine.generation.model import container_probe, probe
+from hybrid_engine.generation.model.probe import probe_containers, probe_widely, widened
 from hybrid_engine.ops import PrefillBatch
 from hybrid_engine.ops.cache_folder import VARIABLE
 from tests.support.models import PAD, build_model, padded_prompts

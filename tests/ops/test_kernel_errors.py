@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hybrid_engine
-from hybrid_engine.generation.live.batch import LiveBatch
+from hybrid_engine.generation.live.batches import LiveBatch
 from hybrid_engine.ops import bound_launch, dispatch, expert_gemm, kernel_errors, log_prob, norm
 from hybrid_engine.ops.bound_launch import Launch
 from hybrid_engine.ops.dispatch import tl
@@ -222,7 +222,7 @@ def test_containers_give_way_with_one_line_to_a_kernel_without_a_reference(compi
 def test_exact_mode_refuses_to_start_and_names_the_kernel(compiled, monkeypatch):
     config = {**CONFIG, "hybrid_engine": {"enabled": True, "exact": True}}
     monkeypatch.setattr(NormOp, "__call__", lambda op, *arguments: launch_it(compiled))
-    monkeypatch.setattr("hybrid_engine.generation.probing.container_probe.probe_bits", lambda *_: launch_it(compiled))
+    monkeypatch.setattr("hybrid_engine.generation.model.container_probe.probe_bits", lambda *_: launch_it(compiled))
     with pytest.raises(ValueError, match=r"hybrid_engine.exact: broken_kernel of "):
         hybrid_engine.initialize(model=build_model(), config=config)
 

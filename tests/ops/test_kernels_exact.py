@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hybrid_engine.generation.batching.continuous_batching import pack_prefills
-from hybrid_engine.generation.probing import probe
-from hybrid_engine.generation.request.core import Prefill, Prompt
+from hybrid_engine.generation.core import Prefill, Prompt
+from hybrid_engine.generation.model import probe
+from hybrid_engine.generation.step import pack_prefills
 from hybrid_engine.ops import DecodeBatch, PrefillBatch, SampleOp, SamplingOptions, token_logprobs
 from hybrid_engine.ops.dispatch import IS_INTERPRETED
 from hybrid_engine.ops.fixed_attention import Attention, attend, attend_as_usual, attend_decode, attend_prefill

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from hybrid_engine.generation.batching.continuous_batching import pack_prefills
-from hybrid_engine.generation.request.core import Prefill, Prompt
+from hybrid_engine.generation.core import Prefill, Prompt
+from hybrid_engine.generation.step import pack_prefills
 from hybrid_engine.ops import QKV, DecodeBatch, HeadWeights, KVBlocks, PrefillBatch, SoftmaxContextOp
 from hybrid_engine.ops.bound_launch import Launch
 from hybrid_engine.ops.dispatch import IS_INTERPRETED

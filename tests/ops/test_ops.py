@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from hybrid_engine.generation.batching.continuous_batching import pack_prefills
-from hybrid_engine.generation.request.core import Prefill, Prompt
+from hybrid_engine.generation.core import Prefill, Prompt
+from hybrid_engine.generation.step import pack_prefills
 from hybrid_engine.ops import (
     QKV,
     BlockCopyOp,

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from hybrid_engine.generation.request import guides
+from hybrid_engine.generation import guides
 from hybrid_engine.recipes.serve import told_to_end
 from hybrid_engine.serving import app, connections, sessions
 from hybrid_engine.serving import asked as asked_module

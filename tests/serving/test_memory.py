@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 
-from hybrid_engine.generation.batching import memory
-from hybrid_engine.generation.batching.memory import KVWorkspace
+from hybrid_engine.generation import memory
+from hybrid_engine.generation.memory import KVWorkspace
 from hybrid_engine.recipes import agent, serve
 from tests.serving.test_server import build
 from tests.support.chat import build_chat_tokenizer

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from hybrid_engine.generation.request.detokenize import IncrementalDetokenizer
+from hybrid_engine.generation.detokenize import IncrementalDetokenizer
 from hybrid_engine.recipes import serve
 from hybrid_engine.serving.address import bind, check_address, check_free
 from hybrid_engine.serving.answers import Choice

@@ -776,12 +776,12 @@ def serve_own_policy(rank, world_size):
 
 def answer_from_streamed_layers(policy, tokenizer, rank):
     """Layers are gathered one by one; only one process is asked, and the other leaves at once."""
-    from hybrid_engine.generation.model import scoring
+    from hybrid_engine.generation.rollout import output as rollout_output
 
     with policy.eval().serving(tokenizer, model_name="tiny") as server:
         expected = ask(server.client()).choices[0].token_ids
         echoed = ask(server.client(), echo=True, logprobs=1, max_tokens=0).choices[0].logprobs.token_logprobs[1:]
-    scoring.MAX_LOGITS = 2 * len(tokenizer)
+    rollout_output.MAX_LOGITS = 2 * len(tokenizer)
     policy.generator.gatherer.is_crowded = lambda usable_bytes: True  # as where the whole weights do not fit
     with policy.serving(tokenizer, model_name="tiny", longest=60) as server:
         assert policy.generator.gatherer.is_streamed

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import hybrid_engine
-from hybrid_engine.generation.batching.step import DecodeStep
-from hybrid_engine.generation.live.batch import LiveBatch
+from hybrid_engine.generation.core import Prompt, Sequence
+from hybrid_engine.generation.decode import DecodeStep
+from hybrid_engine.generation.live.batches import LiveBatch
 from hybrid_engine.generation.live.opening import live_batch
 from hybrid_engine.generation.live.shared import _Codec
-from hybrid_engine.generation.request.core import Prompt, Sequence
-from hybrid_engine.generation.request.options import GenerationOptions
+from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.recipes import serve
 from tests.support.chat import build_chat_tokenizer
 from tests.support.distributed import free_port, run_distributed, run_to_the_end

@@ -4,8 +4,8 @@ import openai
 import pytest
 import torch
 
-from hybrid_engine.generation.batching.step import DecodeStep
-from hybrid_engine.generation.request.guides import GuidedTokens
+from hybrid_engine.generation.decode import DecodeStep
+from hybrid_engine.generation.guides import GuidedTokens
 from hybrid_engine.recipes import generate, serve
 from hybrid_engine.rlhf.batch import models
 from tests.serving.test_adapters import write_models

@@ -31,8 +31,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 import hybrid_engine
 from hybrid_engine.containers import InferenceModel
 from hybrid_engine.engine.hybrid_engine import HybridEngine
-from hybrid_engine.generation.probing import probe
-from hybrid_engine.generation.probing.agreement import LogprobDifference, compare_logprobs
+from hybrid_engine.generation.model import probe
+from hybrid_engine.generation.model.probe import LogprobDifference, compare_logprobs
 from hybrid_engine.ops import DecodeBatch, cpu_gemm, dispatch, linear_log_prob_tiles
 from tests.support.fake_cuda import Launches, Meter, install, memory_as_it_is, p20, replaced, zeroed_memory
 from tests.support.launch_ops import Check, op_checks

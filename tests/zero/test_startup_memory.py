@@ -7,7 +7,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybrid_engine
-from hybrid_engine.generation.batching import memory
+from hybrid_engine.generation import memory
 from hybrid_engine.inference.checkpoint import CheckpointReader
 from hybrid_engine.zero import init as zero_init
 from hybrid_engine.zero.fsdp2_private import fsdp_params

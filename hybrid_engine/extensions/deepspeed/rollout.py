@@ -20,8 +20,8 @@ import torch
 
 from hybrid_engine.config.checks import check_choice, check_integer, check_number
 from hybrid_engine.engine.hybrid_engine import HybridEngine
-from hybrid_engine.generation.rollout.checking import check_left_padded
 from hybrid_engine.generation.rollout.output import response_lengths
+from hybrid_engine.generation.rollout.preparing import check_left_padded
 
 __all__ = [
     "HybridEngineRollout",

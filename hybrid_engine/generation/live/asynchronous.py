@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from hybrid_engine.generation.live.batch import LiveBatch, Progress
+from hybrid_engine.generation.core import Sequence
+from hybrid_engine.generation.live.batches import LiveBatch, Progress
 from hybrid_engine.generation.live.opening import live_batch
 from hybrid_engine.generation.live.thread import LiveThread
-from hybrid_engine.generation.request.core import Sequence
 from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.generation.rollout.preparing import prepare
 

@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.groups import host_group
 from hybrid_engine.distributed.verdict import FollowedError, LostError, Problem, attempt, describe_error
-from hybrid_engine.generation.live.batch import KVBlocks, LiveBatch, Progress
+from hybrid_engine.generation.core import Sequence
+from hybrid_engine.generation.live.batches import KVBlocks, LiveBatch, Progress
 from hybrid_engine.generation.live.thread import give_back_openmp_pool
 from hybrid_engine.generation.model.model_group import ModelGroup
-from hybrid_engine.generation.request.core import Sequence
 
 Result = TypeVar("Result")
 _LEAVES, _STAYS, _FAILED = range(3)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hybrid_engine.generation.live.batch import KVBlocks, LiveBatch, Progress
-from hybrid_engine.generation.request.core import Sequence
+from hybrid_engine.generation.core import Sequence
+from hybrid_engine.generation.live.batches import KVBlocks, LiveBatch, Progress
 
 Listener = Callable[[list[Progress]], None]
 """Called on the worker's thread with the progress of a turn."""

@@ -22,22 +22,19 @@ from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.tensor_parallel import TensorParallel
 from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
 from hybrid_engine.distributed.verdict import LostError, Partners, attempt
-from hybrid_engine.generation.batching.demand import BLOCK_SIZE
-from hybrid_engine.generation.batching.in_step import InStep
-from hybrid_engine.generation.batching.memory import KVWorkspace, MemoryBudget, TrainingMemory
-from hybrid_engine.generation.batching.plan import Plan, Request, Wishes
-from hybrid_engine.generation.batching.step import Choice
-from hybrid_engine.generation.model.bound_weights import LastingWeights, bound, pass_over_layers
-from hybrid_engine.generation.model.computing import computes_by
+from hybrid_engine.generation.decode import Choice
+from hybrid_engine.generation.in_step import InStep
+from hybrid_engine.generation.memory import KVWorkspace, MemoryBudget, TrainingMemory
+from hybrid_engine.generation.model.container_probe import ContainerProbe
 from hybrid_engine.generation.model.exact import ExactModel
 from hybrid_engine.generation.model.model_group import ModelGroup
-from hybrid_engine.generation.model.stages import StageModel
-from hybrid_engine.generation.probing.agreement import LogprobDifference, describe_switch
-from hybrid_engine.generation.probing.container_probe import ContainerProbe
-from hybrid_engine.generation.probing.probe import MAX_ROUNDING_FP32
-from hybrid_engine.generation.rollout.backend import ContainerRollouts, ModuleRollouts, RolloutResult
-from hybrid_engine.generation.rollout.output import GenerateOutput, add_prompt_scores
-from hybrid_engine.generation.rollout.staged_rollouts import StageRollouts
+from hybrid_engine.generation.model.probe import MAX_ROUNDING_FP32, LogprobDifference, describe_switch
+from hybrid_engine.generation.model.weights import LastingWeights, bound, computes_by, pass_over_layers
+from hybrid_engine.generation.plan import BLOCK_SIZE, Plan, Request, Wishes
+from hybrid_engine.generation.rollout.container_rollouts import ContainerRollouts
+from hybrid_engine.generation.rollout.module_rollouts import ModuleRollouts
+from hybrid_engine.generation.rollout.output import GenerateOutput, RolloutResult, add_prompt_scores
+from hybrid_engine.generation.rollout.stages import StageModel, StageRollouts
 from hybrid_engine.ops.dispatch import fallback_forced
 from hybrid_engine.ops.fixed_shapes import NotExactError
 from hybrid_engine.ops.kernel_errors import naming_kernels

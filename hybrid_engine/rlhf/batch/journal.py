@@ -16,9 +16,9 @@ from typing import IO, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_engine.generation.live.batch import LiveBatch
-from hybrid_engine.generation.request.core import Sequence
-from hybrid_engine.generation.request.detokenize import IncrementalDetokenizer
+from hybrid_engine.generation.core import Sequence
+from hybrid_engine.generation.detokenize import IncrementalDetokenizer
+from hybrid_engine.generation.live.batches import LiveBatch
 from hybrid_engine.rlhf.data.parts import wrap_row
 from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.runs.checks import flag

@@ -19,8 +19,8 @@ import hybrid_engine
 from hybrid_engine.checkpoint.saved_logits import without_renamed_attribute_warning
 from hybrid_engine.distributed.interrupts import holding_interrupts
 from hybrid_engine.distributed.processes import get_rank, get_world_size, init_distributed, on_rank_zero
-from hybrid_engine.generation.batching.plan import check_lengths, plan_rollout
-from hybrid_engine.generation.request.core import Sequence
+from hybrid_engine.generation.core import Sequence
+from hybrid_engine.generation.plan import check_lengths, plan_rollout
 from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.inference.build import check_policy
 from hybrid_engine.inference.empty import build_empty_model

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from hybrid_engine.distributed.processes import gather_objects
-from hybrid_engine.generation.probing.agreement import evaluating
+from hybrid_engine.generation.model.probe import evaluating
 from hybrid_engine.rlhf.batches.packing import Layout, set_layout
 from hybrid_engine.rlhf.batches.passes import limit_rows
 from hybrid_engine.rlhf.batches.sequences import Sequences, ValueModel, build_sequences, model_inputs, packed_rows

@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.config.notices import say_once
-from hybrid_engine.generation.request.end_tokens import answer_ends
+from hybrid_engine.generation.end_tokens import answer_ends
 from hybrid_engine.rlhf.batches.packing import Prompt
 from hybrid_engine.rlhf.data.rows import (
     CompletionRow,

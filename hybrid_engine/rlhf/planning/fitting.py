@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybrid_engine.distributed.processes import default_device
-from hybrid_engine.generation.batching.demand import MAX_RUNNING
-from hybrid_engine.generation.batching.memory import free_and_total_bytes
+from hybrid_engine.generation.memory import free_and_total_bytes
+from hybrid_engine.generation.plan import MAX_RUNNING
 from hybrid_engine.metrics.memory_plan import MemoryPlan, format_bytes, read_bytes
 from hybrid_engine.rlhf.planning.read import Read, check_one_process
 from hybrid_engine.rlhf.planning.reading import read_run

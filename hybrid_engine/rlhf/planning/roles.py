@@ -13,8 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
-from hybrid_engine.generation.batching.demand import count_blocks
-from hybrid_engine.generation.batching.plan import MAX_PREFILL_TOKENS
+from hybrid_engine.generation.plan import MAX_PREFILL_TOKENS, count_blocks
 from hybrid_engine.metrics.memory_plan import (
     LOGITS,
     OWN_CACHE,

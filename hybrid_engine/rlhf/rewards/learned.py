@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.processes import default_device
-from hybrid_engine.generation.request.end_tokens import answer_ends
+from hybrid_engine.generation.end_tokens import answer_ends
 from hybrid_engine.optim.build import cast_module
 from hybrid_engine.rlhf.batches.packing import Layout, layout_of, pack
 from hybrid_engine.rlhf.batches.passes import in_passes, limit_rows, split, until_fewer_rows_fit

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import hybrid_engine
-from hybrid_engine.generation.live.kinds import StreamedBatch
+from hybrid_engine.generation.core import Prompt, Sequence, prompt_digest, sample_keys
+from hybrid_engine.generation.live.batches import StreamedBatch
 from hybrid_engine.generation.live.opening import live_batch
-from hybrid_engine.generation.model import scoring
-from hybrid_engine.generation.request.core import Prompt, Sequence, prompt_digest, sample_keys
-from hybrid_engine.generation.request.options import GenerationOptions
-from hybrid_engine.generation.rollout.joint_turns import FAILED, LEFT
+from hybrid_engine.generation.options import GenerationOptions
+from hybrid_engine.generation.rollout import output as rollout_output
+from hybrid_engine.generation.rollout.module_rollouts import FAILED, LEFT
 from tests.support.models import build_model
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15], [4], [20, 21, 22, 23], [30, 31]]
@@ -72,7 +72,7 @@ def test_in_bf16_company_and_arrival_change_log_probabilities_within_the_models_
 
 
 def test_prompts_are_scored_in_parts_and_others_are_answered_between_them(monkeypatch):
-    monkeypatch.setitem(scoring.MOST_TOKENS, "cpu", 2)
+    monkeypatch.setitem(rollout_output.MOST_TOKENS, "cpu", 2)
     model = build_model()
     engine = hybrid_engine.init_inference(model, max_out_tokens=64)
     options = GenerationOptions(max_new_tokens=3)

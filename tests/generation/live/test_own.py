@@ -8,12 +8,12 @@ import torch
 import transformers as hf
 
 import hybrid_engine
-from hybrid_engine.generation.live import kinds as live_own
+from hybrid_engine.generation.core import Prompt, Sequence
+from hybrid_engine.generation.live import batches as live_own
 from hybrid_engine.generation.live.asynchronous import Carried, start_async
 from hybrid_engine.generation.live.opening import live_batch
-from hybrid_engine.generation.model import scoring
-from hybrid_engine.generation.request.core import Prompt, Sequence
-from hybrid_engine.generation.request.options import read_options
+from hybrid_engine.generation.options import read_options
+from hybrid_engine.generation.rollout import output as rollout_output
 from hybrid_engine.recipes.serve import Config as ServeConfig
 from hybrid_engine.rlhf.batch.models import load_shared
 from tests.support.chat import build_chat_tokenizer
@@ -121,7 +121,7 @@ def test_an_answer_that_was_taken_out_goes_on_in_another_batch():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_prompts_are_scored_by_the_models_forward(name, monkeypatch):
-    monkeypatch.setattr(scoring, "MAX_LOGITS", 2 * VOCAB)  # several passes
+    monkeypatch.setattr(rollout_output, "MAX_LOGITS", 2 * VOCAB)  # several passes
     engine, (ids, mask) = _engine(MODELS[name]), _padded(PROMPTS)
     options = {"max_new_tokens": 2, "eos_token_id": None, "pad_token_id": PAD, "prompt_logprobs": 3}
     output = engine.generate(ids, mask, return_dict_in_generate=True, **options)

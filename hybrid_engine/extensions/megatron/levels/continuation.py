@@ -11,10 +11,10 @@ import torch
 from hybrid_engine.extensions.megatron.levels.parameters import CommonInferenceParams
 from hybrid_engine.extensions.megatron.levels.turns import BatchStatus, StrategyChoice, Turn, check_drawn, first_decides
 from hybrid_engine.extensions.megatron.levels.wrapped_model import AbstractModelInferenceWrapper, GPTInferenceWrapper
-from hybrid_engine.generation.request.options import WITHOUT_EFFECT
-from hybrid_engine.generation.rollout.checking import mixes_rows
+from hybrid_engine.generation.options import WITHOUT_EFFECT
 from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.generation.rollout.output import response_lengths
+from hybrid_engine.generation.rollout.preparing import mixes_rows
 from hybrid_engine.ops import token_logprobs
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import torch
 
 from hybrid_engine.distributed.verdict import Partners
 from hybrid_engine.extensions.megatron.levels.parameters import CommonInferenceParams, mask_padding, sampling_options
-from hybrid_engine.generation.batching.step import Drawn
-from hybrid_engine.generation.request.core import Sequence
+from hybrid_engine.generation.core import Sequence
+from hybrid_engine.generation.decode import Drawn
 from hybrid_engine.ops import SampleOp, token_logprobs
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class StrategyChoice:
         self.sampler = SampleOp(sampling_options(params))
 
     def __call__(self, rows: list[Sequence], logits: torch.Tensor) -> Drawn:
-        """The choice of a decode step: see `generation/batching/step.py`."""
+        """The choice of a decode step: see `generation/decode.py`."""
         numbers = [self.first_row + row.row for row in rows]
         columns = [len(row) for row in rows]
         turn = first_decides(self.group, lambda: self.status.add(numbers, columns, self._draw(rows, logits)))

@@ -6,9 +6,9 @@ from weakref import WeakSet
 import torch
 
 from hybrid_engine.containers.model import InferenceModel
-from hybrid_engine.generation.batching.plan import Plan
-from hybrid_engine.generation.batching.recorders import CaptureStats, StepGraphs, StepTapes, batch_bucket
-from hybrid_engine.generation.batching.step import DecodeStep, SlotTables
+from hybrid_engine.generation.decode import DecodeStep, SlotTables
+from hybrid_engine.generation.plan import Plan
+from hybrid_engine.generation.recorders import CaptureStats, StepGraphs, StepTapes, batch_bucket
 from hybrid_engine.ops import SampleOp
 
 # Number of kinds of rollout (sampling options, slots, workspace, addresses) whose steps are kept: training, evaluation

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from hybrid_engine.generation.request.options import token_ids
+from hybrid_engine.generation.options import token_ids
 
 # Stands for an answer when a template is rendered: no template changes its letters, and no text contains it.
 _PLACEHOLDER = "ANSWERc2b90de7714f"

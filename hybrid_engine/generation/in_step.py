@@ -20,12 +20,11 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from hybrid_engine.generation.batching.continuous_batching import TextGeneration
-from hybrid_engine.generation.batching.processors import merge_processors, processors_after, processors_before
-from hybrid_engine.generation.batching.rows import MixedRows, RowState
-from hybrid_engine.generation.batching.step import Drawn, send_to_host
-from hybrid_engine.generation.request.core import Admission, Sequence
-from hybrid_engine.generation.request.options import GenerationOptions
+from hybrid_engine.generation.core import Admission, Sequence
+from hybrid_engine.generation.decode import Drawn, send_to_host
+from hybrid_engine.generation.options import GenerationOptions
+from hybrid_engine.generation.sampling import MixedRows, RowState, merge_processors, processors_after, processors_before
+from hybrid_engine.generation.step import TextGeneration
 
 NAMES = ("logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria", "streamer")
 

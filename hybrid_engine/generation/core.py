@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.generation.request.options import GenerationOptions
+from hybrid_engine.generation.options import GenerationOptions
 
 PENDING = -1
 _FINISHED = GenerationOptions(max_new_tokens=1)

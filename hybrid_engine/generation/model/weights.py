@@ -1,6 +1,7 @@
 """Binds containers to gathered weights: once, to copies at fixed addresses, or layer by layer if layers are streamed.
 
-Also checks that containers can generate with the weights of a model that a plan splits, and builds its group.
+`Generator` uses it around every rollout. It also checks that containers can generate with the weights of a model that a
+plan splits, builds that model's group, and detects changes of a module's children, hooks and forward.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +25,8 @@ from hybrid_engine.zero.split_module import SplitModule, StagedModule, num_stage
 Read = Callable[[torch.Tensor, Cut | None, int, str], torch.Tensor]
 """Signature of `TensorParallel.read`: returns a rank's part of a parameter."""
 OPTION = "plan_ngpus"
+WITHOUT_EFFECT = ("hybrid_engine.", "torch.distributed.")
+"""Packages whose hooks and forwards do not change what a module computes."""
 
 
 class LastingWeights:
@@ -209,3 +212,20 @@ def share_unit(model: nn.Module, device: torch.device) -> ModelGroup:
     parts = PartReader(places)
     parallel = replace(group.parallel, read=parts.read, wait=parts.wait)
     return replace(group, has_same_prompts=True, has_whole_module=root is model, parts=parts, parallel=parallel)
+
+
+def computes_by(module: nn.Module) -> tuple[Any, ...]:
+    """Returns a value that stays equal while `module` has the same children and the same foreign hooks and forward."""
+    children = tuple(module._modules.values())
+    forward = vars(module).get("forward")
+    if forward is None and not module._forward_hooks and not module._forward_pre_hooks:
+        return children
+    functions = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    if "_original_forward" not in vars(module):  # accelerate's, for mixed precision
+        functions.append(forward)
+    return (children, *(function for function in functions if function is not None and _has_effect(function)))
+
+
+def _has_effect(function: Any) -> bool:
+    function = getattr(function, "func", function)  # unwraps a functools.partial
+    return not str(getattr(function, "__module__", "")).startswith(WITHOUT_EFFECT)

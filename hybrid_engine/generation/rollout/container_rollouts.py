@@ -1,82 +1,40 @@
-"""The two ways to run a rollout: on inference containers, or by the model's own `generate()`.
+"""Rollouts on inference containers, which `Generator` runs if it can: paged KV, continuous batching.
 
-Each gathers for a rollout that passed every check, and runs it. Everything that gathering takes is registered on an
-ExitStack, which releases it in reverse order, even if the run raises.
+`ContainerRollouts` gathers for a rollout that passed every check, and runs it. Everything that gathering takes is
+registered on an ExitStack, which releases it in reverse order, even if the run raises.
 """
 
 import math
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.containers import InferenceModel
 from hybrid_engine.containers.layer import InferenceLayer
-from hybrid_engine.containers.streams import LAUNCHES, launching
 from hybrid_engine.distributed.interrupts import holding_interrupts
 from hybrid_engine.distributed.verdict import Partners, attempt
-from hybrid_engine.generation.batching.continuous_batching import TextGeneration
-from hybrid_engine.generation.batching.in_step import GenerationInStep, InStep
-from hybrid_engine.generation.batching.kept_steps import DecodeSteps
-from hybrid_engine.generation.batching.memory import KVWorkspace
-from hybrid_engine.generation.batching.plan import Plan
-from hybrid_engine.generation.batching.recorders import CaptureStats, CudaGraphs
-from hybrid_engine.generation.batching.step import Choice, OpenStep
-from hybrid_engine.generation.model.bound_weights import LastingWeights, bound, bound_to_copies, pass_over_layers
-from hybrid_engine.generation.model.scoring import ScoringTurns, score_by_module, score_prompts
-from hybrid_engine.generation.request.core import Prompt, Sequence
-from hybrid_engine.generation.request.options import GenerationOptions
-from hybrid_engine.generation.rollout.joint_turns import JointPasses
-from hybrid_engine.generation.rollout.output import collect_output, measure_module_output, response_lengths
-from hybrid_engine.generation.rollout.own_sequences import answer_sequence
-from hybrid_engine.zero.gathering import WeightGatherer
-
-# Options with which a row may end without an end-of-sequence token, or its logits depend on other rows or models.
-ENDS_OTHERWISE = (
-    "assistant_model",
-    "constraints",
-    "custom_generate",
-    "max_time",
-    "penalty_alpha",
-    "prompt_lookup_num_tokens",
-    "stop_strings",
-    "stopping_criteria",
+from hybrid_engine.generation.decode import Choice, OpenStep
+from hybrid_engine.generation.in_step import GenerationInStep, InStep
+from hybrid_engine.generation.kept_steps import DecodeSteps
+from hybrid_engine.generation.memory import KVWorkspace
+from hybrid_engine.generation.model.weights import LastingWeights, bound, bound_to_copies, pass_over_layers
+from hybrid_engine.generation.plan import Plan
+from hybrid_engine.generation.recorders import CaptureStats, CudaGraphs
+from hybrid_engine.generation.rollout.output import (
+    RolloutResult,
+    ScoringTurns,
+    collect_output,
+    score_prompts,
 )
-
+from hybrid_engine.generation.step import TextGeneration
+from hybrid_engine.zero.gathering import WeightGatherer
 
 _FAILED = 2
 """State of a process between two turns after an error; 1 means that it has work, 0 that it has none."""
-
-
-@dataclass
-class RolloutResult:
-    """The output of a rollout and its costs."""
-
-    output: Any
-    num_samples: int
-    generated_tokens: int = 0
-    preemptions: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    captures: CaptureStats = field(default_factory=CaptureStats)
-
-    def figures(self) -> dict[str, float]:
-        """The costs by the names of `latency_stats()`."""
-        return {
-            "prefill_seconds": self.prefill_seconds,
-            "decode_seconds": self.decode_seconds,
-            "graph_captures": self.captures.captures,
-            "graph_capture_seconds": self.captures.seconds,
-            "num_samples": self.num_samples,
-            "generated_tokens": self.generated_tokens,
-            "preemptions": self.preemptions,
-        }
 
 
 def _say_nothing() -> None:
@@ -264,123 +222,3 @@ class ContainerRollouts:
         if error is not None:
             self.gatherer.finish_pass(self.model.layers)
         return error
-
-
-class _LettingOthersRecord(StoppingCriteria):
-    """Ends no row; lets threads that wait to record a graph do so between two tokens."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        """`[B]`, all False."""
-        LAUNCHES.let_others_in()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
-class ModuleRollouts:
-    """Runs rollouts by the model's own `generate()`, in its own padded batches."""
-
-    def __init__(self, module: nn.Module, gatherer: WeightGatherer, partners: Partners):
-        """`partners`: processes whose layers are gathered with this one's, if layers are gathered one by one."""
-        # The class's method: on the module itself an engine's generate() may have replaced it.
-        self._module_generate = type(module).generate.__get__(module)
-        self.module = module
-        self.gatherer, self.partners = gatherer, partners
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module's own `generate()`; other threads may record graphs only between two tokens.
-
-        It may draw from PyTorch's generators, and only it knows when. A model that is not from transformers gets no
-        stopping criteria.
-        """
-        if self._device.type == "cuda" and hasattr(self.module, "prepare_inputs_for_generation"):
-            criteria = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or ()), _LettingOthersRecord()])
-            kwargs["stopping_criteria"] = criteria
-        with launching(self._device):
-            return self._module_generate(*args, **kwargs)
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self.module.parameters()).device
-
-    def gather(self, release: ExitStack) -> None:
-        """Gathers weights for forward passes of the module: whole, or layer by layer in each pass."""
-        release.enter_context(self.gatherer.gathered_for_forward())
-
-    def joint_passes(self) -> JointPasses | None:
-        """Returns the passes that keep processes in step if layers are gathered one by one, otherwise None.
-
-        With whole weights no process waits for others, as transformers would for every token of a module under FSDP2.
-        """
-        if not self.gatherer.is_streamed or self.partners.size == 1:
-            return None
-        return JointPasses(self.module, self.gatherer.sharding, self.partners)
-
-    def _in_step(self) -> AbstractContextManager[object]:
-        passes = self.joint_passes()
-        return nullcontext() if passes is None else passes.joined()
-
-    def run(
-        self,
-        input_ids: torch.Tensor,
-        mask: torch.Tensor,
-        options: GenerationOptions,
-        seed: int | None,
-        kwargs: dict[str, Any],
-    ) -> RolloutResult:
-        """Runs a rollout of the prompts `input_ids`.
-
-        `seed` holds for this call alone, None draws from torch's generators.
-        """
-        if len(input_ids) == 0:
-            return self._run_empty(input_ids, options)
-        # Only this process's GPU: reading the generators of others would take memory there.
-        devices = [self._device] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices, enabled=seed is not None):
-            if seed is not None:
-                torch.manual_seed(seed)
-            with self._in_step():
-                output = self._generate(input_ids, mask.to(input_ids.dtype), options, kwargs)
-        responses = getattr(output, "sequences", output)[:, input_ids.shape[1] :]
-        num_tokens = int(response_lengths(responses, options.eos_token_ids).sum())
-        return RolloutResult(output, num_samples=len(responses), generated_tokens=num_tokens)
-
-    def score(self, prompts: Iterable[Prompt], device: torch.device) -> None:
-        """Scores those of `prompts` that request it, by the forward of the model on `device`."""
-        score_by_module(self.module, prompts, self.module.config.get_text_config().vocab_size, device)  # type: ignore[union-attr, operator]
-
-    def run_sequences(
-        self, input_ids: torch.Tensor, sequences: list[Sequence], options: GenerationOptions, device: torch.device
-    ) -> RolloutResult:
-        """Answers `sequences` one after the other on `device`; `options` are those of all rows."""
-        with self._in_step():
-            self.score((sequence.prompt for sequence in sequences), device)
-            for sequence in sequences:
-                answer_sequence(self.generate, sequence, device)
-                if sequence.error is not None:
-                    raise sequence.error
-        output = collect_output(input_ids, sequences, options)
-        return RolloutResult(
-            output if options.return_dict else output.sequences,
-            num_samples=len(sequences),
-            generated_tokens=sum(len(sequence.tokens) for sequence in sequences),
-        )
-
-    def _run_empty(self, input_ids: torch.Tensor, options: GenerationOptions) -> RolloutResult:
-        """Returns an output without rows, which transformers cannot generate; other processes may have some."""
-        with self._in_step():
-            pass
-        output = collect_output(input_ids, [], options)
-        return RolloutResult(output if options.return_dict else output.sequences, num_samples=0)
-
-    def _generate(
-        self, input_ids: torch.Tensor, mask: torch.Tensor, options: GenerationOptions, kwargs: dict[str, Any]
-    ) -> Any:
-        """Calls `generate`.
-
-        Measures log-probabilities like a native rollout if only end-of-sequence tokens end rows.
-        """
-        kwargs = {**kwargs, "synced_gpus": False}  # see joint_passes()
-        is_plain = options.return_dict and options.num_beams == 1 and not any(map(kwargs.get, ENDS_OTHERWISE))
-        if not is_plain or any(name.startswith("output_") and value for name, value in kwargs.items()):
-            return self.generate(input_ids, attention_mask=mask, **kwargs)
-        output = self.generate(input_ids, attention_mask=mask, **kwargs, output_logits=True)
-        return measure_module_output(output.sequences, output.logits, input_ids.shape[1], options)

@@ -21,10 +21,15 @@ import hybrid_engine.containers
 import hybrid_engine.ops
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.distributed.verdict import Partners, attempt, is_out_of_memory
-from hybrid_engine.generation.model.bound_weights import pass_over_layers
 from hybrid_engine.generation.model.exact import ExactModel
-from hybrid_engine.generation.probing.agreement import LogprobDifference
-from hybrid_engine.generation.probing.probe import probe_bits, probe_containers, probe_module, probe_widely
+from hybrid_engine.generation.model.probe import (
+    LogprobDifference,
+    probe_bits,
+    probe_containers,
+    probe_module,
+    probe_widely,
+)
+from hybrid_engine.generation.model.weights import pass_over_layers
 from hybrid_engine.ops.cache_folder import cache_folder
 from hybrid_engine.ops.cpu_kernels import use_compiled
 from hybrid_engine.ops.dispatch import fallback_forced

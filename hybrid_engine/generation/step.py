@@ -19,10 +19,10 @@ import torch
 
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.streams import record_event, send_to_device
-from hybrid_engine.generation.batching.processors import is_ended
-from hybrid_engine.generation.batching.scheduler import Scheduler
-from hybrid_engine.generation.batching.step import DecodeStep, Draw, OpenStep, TurnModel
-from hybrid_engine.generation.request.core import PENDING, Admission, Copy, Prefill, Prompt, Sequence
+from hybrid_engine.generation.core import PENDING, Admission, Copy, Prefill, Prompt, Sequence
+from hybrid_engine.generation.decode import DecodeStep, Draw, OpenStep, TurnModel
+from hybrid_engine.generation.sampling import is_ended
+from hybrid_engine.generation.scheduler import Scheduler
 from hybrid_engine.ops import BlockCopyOp, Context, PrefillBatch
 
 # Tokens of a long prompt in one mixed turn: enough to keep the matrix products of a pass busy, so that the rows which

@@ -31,9 +31,9 @@ import torch
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.model import InferenceModel
 from hybrid_engine.containers.streams import record_event, send_to_device
-from hybrid_engine.generation.batching.recorders import StepGraphs, StepTapes, batch_bucket, context_bucket
-from hybrid_engine.generation.batching.rows import DrawnRows, MixedRows, RowState
-from hybrid_engine.generation.request.core import PENDING, Sequence
+from hybrid_engine.generation.core import PENDING, Sequence
+from hybrid_engine.generation.recorders import StepGraphs, StepTapes, batch_bucket, context_bucket
+from hybrid_engine.generation.sampling import DrawnRows, MixedRows, RowState
 from hybrid_engine.ops import Batch, DecodeBatch, MixedBatch, PrefillBatch, SampleOp
 
 _POSITION, _DRAW, _KEY, _LIVE = range(4)

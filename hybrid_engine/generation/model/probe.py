@@ -4,6 +4,7 @@ The narrow probe is a few tokens of one sequence, prefilled and decoded one by o
 built, also with attention windows shortened to its few tokens, and at the positions where rope's frequencies change.
 The wide probe covers the conditions of large rollouts: more than one split of attention's context, tiles of many rows,
 a recorded step. Containers that differ from the module by more than rounding explains are not used.
+`container_probe.py` runs both; engines report the `LogprobDifference` that they measure.
 
 All rows of the wide probe's decode steps are places of one sequence, so its keys and values are computed only once. R
 rows, V vocabulary.
@@ -11,17 +12,20 @@ rows, V vocabulary.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.containers.layer import InferenceLayer
-from hybrid_engine.generation.probing.agreement import LogprobDifference, compare_logprobs, evaluating, widened
 from hybrid_engine.ops import DecodeBatch, PrefillBatch, token_logprobs
 
+Parameters = list[tuple[dict[str, Any], str, Any]]
+"""The dictionary that holds a parameter, its name there, and the parameter."""
 MAX_ROUNDING_FP32 = 1e-3
 """Largest difference that counts as rounding in fp32, where about 1e-6 is measured."""
 MAX_TIMES_OWN_ERROR = 4.0
@@ -43,6 +47,106 @@ LayerPass = Callable[[], Iterable[InferenceLayer]]
 SHORT_WINDOW = 4
 WINDOW_NAMES = ("sliding_window", "window_size", "attention_chunk_size")
 """Names of windows in configs and modules, whether or not the policy knows that the family has one."""
+
+
+@dataclass(frozen=True)
+class LogprobDifference:
+    """Absolute difference of log-probabilities, rollout against trainer, per token."""
+
+    mean: float
+    max: float
+    past_switch: "LogprobDifference | None" = None
+    """The difference around the length that changes rope's frequencies, where both must differ; None: none does."""
+
+
+def describe_switch(difference: LogprobDifference, length: int) -> str:
+    """Describes in one line how far rollouts that grow beyond `length` tokens are from the trainer."""
+    return (
+        f"rollouts that grow beyond {length} tokens: rope's frequencies change there, in the rollout for the tokens "
+        "that follow, in the trainer's forward for all of them; around that length log-probabilities are "
+        f"{difference.mean:.2g} apart in the mean and {difference.max:.2g} at most"
+    )
+
+
+def compare_logprobs(
+    rollout: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor, world_size: int = 1
+) -> LogprobDifference:
+    """Compares at the places where `mask` is True, which has the others' shape, over `world_size` processes.
+
+    Collective if there are several, so that all make the same decision.
+    """
+    difference = (rollout.detach().float() - trainer.detach().float()).abs()[mask.bool()].double()
+    total = torch.stack([difference.sum(), torch.tensor(float(difference.numel())).to(difference)])
+    largest = torch.cat([difference, difference.new_zeros(1)]).max()
+    if world_size > 1:
+        dist.all_reduce(total)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return LogprobDifference((total[0] / total[1].clamp(min=1)).item(), largest.item())
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Inside, the module is in eval mode; on exit, every submodule gets its own mode back."""
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for submodule, mode in modes:
+            submodule.training = mode
+
+
+@contextmanager
+def widened(module: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, forward passes of `module` compute in fp32; `layers` are the parts that are widened as one."""
+    handles: list[Any] = []
+    for unit in _units(module, set(layers)):
+        kept: Parameters = []
+        handles.append(unit.register_forward_pre_hook(_widening(kept), with_kwargs=True))
+        # Runs first of all hooks, before FSDP2 frees the gathered parameters, and also after an error.
+        handles.append(unit.register_forward_hook(_restoring(kept), prepend=True, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _units(module: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yields the parts to widen while they run: layers, and modules outside them that have parameters of their own."""
+    if module in layers:
+        yield module
+        return
+    if any(parameter is not None for parameter in module._parameters.values()):
+        yield module
+    for child in module.children():
+        yield from _units(child, layers)
+
+
+def _widening(kept: Parameters) -> Any:
+    def widen(unit: nn.Module, args: Any, kwargs: Any) -> Any:
+        for part in unit.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None and parameter.is_floating_point():
+                    kept.append((part._parameters, name, parameter))
+                    part._parameters[name] = nn.Parameter(parameter.detach().float(), requires_grad=False)
+        return tree_map(_wide, (args, kwargs))
+
+    return widen
+
+
+def _restoring(kept: Parameters) -> Any:
+    def restore(*_: Any) -> None:
+        for parameters, name, parameter in kept:
+            parameters[name] = parameter
+        kept.clear()
+
+    return restore
+
+
+def _wide(value: Any) -> Any:
+    is_narrow = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if is_narrow else value
 
 
 @torch.no_grad()

@@ -1,1 +1,0 @@
-"""Continuous batching: KV blocks, the scheduler, rollout plans, decode steps and the strategy that takes turns."""

@@ -1,0 +1,576 @@
+"""The scheduler of continuous batching: plain Python over prompts, sequences and block numbers, without tensors.
+
+At most `max_running` sequences decode at once; a finished one leaves at once, and the next waiting ones take its
+place. A prompt is prefilled once; its samples share its full blocks and copy the last partial one. When blocks run
+out, prompts kept for later samples are released first, then the newest running sequence is preempted: its blocks are
+freed, and it is prefilled again later, response included. `Starts` decides which blocks a starting sequence takes, and
+`WaitingLine` which sequence is first in line, fair between clients. If there are several shares, the newest sequence
+of the largest share is preempted, also to make way for a share that has fewer rows than its part.
+
+A pass with a prefill is not a recorded step, and running sequences wait for it unless they can decode in the same pass
+(see `grow_beside`), so prompts enter in bulk: see `_is_worth_a_pass`. Samples of a prompt that is prefilled already
+enter at once. A prompt that would make others wait long is fed in chunks, one per turn, and the others decode in the
+same passes: see `admit`.
+"""
+
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from hybrid_engine.generation.core import PENDING, Admission, Copy, Prefill, Prompt, Sequence
+
+# Running sequences per sequence that a prefill must start. With 1 024 prompts over 256 slots and answers of 256 tokens
+# on average there are 58 prefill turns instead of 511, and 1 777 decode turns instead of 1 746: 2.5% of the slots wait.
+RUNNING_PER_NEWCOMER = 16
+
+
+class Scheduler:
+    """Schedules `sequences` in their order over `num_blocks` blocks of `block_size` tokens."""
+
+    def __init__(
+        self,
+        sequences: Iterable[Sequence],
+        *,
+        max_running: int,
+        num_blocks: int,
+        block_size: int,
+        max_prefill_tokens: int,
+        longest: int | None = None,
+    ):
+        """Queues `sequences`.
+
+        `longest`: number of tokens that are fed of the longest sequence ever added; None: of the longest of
+        `sequences`.
+        """
+        self.pool = BlockPool(num_blocks)
+        self.kept = KeptBlocks(self.pool)
+        self.waiting = WaitingLine(self.kept)
+        for sequence in sequences:
+            self.add(sequence)
+        self.running: list[Sequence] = []  # oldest first
+        self._starts = Starts(self.kept, block_size)
+        self.max_running, self.block_size, self.max_prefill_tokens = max_running, block_size, max_prefill_tokens
+        if longest is None:
+            longest = max((sequence.most_fed for sequence in self.waiting), default=0)
+        self.is_contiguous = longest <= block_size  # every sequence fits one block
+        self.free_slots = list(range(max_running))
+        self.changed: list[Sequence] = []  # started, or blocks changed, since `take_changed`
+        self.num_preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Appends a sequence to its share's line; one that has tokens already continues from them."""
+        sequence.prompt.num_waiting += 0 if sequence.tokens else 1
+        self.waiting.append(sequence)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Removes a waiting or running sequence, which then counts as finished."""
+        if sequence.slot < 0:
+            self.waiting.remove(sequence)
+            if self.kept.has_begun(sequence):
+                self.kept.give_up_begun()
+            sequence.prompt.num_waiting -= 0 if sequence.tokens else 1
+        self.finish(sequence, "cancelled")
+
+    @property
+    def has_work(self) -> bool:
+        """True until every sequence has finished."""
+        return bool(self.waiting or self.running)
+
+    def admit(self, chunk_tokens: int | None = None) -> Admission:
+        """Moves waiting sequences to running while slots, blocks and the prefill budget last.
+
+        With `chunk_tokens`, a longer prompt is fed that many tokens per turn while others run, and its sequence enters
+        with the last chunk.
+        """
+        admission, budget = Admission(), self.max_prefill_tokens
+        most_fed = chunk_tokens if chunk_tokens is not None and self.running else None
+        while self.waiting and len(self.running) < self.max_running:
+            sequence = self.waiting.first
+            num_tokens = self._starts.num_to_prefill(sequence)
+            is_cut = most_fed is not None and num_tokens > most_fed
+            if num_tokens and admission.prefills and (is_cut or num_tokens > budget):
+                break
+            is_chunk = is_cut or self.kept.has_begun(sequence)
+            is_first_prefill = num_tokens and not admission.prefills and not is_chunk
+            if is_first_prefill and self.running and not self._is_worth_a_pass():
+                break
+            if not self._starts.make_room(sequence, bool(self.running)):
+                if not self.running and self.kept.give_up_one():  # blocks that another share's prompt keeps
+                    continue
+                break
+            if is_chunk and self.must_preempt:
+                break
+            if is_cut:
+                assert most_fed is not None
+                self._starts.feed_chunk(sequence, most_fed, admission)
+                break
+            budget -= num_tokens
+            self._starts.start(self.waiting.start_first(), admission)
+            self._enter(sequence)
+        for prompt in [prompt for prompt in self.kept.prompts if prompt.num_waiting == 0]:
+            self.kept.give_up_prompt(prompt)
+        return admission
+
+    def _is_worth_a_pass(self) -> bool:
+        """Whether a prefill now would start enough waiting sequences to stop decoding for it.
+
+        Enough is one for every RUNNING_PER_NEWCOMER running sequences, or as many tokens as a pass may have, or all
+        waiting sequences, or one of a share that is short of rows.
+        """
+        num_newcomers = max(1, len(self.running) // RUNNING_PER_NEWCOMER)
+        if self._is_short(self.waiting.first.share):
+            num_newcomers = 1
+        num_free = self.max_running - len(self.running)
+        num_tokens, num_blocks, prompt = 0, 0, None
+        for sequence in islice(self.waiting, min(num_newcomers, num_free)):
+            num_tokens += self._starts.num_to_prefill(sequence) if sequence.prompt is not prompt else 0
+            if num_tokens > self.max_prefill_tokens:
+                return True
+            num_blocks += self._starts.num_blocks(sequence, is_kept=sequence.prompt is prompt)
+            prompt = sequence.prompt
+        # Blocks that finished sequences keep are given up for waiting ones: see `Starts.make_room`.
+        room = len(self.pool.free) + self.kept.num_of_sequences
+        return num_free >= min(num_newcomers, len(self.waiting)) and num_blocks <= room
+
+    def _enter(self, sequence: Sequence) -> None:
+        self.running.append(sequence)
+        sequence.slot = self.free_slots.pop(0)
+        self.changed.append(sequence)
+
+    def grow(self) -> None:
+        """Gives every running sequence a place for its newest token, preempting sequences where needed."""
+        for sequence in self.short_of_blocks():
+            while not self.pool.free and sequence in self.running:
+                if not self.kept.give_up_one():
+                    self._preempt(self._newest_of_the_largest_share())
+            if sequence in self.running:
+                sequence.blocks += self.pool.allocate(1)
+                self.changed.append(sequence)
+
+    def grow_beside(self, admission: Admission) -> list[Sequence]:
+        """Returns the rows that decode in the pass that prefills `admission`, with a place for their newest tokens.
+
+        If blocks are short, it returns none: which row is preempted is decided when all decode. Blocks that the prefill
+        writes and the copies read are not allocated, even if they are free.
+        """
+        entering = set(admission.sequences)
+        rows = [row for row in self.rows if row not in entering]
+        short = self.short_of_blocks()  # no entering sequence is among them
+        busy = {block for prefill in admission.prefills for block in prefill.blocks}
+        busy |= {copy.source for copy in admission.copies}
+        free = [block for block in self.pool.free if block not in busy] if short else []
+        if len(short) > len(free):
+            return []
+        for sequence, block in zip(short, free, strict=False):
+            self.pool.take(block)
+            sequence.blocks.append(block)
+            self.changed.append(sequence)
+        return rows
+
+    @property
+    def must_preempt(self) -> bool:
+        """Whether `grow` would find too few free blocks."""
+        num_free = len(self.pool.free)
+        return num_free < len(self.running) and num_free < len(self.short_of_blocks())
+
+    def short_of_blocks(self) -> list[Sequence]:
+        """Returns the running sequences whose newest token has no place yet."""
+        size = self.block_size  # runs for every row at every turn, so lengths are computed inline
+        return [s for s in self.running if len(s.prompt.tokens) + len(s.tokens) > size * len(s.blocks)]
+
+    @property
+    def rows(self) -> list[Sequence]:
+        """The running sequences in decode order: sorted by block if each has one, so that row i may have block i."""
+        return sorted(self.running, key=lambda s: s.blocks[0]) if self.is_contiguous else list(self.running)
+
+    def take_changed(self, rows: list[Sequence] | None = None) -> list[Sequence]:
+        """Returns `changed`, or its sequences that are in `rows`, and removes them from it."""
+        changed, self.changed = self.changed, []
+        if rows is not None:
+            among = set(rows)
+            self.changed = [sequence for sequence in changed if sequence not in among]
+            changed = [sequence for sequence in changed if sequence in among]
+        return changed
+
+    def _is_short(self, share: str) -> bool:
+        """Whether a share has fewer running rows than its part, and another one has more."""
+        if self.waiting.num_shares < 2 or not self.running:
+            return False
+        counts, part = self.waiting.num_running, len(self.running) // self.waiting.num_shares
+        return counts[share] < part < counts[self.waiting.largest_share]
+
+    @property
+    def must_make_way(self) -> bool:
+        """Whether the first in line, whose share is short of rows, lacks a slot or blocks."""
+        if not self.waiting or not self._is_short(self.waiting.first.share):
+            return False
+        return len(self.running) >= self.max_running or not self._starts.make_room(self.waiting.first, True)
+
+    def make_way(self) -> None:
+        """Preempts rows of the largest share as long as `must_make_way`."""
+        while self.must_make_way:
+            self._preempt(self._newest_of_the_largest_share())
+
+    def _newest_of_the_largest_share(self) -> Sequence:
+        share = self.waiting.largest_share
+        return next(row for row in reversed(self.running) if row.share == share)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        assert len(self.running) > 1, "one sequence alone must fit: checked before the rollout"
+        self.recompute(sequence)
+        self.num_preemptions += 1
+
+    def recompute(self, sequence: Sequence) -> None:
+        """Moves a running sequence to the head of its share's line: it is prefilled again, response included."""
+        assert PENDING not in sequence.tokens, "its tokens are needed to recompute it"
+        self._leave(sequence)
+        self.kept.give_up_begun()  # belongs to the first in line, which may change now
+        self.waiting.append_first(sequence)
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """Stores why a sequence finished; if it runs, removes it and frees its blocks, unless they are kept.
+
+        They are never kept if a sequence is one block, because rows would have to move out of their places for them.
+        """
+        sequence.finish_reason = reason
+        if sequence.slot >= 0:
+            if sequence.is_kept and not self.is_contiguous and reason != "cancelled":
+                self.kept.sequences[sequence] = None
+            self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        if sequence not in self.kept.sequences:
+            self.pool.release(sequence.blocks)
+        insort(self.free_slots, sequence.slot)
+        sequence.slot = -1
+        self.waiting.leave(sequence)
+
+    def close_gaps(self) -> list[Copy]:
+        """Moves single-block rows down to the blocks that finished rows left; returns the copies to make.
+
+        With a gap that no new sequence filled, every later read of the contiguous cache would gather all of it, so each
+        gap is closed by one copy. If sequences may need several blocks, they never move.
+        """
+        if not self.is_contiguous:
+            return []
+        copies = []
+        high = sorted((s for s in self.running if s.blocks[0] >= len(self.running)), key=lambda s: s.blocks[0])
+        for sequence in high:
+            if not self.pool.free or self.pool.free[0] >= len(self.running):
+                break
+            source = sequence.blocks[0]
+            target = self.pool.free[0]
+            self.pool.release(sequence.blocks)
+            self.pool.take(target)
+            sequence.blocks = [target]
+            self.changed.append(sequence)
+            copies.append(Copy(source, target, len(sequence)))
+        return copies
+
+
+class BlockPool:
+    """Reference-counted blocks `0 .. num_blocks - 1`.
+
+    Rows take the lowest free blocks and prompts the highest. So if a row needs a single block, the rows' blocks tend to
+    be 0, 1, 2, ...: the contiguous cache, which attention reads without a gather.
+    """
+
+    def __init__(self, num_blocks: int):
+        self.num_blocks = num_blocks
+        self.free = list(range(num_blocks))
+        self.num_owners = [0] * num_blocks
+
+    def allocate(self, count: int, highest: bool = False) -> list[int]:
+        """Takes `count` free blocks; the caller has checked that there are enough."""
+        assert count <= len(self.free), f"{count=} {len(self.free)=}"
+        if highest:
+            taken = self.free[len(self.free) - count :]
+            del self.free[len(self.free) - count :]
+        else:
+            taken = self.free[:count]
+            del self.free[:count]
+        for block in taken:
+            self.num_owners[block] = 1
+        return taken
+
+    def take(self, block: int) -> None:
+        """Takes one specific free block."""
+        self.free.remove(block)
+        self.num_owners[block] = 1
+
+    def share(self, blocks: list[int]) -> list[int]:
+        """Adds an owner to each block and returns the blocks in a new list."""
+        for block in blocks:
+            self.num_owners[block] += 1
+        return list(blocks)
+
+    def release(self, blocks: list[int]) -> None:
+        """Removes an owner from each block and empties the list; a block without owners is free."""
+        for block in blocks:
+            self.num_owners[block] -= 1
+            if self.num_owners[block] == 0:
+                insort(self.free, block)
+        blocks.clear()
+
+
+@dataclass
+class Begun:
+    """The first sequence in line if some of its tokens have been fed; it has blocks for all of them."""
+
+    sequence: Sequence
+    blocks: list[int]
+    num_fed: int
+
+
+class KeptBlocks:
+    """Blocks of `pool` whose owners do not run: prefilled prompts, finished sequences and a sequence fed in part."""
+
+    def __init__(self, pool: BlockPool):
+        self.pool = pool
+        self.prompts: list[Prompt] = []  # prefilled prompts whose samples still wait
+        self.sequences: dict[Sequence, None] = {}  # finished sequences with their blocks, oldest first
+        self.begun: Begun | None = None
+
+    @property
+    def num_of_sequences(self) -> int:
+        """Number of blocks that finished sequences keep."""
+        return sum(len(kept.blocks) for kept in self.sequences)
+
+    @property
+    def num_given_up_on_demand(self) -> int:
+        """Number of blocks that only finished sequences own. Another thread may call this and get an outdated count."""
+        times = Counter(block for kept in list(self.sequences) for block in list(kept.blocks))
+        return sum(self.pool.num_owners[block] == count for block, count in times.items())
+
+    def has_begun(self, sequence: Sequence) -> bool:
+        """Whether some but not all of a sequence's tokens have been fed."""
+        return self.begun is not None and self.begun.sequence is sequence
+
+    def beginning_of(self, sequence: Sequence, is_alone: bool) -> tuple[list[int], int]:
+        """Returns blocks that hold a prefix of a waiting sequence and the prefix's number of tokens, often none and 0.
+
+        `is_alone`: whether the sequence is prefilled for itself. The blocks still belong to their owner.
+        """
+        if self.begun is not None and self.begun.sequence is sequence:
+            return self.begun.blocks, self.begun.num_fed
+        finished = sequence.begins_from
+        if finished in self.sequences and is_alone and not sequence.tokens:
+            return finished.blocks, finished.num_fed
+        return [], 0
+
+    def take_beginning(self, sequence: Sequence, is_alone: bool) -> tuple[list[int], int]:
+        """`beginning_of`, but the blocks belong to the caller from now on."""
+        blocks, num_fed = self.beginning_of(sequence, is_alone)
+        if self.has_begun(sequence):
+            self.begun = None
+        elif num_fed:
+            assert sequence.begins_from is not None
+            del self.sequences[sequence.begins_from]
+            sequence.begins_from.blocks = []
+        return blocks, num_fed
+
+    def give_up_sequence(self, wanted: Sequence | None = None) -> bool:
+        """Frees the blocks of the oldest finished sequence, `wanted` last; returns False if there is none."""
+        if not self.sequences:
+            return False
+        oldest = min(self.sequences, key=lambda kept: kept is wanted)
+        del self.sequences[oldest]
+        self.pool.release(oldest.blocks)
+        return True
+
+    def give_up_begun(self) -> bool:
+        """Frees the blocks of the sequence fed in part, which starts over; returns False if there is none."""
+        if self.begun is None:
+            return False
+        self.pool.release(self.begun.blocks)
+        self.begun = None
+        return True
+
+    def give_up_prompt(self, prompt: Prompt) -> None:
+        """Frees a prompt's blocks. They are not allocated before this turn's prefills and copies have run."""
+        self.prompts.remove(prompt)
+        self.pool.release(prompt.blocks)
+
+    def give_up_one(self) -> bool:
+        """Frees the kept blocks that are cheapest to lose; returns False if nothing is kept."""
+        if self.give_up_sequence() or self.give_up_begun():
+            return True
+        if not self.prompts:
+            return False
+        self.give_up_prompt(self.prompts[-1])
+        return True
+
+
+class Starts:
+    """Starts sequences on blocks of `block_size` tokens, from their first token or from a prefix that `kept` holds."""
+
+    def __init__(self, kept: KeptBlocks, block_size: int) -> None:
+        self._kept, self._pool, self._block_size = kept, kept.pool, block_size
+
+    def num_to_prefill(self, sequence: Sequence) -> int:
+        """Number of tokens that are fed before a waiting sequence draws: 0 if its prompt's blocks exist."""
+        if sequence.prompt.blocks and not sequence.tokens:
+            return 0
+        return len(sequence) - self._kept.beginning_of(sequence, _is_alone(sequence))[1]
+
+    def num_blocks(self, sequence: Sequence, is_kept: bool) -> int:
+        """Number of blocks that a waiting sequence takes at its start; with `is_kept` its prompt has some already."""
+        is_alone = _is_alone(sequence)
+        there = len(self._kept.beginning_of(sequence, is_alone)[0])
+        if is_alone:
+            return max(0, self._num_blocks_for(len(sequence)) - there)
+        prompt_length = len(sequence.prompt.tokens)
+        kept = 0 if is_kept else self._num_blocks_for(prompt_length) - there
+        return kept + (1 if prompt_length % self._block_size else 0)
+
+    def make_room(self, sequence: Sequence, others_run: bool) -> bool:
+        """Whether there are blocks to start a sequence; frees blocks of finished sequences if it needs them."""
+        can_grow = self._num_blocks_for(sequence.most_fed) > self._num_blocks_for(len(sequence))
+        spare = 1 if others_run and can_grow else 0  # without it the new sequence would be the next one preempted
+        while self.num_blocks(sequence, bool(sequence.prompt.blocks)) + spare > len(self._pool.free):
+            if not self._kept.give_up_sequence(wanted=sequence.begins_from):
+                return False
+        return True
+
+    def start(self, sequence: Sequence, admission: Admission) -> None:
+        """Gives a sequence its blocks, and adds its prefill and copies to `admission`."""
+        prompt = sequence.prompt
+        if _is_alone(sequence):
+            sequence.blocks, first = self._take_blocks(sequence)
+            admission.prefills.append(_prefill_of(sequence, sequence.blocks, first))
+        else:
+            if not prompt.blocks:
+                prompt.blocks, first = self._take_blocks(sequence)
+                self._kept.prompts.append(prompt)
+                admission.prefills.append(_prefill_of(prompt, prompt.blocks, first))
+            self._fork(sequence, admission)
+        prompt.num_waiting -= 0 if sequence.tokens else 1
+        admission.sequences.append(sequence)
+
+    def feed_chunk(self, sequence: Sequence, num_tokens: int, admission: Admission) -> None:
+        """Feeds the next `num_tokens` of a sequence that keeps waiting, with blocks for all its tokens."""
+        blocks, first = self._take_blocks(sequence)
+        last = first + num_tokens
+        self._kept.begun = Begun(sequence, blocks, last)
+        admission.prefills.append(_prefill_of(sequence, blocks, first, last))
+
+    def _take_blocks(self, sequence: Sequence) -> tuple[list[int], int]:
+        """Returns the blocks to prefill a waiting sequence into, and the number of tokens that they already hold."""
+        is_alone = _is_alone(sequence)
+        blocks, num_fed = self._kept.take_beginning(sequence, is_alone)
+        missing = max(0, self._num_blocks_for(len(sequence)) - len(blocks))
+        return blocks + self._pool.allocate(missing, highest=not is_alone), num_fed
+
+    def _fork(self, sequence: Sequence, admission: Admission) -> None:
+        """Shares the prompt's full blocks and copies the last partial one."""
+        prompt = sequence.prompt
+        num_full, num_rest = divmod(len(prompt.tokens), self._block_size)
+        sequence.blocks = self._pool.share(prompt.blocks[:num_full])
+        if num_rest:
+            sequence.blocks += self._pool.allocate(1)
+            admission.copies.append(Copy(prompt.blocks[num_full], sequence.blocks[num_full], num_rest))
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+
+def _is_alone(sequence: Sequence) -> bool:
+    """Whether a sequence is prefilled for itself: a preempted one, or the last sample of its prompt."""
+    prompt = sequence.prompt
+    return bool(sequence.tokens) or (not prompt.blocks and prompt.num_waiting == 1)
+
+
+def _prefill_of(owner: Prompt | Sequence, blocks: list[int], first: int, last: int | None = None) -> Prefill:
+    tokens = owner.tokens if isinstance(owner, Prompt) else owner.prompt.tokens + owner.tokens
+    return Prefill(owner, tokens, list(blocks), first, len(tokens) if last is None else last)
+
+
+class WaitingLine:
+    """The line of waiting sequences.
+
+    Args:
+        kept: knows the sequence of whose tokens some have been fed, which stays first.
+    """
+
+    def __init__(self, kept: KeptBlocks):
+        self._kept = kept
+        self._lines: dict[str, deque[Sequence]] = {}  # by share, none empty; least recently served first
+        self.num_running: Counter[str] = Counter()
+        """Number of running rows of each share."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lines.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Yields all sequences in the order in which they would start if no running sequence ended."""
+        if len(self._lines) == 1:
+            yield from next(iter(self._lines.values()))
+            return
+        coming = WaitingLine(self._kept)
+        coming._lines = {share: line.copy() for share, line in self._lines.items()}
+        coming.num_running = self.num_running.copy()
+        while coming:
+            yield coming.start_first()
+
+    @property
+    def first(self) -> Sequence:
+        """The sequence that starts next."""
+        begun = self._kept.begun
+        if begun is not None and len(self._lines) > 1:
+            line = self._lines.get(begun.sequence.share)
+            if line and line[0] is begun.sequence:
+                return begun.sequence
+        return self._lines[self._first_share][0]
+
+    @property
+    def _first_share(self) -> str:
+        return min(self._lines, key=self.num_running.__getitem__)
+
+    @property
+    def largest_share(self) -> str:
+        """The share with the most running rows."""
+        return max(self.num_running, key=self.num_running.__getitem__)
+
+    @property
+    def num_shares(self) -> int:
+        """Number of shares with waiting or running sequences."""
+        return len(self._lines.keys() | {share for share, count in self.num_running.items() if count})
+
+    def append(self, sequence: Sequence) -> None:
+        """Appends a sequence to its share's line."""
+        self._lines.setdefault(sequence.share, deque()).append(sequence)
+
+    def append_first(self, sequence: Sequence) -> None:
+        """Puts a sequence at the head of its share's line."""
+        self._lines.setdefault(sequence.share, deque()).appendleft(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Removes a sequence from its share's line."""
+        self._lines[sequence.share].remove(sequence)
+        self._drop_if_empty(sequence.share)
+
+    def start_first(self) -> Sequence:
+        """Removes the first sequence, which counts as running until `leave`."""
+        sequence = self.first
+        line = self._lines.pop(sequence.share)
+        line.popleft()
+        if line:
+            self._lines[sequence.share] = line  # after the other shares
+        self.num_running[sequence.share] += 1
+        return sequence
+
+    def leave(self, sequence: Sequence) -> None:
+        """Stops counting a sequence as running."""
+        self.num_running[sequence.share] -= 1
+        if not self.num_running[sequence.share]:
+            del self.num_running[sequence.share]
+
+    def _drop_if_empty(self, share: str) -> None:
+        if not self._lines[share]:
+            del self._lines[share]
