@@ -25,12 +25,15 @@ ENVIRONMENTS := $(VERSIONS:%=.venv-torch-%/installed)
 # The real model of `make real`, which the tests look for.
 REAL_MODEL := .venv/smollm2
 
+# The documentation as a site.
+SITE := docs/_site
+
 # Everything there is to learn from a GPU, or with DEVICE=cpu its rehearsal; needs no .venv and no network.
 DEVICE ?= cuda
 RESULTS ?= $(if $(filter cpu,$(DEVICE)),runs/gpu-rehearsal,benchmarks/results/gpu)
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: help demo quick test real clients attack fuzz soak fuzz-serving parity kernels launches check lint types wheel versions clean gpu
+.PHONY: help demo quick test real clients attack fuzz soak fuzz-serving parity kernels launches check lint types wheel docs versions clean gpu
 .DELETE_ON_ERROR:
 
 help:
@@ -48,7 +51,8 @@ help:
 	@echo 'make kernels compile every Triton kernel in every form for an H100, without one'
 	@echo 'make launches   compile and launch them from ops and engines by Triton'"'"'s own launcher, without a GPU, with'
 	@echo '             TRITONS="$(TRITONS)" and the newest; tables in runs/launches; ten minutes each'
-	@echo 'make check   format, lint, import directions, types and the wheel in an empty environment'
+	@echo 'make check   format, lint, import directions, types, the wheel in an empty environment, and the documentation'
+	@echo 'make docs    build the documentation as a site in $(SITE), with search and an API reference'
 	@echo 'make versions   run the tests of sharding with other releases of torch, each in an environment of its own:'
 	@echo '             VERSIONS="$(VERSIONS)"; 6 GB each'
 	@echo 'make gpu     everything there is to learn from a GPU, part by part, into $(RESULTS); one: make gpu-smoke;'
@@ -137,7 +141,17 @@ gpu:
 gpu-%: FORCE
 	$(GPU_PYTHON) benchmarks/gpu_day.py --only $* --device $(DEVICE) --results $(RESULTS)
 
-check: lint types wheel
+check: lint types wheel docs
+
+# Links and examples are checked; a warning is an error.
+docs: .venv/docs-installed
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs -d .venv/docs . $(SITE)
+	$(BIN)/python -m pytest tests/properties/test_examples.py
+	@echo 'open $(SITE)/index.html'
+
+.venv/docs-installed: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt 'hybrid-engine[docs]'
+	@touch $@
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -208,7 +222,7 @@ endef
 export IMPORT_EVERYTHING
 
 clean:
-	rm -rf .venv .venv-check .venv-torch-* .venv-clients-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-check .venv-torch-* .venv-clients-* $(SITE) docs/api build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 FORCE:

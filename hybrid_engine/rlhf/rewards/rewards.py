@@ -1,8 +1,11 @@
 """The rewards of a run: they score answers, and an error names the reward and the prompt.
 
-rewards.check_columns(rows) for row in rows:
-    rewards.check_row(row)
-scores = rewards(answers)
+    rewards.check_columns(rows)
+    for row in rows:
+        rewards.check_row(row)
+    scores = rewards(answers)
+
+`loading.py` builds one from the options of a recipe, which calls it on the answers of every rollout.
 """
 
 import signal
