@@ -20,7 +20,7 @@ from tune_products import CALLS, ROTATED_BYTES, check_alike, microseconds, read_
 
 from hybrid_engine.ops import QKV, DecodeBatch, KVBlocks, SoftmaxContextOp
 from hybrid_engine.ops import softmax_context_kernels as kernels
-from hybrid_engine.ops.bound_launch import forget_prepared
+from hybrid_engine.ops.dispatch import forget_prepared
 
 BLOCK_SIZE = 64
 

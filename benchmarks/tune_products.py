@@ -21,7 +21,7 @@ import torch
 from common import DTYPES, append_rows, environment, measure_ceilings, parse_run, run_options
 
 from hybrid_engine.ops import QKVGemmOp, VectorMatMulOp, mlp_gemm, qkv_gemm, vector_matmul
-from hybrid_engine.ops.bound_launch import forget_prepared
+from hybrid_engine.ops.dispatch import forget_prepared
 from hybrid_engine.ops.mlp_gemm import up_product
 from hybrid_engine.ops.skinny_gemm import Tiles, choose_tiles
 

@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from hybrid_engine.containers import moe_policy
 from hybrid_engine.containers.llama import LLAMA
-from hybrid_engine.containers.policy import register_policy
+from hybrid_engine.containers.policy import MoEPolicy, register_policy
 
 GPT_OSS = register_policy(
     replace(
@@ -13,6 +12,14 @@ GPT_OSS = register_policy(
         norm="rms_fp32",
         window="sliding_window",
         sinks="self_attn.sinks",
-        moe=moe_policy.GPT_OSS,
+        moe=MoEPolicy(
+            router="mlp.router",
+            scoring="topk_then_softmax",
+            up_bias="gate_up_proj_bias",
+            down_bias="down_proj_bias",
+            is_stored_transposed=True,
+            layout="interleaved",
+            activation=None,
+        ),
     )
 )

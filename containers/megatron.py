@@ -6,8 +6,7 @@ Layers are identified by their submodule names, whatever their class. Query, key
 
 from dataclasses import replace
 
-from hybrid_engine.containers.moe_policy import DEEPSPEED_MOE
-from hybrid_engine.containers.policy import Policy, register_policy
+from hybrid_engine.containers.policy import MoEPolicy, Policy, register_policy
 
 MEGATRON = register_policy(
     Policy(
@@ -21,7 +20,16 @@ MEGATRON = register_policy(
         mlp_norm="post_attention_layernorm",
         up="mlp.dense_h_to_4h",
         down="mlp.dense_4h_to_h",
-        moe=DEEPSPEED_MOE,
+        moe=MoEPolicy(
+            router="mlp.deepspeed_moe.gate.wg",
+            normalizes="norm_topk_prob",
+            experts="mlp.deepspeed_moe.experts.deepspeed_experts",
+            is_list=True,
+            up="dense_h_to_4h",
+            down="dense_4h_to_h",
+            layout="plain",
+            residual=("mlp.mlp.dense_h_to_4h", "mlp.mlp.dense_4h_to_h", "mlp.coefficient"),
+        ),
         position_embedding="language_model.embedding.position_embeddings",
         final_norm="final_layernorm",
     )

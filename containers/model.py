@@ -14,10 +14,7 @@ import torch
 from torch import nn
 
 from hybrid_engine.containers import FAMILIES
-from hybrid_engine.containers.angles import take_angles
-from hybrid_engine.containers.layer import InferenceLayer
-from hybrid_engine.containers.linear import TransposedLinear
-from hybrid_engine.containers.mlp import MoEMLP
+from hybrid_engine.containers.layer import InferenceLayer, MoEMLP
 from hybrid_engine.containers.policy import (
     POLICIES,
     POLICIES_BY_NAMES,
@@ -26,8 +23,16 @@ from hybrid_engine.containers.policy import (
     find_policy,
 )
 from hybrid_engine.containers.quantised import keep_as_loaded
+from hybrid_engine.containers.rotary import take_angles
 from hybrid_engine.containers.tensor_parallel import ALONE, TensorParallel
-from hybrid_engine.containers.views import EmbeddingView, NormView, config_value, has_module, submodule
+from hybrid_engine.containers.views import (
+    EmbeddingView,
+    NormView,
+    TransposedLinear,
+    config_value,
+    has_module,
+    submodule,
+)
 from hybrid_engine.ops import Batch, KVBlocks, VectorMatMulOp
 from hybrid_engine.ops.expert_gemm import ExpertGemmOp
 

@@ -5,6 +5,14 @@ N packed tokens, X experts, E hidden size, I MLP size.
 LoRA on the router and the shared expert fuses as on any linear. peft's `target_parameters` wraps a module once per
 adapted parameter (`ParamWrapper`, https://github.com/huggingface/peft, src/peft/tuners/lora/layer.py). The update of
 expert x is `scale * B_x A_x`, with A stored as `[X r, in]` and B as `[out, r X]`, the expert index last.
+
+Experts that a model keeps as a list of modules are stacked into one tensor, which the grouped product reads.
+DeepSpeed's MoE layers have such lists (deepspeed/moe/experts.py). Their weights are separate, so a view cannot stack
+them: each `bind` copies them into the same buffer.
+
+`ResidualMLP` is DeepSpeed's residual mixture: a dense MLP in addition to the experts, mixed with them by two
+coefficients per token. Source: deepspeed/moe/layer.py (`use_residual`); column 0 of the coefficients weights the
+experts.
 """
 
 from collections.abc import Callable
@@ -13,19 +21,94 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybrid_engine.containers.expert_list import ExpertList
-from hybrid_engine.containers.lasting import LastingBuffer
-from hybrid_engine.containers.linear import LoraAdapter, TransposedLinear, active_adapters, is_linear
-from hybrid_engine.containers.moe_policy import MoEPolicy
-from hybrid_engine.containers.policy import UnsupportedModelError
-from hybrid_engine.containers.residual_moe import ResidualMLP
-from hybrid_engine.containers.tensor_parallel import ALONE, Cut, TensorParallel, cut, join
-from hybrid_engine.containers.views import has_module, submodule
+from hybrid_engine.containers.device import LastingBuffer
+from hybrid_engine.containers.policy import MoEPolicy, UnsupportedModelError
+from hybrid_engine.containers.tensor_parallel import ALONE, Cut, Ranges, TensorParallel, cut, join
+from hybrid_engine.containers.views import (
+    LoraAdapter,
+    TransposedLinear,
+    active_adapters,
+    has_module,
+    is_linear,
+    submodule,
+)
 from hybrid_engine.ops.expert_gemm import CLAMPED_SWIGLU, EXPERT_ACTIVATIONS, ExpertGemmOp
 from hybrid_engine.ops.expert_sum import ExpertSumOp
 from hybrid_engine.ops.mlp_gemm import MLPGemmOp
 from hybrid_engine.ops.moe_gating import MoEGatingOp
+from hybrid_engine.ops.moe_res_matmul import MoEResMatmulOp
 from hybrid_engine.ops.vector_matmul import VectorMatMulOp
+
+
+class ExpertList:
+    """`tensor [X, out, in]` and `bias [X, out]` or None: the linear at `path` of every expert, or this rank's part.
+
+    Raises UnsupportedModelError if an expert has no such linear, or one of another shape.
+    """
+
+    def __init__(
+        self,
+        experts: nn.Module,
+        path: str,
+        name: str,
+        parallel: TensorParallel = ALONE,
+        columns: Ranges | None = None,
+        rows: Ranges | None = None,
+    ):
+        self.name, self.parallel = f"{name}.{path}", parallel
+        self.linears = [
+            TransposedLinear(submodule(expert, path), f"{name}.{index}.{path}", parallel, columns, rows)
+            for index, expert in enumerate(experts.children())
+        ]
+        sizes = {(linear.num_outputs, linear.num_inputs) for linear in self.linears}
+        if len(sizes) != 1:
+            raise UnsupportedModelError(f"{self.name} has linears of {len(sizes)} shapes; expected one")
+        self.shape = (len(self.linears), *sizes.pop())
+        self.tensor = torch.empty(0)  # empty until `bind`
+        self.bias: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Tensors that a forward pass reads."""
+        return [self.tensor] if self.bias is None else [self.tensor, self.bias]
+
+    def bind(self) -> None:
+        """Copies the current parameters, unfused."""
+        for linear in self.linears:
+            linear.bind()
+        self.parallel.wait()
+        self._copy()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Returns 0: the buffer of `fuse_lora` exists already."""
+        return 0
+
+    def fuse_lora(self) -> int:
+        """Copies weights with the active adapters added; returns 0, because the buffer exists already."""
+        if sum(linear.fuse_lora() for linear in self.linears) > 0:
+            self._copy()
+            for linear in self.linears:
+                linear.unfuse_lora()
+        return 0
+
+    def unfuse_lora(self) -> None:
+        """Does nothing: the parameters were never written to, and `bind` copies them again."""
+
+    def _copy(self) -> None:
+        weights, biases = zip(*(linear.pair for linear in self.linears), strict=True)
+        self.tensor = _stacked([weight.t() for weight in weights], self.tensor)
+        self.bias = None if biases[0] is None else _stacked(list(biases), self.bias)
+
+
+def _stacked(parts: list[torch.Tensor], buffer: torch.Tensor | None) -> torch.Tensor:
+    """Stacks the parts into `buffer`, so that its address stays, or into a new one if they do not fit."""
+    first = parts[0]
+    if buffer is None or not buffer.numel() or buffer.dtype != first.dtype or buffer.device != first.device:
+        return torch.stack(parts)
+    for place, part in zip(buffer, parts, strict=True):
+        place.copy_(part)
+    return buffer
 
 
 def unwrap(module: nn.Module, name: str) -> tuple[nn.Module, list[nn.Module]]:
@@ -312,3 +395,42 @@ class MoEBlock:
             return self.expert_sum(outputs, normed.dtype, shared, shared_logit, residual)
         output = self.parallel.all_reduce(self.expert_sum(outputs, normed.dtype, shared, shared_logit, None))
         return output if residual is None else residual + output
+
+
+class ResidualMLP:
+    """The dense MLP of a layer, or this rank's part of it, and the linear that computes the coefficients."""
+
+    def __init__(
+        self,
+        paths: tuple[str, str, str],
+        layer: nn.Module,
+        activation: str,
+        name: str,
+        parallel: TensorParallel = ALONE,
+    ):
+        """`paths` are those of up, down and coefficients.
+
+        Raises UnsupportedModelError if `layer` does not have such linears.
+        """
+        up, down, coefficient = ((submodule(layer, path), f"{name} {path}", parallel) for path in paths)
+        self.size = TransposedLinear(*down).num_inputs
+        part = parallel.even(self.size)
+        self.linears = [
+            TransposedLinear(*up, columns=part),
+            TransposedLinear(*down, rows=part),
+            TransposedLinear(*coefficient),
+        ]
+        self.mlp_gemm, self.vector_matmul, self.mix = (
+            MLPGemmOp(None, 0.0, activation),
+            VectorMatMulOp(),
+            MoEResMatmulOp(),
+        )
+
+    def forward(self, normed: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """Mixes the MLP's output for `normed [N, E]` with the experts' `[N, E]`.
+
+        With several ranks, all are partial sums.
+        """
+        up, down, coefficient = self.linears
+        dense, _ = self.mlp_gemm(normed, None, None, up.pair, down.pair, None, None)
+        return self.mix(experts, self.vector_matmul(normed, *coefficient.pair).softmax(-1), dense)

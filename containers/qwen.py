@@ -5,13 +5,22 @@ Both also exist with a mixture of experts; Qwen2's has one expert that sees ever
 
 from dataclasses import replace
 
-from hybrid_engine.containers import moe_policy
 from hybrid_engine.containers.llama import LLAMA
-from hybrid_engine.containers.policy import register_policy
+from hybrid_engine.containers.policy import MoEPolicy, register_policy
 
 QWEN2 = register_policy(replace(LLAMA, layer_class="Qwen2DecoderLayer", window="sliding_window"))
 
-QWEN2_MOE = register_policy(replace(QWEN2, layer_class="Qwen2MoeDecoderLayer", moe=moe_policy.QWEN2_MOE))
+QWEN2_MOE = register_policy(
+    replace(
+        QWEN2,
+        layer_class="Qwen2MoeDecoderLayer",
+        moe=MoEPolicy(
+            normalizes="norm_topk_prob",
+            shared=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj"),
+            shared_gate="mlp.shared_expert_gate",
+        ),
+    )
+)
 
 QWEN3 = register_policy(
     replace(QWEN2, layer_class="Qwen3DecoderLayer", q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
@@ -19,5 +28,5 @@ QWEN3 = register_policy(
 
 # All its layers are of one kind, whatever kinds the config lists.
 QWEN3_MOE = register_policy(
-    replace(QWEN3, layer_class="Qwen3MoeDecoderLayer", moe=moe_policy.QWEN3_MOE, layer_kinds=None)
+    replace(QWEN3, layer_class="Qwen3MoeDecoderLayer", moe=MoEPolicy(normalizes="norm_topk_prob"), layer_kinds=None)
 )

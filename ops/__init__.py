@@ -8,6 +8,7 @@ from pkgutil import extend_path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hybrid_engine.ops.activation import GatedActivationOp
     from hybrid_engine.ops.batch import (
         QKV,
         Batch,
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     )
     from hybrid_engine.ops.block_copy import BlockCopyOp
     from hybrid_engine.ops.deepspeed_bindings import GELUGemmOp, LinearOp, ResidualAddOp
-    from hybrid_engine.ops.gated_activation import GatedActivationOp
     from hybrid_engine.ops.log_prob import token_logprobs
     from hybrid_engine.ops.mlp_gemm import MLPGemmOp
     from hybrid_engine.ops.norm import NORM_OPS, LayerNormOp, NormOp, RMSNormOp
@@ -59,6 +59,7 @@ __all__ = [
 ]
 
 _NAMES_OF = {
+    "activation": ("GatedActivationOp",),
     "batch": (
         "QKV",
         "Batch",
@@ -72,7 +73,6 @@ _NAMES_OF = {
     ),
     "block_copy": ("BlockCopyOp",),
     "deepspeed_bindings": ("GELUGemmOp", "LinearOp", "ResidualAddOp"),
-    "gated_activation": ("GatedActivationOp",),
     "log_prob": ("token_logprobs",),
     "mlp_gemm": ("MLPGemmOp",),
     "norm": ("NORM_OPS", "LayerNormOp", "NormOp", "RMSNormOp"),

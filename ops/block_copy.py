@@ -6,8 +6,7 @@ Moves 2 * 2 * L * K * num_tokens * D elements per copy, all copies and layers in
 import torch
 
 from hybrid_engine.ops import dispatch
-from hybrid_engine.ops.dispatch import check_tensor, tl, triton, use_triton
-from hybrid_engine.ops.kernel_errors import kernel_or_reference
+from hybrid_engine.ops.dispatch import check_tensor, kernel_or_reference, tl, triton, use_triton
 
 TILE = 1024  # elements of one program
 

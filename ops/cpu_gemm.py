@@ -2,7 +2,7 @@
 
 Which library and which order of memory is faster depends on the maker of the processor, because MKL does:
 
-    Intel   From 2 to 32 rows the compiled product of `cpu_products.py`; else, and where nothing can be compiled, MKL.
+    Intel   From 2 to 32 rows the compiled product of `cpu_kernels.py`; else, and where nothing can be compiled, MKL.
             Up to 128 rows its product is `y^T = W^T x^T`, whose result is stored by columns (strides 1, N): MKL then
             has the few rows as its inner dimension. For 32 rows of 384 and 1024 outputs 69 GFLOP/s, where `x W` reaches
             47 and oneDNN 41; for 1024 inputs 60, 44 and 38. A weight stored [in, out] is better off with `x W`: 57, 32
@@ -27,8 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from hybrid_engine.ops.cpu_kernels import by_rows
-from hybrid_engine.ops.cpu_products import Linear, can_multiply, products
+from hybrid_engine.ops.cpu_kernels import Linear, by_rows, can_multiply, products
 
 # Numbers of rows with compiled products: beyond them MKL, or oneDNN, is as fast or faster.
 INTEL_ROWS, OTHER_ROWS = range(2, 33), range(1, 129)
@@ -104,7 +103,7 @@ def use_onednn(input: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def is_compiled(input: torch.Tensor, linears: Sequence[Linear], residual: torch.Tensor | None = None) -> bool:
-    """Whether `cpu_products.py` computes the products."""
+    """Whether `cpu_kernels.py` computes the products."""
     if len(input) not in (INTEL_ROWS if is_intel() else OTHER_ROWS):
         return False
     is_large = any(weight.numel() > CACHED_ELEMENTS for weight, _ in linears)

@@ -1,14 +1,17 @@
 """The compiled form of a decode step's small operations on a CPU: calls `cpu_kernels.c` with torch tensors.
 
-A third implementation in addition to an op's torch reference and its Triton kernel, for fp32 and bf16. Products are
-left to torch. Eager torch takes ten to thirty operations of 5 to 20 us each where one of these functions takes one
-call.
+A third implementation in addition to an op's torch reference and its Triton kernel, for fp32 and bf16. Eager torch
+takes ten to thirty operations of 5 to 20 us each where one of these functions takes one call.
 
 N rows, E width, H query heads, K key/value heads, G = H / K, D head dimension.
+
+`products` calls `cpu_products.c` for products of a few fp32 rows. Weights are views `[in, out]` of tensors stored
+`[out, in]`; results are stored by columns (strides 1, N), the best order for the input of the next product, unless
+`by_rows` is set.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import Structure, byref, c_double, c_int64, c_void_p
 from functools import partial
@@ -29,6 +32,20 @@ ACTIVATIONS = {"silu": 0, "swish": 0, "relu": 1, "relu2": 2, "gelu": 3, "gelu_ne
 NO_MEMORY, BAD_PLACE = 1, 2
 # Minimum number of values per thread: by estimate, waking another thread for fewer costs more than it saves.
 VALUES_OF_A_THREAD = 16384
+Note = Callable[[str, Callable[[], None]], None]
+_ARGUMENTS: dict[str, list[Any]] = {
+    "norm": [c_void_p] * 6 + [c_int64] * 3 + [c_double] + [c_int64] * 2,
+    "gated_activation": [c_void_p] * 3 + [c_int64] * 5,
+    "by_rows": [c_void_p] * 2 + [c_int64] * 3,
+    "decode_attention": [c_void_p] * 7 + [c_int64] * 3,
+    "log_sum_exp": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_double, c_int64],
+    "exp_rows": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3],
+    "first_largest": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64],
+    "products": [c_void_p] * 2 + [c_int64] * 4,
+}
+THREAD_ELEMENTS = 2**15
+"""Minimum number of weight elements per thread."""
+Linear = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class _Matrix(Structure):
@@ -65,24 +82,11 @@ class _Extras(Structure):
     ]
 
 
-Note = Callable[[str, Callable[[], None]], None]
-
-
 class _Noting(threading.local):
     note: Note | None = None
 
 
 _noting = _Noting()
-_ARGUMENTS: dict[str, list[Any]] = {
-    "norm": [c_void_p] * 6 + [c_int64] * 3 + [c_double] + [c_int64] * 2,
-    "gated_activation": [c_void_p] * 3 + [c_int64] * 5,
-    "by_rows": [c_void_p] * 2 + [c_int64] * 3,
-    "decode_attention": [c_void_p] * 7 + [c_int64] * 3,
-    "log_sum_exp": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_double, c_int64],
-    "exp_rows": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3],
-    "first_largest": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64],
-    "products": [c_void_p] * 2 + [c_int64] * 4,
-}
 
 
 def use_compiled(*tensors: torch.Tensor | None) -> bool:
@@ -327,3 +331,71 @@ def first_largest(values: torch.Tensor) -> torch.Tensor:
         _threads(values.numel()),
     )  # fmt: skip
     return output
+
+
+class _Linear(Structure):
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("row", c_int64)]
+
+
+class _Product(Structure):
+    _fields_ = [
+        *((name, _Linear) for name in ("linear", "gate")),
+        ("activation", c_int64),
+        ("residual", c_void_p),
+        *((name, c_int64) for name in ("residual_row", "residual_column")),
+        ("output", c_void_p),
+        *((name, c_int64) for name in ("row", "column", "width")),
+    ]
+
+
+def can_multiply(input: torch.Tensor, linears: Sequence[Linear], residual: torch.Tensor | None = None) -> bool:
+    """Whether `products` and `activated_product` take these tensors."""
+    if input.dtype != torch.float32:
+        return False
+    for weight, bias in linears:
+        if weight.stride(0) != 1 or not (bias is None or bias.is_contiguous()):
+            return False
+    return use_compiled(input, residual, *(tensor for linear in linears for tensor in linear))
+
+
+def products(
+    input: torch.Tensor, linears: Sequence[Linear], residual: torch.Tensor | None = None, by_rows: bool = False
+) -> list[torch.Tensor]:
+    """`input W + b (+ residual)` for each linear: `[N, out]`."""
+    outputs = [_empty(input, weight.shape[1], by_rows) for weight, _ in linears]
+    _multiply(input, [_product(linear, output, residual) for linear, output in zip(linears, outputs, strict=True)])
+    return outputs
+
+
+def activated_product(input: torch.Tensor, linear: Linear, gate: Linear | None, activation: str) -> torch.Tensor:
+    """`act(gate) * linear`, or `act(linear)` without a gate: `[N, out]`."""
+    output = _empty(input, linear[0].shape[1], False)
+    product = _product(linear, output, None)
+    product.activation = ACTIVATIONS[activation]
+    if gate is not None:
+        product.gate = _linear(gate)
+    _multiply(input, [product])
+    return output
+
+
+def _empty(input: torch.Tensor, width: int, by_rows: bool) -> torch.Tensor:
+    """`[N, width]` like the input, independent of the default dtype and device."""
+    return input.new_empty(len(input), width) if by_rows else input.new_empty(width, len(input)).t()
+
+
+def _linear(linear: Linear) -> _Linear:
+    weight, bias = linear
+    return _Linear(weight.data_ptr(), pointer(bias), weight.stride(1))
+
+
+def _product(linear: Linear, output: torch.Tensor, residual: torch.Tensor | None) -> _Product:
+    strides = (0, 0) if residual is None else residual.stride()
+    added = (pointer(residual), *strides)
+    return _Product(_linear(linear), _Linear(), -1, *added, output.data_ptr(), *output.stride(), output.shape[1])
+
+
+def _multiply(input: torch.Tensor, all: list[_Product]) -> None:
+    num_rows, depth = input.shape
+    num_elements = depth * sum(product.width * (2 if product.gate.weight else 1) for product in all)
+    threads = max(1, min(torch.get_num_threads(), num_elements // THREAD_ELEMENTS))
+    call("products", matrix(input), (_Product * len(all))(*all), len(all), num_rows, depth, threads)

@@ -23,22 +23,27 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from hybrid_engine.ops.cache_folder import cache_folder
 from hybrid_engine.ops.dispatch import say_once
 
 SOURCES = [Path(__file__).with_name(name) for name in ("cpu_kernels.c", "cpu_products.c")]
 HEADERS = [Path(__file__).with_name("cpu_values.h")]
 # Sums may be reordered and vectorized; NaN and infinity are preserved, unlike under -ffast-math.
 OPTIONS = ["-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp"]
-OPTIONS += ["-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"]
-# Otherwise the sums of a product, which fill the registers, are regrouped into more than there are registers.
-OPTIONS += ["-fno-tree-reassoc"]
 X86_OPTIONS = ["-march=native", "-mprefer-vector-width=512"]
 OTHER_OPTIONS = ["-mcpu=native"]
 DIGEST_BYTES = 32
 COMPILE_SECONDS = 120
 # A compilation older than this was killed, and its file may be removed.
 STALE_SECONDS = 3600
+VARIABLE = "HYBRID_ENGINE_CACHE"
+"""Environment variable: the folder, by default `hybrid-engine` in $XDG_CACHE_HOME or ~/.cache."""
+
+
+OPTIONS += ["-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"]
+
+
+# Otherwise the sums of a product, which fill the registers, are regrouped into more than there are registers.
+OPTIONS += ["-fno-tree-reassoc"]
 
 
 class NotBuilt(Exception):
@@ -175,3 +180,9 @@ def remove_stale(folder: Path) -> None:
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > STALE_SECONDS:
                 path.unlink()
+
+
+def cache_folder(kind: str) -> Path:
+    """The folder for files of one kind; it need not exist yet."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybrid-engine"
+    return Path(os.environ.get(VARIABLE) or base) / kind

@@ -24,8 +24,7 @@ import torch
 from hybrid_engine.ops import dispatch
 from hybrid_engine.ops.activation import ACTIVATIONS
 from hybrid_engine.ops.cpu_gemm import linear_transposed
-from hybrid_engine.ops.dispatch import check_tensor, tl, triton, use_triton
-from hybrid_engine.ops.kernel_errors import kernel_or_reference
+from hybrid_engine.ops.dispatch import check_tensor, kernel_or_reference, tl, triton, use_triton
 from hybrid_engine.ops.mlp_gemm import up_in_torch, up_product
 from hybrid_engine.ops.skinny_gemm import takes_rows
 from hybrid_engine.ops.vector_matmul import VectorMatMulOp

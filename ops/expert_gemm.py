@@ -26,8 +26,16 @@ import torch
 
 from hybrid_engine.ops.activation import ACTIVATIONS, activate
 from hybrid_engine.ops.cpu_gemm import linear_transposed
-from hybrid_engine.ops.dispatch import check_tensor, launch, next_power_of_2, tl, triton, use_triton
-from hybrid_engine.ops.kernel_errors import is_replaced, kernel_or_reference
+from hybrid_engine.ops.dispatch import (
+    check_tensor,
+    is_replaced,
+    kernel_or_reference,
+    launch,
+    next_power_of_2,
+    tl,
+    triton,
+    use_triton,
+)
 from hybrid_engine.ops.moe_gating import Routing
 from hybrid_engine.ops.skinny_gemm import multiply
 

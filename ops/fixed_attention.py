@@ -23,9 +23,8 @@ from torch.nn.utils.rnn import pad_sequence
 from hybrid_engine.ops.batch import Context, DecodeBatch, KVBlocks, PrefillBatch, read_context, write_rows
 from hybrid_engine.ops.dispatch import use_triton
 from hybrid_engine.ops.fixed_attention_kernel import Queries, attend_by_kernel, of_cache, of_packed, of_padded
-from hybrid_engine.ops.grouped_attention import attend_grouped
-from hybrid_engine.ops.place_free import place_free_rows
-from hybrid_engine.ops.softmax_context import like_lengths
+from hybrid_engine.ops.fixed_shapes import place_free_rows
+from hybrid_engine.ops.softmax_context import attend_grouped, like_lengths
 
 # Padded number of rows in a product of a decode row, or of its G heads: 8 cost less for a batch of decode rows than 32.
 TILES_OF_ROWS = (8, 12)

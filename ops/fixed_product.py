@@ -5,14 +5,29 @@
 One tile size for every M; K is processed from its start in steps of one size and never split; one compiled kernel for a
 layer's prefill, decode and training. The number of rows is a run-time argument only, so that another number of rows
 cannot compile to other instructions. Padding rows are zeros, and no row enters the sums of another.
+
+Sums, softmaxes and norms along rows, which a library would split:
+
+    sum, mean, logsumexp                 one number of each row
+    _softmax, _log_softmax               along each row
+    layer norm                           y = (x - mean) rstd gamma + beta,   rstd = 1 / sqrt(mean((x - mean)^2) + eps)
+    rms norm                             y = x rstd gamma,                   rstd = 1 / sqrt(mean(x^2) + eps)
+
+One program takes one row from its start, in chunks whose size depends only on the width. No argument of a kernel
+depends on the number of rows, so that all rows are computed by the same instructions. In fp32.
 """
 
 from typing import NamedTuple
 
 import torch
 
-from hybrid_engine.ops.dispatch import launch, tl, triton
+from hybrid_engine.ops.dispatch import launch, next_power_of_2, tl, triton
 from hybrid_engine.ops.skinny_gemm import Weights, multiply, weights_of
+
+NUM_STAGES = 4
+MAX_CHUNK = 4096
+REDUCTIONS = ("sum", "mean", "logsumexp")
+SOFTMAXES = ("_softmax", "_log_softmax")
 
 
 class FixedTile(NamedTuple):
@@ -25,7 +40,6 @@ class FixedTile(NamedTuple):
 
 # Tensor cores take 64 rows at a time. fp32 runs on FMAs, where padding rows would cost as much as others.
 TILE_16_BITS, TILE_FP32 = FixedTile(64, 64, 64), FixedTile(32, 64, 32)
-NUM_STAGES = 4
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -78,3 +92,129 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     """`x` dense, at the alignment of new tensors: another alignment would compile to another kernel."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+@triton.jit
+def _row_sum(x_ptr, width, CHUNK: tl.constexpr):
+    total = tl.zeros([CHUNK], tl.float32)
+    for start in range(0, width, CHUNK):
+        place = start + tl.arange(0, CHUNK)
+        total += tl.load(x_ptr + place, mask=place < width, other=0.0).to(tl.float32)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def top_and_sum_of_row(x_ptr, width, divisor, CHUNK: tl.constexpr):
+    """The largest of `x / divisor`, 0 if nothing is above -inf, and the sum of exp(x / divisor - largest)."""
+    highest = tl.full([CHUNK], float("-inf"), tl.float32)
+    for start in range(0, width, CHUNK):
+        place = start + tl.arange(0, CHUNK)
+        x = tl.load(x_ptr + place, mask=place < width, other=float("-inf")).to(tl.float32)
+        highest = tl.maximum(highest, tl.div_rn(x, divisor))
+    top = tl.max(highest, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros([CHUNK], tl.float32)
+    for start in range(0, width, CHUNK):
+        place = start + tl.arange(0, CHUNK)
+        x = tl.load(x_ptr + place, mask=place < width, other=float("-inf")).to(tl.float32)
+        total += tl.exp(tl.div_rn(x, divisor) - top)
+    return top, tl.sum(total, 0)
+
+
+@triton.jit
+def reduce_rows_kernel(x_ptr, y_ptr, width, KIND: tl.constexpr, CHUNK: tl.constexpr):
+    """One number of each row of x."""
+    row = tl.program_id(0).to(tl.int64)
+    if KIND == "logsumexp":
+        top, total = top_and_sum_of_row(x_ptr + row * width, width, 1.0, CHUNK)
+        result = top + tl.log(total)
+    else:
+        result = _row_sum(x_ptr + row * width, width, CHUNK)
+        if KIND == "mean":
+            result = result / width
+    tl.store(y_ptr + row, result.to(y_ptr.dtype.element_ty))
+
+
+@triton.jit
+def softmax_rows_kernel(x_ptr, y_ptr, width, KIND: tl.constexpr, CHUNK: tl.constexpr):
+    """The softmax of each row of x, or its logarithm."""
+    row = tl.program_id(0).to(tl.int64) * width
+    top, total = top_and_sum_of_row(x_ptr + row, width, 1.0, CHUNK)
+    for start in range(0, width, CHUNK):
+        place = start + tl.arange(0, CHUNK)
+        x = tl.load(x_ptr + row + place, mask=place < width, other=0.0).to(tl.float32) - top
+        y = tl.exp(x) / total if KIND == "_softmax" else x - tl.log(total)
+        tl.store(y_ptr + row + place, y.to(y_ptr.dtype.element_ty), mask=place < width)
+
+
+@triton.jit
+def norm_rows_kernel(
+    x_ptr, gamma_ptr, beta_ptr, y_ptr, mean_ptr, rstd_ptr, width, eps, KIND: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """KIND "layer" or "rms"; gamma_ptr and beta_ptr may be None. Writes the statistics, which gradients need."""
+    row = tl.program_id(0).to(tl.int64)
+    mean = 0.0
+    if KIND == "layer":
+        mean = _row_sum(x_ptr + row * width, width, CHUNK) / width
+        tl.store(mean_ptr + row, mean)
+    squares = tl.zeros([CHUNK], tl.float32)
+    for start in range(0, width, CHUNK):
+        place = start + tl.arange(0, CHUNK)
+        x = tl.load(x_ptr + row * width + place, mask=place < width, other=0.0).to(tl.float32)
+        centered = tl.where(place < width, x - mean, 0.0)
+        squares += centered * centered
+    rstd = tl.rsqrt(tl.sum(squares, 0) / width + eps)
+    tl.store(rstd_ptr + row, rstd)
+    for start in range(0, width, CHUNK):
+        place = start + tl.arange(0, CHUNK)
+        x = tl.load(x_ptr + row * width + place, mask=place < width, other=0.0).to(tl.float32)
+        y = (x - mean) * rstd
+        if gamma_ptr is not None:
+            y *= tl.load(gamma_ptr + place, mask=place < width, other=0.0).to(tl.float32)
+        if beta_ptr is not None:
+            y += tl.load(beta_ptr + place, mask=place < width, other=0.0).to(tl.float32)
+        tl.store(y_ptr + row * width + place, y.to(y_ptr.dtype.element_ty), mask=place < width)
+
+
+def chunk_of(width: int) -> int:
+    """Elements of a row that are processed at a time."""
+    return min(MAX_CHUNK, next_power_of_2(width))
+
+
+def reduce_rows(kind: str, input: torch.Tensor, keepdim: bool, dtype: torch.dtype) -> torch.Tensor:
+    """`input [..., E]` -> `[...]` or `[..., 1]` in `dtype`; `kind` one of REDUCTIONS."""
+    rows = aligned(input)
+    output = input.new_empty((*input.shape[:-1], 1), dtype=dtype)
+    _launch_rows(reduce_rows_kernel, rows, output, KIND=kind)
+    return output if keepdim else output.squeeze(-1)
+
+
+def softmax_rows(kind: str, input: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`input [..., E]` -> the same shape in `dtype`; `kind` one of SOFTMAXES."""
+    rows = aligned(input)
+    output = rows.new_empty(rows.shape, dtype=dtype)
+    _launch_rows(softmax_rows_kernel, rows, output, KIND=kind)
+    return output
+
+
+def norm_rows(
+    kind: str, input: torch.Tensor, gamma: torch.Tensor | None, beta: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The norm of `input [..., E]`, and the means and rstds `[..., 1]` fp32; RMS norms do not set the means."""
+    rows = aligned(input)
+    output = torch.empty_like(rows)
+    mean, rstd = (rows.new_empty((*rows.shape[:-1], 1), dtype=torch.float32) for _ in range(2))
+    width = rows.shape[-1]
+    if rows.numel():
+        launch(
+            norm_rows_kernel, (rows.numel() // width,), rows, gamma, beta, output, mean, rstd, width, eps,
+            device=rows.device, KIND=kind, CHUNK=chunk_of(width), num_warps=4,
+        )  # fmt: skip
+    return output, mean, rstd
+
+
+def _launch_rows(kernel: object, rows: torch.Tensor, output: torch.Tensor, **kind: str) -> None:
+    width = rows.shape[-1]
+    if rows.numel():
+        grid = (rows.numel() // width,)
+        launch(kernel, grid, rows, output, width, device=rows.device, CHUNK=chunk_of(width), num_warps=4, **kind)

@@ -11,19 +11,19 @@ Inside `FixedShapes` every operation that reaches PyTorch's kernels is of one of
     reductions    along the last dimension of contiguous rows, never with one row split over threads
     the others    sums, products and quotients of elements, comparisons, copies, views: one rounding or none
 
-This describes a CPU. On devices with kernels, `fixed_product.py` computes products and `fixed_rows.py` operations along
+This describes a CPU. On devices with kernels, `fixed_product.py` computes products and operations along
 rows; functions of elements are torch's there, in which a thread computes one element after the other.
 
 Any other operation is refused by name, which is better than a result that is almost the same. A dispatch mode is below
 autograd, which therefore derives the gradients of the operations as they were called; they are the usual ones.
 
 The sizes of pieces were found by trial with 1 and 2 threads on a Xeon (torch 2.13): the bits of a row do not depend on
-its place or the other rows. The number of rows of a product is tried on each processor (`place_free.py`). With another
-number of threads a product of many inputs is summed in another order, so that number must be the same wherever bits are
-compared.
+its place or the other rows. The number of rows of a product is tried on each processor (`place_free_rows`). With
+another number of threads a product of many inputs is summed in another order, so that number must be the same wherever
+bits are compared.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -31,14 +31,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid_engine.ops.dispatch import use_triton
-from hybrid_engine.ops.fixed_product import fixed_product
-from hybrid_engine.ops.fixed_rows import REDUCTIONS as REDUCTION_KERNELS
-from hybrid_engine.ops.fixed_rows import SOFTMAXES as SOFTMAX_KERNELS
-from hybrid_engine.ops.fixed_rows import norm_rows, reduce_rows, softmax_rows
-from hybrid_engine.ops.place_free import place_free_rows
+from hybrid_engine.ops.fixed_product import REDUCTIONS as REDUCTION_KERNELS
+from hybrid_engine.ops.fixed_product import SOFTMAXES as SOFTMAX_KERNELS
+from hybrid_engine.ops.fixed_product import fixed_product, norm_rows, reduce_rows, softmax_rows
 
 aten = torch.ops.aten
-
 PIECES_OF_ROWS = (32, 24)
 TRIED_SHAPES = ((16, 16), (77, 90), (300, 40), (384, 16), (1024, 1000))
 # Below the size from which PyTorch splits an operation over threads (32768), and a multiple of every vector width.
@@ -46,6 +43,24 @@ PIECE_ELEMENTS = 16384
 VECTOR_ELEMENTS = 64
 # From this many elements on, a single row is summed by several threads.
 CUT_ELEMENTS = 32768
+FUNCTIONS = (
+    "cos cosh elu erf exp exp2 expm1 gelu hardsigmoid hardswish leaky_relu log log1p log2 mish pow reciprocal "
+    "relu6 rsqrt selu sigmoid silu sin softplus sqrt tan tanh"
+)
+REDUCTIONS = "_log_softmax _softmax logsumexp mean std sum var"
+# One rounding per element, or none; and a loss, which does not belong to a row.
+PLAIN = (
+    "_local_scalar_dense _reshape_alias _to_copy _unsafe_view abs alias amax amin any arange argmax argmin argsort "
+    "as_strided bitwise_and bitwise_not bitwise_or cat ceil chunk clamp clamp_max clamp_min clone "
+    "constant_pad_nd contiguous copy detach diagonal div embedding empty empty_like empty_permuted empty_strided eq "
+    "expand fill flip floor full full_like gather ge gt index index_add index_copy index_put index_select "
+    "is_same_size isinf isnan le lift_fresh lt masked_fill masked_scatter max maximum min minimum mul narrow "
+    "ne neg new_empty new_empty_strided new_full new_ones new_zeros nll_loss_forward nonzero ones ones_like permute "
+    "relu remainder repeat resize roll scalar_tensor scatter select sign slice slice_scatter sort split "
+    "split_with_sizes squeeze stack t threshold topk transpose tril triu unbind unfold unsqueeze view where zero "
+    "zeros zeros_like"
+)
+Trial = Callable[[int, torch.Generator], Iterable[torch.Tensor]]
 
 
 class NotExactError(RuntimeError):
@@ -193,25 +208,6 @@ def _plain(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-FUNCTIONS = (
-    "cos cosh elu erf exp exp2 expm1 gelu hardsigmoid hardswish leaky_relu log log1p log2 mish pow reciprocal "
-    "relu6 rsqrt selu sigmoid silu sin softplus sqrt tan tanh"
-)
-REDUCTIONS = "_log_softmax _softmax logsumexp mean std sum var"
-# One rounding per element, or none; and a loss, which does not belong to a row.
-PLAIN = (
-    "_local_scalar_dense _reshape_alias _to_copy _unsafe_view abs alias amax amin any arange argmax argmin argsort "
-    "as_strided bitwise_and bitwise_not bitwise_or cat ceil chunk clamp clamp_max clamp_min clone "
-    "constant_pad_nd contiguous copy detach diagonal div embedding empty empty_like empty_permuted empty_strided eq "
-    "expand fill flip floor full full_like gather ge gt index index_add index_copy index_put index_select "
-    "is_same_size isinf isnan le lift_fresh lt masked_fill masked_scatter max maximum min minimum mul narrow "
-    "ne neg new_empty new_empty_strided new_full new_ones new_zeros nll_loss_forward nonzero ones ones_like permute "
-    "relu remainder repeat resize roll scalar_tensor scatter select sign slice slice_scatter sort split "
-    "split_with_sizes squeeze stack t threshold topk transpose tril triu unbind unfold unsqueeze view where zero "
-    "zeros zeros_like"
-)
-
-
 def _rules() -> dict[str, Callable[..., Any]]:
     """The rule of each operation of `aten` by name; in-place operations have their own names."""
     rules: dict[str, Callable[..., Any]] = {"mm": _mm, "addmm": _addmm, "bmm": _bmm, "native_layer_norm": _layer_norm}
@@ -246,3 +242,16 @@ class FixedShapes(TorchDispatchMode):
         if not any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in outputs):
             return result  # integers and flags are exact
         raise NotExactError(f"{func} is not known to give a row the same bits in every batch")
+
+
+def place_free_rows(choices: Sequence[int], trial: Trial) -> int:
+    """The first choice for which all rows of `trial` are equal; if there is none, the first choice.
+
+    `trial(num_rows, generator)` yields products `[..., num_rows, n]` of identical rows. An engine compares bits when it
+    is built, and refuses if they differ, so a difference that a trial misses is still found.
+    """
+    for num_rows in choices:
+        products = trial(num_rows, torch.Generator().manual_seed(0))
+        if all(torch.equal(product, product[..., :1, :].expand_as(product)) for product in products):
+            return num_rows
+    return choices[0]

@@ -26,8 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from hybrid_engine.ops import linear_log_prob_kernels as kernels
 from hybrid_engine.ops.cpu_gemm import mkl_leaves_half, product_over_rows
-from hybrid_engine.ops.dispatch import check_tensor, use_triton
-from hybrid_engine.ops.kernel_errors import kernel_or_reference
+from hybrid_engine.ops.dispatch import check_tensor, kernel_or_reference, use_triton
 from hybrid_engine.ops.linear_log_prob_tiles import (
     PLAIN,
     Head,

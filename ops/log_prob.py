@@ -14,10 +14,8 @@ from typing import Any
 import torch
 
 from hybrid_engine.ops import cpu_kernels
-from hybrid_engine.ops.dispatch import launch, tl, triton, use_triton
-from hybrid_engine.ops.fixed_product import aligned
-from hybrid_engine.ops.fixed_rows import chunk_of, top_and_sum_of_row
-from hybrid_engine.ops.kernel_errors import kernel_or_reference
+from hybrid_engine.ops.dispatch import kernel_or_reference, launch, tl, triton, use_triton
+from hybrid_engine.ops.fixed_product import aligned, chunk_of, top_and_sum_of_row
 
 
 @triton.jit

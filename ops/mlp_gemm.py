@@ -16,13 +16,10 @@ fused [in, 2I] weight is passed as two views of its columns.
 import torch
 
 from hybrid_engine.ops import cpu_kernels
-from hybrid_engine.ops.activation import ACTIVATIONS, activate
-from hybrid_engine.ops.bound_launch import Launch, prepared
+from hybrid_engine.ops.activation import ACTIVATIONS, activate, activate_and_multiply
 from hybrid_engine.ops.cpu_gemm import is_compiled, linear_transposed
-from hybrid_engine.ops.cpu_products import Linear, activated_product
-from hybrid_engine.ops.dispatch import tl, triton, use_triton
-from hybrid_engine.ops.gated_activation import activate_and_multiply
-from hybrid_engine.ops.kernel_errors import kernel_or_reference
+from hybrid_engine.ops.cpu_kernels import Linear, activated_product
+from hybrid_engine.ops.dispatch import Launch, kernel_or_reference, prepared, tl, triton, use_triton
 from hybrid_engine.ops.norm import NORM_OPS
 from hybrid_engine.ops.skinny_gemm import (
     NO_WEIGHTS,

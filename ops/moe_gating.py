@@ -20,8 +20,16 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from hybrid_engine.ops.dispatch import check_tensor, launch, next_power_of_2, say_once, tl, triton, use_triton
-from hybrid_engine.ops.kernel_errors import kernel_or_reference
+from hybrid_engine.ops.dispatch import (
+    check_tensor,
+    kernel_or_reference,
+    launch,
+    next_power_of_2,
+    say_once,
+    tl,
+    triton,
+    use_triton,
+)
 
 SCORINGS = ("softmax_then_topk", "topk_then_softmax")
 # Number of logits that one program of the gating kernel holds in registers.

@@ -10,8 +10,15 @@ elements, does 3 N E operations; both products are rounded to the dtype, then th
 
 import torch
 
-from hybrid_engine.ops.dispatch import check_tensor, launch, next_power_of_2, tl, triton, use_triton
-from hybrid_engine.ops.kernel_errors import kernel_or_reference
+from hybrid_engine.ops.dispatch import (
+    check_tensor,
+    kernel_or_reference,
+    launch,
+    next_power_of_2,
+    tl,
+    triton,
+    use_triton,
+)
 
 # Elements of a row that one program mixes.
 MAX_BLOCK = 1024

@@ -17,9 +17,17 @@ import torch
 import torch.nn.functional as F
 
 from hybrid_engine.ops import cpu_kernels
-from hybrid_engine.ops.bound_launch import Launch, prepared
-from hybrid_engine.ops.dispatch import check_tensor, next_power_of_2, say_once, tl, triton, use_triton
-from hybrid_engine.ops.kernel_errors import kernel_or_reference
+from hybrid_engine.ops.dispatch import (
+    Launch,
+    check_tensor,
+    kernel_or_reference,
+    next_power_of_2,
+    prepared,
+    say_once,
+    tl,
+    triton,
+    use_triton,
+)
 
 # A row fits one program's registers: 64 fp32 values per thread at 16 warps.
 MAX_WIDTH = 32768

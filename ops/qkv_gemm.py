@@ -14,10 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from hybrid_engine.ops.bound_launch import Launch, prepared
 from hybrid_engine.ops.cpu_gemm import linears_transposed
-from hybrid_engine.ops.dispatch import tl, triton, use_triton
-from hybrid_engine.ops.kernel_errors import kernel_or_reference
+from hybrid_engine.ops.dispatch import Launch, kernel_or_reference, prepared, tl, triton, use_triton
 from hybrid_engine.ops.norm import NORM_OPS
 from hybrid_engine.ops.skinny_gemm import (
     NO_WEIGHTS,

@@ -13,9 +13,16 @@ from typing import NamedTuple
 
 import torch
 
-from hybrid_engine.ops.sample import SamplingOptions, keyed_uniform, penalize_repetition
-from hybrid_engine.ops.sample_filters import keep_from, kth_largest_by_row, nucleus_threshold
-from hybrid_engine.ops.vocabulary import first_above, first_largest
+from hybrid_engine.ops.sample import (
+    SamplingOptions,
+    first_above,
+    first_largest,
+    keep_from,
+    keyed_uniform,
+    kth_largest_by_row,
+    nucleus_threshold,
+    penalize_repetition,
+)
 
 
 class RowValues(NamedTuple):

@@ -16,11 +16,19 @@ them. Its products are two batched matmuls rather than `scaled_dot_product_atten
 token on a CPU.
 
 N packed tokens, S decoded rows, H query heads, K key/value heads, G = H / K, D head dimension.
+
+`attend_grouped` is attention in which several query heads share a key and value head, by a fused kernel of torch.
+On CUDA flash attention shares heads in 16 bits and without a mask; memory-efficient attention takes fp32 and masks, but
+does not share heads (`check_batch_size_and_num_heads_dense` in PyTorch's
+aten/src/ATen/native/transformers/sdp_utils_cpp.h). cuDNN's takes masks in 16 bits, on the cards and shapes that it
+supports. Other cases run as plain products, which write the scores of all heads. Keys and values are repeated there
+instead: G times their bytes, and no scores.
 """
 
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
 from hybrid_engine.ops import cpu_kernels
 from hybrid_engine.ops import softmax_context_kernels as kernels
@@ -37,9 +45,7 @@ from hybrid_engine.ops.batch import (
     read_context,
     write_rows,
 )
-from hybrid_engine.ops.dispatch import say_once, use_triton
-from hybrid_engine.ops.grouped_attention import attend_grouped
-from hybrid_engine.ops.kernel_errors import kernel_or_reference
+from hybrid_engine.ops.dispatch import kernel_or_reference, say_once, use_triton
 from hybrid_engine.ops.norm import NORM_OPS
 from hybrid_engine.ops.rotary import apply_rotary
 from hybrid_engine.ops.softmax_context_launch import Numbers, attend_by_kernels
@@ -302,3 +308,39 @@ class SoftmaxContextOp:
         if isinstance(batch, EncoderBatch):
             self._check_encoder(qkv, weights)
         return attend_by_kernels(self._numbers, qkv, cache, batch, weights)
+
+
+def attend_grouped(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """torch's `scaled_dot_product_attention` with `enable_gqa`; the result is `[R, H, n, D]`.
+
+    Args:
+        query: `[R, H, n, D]`.
+        key, value: `[R, K, C, D]`; H is a multiple of K.
+        mask: True, or 0, where a query attends to a key; broadcast to `[R, H, n, C]`.
+        is_causal, scale, dropout: as torch's `is_causal`, `scale` and `dropout_p`.
+    """
+    key, value = repeat_where_not_shared(query, key, value, mask)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+
+
+def repeat_where_not_shared(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Key and value, repeated to the heads of `query` on CUDA in fp32 or under a mask; see `attend_grouped`."""
+    group = query.shape[1] // key.shape[1]
+    is_shared = mask is None and query.dtype in (torch.bfloat16, torch.float16)
+    if is_shared or group == 1 or not query.is_cuda:
+        return key, value
+    return key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)

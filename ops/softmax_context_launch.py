@@ -9,8 +9,7 @@ import torch
 
 from hybrid_engine.ops import softmax_context_kernels as kernels
 from hybrid_engine.ops.batch import QKV, DecodeBatch, EncoderBatch, HeadWeights, KVBlocks, PrefillBatch, read_context
-from hybrid_engine.ops.bound_launch import Launch, prepared
-from hybrid_engine.ops.dispatch import IS_INTERPRETED, check_tensor
+from hybrid_engine.ops.dispatch import IS_INTERPRETED, Launch, check_tensor, prepared
 
 Tensors = tuple[torch.Tensor | None, ...]
 """q, k, v, cos, sin, keys, values, q_gamma, k_gamma, sinks, alibi."""

@@ -15,10 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hybrid_engine.ops.bound_launch import Launch, prepared
 from hybrid_engine.ops.cpu_gemm import linear_by_rows, linear_transposed
-from hybrid_engine.ops.dispatch import check_tensor, tl, triton, use_triton
-from hybrid_engine.ops.kernel_errors import kernel_or_reference
+from hybrid_engine.ops.dispatch import Launch, check_tensor, kernel_or_reference, prepared, tl, triton, use_triton
 from hybrid_engine.ops.skinny_gemm import (
     FEW_ROWS,
     NUM_SMS,

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_engine.containers.streams import send_to_device
+from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.rl.preferences import PairLoss
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, check_budget, train_in_parts

@@ -18,7 +18,7 @@ from hybrid_engine.generation import (
     choose_backend,
     common_generate,
 )
-from hybrid_engine.inference.empty import build_empty_model
+from hybrid_engine.inference.checkpoint import build_empty_model
 
 PROMPTS = ["How large is the universe?", "Once upon a time"]
 

@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 import hybrid_engine
-from hybrid_engine.containers.streams import send_to_device
+from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.distributed.processes import get_rank, get_world_size, on_rank_zero
 from hybrid_engine.rl.reward_model import bradley_terry_loss, centring_loss
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, check_budget, train_in_parts

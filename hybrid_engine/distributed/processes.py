@@ -144,7 +144,7 @@ def check_gpu() -> None:
 
 @cache
 def _foreign_memory_at_first(device: torch.device) -> str | None:
-    """Cached: later this process itself holds memory that PyTorch does not count (`containers/device_memory.py`)."""
+    """Cached: later this process itself holds memory that PyTorch does not count (`containers/device.py`)."""
     return foreign_memory_line(device)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from hybrid_engine.containers.layer import InferenceLayer
-from hybrid_engine.containers.linear import active_adapters, carries_lora
 from hybrid_engine.containers.model import find_decoder
+from hybrid_engine.containers.views import active_adapters, carries_lora
 from hybrid_engine.engine.deepspeed_engine import DeepSpeedEngine
 from hybrid_engine.engine.hybrid_engine import HybridEngine
 

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from hybrid_engine.config import EngineConfig
-from hybrid_engine.containers.linear import TransposedLinear
+from hybrid_engine.containers.views import TransposedLinear
 from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
 from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.engine.model_checks import check_generates

@@ -27,8 +27,8 @@ from hybrid_engine import checkpoint
 from hybrid_engine.checkpoint.contents import seed_everything
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.config.checks import check_flag, check_integer, check_path
+from hybrid_engine.containers.device import launching
 from hybrid_engine.containers.quantised import keep_as_loaded
-from hybrid_engine.containers.streams import launching
 from hybrid_engine.distributed.dataloader import build_training_dataloader
 from hybrid_engine.distributed.interrupts import holding_interrupts, restoring_modes
 from hybrid_engine.distributed.presence import naming_who_left
@@ -39,7 +39,7 @@ from hybrid_engine.engine.model_checks import check_training
 from hybrid_engine.generation.memory import describe_memory
 from hybrid_engine.metrics.memory_use import MemoryUse
 from hybrid_engine.metrics.observer import Observer
-from hybrid_engine.ops.kernel_errors import naming_kernels
+from hybrid_engine.ops.dispatch import naming_kernels
 from hybrid_engine.optim.accumulation import GradientAccumulation
 from hybrid_engine.optim.backward_hooks import BackwardHooks
 from hybrid_engine.optim.build import build_lr_scheduler, build_optimizer, cast_parameters

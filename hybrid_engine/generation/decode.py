@@ -28,9 +28,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from hybrid_engine.containers.device import record_event, send_to_device
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.model import InferenceModel
-from hybrid_engine.containers.streams import record_event, send_to_device
 from hybrid_engine.generation.core import PENDING, Sequence
 from hybrid_engine.generation.recorders import StepGraphs, StepTapes, batch_bucket, context_bucket
 from hybrid_engine.generation.sampling import DrawnRows, MixedRows, RowState

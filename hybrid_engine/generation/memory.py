@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from hybrid_engine.config import EngineConfig, HybridEngineConfig
-from hybrid_engine.containers.lasting import LastingBuffer
+from hybrid_engine.containers.device import LastingBuffer
 from hybrid_engine.containers.quantised import stored_tensors
 from hybrid_engine.metrics.host_memory import host_memory_bytes
 from hybrid_engine.metrics.memory_plan import format_bytes, read_bytes

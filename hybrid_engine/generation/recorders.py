@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hybrid_engine.containers.device import LAUNCHES, on_device
 from hybrid_engine.containers.model import InferenceModel
-from hybrid_engine.containers.streams import LAUNCHES, on_device
 from hybrid_engine.ops import cpu_kernels
 
 # Longest contexts are padded up to this times a power of two, which bounds the idle part of attention's grid.

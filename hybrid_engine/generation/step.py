@@ -17,8 +17,8 @@ from contextlib import contextmanager
 
 import torch
 
+from hybrid_engine.containers.device import record_event, send_to_device
 from hybrid_engine.containers.layer import InferenceLayer
-from hybrid_engine.containers.streams import record_event, send_to_device
 from hybrid_engine.generation.core import PENDING, Admission, Copy, Prefill, Prompt, Sequence
 from hybrid_engine.generation.decode import DecodeStep, Draw, OpenStep, TurnModel
 from hybrid_engine.generation.sampling import is_ended

@@ -2,18 +2,24 @@
 
 Only headers are read before everything has been compared: a checkpoint that does not fit changes nothing. One file is
 open at a time, and only this process's part of each tensor is read.
+
+`build_empty_model` builds a checkpoint's model without its weights. `Stored`, `Stacked` and `Joined` are tensors of a
+checkpoint: whole, in one file, or in pieces that the model holds stacked or joined. Reading a part reads only its
+bytes.
 """
 
+import importlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -25,12 +31,137 @@ from transformers.core_model_loading import (
 )
 
 from hybrid_engine.containers.tensor_parallel import Cut, read_whole
-from hybrid_engine.inference.empty import format_of
-from hybrid_engine.inference.stored import Joined, OpenFile, Source, Stacked, Stored, read_part
 
+Bounds = tuple[tuple[int, int], ...]
 NUM_LISTED = 10
 # Buffers that older releases of transformers saved and newer ones compute.
 COMPUTED = re.compile(r"(rotary_emb\.inv_freq|masked_bias|attn\.bias|attention\.bias|embeddings\.position_ids)$")
+FORMATS = ("hybrid_engine.extensions.megatron.checkpoints.loading",)
+"""Modules that implement `CheckpointFormat`."""
+
+
+class Source(Protocol):
+    """The source of a tensor's values."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+
+    def read(self, dim: int, ranges: Bounds) -> torch.Tensor:
+        """Reads ranges of dimension `dim`, to the CPU, in the stored dtype."""
+
+
+def read_part(source: Source, cut: Cut | None, rank: int) -> torch.Tensor:
+    """The part that `rank` holds; the whole without a cut."""
+    if cut is None:
+        return source.read(0, ((0, source.shape[0]),) if source.shape else ())
+    return source.read(cut.dim, cut.ranges[rank])
+
+
+class OpenFile:
+    """The single open file of a checkpoint."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._file: Any = None
+
+    def get(self, path: Path) -> Any:
+        """Opens `path`. Raises ValueError if it is not a safetensors file."""
+        if self._path != path:
+            self.close()
+            try:
+                self._file = safe_open(path, framework="pt").__enter__()
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"checkpoint: {path} cannot be read: {error}; write it again") from error
+            self._path = path
+        return self._file
+
+    def close(self) -> None:
+        """Closes the open file."""
+        if self._file is not None:
+            self._file.__exit__(None, None, None)
+        self._path = self._file = None
+
+
+class Stored:
+    """One tensor of one file."""
+
+    def __init__(self, opened: OpenFile, path: Path, key: str):
+        self.opened, self.path, self.key = opened, path, key
+        self.shape = tuple(opened.get(path).get_slice(key).get_shape())
+
+    def read(self, dim: int, ranges: Bounds) -> torch.Tensor:
+        """Reads ranges of dimension `dim`; no other bytes of the file are read."""
+        file = self.opened.get(self.path)
+        if not self.shape:
+            return file.get_tensor(self.key)
+        stored = file.get_slice(self.key)
+        parts = [stored[(slice(None),) * dim + (slice(start, stop),)] for start, stop in ranges]
+        return _joined(parts, dim)
+
+
+class Stacked:
+    """Tensors of one shape that the model holds along a new first dimension: experts."""
+
+    def __init__(self, parts: Sequence[Source]):
+        self.parts = parts
+        self.shape = (len(parts), *parts[0].shape)
+
+    def read(self, dim: int, ranges: Bounds) -> torch.Tensor:
+        """Reads ranges of dimension `dim`; along dimension 0 they select parts."""
+        if dim > 0:
+            return torch.stack([part.read(dim - 1, ranges) for part in self.parts])
+        return torch.stack([read_part(self.parts[i], None, 0) for start, stop in ranges for i in range(start, stop)])
+
+
+class Rows:
+    """Ranges of another tensor's first dimension, concatenated: a part of a fused projection."""
+
+    def __init__(self, source: Source, ranges: Bounds):
+        self.source, self.ranges = source, ranges
+        self.shape = (sum(stop - start for start, stop in ranges), *source.shape[1:])
+
+    def read(self, dim: int, ranges: Bounds) -> torch.Tensor:
+        """Reads ranges of dimension `dim`, counted in this object's rows."""
+        if dim > 0:
+            whole = self.source.read(0, self.ranges)
+            return _joined([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+        pieces = []
+        for start, stop in ranges:
+            offset = 0
+            for first, last in self.ranges:
+                bound = first + max(0, start - offset), first + min(last - first, stop - offset)
+                if bound[0] < bound[1]:
+                    pieces.append(bound)
+                offset += last - first
+        return self.source.read(0, tuple(pieces))
+
+
+class Joined:
+    """Tensors that the model holds side by side along `dim`: gate and up."""
+
+    def __init__(self, parts: Sequence[Source], dim: int):
+        self.parts, self.dim = parts, dim
+        first = parts[0].shape
+        self.shape = (*first[:dim], sum(part.shape[dim] for part in parts), *first[dim + 1 :])
+
+    def read(self, dim: int, ranges: Bounds) -> torch.Tensor:
+        """Reads ranges of dimension `dim`, which may extend over several parts."""
+        if dim != self.dim:
+            return _joined([part.read(dim, ranges) for part in self.parts], self.dim)
+        pieces = []
+        for start, stop in ranges:
+            offset = 0
+            for part in self.parts:
+                bound = max(0, start - offset), min(part.shape[dim], stop - offset)
+                if bound[0] < bound[1]:
+                    pieces.append(part.read(dim, (bound,)))
+                offset += part.shape[dim]
+        return _joined(pieces, dim)
+
+
+def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def find_files(checkpoint: Any, base_dir: str = "") -> list[Path]:
@@ -217,3 +348,43 @@ def compute_buffers(model: nn.Module, device: torch.device) -> None:
                     f"checkpoint: buffer {path}.{name} is neither saved nor computed by {type(model).__name__}; build "
                     "the model with its buffers on the CPU"
                 )
+
+
+def build_empty_model(folder: str | os.PathLike[str]) -> PreTrainedModel:
+    """The causal model of a folder of transformers, or of a checkpoint of Megatron's, on the meta device.
+
+    Raises:
+        ValueError: the folder does not exist, or does not hold such a model.
+    """
+    if not Path(folder).is_dir():
+        raise ValueError(f"checkpoint={str(folder)!r} is no folder; name one with config.json or Megatron's files")
+    if (known := format_of(Path(folder))) is not None:
+        return known.build_empty(Path(folder))
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
+    except (OSError, KeyError, TypeError) as error:  # depends on the missing or damaged part
+        raise ValueError(f"checkpoint={str(folder)!r} holds no causal model of transformers: {error}") from error
+
+
+class CheckpointFormat(Protocol):
+    """Recognition and reading of one project's checkpoints."""
+
+    def recognises(self, folder: Path) -> bool:
+        """Whether `folder` is a checkpoint of this project."""
+
+    def build_empty(self, folder: Path) -> PreTrainedModel:
+        """Its model on the meta device. ValueError if it does not hold one."""
+
+    def find_sources(self, folder: Path) -> Mapping[str, Source]:
+        """Its tensors, keyed by the names in `build_empty`'s model. ValueError if it is damaged."""
+
+
+def format_of(folder: Path) -> CheckpointFormat | None:
+    """The format of a folder; None for one of transformers, or of no known format."""
+    for name in FORMATS:
+        found: CheckpointFormat = importlib.import_module(name)  # type: ignore[assignment]
+        if found.recognises(folder):
+            return found
+    return None

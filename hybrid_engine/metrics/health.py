@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 
 from hybrid_engine.metrics.host_memory import host_memory_bytes
-from hybrid_engine.ops.cache_folder import cache_folder
-from hybrid_engine.ops.cpu_library import load_library
+from hybrid_engine.ops.cpu_library import cache_folder, load_library
 from hybrid_engine.ops.dispatch import HAS_TRITON, IS_INTERPRETED, fallback_forced
 from hybrid_engine.ops.gpu import foreign_memory_line, kernel_problem, why_no_gpu
 from hybrid_engine.ops.norm import NormOp

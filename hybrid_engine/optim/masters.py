@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from hybrid_engine.containers.streams import record_event
+from hybrid_engine.containers.device import record_event
 from hybrid_engine.zero.sharding import TrainedParameter, local_tensor
 
 WORDS_AT_ONCE = 2**22

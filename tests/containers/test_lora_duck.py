@@ -11,8 +11,8 @@ import hybrid_engine
 from hybrid_engine import zero
 from hybrid_engine.containers.tensor_parallel import TensorParallel
 from hybrid_engine.extensions.megatron.checkpoints.loading import load_megatron_gpt
+from hybrid_engine.inference.build import share_linears
 from hybrid_engine.inference.config import read_config
-from hybrid_engine.inference.linears import share_linears
 from tests.inference.test_init_inference import build_granite
 from tests.support.distributed import run_distributed
 from tests.support.family_checks import adapted as with_peft

@@ -10,7 +10,7 @@ from transformers.generation.logits_process import (
 )
 
 import hybrid_engine
-from hybrid_engine.ops.sample_filters import filter_logits
+from hybrid_engine.ops.sample import filter_logits
 from tests.support.models import PAD, VOCAB, build_model, module_logprobs, padded_prompts
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": [7, 11, 23], "pad_token_id": PAD}

@@ -12,7 +12,7 @@ from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.plan import build_sequences, plan_rollout
 from hybrid_engine.generation.rollout.stages import split_plan
 from hybrid_engine.inference import init_inference
-from hybrid_engine.inference.stored import Stored
+from hybrid_engine.inference.checkpoint import Stored
 from tests.support.distributed import run_distributed
 from tests.support.models import PAD, VOCAB, padded_prompts, randomised
 

@@ -6,7 +6,7 @@ import transformers as hf
 
 import hybrid_engine
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
-from hybrid_engine.containers.attention import Attention
+from hybrid_engine.containers.layer import Attention
 from hybrid_engine.generation.model.probe import probe_containers
 from tests.support.family_checks import build_engine
 from tests.support.model_families import VOCAB

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hybrid_engine
-from hybrid_engine.containers.streams import LAUNCHES
+from hybrid_engine.containers.device import LAUNCHES
 from hybrid_engine.generation import decode, step
 from hybrid_engine.generation.core import Prompt, Sequence
 from hybrid_engine.generation.live.opening import live_batch

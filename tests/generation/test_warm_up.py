@@ -10,7 +10,7 @@ from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.generation.model import container_probe, probe
 from hybrid_engine.generation.model.probe import probe_containers, probe_widely, widened
 from hybrid_engine.ops import PrefillBatch
-from hybrid_engine.ops.cache_folder import VARIABLE
+from hybrid_engine.ops.cpu_library import VARIABLE
 from tests.support.models import PAD, build_model, padded_prompts
 from tests.support.tape import TapeRecorder
 

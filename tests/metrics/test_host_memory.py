@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybrid_engine.extensions.deepspeed.accelerator import Accelerator
-from hybrid_engine.generation.batching.memory import free_and_total_bytes, read_memory
+from hybrid_engine.generation.memory import free_and_total_bytes, read_memory
 from hybrid_engine.metrics import host_memory
 from hybrid_engine.metrics.health import examine
 from hybrid_engine.metrics.host_memory import host_memory_bytes

@@ -24,11 +24,9 @@ from hybrid_engine.ops import (
     SoftmaxContextOp,
     cpu_kernels,
     cpu_library,
-    cpu_products,
     dispatch,
 )
-from hybrid_engine.ops.activation import ACTIVATIONS
-from hybrid_engine.ops.gated_activation import activate_and_multiply
+from hybrid_engine.ops.activation import ACTIVATIONS, activate_and_multiply
 from hybrid_engine.ops.linear_log_prob import linear_log_prob
 from hybrid_engine.ops.norm import NORM_OPS
 from hybrid_engine.ops.rotary import rotary_table
@@ -48,7 +46,7 @@ def compiled(monkeypatch):
     assert cpu_library.load_library() is not None
     called = []
     call = cpu_kernels.call
-    for module in (cpu_kernels, cpu_products):
+    for module in (cpu_kernels,):
         monkeypatch.setattr(module, "call", lambda name, *rest: (called.append(name), call(name, *rest)))
     torch.manual_seed(0)
     return called
@@ -109,15 +107,15 @@ def exact_product(x, weight, bias):
 @pytest.mark.parametrize("width_in", [1, 3, 63, 256])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_products_equal_exact_ones(compiled, threads, monkeypatch, rows, width_in, has_bias):
-    monkeypatch.setattr(cpu_products, "THREAD_ELEMENTS", 1)
+    monkeypatch.setattr(cpu_kernels, "THREAD_ELEMENTS", 1)
     linears = build_linears(width_in, 5, 12, 100, has_bias=has_bias)
     for layout in (torch.clone, by_columns, lambda x: x.repeat(1, 2)[:, : x.shape[1]]):
         x, residual = layout(torch.randn(rows, width_in)), layout(torch.randn(rows, 100))
-        assert cpu_products.can_multiply(x, linears, residual)
+        assert cpu_kernels.can_multiply(x, linears, residual)
         for by_rows in (False, True):
-            for output, linear in zip(cpu_products.products(x, linears, by_rows=by_rows), linears, strict=True):
+            for output, linear in zip(cpu_kernels.products(x, linears, by_rows=by_rows), linears, strict=True):
                 assert_near(output, exact_product(x, *linear).float(), torch.float32)
-        (output,) = cpu_products.products(x, linears[-1:], residual)
+        (output,) = cpu_kernels.products(x, linears[-1:], residual)
         assert_near(output, (exact_product(x, *linears[-1]) + residual).float(), torch.float32)
 
 
@@ -134,7 +132,7 @@ def test_products_read_nothing_behind_their_input(rows, width_in):
     values = (ctypes.c_float * (rows * width_in)).from_address(start + end - num_bytes)
     x, weight = torch.frombuffer(values, dtype=torch.float32).view(width_in, rows).t(), torch.randn(20, width_in).t()
     x.normal_()
-    (output,) = cpu_products.products(x, [(weight, None)])
+    (output,) = cpu_kernels.products(x, [(weight, None)])
     assert_near(output, exact_product(x, weight, None).float(), torch.float32)
 
 
@@ -145,8 +143,8 @@ def test_activated_products_equal_exact_ones(compiled, threads, activation, rows
     x, act = torch.randn(rows, 63), ACTIVATIONS[activation]
     for (up,), (gate,) in ((build_linears(63, 100), build_linears(63, 100)), (build_linears(63, 7),) * 2):
         inner, outer = (exact_product(x, *linear).float() for linear in (up, gate))
-        assert_near(cpu_products.activated_product(x, up, gate, activation), act(outer) * inner, torch.float32)
-        assert_near(cpu_products.activated_product(x, up, None, activation), act(inner), torch.float32)
+        assert_near(cpu_kernels.activated_product(x, up, gate, activation), act(outer) * inner, torch.float32)
+        assert_near(cpu_kernels.activated_product(x, up, None, activation), act(inner), torch.float32)
 
 
 @needs_compiler
@@ -156,9 +154,9 @@ def test_results_are_like_their_inputs_whatever_new_tensors_are_by_default(compi
     op, qkv, cache, batch, weights = attention_case(torch.float32)
 
     def results():
-        yield from cpu_products.products(x, linears)
-        yield from cpu_products.products(x, linears, by_rows=True)
-        yield cpu_products.activated_product(x, linears[0], linears[0], "silu")
+        yield from cpu_kernels.products(x, linears)
+        yield from cpu_kernels.products(x, linears, by_rows=True)
+        yield cpu_kernels.activated_product(x, linears[0], linears[0], "silu")
         yield cpu_kernels.log_sum_exp(values, 1.0)
         yield cpu_kernels.by_rows(by_columns(values))
         yield NORM_OPS["rms"](1e-5)(x, gamma)
@@ -178,9 +176,9 @@ def test_results_are_like_their_inputs_whatever_new_tensors_are_by_default(compi
 @needs_compiler
 def test_a_row_of_a_product_does_not_depend_on_the_others(compiled):
     x, linears = torch.randn(32, 300), build_linears(300, 100)
-    (whole,) = cpu_products.products(x, linears)
+    (whole,) = cpu_kernels.products(x, linears)
     for rows in (range(2), range(7, 31), range(16)):
-        (part,) = cpu_products.products(x[rows], linears)
+        (part,) = cpu_kernels.products(x[rows], linears)
         assert torch.equal(part, whole[rows])
 
 

@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hybrid_engine.ops.grouped_attention import attend_grouped
+from hybrid_engine.ops.softmax_context import attend_grouped
 from hybrid_engine.rlhf.batches.spans import attend_along_spans
 
 

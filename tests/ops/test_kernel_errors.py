@@ -9,10 +9,8 @@ import torch
 
 import hybrid_engine
 from hybrid_engine.generation.live.batches import LiveBatch
-from hybrid_engine.ops import bound_launch, dispatch, expert_gemm, kernel_errors, log_prob, norm
-from hybrid_engine.ops.bound_launch import Launch
-from hybrid_engine.ops.dispatch import tl
-from hybrid_engine.ops.kernel_errors import KernelError, describe_kernel_error, need_kernels, replaced_kernels
+from hybrid_engine.ops import dispatch, expert_gemm, log_prob, norm
+from hybrid_engine.ops.dispatch import KernelError, Launch, describe_kernel_error, need_kernels, replaced_kernels, tl
 from hybrid_engine.ops.linear_log_prob import linear_log_prob
 from hybrid_engine.ops.linear_log_prob_tiles import LogitShape
 from hybrid_engine.ops.norm import NormOp
@@ -49,7 +47,7 @@ def compile_broken(*_, **__):
 def replaceable(monkeypatch):
     """Kernels may be replaced, and none has been in this process."""
     monkeypatch.delenv("HYBRID_ENGINE_FALLBACK", raising=False)
-    monkeypatch.setattr(kernel_errors, "_replaced", {})
+    monkeypatch.setattr(dispatch, "_replaced", {})
     monkeypatch.setattr(dispatch, "_said", set())
 
 
@@ -66,7 +64,7 @@ def compiled(monkeypatch, replaceable):
     monkeypatch.setattr(dispatch, "IS_INTERPRETED", False)
     monkeypatch.setattr(Launch, "__init__", prepare_broken)
     for kept in ("_launches", "_kept"):
-        monkeypatch.setattr(bound_launch, kept, {})
+        monkeypatch.setattr(dispatch, kept, {})
     return triton.runtime.jit.JITFunction(broken_kernel)
 
 
@@ -126,7 +124,7 @@ def test_every_op_runs_in_torch_once_its_kernel_did_not_compile_which_one_line_s
     ops = [line.split(" of ")[1].split()[0] for line in lines]
     assert all(line.endswith("; torch's operations run in its place") for line in lines)
     assert sorted(ops) == [
-        "deepspeed_bindings", "expert_gemm", "expert_sum", "gated_activation", "linear_log_prob_kernels", "log_prob",
+        "activation", "deepspeed_bindings", "expert_gemm", "expert_sum", "linear_log_prob_kernels", "log_prob",
         "mlp_gemm", "moe_gating", "moe_res_matmul", "norm", "qkv_gemm", "sample", "softmax_context_launch",
         "vector_matmul",
     ]  # fmt: skip

@@ -17,7 +17,7 @@ from hybrid_engine.ops import (
     skinny_gemm,
 )
 from hybrid_engine.ops.activation import ACTIVATIONS
-from hybrid_engine.ops.bound_launch import Launch, forget_prepared
+from hybrid_engine.ops.dispatch import Launch, forget_prepared
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 STORED = ["[out, in]", "[in, out]", "strided"]

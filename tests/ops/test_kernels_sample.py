@@ -7,8 +7,7 @@ import torch
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from hybrid_engine.ops import SampleOp, SamplingOptions, token_logprobs
-from hybrid_engine.ops.sample import keyed_uniform
-from hybrid_engine.ops.sample_filters import filter_logits
+from hybrid_engine.ops.sample import filter_logits, keyed_uniform
 
 pytestmark = pytest.mark.long
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
-from hybrid_engine.ops.sample_filters import filter_logits
-from hybrid_engine.ops.vocabulary import first_above, first_largest
+from hybrid_engine.ops.sample import filter_logits, first_above, first_largest
 
 pytestmark = pytest.mark.quick
 

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hybrid_engine.inference.empty import build_empty_model
+from hybrid_engine.inference.checkpoint import build_empty_model
 from hybrid_engine.rlhf.batch.models import with_adapter
 from hybrid_engine.rlhf.data.encoding import encode_prompt
 from hybrid_engine.rlhf.data.reading import read_prompt_rows

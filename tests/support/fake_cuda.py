@@ -108,7 +108,7 @@ class Meter:
         from triton.runtime import driver
 
         from hybrid_engine.ops import dispatch
-        from hybrid_engine.ops.bound_launch import Launch, find_launch, prepared
+        from hybrid_engine.ops.dispatch import Launch, find_launch, prepared
 
         utils, load = driver.active.utils, driver.active.utils.load_binary
         kernel_dtypes, start = dispatch.KERNEL_DTYPES, Launch.__call__

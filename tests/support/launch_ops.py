@@ -30,8 +30,7 @@ from hybrid_engine.ops.activation import ACTIVATIONS
 from hybrid_engine.ops.expert_gemm import CLAMPED_SWIGLU, ExpertGemmOp
 from hybrid_engine.ops.expert_sum import ExpertSumOp
 from hybrid_engine.ops.fixed_attention import Attention, attend
-from hybrid_engine.ops.fixed_product import fixed_product
-from hybrid_engine.ops.fixed_rows import REDUCTIONS, SOFTMAXES, norm_rows, reduce_rows, softmax_rows
+from hybrid_engine.ops.fixed_product import REDUCTIONS, SOFTMAXES, fixed_product, norm_rows, reduce_rows, softmax_rows
 from hybrid_engine.ops.linear_log_prob import linear_log_prob
 from hybrid_engine.ops.linear_log_prob_tiles import PLAIN, LogitShape
 from hybrid_engine.ops.moe_gating import SCORINGS, MoEGatingOp

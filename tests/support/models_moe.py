@@ -8,26 +8,28 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from hybrid_engine.containers.moe_policy import GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from hybrid_engine.containers.gpt_oss import GPT_OSS
+from hybrid_engine.containers.mistral import MIXTRAL
+from hybrid_engine.containers.qwen import QWEN2_MOE, QWEN3_MOE
 
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 50}
 _QWEN = {**_SIZES, "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 FAMILIES = {
     "mixtral": (
         lambda: MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2, intermediate_size=40),
-        MixtralSparseMoeBlock, MIXTRAL,
+        MixtralSparseMoeBlock, MIXTRAL.moe,
     ),
     "qwen2-moe": (
         lambda: Qwen2MoeConfig(**_QWEN, shared_expert_intermediate_size=20, norm_topk_prob=False),
-        Qwen2MoeSparseMoeBlock, QWEN2_MOE,
+        Qwen2MoeSparseMoeBlock, QWEN2_MOE.moe,
     ),
-    "qwen3-moe": (lambda: Qwen3MoeConfig(**_QWEN, norm_topk_prob=True), Qwen3MoeSparseMoeBlock, QWEN3_MOE),
+    "qwen3-moe": (lambda: Qwen3MoeConfig(**_QWEN, norm_topk_prob=True), Qwen3MoeSparseMoeBlock, QWEN3_MOE.moe),
     "qwen3-moe-unnormalised": (
-        lambda: Qwen3MoeConfig(**_QWEN, norm_topk_prob=False), Qwen3MoeSparseMoeBlock, QWEN3_MOE,
+        lambda: Qwen3MoeConfig(**_QWEN, norm_topk_prob=False), Qwen3MoeSparseMoeBlock, QWEN3_MOE.moe,
     ),
     "gpt-oss": (
         lambda: GptOssConfig(**_SIZES, num_local_experts=6, num_experts_per_tok=4, intermediate_size=40),
-        GptOssMLP, GPT_OSS,
+        GptOssMLP, GPT_OSS.moe,
     ),
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from hybrid_engine.ops.bound_launch import Launch
+from hybrid_engine.ops.dispatch import Launch
 
 HOST_WRITES = ("lift_fresh",)
 HOST_READS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal")

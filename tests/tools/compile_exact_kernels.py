@@ -10,8 +10,14 @@ import triton
 
 from hybrid_engine.ops.fixed_attention_kernel import NOT_SPECIALIZED, Heads, Scores, fixed_attention_kernel, form_of
 from hybrid_engine.ops.fixed_attention_kernel import num_warps as attention_warps
-from hybrid_engine.ops.fixed_product import NUM_STAGES, fixed_product_kernel, tile_of
-from hybrid_engine.ops.fixed_rows import norm_rows_kernel, reduce_rows_kernel, softmax_rows_kernel
+from hybrid_engine.ops.fixed_product import (
+    NUM_STAGES,
+    fixed_product_kernel,
+    norm_rows_kernel,
+    reduce_rows_kernel,
+    softmax_rows_kernel,
+    tile_of,
+)
 from hybrid_engine.ops.log_prob import logprob_kernel
 from hybrid_engine.ops.skinny_gemm import Weights
 from tests.tools.compile_kernels import compile_kernel

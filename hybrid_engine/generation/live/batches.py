@@ -27,7 +27,7 @@ from hybrid_engine.generation.rollout.module_rollouts import (
 from hybrid_engine.generation.rollout.output import ScoringTurns, is_unscored, score_prompts
 from hybrid_engine.generation.rollout.stages import MicroBatch, OrderedTurns
 from hybrid_engine.generation.step import TextGeneration
-from hybrid_engine.ops.kernel_errors import naming_kernels
+from hybrid_engine.ops.dispatch import naming_kernels
 
 TOKENS_OF_A_TURN = 16
 """Minimum number of tokens of a turn; a quarter of a longer sequence, so that it is fed again less often."""

@@ -17,8 +17,8 @@ from torch import nn
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.config.checks import check_integer
 from hybrid_engine.config.notices import say_once
+from hybrid_engine.containers.device import on_device
 from hybrid_engine.containers.model import InferenceModel
-from hybrid_engine.containers.streams import on_device
 from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.generation.core import Prompt, Sequence
 from hybrid_engine.generation.live.batches import KVBlocks, LiveBatch, Progress, StagedBatch, StreamedBatch, open_own

@@ -30,10 +30,9 @@ from hybrid_engine.generation.model.probe import (
     probe_widely,
 )
 from hybrid_engine.generation.model.weights import pass_over_layers
-from hybrid_engine.ops.cache_folder import cache_folder
 from hybrid_engine.ops.cpu_kernels import use_compiled
-from hybrid_engine.ops.dispatch import fallback_forced
-from hybrid_engine.ops.kernel_errors import KernelError, naming_kernels, replaced_kernels
+from hybrid_engine.ops.cpu_library import cache_folder
+from hybrid_engine.ops.dispatch import KernelError, fallback_forced, naming_kernels, replaced_kernels
 from hybrid_engine.zero.gathering import WeightGatherer
 
 Readable = Callable[[InferenceModel | None], AbstractContextManager[None]]

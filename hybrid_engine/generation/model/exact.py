@@ -19,10 +19,9 @@ from transformers import AttentionInterface
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.ops import Batch, DecodeBatch, MixedBatch, PrefillBatch
-from hybrid_engine.ops.dispatch import SWITCH, use_triton
+from hybrid_engine.ops.dispatch import SWITCH, need_kernels, replaced_kernels, use_triton
 from hybrid_engine.ops.fixed_attention import Attention, attend, attend_decode, attend_prefill
 from hybrid_engine.ops.fixed_shapes import FixedShapes, NotExactError
-from hybrid_engine.ops.kernel_errors import need_kernels, replaced_kernels
 
 OPTION = "hybrid_engine.exact"
 DTYPES = (torch.float32, torch.bfloat16)

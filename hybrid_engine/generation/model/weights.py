@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
-from hybrid_engine.containers.lasting import LastingBuffer
+from hybrid_engine.containers.device import LastingBuffer
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.tensor_parallel import Cut, TensorParallel
 from hybrid_engine.distributed.verdict import agree

@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from hybrid_engine.config.checks import check_integer
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers import UnsupportedModelError
-from hybrid_engine.containers.linear import is_adapted
+from hybrid_engine.containers.views import is_adapted
 from hybrid_engine.distributed.verdict import forget_frames, is_out_of_memory
 from hybrid_engine.generation.core import Prompt, Sequence
 from hybrid_engine.generation.model.probe import describe_switch
@@ -30,8 +30,7 @@ from hybrid_engine.generation.rollout.preparing import prepare
 from hybrid_engine.generation.rollout.stages import StageModel
 from hybrid_engine.metrics.memory_plan import format_bytes
 from hybrid_engine.ops.cpu_kernels import use_compiled
-from hybrid_engine.ops.dispatch import fallback_forced, use_triton
-from hybrid_engine.ops.kernel_errors import naming_kernels, replaced_kernels
+from hybrid_engine.ops.dispatch import fallback_forced, naming_kernels, replaced_kernels, use_triton
 
 Result = TypeVar("Result")
 PROMPT_LENGTH = 256

@@ -35,9 +35,8 @@ from hybrid_engine.generation.rollout.container_rollouts import ContainerRollout
 from hybrid_engine.generation.rollout.module_rollouts import ModuleRollouts
 from hybrid_engine.generation.rollout.output import GenerateOutput, RolloutResult, add_prompt_scores
 from hybrid_engine.generation.rollout.stages import StageModel, StageRollouts
-from hybrid_engine.ops.dispatch import fallback_forced
+from hybrid_engine.ops.dispatch import fallback_forced, naming_kernels
 from hybrid_engine.ops.fixed_shapes import NotExactError
-from hybrid_engine.ops.kernel_errors import naming_kernels
 from hybrid_engine.zero.gathering import WeightGatherer
 from hybrid_engine.zero.sharding import Sharding
 

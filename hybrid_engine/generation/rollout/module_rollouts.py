@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from hybrid_engine.containers.streams import LAUNCHES, launching
+from hybrid_engine.containers.device import LAUNCHES, launching
 from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
 from hybrid_engine.distributed.verdict import Partners, attempt
 from hybrid_engine.generation.core import Prompt, Sequence

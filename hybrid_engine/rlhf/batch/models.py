@@ -23,7 +23,7 @@ from hybrid_engine.generation.core import Sequence
 from hybrid_engine.generation.plan import check_lengths, plan_rollout
 from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.inference.build import check_policy
-from hybrid_engine.inference.empty import build_empty_model
+from hybrid_engine.inference.checkpoint import build_empty_model
 from hybrid_engine.rlhf.runs.precision import DtypeOptions, apply_tf32, choose_dtype
 from hybrid_engine.rlhf.runs.stages import explained, load_model, load_tokenizer
 

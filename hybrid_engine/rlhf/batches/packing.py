@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from hybrid_engine.containers.streams import send_to_device
+from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.rlhf.batches.spans import Span, Spans
 
 

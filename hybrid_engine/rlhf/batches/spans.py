@@ -25,8 +25,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from hybrid_engine.containers.streams import send_to_device
-from hybrid_engine.ops.grouped_attention import attend_grouped, repeat_where_not_shared
+from hybrid_engine.containers.device import send_to_device
+from hybrid_engine.ops.softmax_context import attend_grouped, repeat_where_not_shared
 
 ATTENTION = "hybrid_engine_spans"
 MOST_SHARED = 256

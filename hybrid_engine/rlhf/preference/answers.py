@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from hybrid_engine.containers.streams import send_to_device
+from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.distributed.processes import default_device, gather_objects
 from hybrid_engine.rlhf.batches.passes import in_passes, turns
 from hybrid_engine.rlhf.batches.sequences import build_sequences, response_logprobs

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hybrid_engine.containers.streams import send_to_device
+from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.rl.preferences import PairLogprobs, PairLoss, pair_metrics
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, read_figures

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from hybrid_engine.checkpoint.tensor_files import INDEX_FILE, read_index
 from hybrid_engine.extensions.megatron.checkpoints.rank_files import common_name, load_mapped
-from hybrid_engine.inference.stored import Bounds, Joined, Source
+from hybrid_engine.inference.checkpoint import Bounds, Joined, Source
 
 COMMON_FILE = "common.pt"
 MODEL = re.compile(r"(model\.)?((embedding|decoder|output_layer)\..*)")

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from hybrid_engine.extensions.megatron.checkpoints.rank_files import LAYERS, layer_of
-from hybrid_engine.inference.stored import Rows, Source
+from hybrid_engine.inference.checkpoint import Rows, Source
 
 NEEDED = {
     "swiglu": True,

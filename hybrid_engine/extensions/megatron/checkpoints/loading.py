@@ -31,8 +31,7 @@ from hybrid_engine.extensions.megatron.checkpoints.rank_files import (
     read_arguments,
     with_layer,
 )
-from hybrid_engine.inference.checkpoint import compute_buffers, open_checkpoint_of
-from hybrid_engine.inference.stored import Joined, Rows, Source
+from hybrid_engine.inference.checkpoint import Joined, Rows, Source, compute_buffers, open_checkpoint_of
 from hybrid_engine.optim.build import cast_module
 
 CUT_BY_ROWS = (

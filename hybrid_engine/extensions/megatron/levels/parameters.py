@@ -10,8 +10,7 @@ import torch
 
 from hybrid_engine.config.checks import check_flag, check_integer, check_number
 from hybrid_engine.ops import SamplingOptions
-from hybrid_engine.ops.sample_filters import filter_logits
-from hybrid_engine.ops.vocabulary import first_largest
+from hybrid_engine.ops.sample import filter_logits, first_largest
 
 
 @dataclass

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from hybrid_engine.ops import bound_launch, dispatch
-from hybrid_engine.ops.bound_launch import Launch, forget_prepared, prepared
+from hybrid_engine.ops import dispatch
+from hybrid_engine.ops.dispatch import Launch, forget_prepared, prepared
 
 
 class Rows(NamedTuple):
@@ -37,16 +37,16 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch):
-    monkeypatch.setattr(bound_launch, "_launches", {})
+    monkeypatch.setattr(dispatch, "_launches", {})
     monkeypatch.setattr(
-        bound_launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 70 + device))
+        dispatch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 70 + device))
     )
     return Kernel()
 
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch):
-    monkeypatch.setattr(bound_launch, "_kept", {})
+    monkeypatch.setattr(dispatch, "_kept", {})
 
 
 def start(kernel, *args, device=0, grid=(5,), **meta):
@@ -81,7 +81,7 @@ def test_arguments_that_are_compiled_for_otherwise_are_looked_at_again(kernel):
 def test_another_device_has_a_launch_of_its_own(kernel):
     args = (Rows(torch.zeros(4), 1), 0.5)
     launches = [
-        bound_launch.find_launch(kernel, (5,), args, torch.device("cuda", index), {"TILE": 32}) for index in (0, 1, 0)
+        dispatch.find_launch(kernel, (5,), args, torch.device("cuda", index), {"TILE": 32}) for index in (0, 1, 0)
     ]
     assert launches[0] is launches[2] and launches[0] is not launches[1]
 
@@ -93,11 +93,11 @@ def test_a_parameter_that_has_only_its_default_is_never_bound(kernel):
 
 
 def test_few_launches_and_few_forms_are_kept(kernel, monkeypatch):
-    monkeypatch.setattr(bound_launch, "MAX_KEPT", 4)
+    monkeypatch.setattr(dispatch, "MAX_KEPT", 4)
     for stride in range(50):
         start(kernel, Rows(None, stride), 0.5)
         prepared(lambda number: (number,), stride)
-    assert len(bound_launch._launches) <= 4 and len(bound_launch._kept) <= 4
+    assert len(dispatch._launches) <= 4 and len(dispatch._kept) <= 4
 
 
 def sizes_of(number, *tensors):

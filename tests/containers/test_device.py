@@ -6,8 +6,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from hybrid_engine.containers import device_memory, lasting
-from hybrid_engine.containers.device_memory import DeviceMemory
+from hybrid_engine.containers import device
+from hybrid_engine.containers.device import DeviceMemory
 
 GPU = torch.device("cuda", 0)
 GRAIN = 2 << 20
@@ -35,8 +35,8 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch):
     driver = Driver()
-    monkeypatch.setattr(device_memory, "load_driver", lambda: driver)
-    monkeypatch.setattr(device_memory, "_ABANDONED", [])
+    monkeypatch.setattr(device, "load_driver", lambda: driver)
+    monkeypatch.setattr(device, "_ABANDONED", [])
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *device, name=name: driver.calls.append(name))
@@ -87,11 +87,11 @@ def test_addresses_that_nobody_looks_at_go_at_the_next_call_and_not_while_a_grap
 
 
 def test_small_buffers_are_kept_and_large_ones_lie_on_such_memory(driver, monkeypatch):
-    monkeypatch.setattr(lasting, "is_supported", lambda device: device.type == "cpu")
-    monkeypatch.setattr(lasting, "_HAS_PAGES", False)
+    monkeypatch.setattr(device, "is_supported", lambda device: device.type == "cpu")
+    monkeypatch.setattr(device, "_HAS_PAGES", False)
     monkeypatch.setattr(DeviceMemory, "tensor", lambda self, shape, dtype: torch.empty(shape, dtype=dtype))
-    buffer, cpu = lasting.LastingBuffer(), torch.device("cpu")
-    monkeypatch.setattr(device_memory, "_index", lambda device: 0)
+    buffer, cpu = device.LastingBuffer(), torch.device("cpu")
+    monkeypatch.setattr(device, "_index", lambda device: 0)
     tensor = buffer.take((1024, 64), torch.float32, cpu)
     buffer.release()
     assert buffer.num_bytes == 0 and buffer.take((1024, 64), torch.float32, cpu) is tensor

@@ -1,0 +1,322 @@
+"""Devices of a process with several threads and several GPUs: events, captures, and memory that keeps its address.
+
+A thread starts on device 0, an event is recorded on the current device unless its stream is named, and PyTorch's
+capture stream is on the device where it was first used. Functions here take the device explicitly.
+
+`LastingBuffer` is a tensor whose memory is freed and allocated again at the same address, so recorded steps that read
+it stay valid. PyTorch's allocator gives a tensor that is created again another address. CUDA's driver can map memory
+to a reserved range of addresses and unmap it ("Virtual Memory Management" in the CUDA Driver API), so recorded CUDA
+graphs stay valid, and the memory can be used for other purposes meanwhile.
+"""
+
+import ctypes
+import functools
+import mmap
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from hybrid_engine.ops.gpu import load_driver
+
+# Freed pages of private memory keep their addresses reserved, and are zero when they are touched again.
+_HAS_PAGES = sys.platform == "linux"
+# A GPU's memory comes in pieces of 2 MiB: smaller buffers are kept, because a piece would take more than it frees.
+_KEPT_BYTES = 64 * 1024
+_PINNED, _ON_DEVICE, _READ_AND_WRITE, _RECOMMENDED, _IS_SUPPORTED = 1, 1, 3, 1, 102
+_OUT_OF_MEMORY = 2
+
+
+class FairLock:
+    """A reentrant lock; a thread that releases it gets it again only after the threads that waited for it."""
+
+    def __init__(self) -> None:
+        self._turnstile, self._lock = threading.Lock(), threading.Lock()
+        self._owner: int | None = None
+        self._depth = 0
+
+    def acquire(self) -> None:
+        """Waits until no other thread holds the lock."""
+        thread = threading.get_ident()
+        if self._owner != thread:  # no other thread can set it to this one
+            with self._turnstile:
+                self._lock.acquire()
+            self._owner = thread
+        self._depth += 1
+
+    def release(self) -> None:
+        """Releases the lock if this is the outermost `release`."""
+        self._depth -= 1
+        if self._depth == 0:
+            self._owner = None
+            self._lock.release()
+
+    def let_others_in(self) -> None:
+        """Lets waiting threads take the lock first; does nothing if this thread holds it more than once."""
+        if self._depth == 1:
+            self.release()
+            self.acquire()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+LAUNCHES = FairLock()
+"""Held while a CUDA graph is recorded, and while code draws from PyTorch's generator, which a capture needs for itself.
+
+No thread waits for another inside a capture, so one lock for all devices cannot cause a deadlock.
+"""
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, `device` is this thread's current device; does nothing for a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def launching(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, no thread records a graph; does nothing for a CPU. See `LAUNCHES`."""
+    return LAUNCHES if device.type == "cuda" else nullcontext()
+
+
+def record_event(device: torch.device, enable_timing: bool = False) -> torch.cuda.Event:
+    """Records a new event after all work that this thread has started on `device`."""
+    event = torch.cuda.Event(enable_timing=enable_timing)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def send_to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copies host `values` to `device`; the host does not wait for earlier work of the device."""
+    if device.type != "cuda":
+        return values.to(device)
+    # Each copy has a pinned tensor of its own, which the allocator keeps until the copy is done.
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+class LastingBuffer:
+    """Memory for one tensor at a time, whose address stays as long as `take` requests the same shape, dtype and device.
+
+    If neither the system nor the GPU's driver can reserve addresses, the storage returns to PyTorch's allocator and may
+    get another address.
+    """
+
+    def __init__(self) -> None:
+        self.tensor: torch.Tensor | None = None
+        self._memory: mmap.mmap | DeviceMemory | None = None
+        self._is_held = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes allocated now."""
+        return self.tensor.nbytes if self.tensor is not None and self._is_held else 0
+
+    @property
+    def resident_bytes(self) -> int:
+        """Number of allocated bytes that have been written: the system allocates a CPU's memory page by page."""
+        if isinstance(self._memory, mmap.mmap) and self._is_held:
+            return _count_resident_bytes(self._memory)
+        return self.num_bytes
+
+    @property
+    def held(self) -> torch.Tensor:
+        """The tensor, whose memory must be allocated."""
+        assert self.tensor is not None and self._is_held
+        return self.tensor
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Returns the tensor with its memory allocated; it keeps its contents unless `release` was called since."""
+        if self.tensor is None or (tuple(self.tensor.shape), self.tensor.dtype, self.tensor.device) != (
+            tuple(shape),
+            dtype,
+            device,
+        ):
+            self.tensor = self._allocate(tuple(shape), dtype, device)
+        elif not self._is_held and isinstance(self._memory, DeviceMemory):
+            self._memory.take()
+        elif not self._is_held and self._memory is None and not _is_kept(self.tensor):
+            self.tensor.untyped_storage().resize_(self.tensor.nbytes)
+        self._is_held = True
+        return self.tensor
+
+    def take_zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Returns the tensor filled with zeros. The system's pages are zero already, and are not touched here."""
+        self.release()
+        tensor = self.take(shape, dtype, device)
+        return tensor if isinstance(self._memory, mmap.mmap) else tensor.zero_()
+
+    def release(self) -> None:
+        """Frees the memory; the tensor must not be read after it."""
+        if not self._is_held:
+            return
+        self._is_held = False
+        if isinstance(self._memory, DeviceMemory):
+            self._memory.release()
+        elif self._memory is not None:
+            self._memory.madvise(mmap.MADV_DONTNEED)
+        elif self.tensor is not None and not _is_kept(self.tensor):
+            self.tensor.untyped_storage().resize_(0)
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        if device.type == "cpu" and _HAS_PAGES and num_bytes > 0:
+            self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return torch.frombuffer(self._memory, dtype=dtype).view(shape)
+        if num_bytes > _KEPT_BYTES and is_supported(device):
+            self._memory = DeviceMemory(num_bytes, device)
+            self._memory.take()
+            return self._memory.tensor(shape, dtype)
+        self._memory = None
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _is_kept(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and tensor.nbytes <= _KEPT_BYTES
+
+
+def _count_resident_bytes(memory: mmap.mmap) -> int:
+    """Number of bytes of the pages that are in memory."""
+    pages = (ctypes.c_ubyte * -(-len(memory) // mmap.PAGESIZE))()
+    start = ctypes.c_ubyte.from_buffer(memory)
+    status = ctypes.CDLL(None, use_errno=True).mincore(
+        ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(memory)), pages
+    )
+    if status != 0:
+        raise OSError(ctypes.get_errno(), "mincore failed")
+    return mmap.PAGESIZE * bytes(pages).count(1)
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Properties(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location", _Location),
+        ("windows_data", ctypes.c_void_p), ("flags", ctypes.c_ubyte * 8),
+    )  # fmt: skip
+
+
+class _Access(ctypes.Structure):
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+@functools.cache
+def is_supported(device: torch.device) -> bool:
+    """Whether the driver can map memory to reserved addresses of `device`."""
+    driver, answer = load_driver(), ctypes.c_int(0)
+    if driver is None or device.type != "cuda":
+        return False
+    torch.cuda.init()
+    status = driver.cuDeviceGetAttribute(ctypes.byref(answer), _IS_SUPPORTED, ctypes.c_int(_index(device)))
+    return status == 0 and answer.value == 1
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+class DeviceMemory:
+    """A reserved range of `num_bytes`, with memory mapped to it between `take` and `release`.
+
+    A tensor on it keeps the range reserved as long as the tensor exists, whether or not memory is mapped.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device):
+        """Raises RuntimeError if no range can be reserved; see `is_supported`."""
+        self.num_bytes, self.device = num_bytes, device
+        driver = load_driver()
+        assert driver is not None
+        self._driver = driver
+        self._properties = _Properties(type=_PINNED, location=_Location(_ON_DEVICE, _index(device)))
+        grain = ctypes.c_size_t()
+        self._call("cuMemGetAllocationGranularity", ctypes.byref(grain), ctypes.byref(self._properties), _RECOMMENDED)
+        self._size = ctypes.c_size_t(-(-num_bytes // grain.value) * grain.value)
+        self._address, self._handle = ctypes.c_uint64(), ctypes.c_uint64()
+        self._call("cuMemAddressReserve", ctypes.byref(self._address), self._size, ctypes.c_size_t(), ctypes.c_uint64(),
+                   ctypes.c_uint64())  # fmt: skip
+        self.is_taken = False
+
+    @property
+    def __cuda_array_interface__(self) -> dict:
+        """The range as bytes, for `torch.as_tensor`."""
+        return {"shape": (self.num_bytes,), "typestr": "|u1", "data": (self._address.value, False), "version": 3}
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Returns the range as a tensor, which references this object; valid only while memory is mapped."""
+        return torch.as_tensor(self, device=self.device).view(dtype).view(shape)
+
+    def take(self) -> None:
+        """Maps memory of any content to the addresses. Raises torch.OutOfMemoryError if there is none."""
+        if self.is_taken:
+            return
+        _free_abandoned()
+        create = functools.partial(
+            self._status, "cuMemCreate", ctypes.byref(self._handle), self._size, ctypes.byref(self._properties),
+            ctypes.c_uint64(),
+        )  # fmt: skip
+        status = create()
+        if status == _OUT_OF_MEMORY:
+            torch.cuda.empty_cache()  # frees the memory that PyTorch caches
+            status = create()
+        if status == _OUT_OF_MEMORY:
+            free, total = torch.cuda.mem_get_info(self.device)
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory: {self._size.value} bytes for weights or keys and values of rollouts on "
+                f"{self.device}, of whose {total} bytes {free} are free"
+            )
+        self._check("cuMemCreate", status)
+        self._call("cuMemMap", self._address, self._size, ctypes.c_size_t(), self._handle, ctypes.c_uint64())
+        access = _Access(self._properties.location, _READ_AND_WRITE)
+        self._call("cuMemSetAccess", self._address, self._size, ctypes.byref(access), ctypes.c_size_t(1))
+        self.is_taken = True
+
+    def release(self) -> None:
+        """Frees the memory once the device has finished using it; the addresses stay reserved."""
+        _free_abandoned()
+        if self.is_taken:
+            torch.cuda.synchronize(self.device)
+            self._unmap()
+
+    def _unmap(self) -> None:
+        self._call("cuMemUnmap", self._address, self._size)
+        self._call("cuMemRelease", self._handle)
+        self.is_taken = False
+
+    def __del__(self) -> None:
+        """Defers the release of the addresses: a graph may be recorded at this moment, which forbids waiting."""
+        if "is_taken" in vars(self):
+            _ABANDONED.append(self)
+
+    def _free(self) -> None:
+        if self.is_taken:
+            self._unmap()
+        self._call("cuMemAddressFree", self._address, self._size)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        self._check(name, self._status(name, *arguments))
+
+    def _status(self, name: str, *arguments: object) -> int:
+        function: Callable[..., int] = getattr(self._driver, name)
+        with torch.cuda.device(self.device):  # some calls need a context, which a new thread does not have
+            return function(*arguments)
+
+    def _check(self, name: str, status: int) -> None:
+        if status != 0:
+            raise RuntimeError(f"{name} for {self.num_bytes} bytes on {self.device} failed with CUDA error {status}")
+
+
+_ABANDONED: list[DeviceMemory] = []
+
+
+def _free_abandoned() -> None:
+    """Frees the ranges that lost their last reference since the last call."""
+    while _ABANDONED:
+        memory = _ABANDONED.pop()
+        torch.cuda.synchronize(memory.device)
+        memory._free()
