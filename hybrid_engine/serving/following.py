@@ -39,6 +39,7 @@ class FollowingServer:
         """Joins the leader's `Server.start`; raises the error that prevents it."""
         self._link.led(_nothing)
         self.url = self._link.receive()
+        self._link.share_tokenizer(None)
         self.worker.start()
         return self
 
@@ -67,7 +68,10 @@ class FollowingServer:
 
     def close(self) -> None:
         """Waits until the leader has ended; raises errors that occurred meanwhile."""
-        self.worker.close()
+        try:
+            self.worker.close()
+        finally:
+            self._link.guides.close()
         self._trajectories = self._link.receive()
 
     def __enter__(self) -> "FollowingServer":

@@ -144,6 +144,7 @@ class Server:
             self.port = listener.getsockname()[1]
             if self._link is not None:
                 self._link.send(self.url)
+                self._link.share_tokenizer(self._facts["tokenizer"])
             self.worker.start()
         except BaseException:
             listener.close()
@@ -229,7 +230,11 @@ class Server:
                 self.worker.drop()
                 self._thread.join()
             self.app.close()
-        self.worker.close()
+        try:
+            self.worker.close()
+        finally:
+            if self._link is not None:
+                self._link.guides.close()
         if self._link is not None:
             self._link.send([replace(trajectory, sequence=None) for trajectory in self.trajectories()])
 

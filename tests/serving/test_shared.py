@@ -4,12 +4,14 @@ import os
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import openai
 import pytest
 import torch
 
 import hybrid_engine
+from hybrid_engine.generation import guides
 from hybrid_engine.generation.core import Prompt, Sequence
 from hybrid_engine.generation.decode import DecodeStep
 from hybrid_engine.generation.live.batches import LiveBatch
@@ -207,6 +209,58 @@ def test_an_error_of_one_process_ends_all_at_once_and_they_may_go_on():
         for number, (kind, text) in enumerate(heard):
             who = number // 3
             assert kind == "MemoryError" and text == ("no room" if rank == who else f"rank {who}: no room")
+
+
+GUIDED = {"extra_body": {"guided_choice": ["yes", "no"]}, "max_tokens": 4}
+
+
+def serve_while_a_guide_is_compiled(rank, world_size, folder):
+    """The names of the threads that compile here, and on rank 0 the answers without and with a guide."""
+    tokenizer, folder = build_chat_tokenizer(), Path(folder)
+    engine = hybrid_engine.init_inference(build_llama(tokenizer), tensor_parallel={"tp_size": world_size})
+    real, names, answers = guides._grammar, [], []  # called where a guide is not in the cache
+
+    def compile_slowly(*args):
+        names.append(threading.current_thread().name)
+        if rank == 1 and not (folder / "answered").exists():
+            (folder / "compiling").touch()
+            wait_until((folder / "answered").exists)
+        return real(*args)
+
+    guides._grammar = compile_slowly  # of processes that end with this function
+    with engine.serving(tokenizer if rank == 0 else None, model_name="tiny") as server:
+        if rank == 0:
+            client = server.client().with_options(max_retries=0, timeout=30)
+            asking = threading.Thread(target=lambda: answers.append(ask(client, **GUIDED)))
+            asking.start()
+            wait_until((folder / "compiling").exists)
+            answers.append(ask(client))
+            assert len(answers) == 1
+            (folder / "answered").touch()
+            asking.join()
+            answers.append(ask(client, **GUIDED))
+            stream = client.completions.create(model="tiny", prompt="a", stream=True, extra_body=GUIDED["extra_body"])
+            stream.close()  # given up, perhaps before it has joined
+            answers.append(ask(client))
+    return names, answers
+
+
+def wait_until(is_so):
+    """Asserts that it comes to be within 60 s."""
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_no_turn_of_any_process_waits_for_the_compilation_of_a_guide(tmp_path):
+    tokenizer = build_chat_tokenizer()
+    (_, answers), (names, _) = run_distributed(serve_while_a_guide_is_compiled, 2, str(tmp_path))
+    assert names and all(name.startswith("hybrid-engine-guide") for name in names), names
+    engine = hybrid_engine.init_inference(build_llama(tokenizer))
+    with engine.serving(tokenizer, model_name="tiny") as server:
+        plain, guided = ask(server.client()), ask(server.client(), **GUIDED)
+    alike(answers, [plain, guided, guided, plain])
 
 
 def test_sequences_travel_once_and_go_on_from_those_that_are_there():

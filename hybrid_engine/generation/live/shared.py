@@ -1,10 +1,16 @@
-"""One live batch on all processes that share its model: one process leads, the others follow its calls."""
+"""One live batch on all processes that share its model: one process leads, the others follow its calls.
+
+Sequences with a guide join once each process has compiled it on a thread of its own, so that nobody's turn waits for a
+compiler.
+"""
 
 import io
 import pickle
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,20 +19,26 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.groups import host_group
 from hybrid_engine.distributed.verdict import FollowedError, LostError, Problem, attempt, describe_error
-from hybrid_engine.generation.core import Sequence
+from hybrid_engine.generation.core import Prompt, Sequence
+from hybrid_engine.generation.guides import CompiledGuide, compile_guide, prepare_guides
 from hybrid_engine.generation.live.batches import KVBlocks, LiveBatch, Progress
 from hybrid_engine.generation.live.thread import give_back_openmp_pool
 from hybrid_engine.generation.model.model_group import ModelGroup
+from hybrid_engine.generation.options import Rules
 
 Result = TypeVar("Result")
 _LEAVES, _STAYS, _FAILED = range(3)
+NUM_COMPILING = 2
+"""Number of guides that a process compiles at once."""
+SECONDS_BETWEEN_POLLS = 0.01
+"""Time that the leader waits where nothing but guides is to come."""
 
 
 class Call(NamedTuple):
     """A call of the leader's batch."""
 
     name: str
-    """"add", "cancel", "take_out", "turn", "stay" or "end"."""
+    """"add", "cancel", "take_out", "turn", "stay", "end", or "compile" and "compiled" for guides."""
     sequences: list[Sequence]
 
 
@@ -35,14 +47,25 @@ class LiveLink:
 
     Args:
         group: the processes that share the model, including this one. Its collectives must not be in flight meanwhile.
+        vocab_size: number of the model's logits.
     """
 
-    def __init__(self, group: ModelGroup):
+    def __init__(self, group: ModelGroup, vocab_size: int):
         self.leader = group.ranks[0]
         """The leader's rank among all processes."""
         self.is_leader = group.rank == 0
         self._group, self._partners, self._codec = host_group(group.process_group), group.partners, _Codec()
         self._model_group = group
+        self.guides = GuidesAhead(vocab_size)
+        """Guides of sequences that are to join."""
+
+    def share_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Gives the followers the leader's tokenizer and reads it for guides; collective."""
+        if self.is_leader:
+            assert tokenizer is not None
+            self.send(self._codec.encode_tokenizer(tokenizer))
+        else:
+            self.guides.prepare(self._codec.decode_tokenizer(self.receive()))
 
     def send_call(self, name: str, sequences: list[Sequence] | None = None) -> None:
         """Sends a call to the followers; waits until they have received it."""
@@ -108,6 +131,71 @@ class LiveLink:
         """Returns the highest state of the processes."""
         return self._partners.highest([state])[0]
 
+    def poll_guides(self) -> set["GuideKey"]:
+        """Returns the guides that all processes have compiled since the last call; collective."""
+        return self.guides.take(self._partners.highest(self.guides.states()))
+
+
+GuideKey = tuple[tuple[str, str] | None, int]
+
+
+def _key(rules: Rules) -> GuideKey:
+    """Identifies a guide on this process."""
+    return rules.guide, id(rules.tokenizer)
+
+
+class GuidesAhead:
+    """Compiles guides on threads. Every process that shares the model makes the same calls in the same order."""
+
+    def __init__(self, vocab_size: int):
+        self._vocab_size = vocab_size
+        self._threads = ThreadPoolExecutor(NUM_COMPILING, "hybrid-engine-guide")
+        self._coming: dict[GuideKey, Future[CompiledGuide]] = {}
+        self._ready: dict[GuideKey, CompiledGuide] = {}
+        self._of_sequences: weakref.WeakKeyDictionary[Sequence, CompiledGuide] = weakref.WeakKeyDictionary()
+
+    def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Reads the tokenizer for guides."""
+        prepare_guides(tokenizer, self._vocab_size)
+
+    def begin(self, rules: Rules) -> None:
+        """Starts to compile the guide of `rules`, unless that is under way."""
+        if _key(rules) not in self._coming:
+            compiling = self._threads.submit(compile_guide, rules.guide, rules.tokenizer, self._vocab_size)  # type: ignore[arg-type]
+            self._coming[_key(rules)] = compiling
+
+    def states(self) -> list[int]:
+        """1 for each guide that is still being compiled here, 0 for each other one that is to come."""
+        return [int(not compiling.done()) for compiling in self._coming.values()]
+
+    def take(self, states: list[int]) -> set[GuideKey]:
+        """Returns the guides whose highest state of all processes is 0; they are compiled, or failed, everywhere.
+
+        What failed fails again where it is used, which tells the client.
+        """
+        done = {key for key, state in zip(list(self._coming), states, strict=True) if state == 0}
+        compiled = {key: self._coming.pop(key) for key in done}
+        self._ready = {key: each.result() for key, each in compiled.items() if each.exception() is None}
+        return done
+
+    def hold(self, sequences: list[Sequence]) -> None:
+        """Keeps the guides of `sequences`, which join after `take`, as long as the sequences exist."""
+        for sequence in sequences:
+            compiled = self._ready.get(_key(sequence.options.rules))
+            if compiled is not None:
+                self._of_sequences[sequence] = compiled
+
+    def forget(self) -> None:
+        """Drops the guides that are to come."""
+        for compiling in self._coming.values():
+            compiling.cancel()
+        self._coming, self._ready = {}, {}
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self.forget()
+        self._threads.shutdown(wait=False)
+
 
 class _Codec:
     """Encodes sequences and tokenizers as bytes: each is sent once and is a number from then on.
@@ -120,6 +208,16 @@ class _Codec:
         self._sequences: weakref.WeakValueDictionary[int, Sequence] = weakref.WeakValueDictionary()
         self._tokenizers: list[PreTrainedTokenizerBase] = []
         self._num_sequences = 0
+
+    def encode_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> bytes:
+        """Encodes a tokenizer that sequences will need."""
+        self._tokenizers.append(tokenizer)
+        return pickle.dumps(tokenizer)
+
+    def decode_tokenizer(self, data: bytes) -> PreTrainedTokenizerBase:
+        """Decodes a tokenizer on a follower."""
+        self._tokenizers.append(pickle.loads(data))
+        return self._tokenizers[-1]
 
     def encode(self, sequences: list[Sequence]) -> bytes:
         """Encodes `sequences` on the leader; their tokenizers are sent once."""
@@ -175,11 +273,12 @@ class LeadingBatch(LiveBatch):
         self._batch, self.longest = batch, batch.longest
         self.link, self.is_needed = link, True
         """Whether a follower's caller still used this batch at the last `stay`."""
+        self._guided: list[Sequence] = []  # they join once their guides are compiled everywhere
 
     @property
     def has_work(self) -> bool:
-        """Whether a turn has a result."""
-        return self._batch.has_work
+        """Whether a turn has a result, or a guide is to come."""
+        return self._batch.has_work or bool(self._guided)
 
     @property
     def num_running(self) -> int:
@@ -189,7 +288,7 @@ class LeadingBatch(LiveBatch):
     @property
     def num_waiting(self) -> int:
         """Number of sequences that have not started, or start again."""
-        return self._batch.num_waiting
+        return self._batch.num_waiting + len(self._guided)
 
     @property
     def kv_blocks(self) -> KVBlocks:
@@ -199,19 +298,41 @@ class LeadingBatch(LiveBatch):
     @property
     def unfinished(self) -> list[Sequence]:
         """All sequences for which progress is still to come."""
-        return self._batch.unfinished
+        return self._batch.unfinished + self._guided
 
     def add(self, sequences: list[Sequence]) -> None:
         """Queues `sequences` on all processes. See `LiveBatch.add`."""
+        guided = [sequence for sequence in sequences if sequence.options.rules.guide is not None]
+        for rules in {_key(sequence.options.rules): sequence.options for sequence in guided}.values():
+            self.link.send_call("compile", [Sequence(Prompt([0]), 0, rules)])
+            self.link.guides.begin(rules.rules)
+        self._guided += guided
+        self._join([sequence for sequence in sequences if sequence.options.rules.guide is None])
+
+    def _join(self, sequences: list[Sequence]) -> None:
         if sequences:
             self.link.send_call("add", sequences)
             with self.link.making_call():
+                self.link.guides.hold(sequences)
                 self._batch.add(sequences)
+
+    def _join_guided(self) -> None:
+        """Queues the sequences whose guides have been compiled on all processes."""
+        if self._guided:
+            self.link.send_call("compiled")
+            done = self.link.poll_guides()
+            joining = [sequence for sequence in self._guided if _key(sequence.options.rules) in done]
+            self._guided = [sequence for sequence in self._guided if sequence not in joining]
+            self._join(joining)
 
     def cancel(self, sequences: list[Sequence]) -> None:
         """Removes those of `sequences` that have not finished, on all processes."""
         unfinished = set(self.unfinished) if sequences else set()
         known = [sequence for sequence in sequences if sequence in unfinished]
+        for sequence in [sequence for sequence in known if sequence in self._guided]:
+            self._guided.remove(sequence)
+            known.remove(sequence)
+            sequence.finish_reason = "cancelled"
         if known:
             self.link.send_call("cancel", known)
             self._batch.cancel(known)
@@ -219,11 +340,17 @@ class LeadingBatch(LiveBatch):
     def take_out(self) -> list[Progress]:
         """Removes all sequences on all processes; returns the progress not reported yet."""
         self.link.send_call("take_out")
+        self._guided = []
+        self.link.guides.forget()
         with self.link.making_call():
             return self._batch.take_out()
 
     def turn(self) -> list[Progress]:
         """Makes one pass over the layers on all processes; returns its progress."""
+        self._join_guided()
+        if not self._batch.has_work:
+            time.sleep(SECONDS_BETWEEN_POLLS if self._guided else 0)
+            return []
         self.link.send_call("turn")
         with self.link.making_call():
             return self._batch.turn()
@@ -251,6 +378,10 @@ def follow(batch: LiveBatch, link: LiveLink, is_staying: Callable[[], bool]) -> 
             return
         if call.name == "stay":
             link.highest(_FAILED if error is not None else _STAYS if is_staying() else _LEAVES)
+        elif call.name == "compile":
+            link.guides.begin(call.sequences[0].options.rules)
+        elif call.name == "compiled":
+            link.poll_guides()
         elif error is None:
             error = attempt(lambda call=call: _make(call, batch, link))[1]  # type: ignore[misc]
             if isinstance(error, LostError):
@@ -260,10 +391,12 @@ def follow(batch: LiveBatch, link: LiveLink, is_staying: Callable[[], bool]) -> 
 def _make(call: Call, batch: LiveBatch, link: LiveLink) -> None:
     with link.making_call():
         if call.name == "add":
+            link.guides.hold(call.sequences)
             batch.add(call.sequences)
         elif call.name == "cancel":
             batch.cancel(call.sequences)
         elif call.name == "take_out":
+            link.guides.forget()
             batch.take_out()
         else:
             assert call.name == "turn", call.name
