@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from hybrid_engine.rlhf.algorithms.advantages import compute_advantages
 from hybrid_engine.rlhf.algorithms.choices import Algorithm
 from hybrid_engine.rlhf.algorithms.figures import describe, policy_figures
 from hybrid_engine.rlhf.algorithms.objective import PolicyBatch, correction_weights, policy_objective
-from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, train_in_parts
+from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, TrainingPasses
 from hybrid_engine.rlhf.batches.sequences import build_sequences, note_rows, pad_numbers
 from hybrid_engine.rlhf.data.prompts import PromptTokens
 from hybrid_engine.rlhf.experience.evaluation import EVALUATION_SEED, mean_sums, step_means
@@ -365,7 +366,11 @@ def update(policy: Policy, episodes: list[Episode], config: Config) -> dict[str,
         health = mean_sums(policy_figures(config.algorithm, batch), batch.mask)
         return policy_objective(config.algorithm, batch, step, 0.0), health
 
-    losses = [(actor, micro_batch_loss)]
-    parts = train_in_parts([actor], experience.sequences.items, config.tokens_per_micro_batch, losses)
+    passes = TrainingPasses([actor], experience.sequences.items, config.tokens_per_micro_batch)
+    for rows in passes:
+        with passes.fitting():
+            actor.backward(passes.loss(partial(micro_batch_loss, rows)))
+    actor.step()
+    means = step_means(passes.figures())
     actor.observe_logprobs(experience.logprobs, present, experience.sequences.response_mask)
-    return figures | step_means(parts) | gradient_figures(actor)
+    return figures | means | gradient_figures(actor)

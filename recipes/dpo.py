@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.rl.preferences import PairLoss
-from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, check_budget, train_in_parts
+from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, TrainingPasses, check_budget
 from hybrid_engine.rlhf.batches.passes import Items
 from hybrid_engine.rlhf.data.encoding import encode_pair
 from hybrid_engine.rlhf.data.parts import load_parts
@@ -250,6 +250,9 @@ def update(
         losses = loss_of(logprobs)
         return (losses * weights).sum() / num_pairs, pair_sums(logprobs, losses, weights, beta)
 
-    items = Items.of(pair.tokens for pair in pairs)
-    parts = train_in_parts([actor], items, budget, [(actor, micro_batch_loss)])
-    return step_means(parts) | gradient_figures(actor)
+    passes = TrainingPasses([actor], Items.of(pair.tokens for pair in pairs), budget)
+    for rows in passes:
+        with passes.fitting():
+            actor.backward(passes.loss(partial(micro_batch_loss, rows)))
+    actor.step()
+    return step_means(passes.figures()) | gradient_figures(actor)

@@ -29,7 +29,7 @@ from hybrid_engine.rlhf.algorithms.advantages import check_steps, compute_advant
 from hybrid_engine.rlhf.algorithms.choices import Algorithm
 from hybrid_engine.rlhf.algorithms.figures import describe, policy_figures
 from hybrid_engine.rlhf.algorithms.objective import PolicyBatch, correction_weights, next_kl_coef, policy_objective
-from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, Figures, train_in_parts
+from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, Figures, TrainingPasses
 from hybrid_engine.rlhf.batches.sequences import note_rows
 from hybrid_engine.rlhf.experience.evaluation import (
     FollowedAnswers,
@@ -289,27 +289,32 @@ def update(policy: Policy, experience: Experience, config: Config, kl_coef: floa
         optimizer step. `trained_share` is the share of answers that went through the model; if it is 0, the other
         figures are absent and no weight changed.
     """
-    generator = torch.Generator().manual_seed(seed)
+    actor, generator = policy.actor, torch.Generator().manual_seed(seed)
     parts: list[Figures] = []
     num_trained = num_rows = 0
     for _ in range(config.epochs):
         order = torch.randperm(len(experience.logprobs), generator=generator)
         for minibatch in order.split(config.minibatch_size // get_world_size()):
             step = count_step(experience.batch.mask[minibatch], config.max_new_tokens, all_processes())
-            rate = policy.actor.get_lr()[0]
+            rate = actor.get_lr()[0]
             trained = trained_rows(has_gradient(config.algorithm, experience.rows(minibatch).batch).cpu())
             num_trained, num_rows = num_trained + len(trained), num_rows + len(minibatch)
             if not len(trained):
-                policy.actor.pass_step()
+                actor.pass_step()
                 continue
             chosen = experience.rows(minibatch[trained])
             present = torch.zeros_like(chosen.logprobs)
-            losses = [(policy.actor, partial(micro_batch_loss, policy.actor, chosen, present, step, config, kl_coef))]
-            found = train_in_parts([policy.actor], chosen.sequences.items, config.tokens_per_micro_batch, losses)
+            passes = TrainingPasses([actor], chosen.sequences.items, config.tokens_per_micro_batch)
+            for rows in passes:
+                with passes.fitting():
+                    compute = partial(micro_batch_loss, actor, chosen, present, step, config, kl_coef, rows)
+                    actor.backward(passes.loss(compute))
+            actor.step()
+            found = passes.figures()
             if not parts:  # with the weights that sampled
-                policy.actor.observe_logprobs(chosen.logprobs, present, chosen.sequences.response_mask)
+                actor.observe_logprobs(chosen.logprobs, present, chosen.sequences.response_mask)
             parts += found
-    figures = {**gradient_figures(policy.actor), "learning_rate": rate}
+    figures = {**gradient_figures(actor), "learning_rate": rate}
     figures["trained_share"] = num_trained / num_rows
     return figures | (step_means(parts) | global_means({"first_ratio": parts[0]["ratio"]}) if parts else {})
 

@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size
 from hybrid_engine.rl.kto import kto_loss, kto_metrics, kto_reference_point
-from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, check_budget, measure_in_parts, train_in_parts
+from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, TrainingPasses, check_budget, measure_in_parts
 from hybrid_engine.rlhf.batches.passes import Items
 from hybrid_engine.rlhf.data.encoding import encode_completion
 from hybrid_engine.rlhf.data.held_out import prompt_text
@@ -270,9 +270,13 @@ def update(
         sums: DeviceFigures = {**kto_metrics(*of_answers), "loss": (losses.detach().sum(), len(batch))}
         return losses.sum() / num_answers, sums
 
-    items = Items.of(row.answer for row in rows)
-    means = step_means(train_in_parts([actor], items, budget, [(actor, micro_batch_loss)]))
-    figures = of_kinds(means, {label for part in gather_objects({row.is_desirable for row in rows}) for label in part})
+    passes = TrainingPasses([actor], Items.of(row.answer for row in rows), budget)
+    for indices in passes:
+        with passes.fitting():
+            actor.backward(passes.loss(partial(micro_batch_loss, indices)))
+    actor.step()
+    labels = {label for part in gather_objects({row.is_desirable for row in rows}) for label in part}
+    figures = of_kinds(step_means(passes.figures()), labels)
     return figures | {"reference_point": point.item(), **gradient_figures(actor)}
 
 

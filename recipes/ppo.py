@@ -29,7 +29,7 @@ from hybrid_engine.rl.advantages import gae, whiten
 from hybrid_engine.rl.aggregation import token_mean
 from hybrid_engine.rl.kl import kl_k1
 from hybrid_engine.rl.losses import clipped_value_loss, explained_variance, policy_metrics, ppo_policy_loss
-from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, train_in_parts
+from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, TrainingPasses
 from hybrid_engine.rlhf.batches.sequences import in_parts, note_rows, response_logprobs, response_values
 from hybrid_engine.rlhf.data.prompts import select_prompts
 from hybrid_engine.rlhf.experience.evaluation import (
@@ -281,21 +281,26 @@ def update(roles: Roles, experience: CriticExperience, config: Config, seed: int
         any weight changed, which should be 1. Gradient norms and learning rates are those of the last optimizer step.
     """
     generator = torch.Generator().manual_seed(seed)
-    engines, num_rows = [*reversed(roles.engines.values())], len(experience.logprobs)  # the actor first
+    actor, critic, num_rows = roles.policy.actor, roles.critic, len(experience.logprobs)
+    engines = [*reversed(roles.engines.values())]  # the actor first; roles on a shared base have one engine
     parts: list[dict[str, tuple[float, float]]] = []
     for _ in range(config.ppo_epochs):
         for minibatch in torch.randperm(num_rows, generator=generator).split(config.minibatch_size // get_world_size()):
             num_tokens = max(1, sum(gather_objects(int(experience.sequences.response_mask[minibatch].sum()))))
             chosen = experience.rows(minibatch)
             present = torch.zeros_like(chosen.logprobs)
-            losses = [
-                (roles.policy.actor, partial(policy_loss, roles, chosen, present, num_tokens, config)),
-                (roles.critic, partial(value_loss, roles, chosen, num_tokens, config)),
-            ]
             rates = roles.learning_rates()
-            found = train_in_parts(engines, chosen.sequences.items, config.tokens_per_micro_batch, losses)
+            passes = TrainingPasses(engines, chosen.sequences.items, config.tokens_per_micro_batch)
+            for rows in passes:
+                with passes.fitting():
+                    compute = partial(policy_loss, roles, chosen, present, num_tokens, config, rows)
+                    actor.backward(passes.loss(compute))
+                    critic.backward(passes.loss(partial(value_loss, roles, chosen, num_tokens, config, rows)))
+            for engine in engines:
+                engine.step()
+            found = passes.figures()
             if not parts:  # with the weights that sampled
-                roles.policy.actor.observe_logprobs(chosen.logprobs, present, chosen.sequences.response_mask)
+                actor.observe_logprobs(chosen.logprobs, present, chosen.sequences.response_mask)
             parts += found
     figures = step_means(parts) | global_means({"first_ratio": parts[0]["ratio"]})
     return figures | roles.gradient_norms() | rates

@@ -25,7 +25,7 @@ import hybrid_engine
 from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.distributed.processes import get_rank, get_world_size, on_rank_zero
 from hybrid_engine.rl.reward_model import bradley_terry_loss, centring_loss
-from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, check_budget, train_in_parts
+from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, TrainingPasses, check_budget
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
 from hybrid_engine.rlhf.batches.passes import Items, in_passes, split
 from hybrid_engine.rlhf.batches.sequences import recompute_activations
@@ -200,10 +200,13 @@ def train_loop(
         for step in range(saved.step, len(corpus.batches)):
             engine.train()
             mine = [corpus.train[index] for index in corpus.batches[step][get_rank() :: get_world_size()]]
-            loss_of = partial(micro_batch_loss, engine, mine, tokenizer, config)
             rate = engine.get_lr()[0]
-            parts = train_in_parts([engine], Items.of(mine), config.tokens_per_micro_batch, [(engine, loss_of)])
-            figures = step_means(parts) | {**gradient_figures(engine), "learning_rate": rate}
+            passes = TrainingPasses([engine], Items.of(mine), config.tokens_per_micro_batch)
+            for rows in passes:
+                with passes.fitting():
+                    engine.backward(passes.loss(partial(micro_batch_loss, engine, mine, tokenizer, config, rows)))
+            engine.step()
+            figures = step_means(passes.figures()) | {**gradient_figures(engine), "learning_rate": rate}
             if is_due(config.eval_every, step, len(corpus.batches)):
                 figures["held_out_accuracy"] = measure(engine, corpus.held_out, tokenizer)["held_out_accuracy"]["all"]
                 if figures["held_out_accuracy"] > best.get("held_out_accuracy", -math.inf):

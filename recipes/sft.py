@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 import hybrid_engine
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size, on_rank_zero
 from hybrid_engine.rl.aggregation import token_mean
-from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, check_budget, train_in_parts
+from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, TrainingPasses, check_budget
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
 from hybrid_engine.rlhf.batches.passes import Items, in_passes, split, turns
 from hybrid_engine.rlhf.batches.sequences import (
@@ -210,10 +210,14 @@ def train_loop(
             engine.train()
             num_tokens = sum(corpus.train[index].num_learned for index in batches[step])
             mine = [corpus.train[index] for index in batches[step][get_rank() :: get_world_size()]]
-            loss_of = partial(micro_batch_loss, engine, mine, corpus.pad_token, num_tokens)
             rate = engine.get_lr()[0]
-            parts = train_in_parts([engine], Items.of(mine), config.tokens_per_micro_batch, [(engine, loss_of)])
-            loss = sum(gather_objects(sum(part["loss"][0] for part in parts)))
+            passes = TrainingPasses([engine], Items.of(mine), config.tokens_per_micro_batch)
+            for rows in passes:
+                with passes.fitting():
+                    compute = partial(micro_batch_loss, engine, mine, corpus.pad_token, num_tokens, rows)
+                    engine.backward(passes.loss(compute))
+            engine.step()
+            loss = sum(gather_objects(sum(part["loss"][0] for part in passes.figures())))
             figures = {"loss": loss, **gradient_figures(engine), "learning_rate": rate}
             if is_due(config.eval_every, step, len(batches)):
                 figures["held_out_loss"] = held_out_loss(engine, corpus)

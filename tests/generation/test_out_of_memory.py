@@ -11,7 +11,6 @@ from transformers import LlamaForSequenceClassification
 import hybrid_engine
 from hybrid_engine.distributed.verdict import describe_error, is_out_of_memory
 from hybrid_engine.recipes import kto, reward, sft
-from hybrid_engine.rlhf.batches.micro_batches import train_in_parts
 from hybrid_engine.rlhf.batches.passes import limit_rows, until_it_fits
 from hybrid_engine.rlhf.batches.sequences import ValueModel, build_sequences, in_parts, response_logprobs
 from hybrid_engine.rlhf.data.encoding import Encoded
@@ -25,6 +24,7 @@ from hybrid_engine.zero.sharding import full_tensor
 from tests.support.distributed import run_distributed
 from tests.support.models import PAD, build_model, padded_prompts
 from tests.support.one_rank import outcome
+from tests.support.training_passes import train_in_parts
 
 STAGES = 0, 2, 3
 PLACES = "forward", "behind the model", "backward", "the second model's backward"

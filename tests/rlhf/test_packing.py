@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 import hybrid_engine
 from hybrid_engine.rlhf.batches import micro_batches
 from hybrid_engine.rlhf.batches import spans as data_spans
-from hybrid_engine.rlhf.batches.micro_batches import check_budget, deal, fill_evenly, train_in_parts
+from hybrid_engine.rlhf.batches.micro_batches import check_budget, deal, fill_evenly
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
 from hybrid_engine.rlhf.batches.packing import Layout, Prompt, fit_rows, lay_out_spans, layout_of, pack, set_layout
 from hybrid_engine.rlhf.batches.passes import Items
@@ -33,6 +33,7 @@ from hybrid_engine.rlhf.rewards.learned import score_tokens
 from hybrid_engine.zero.sharding import full_tensor
 from tests.support.distributed import run_distributed
 from tests.support.models import build_model
+from tests.support.training_passes import train_in_parts
 from tests.support.training_reference import tiny_llama
 
 CPU = torch.device("cpu")

@@ -1,15 +1,15 @@
-"""The passes of an optimizer step: assigns rows to them, runs them, and makes them smaller when memory runs out.
+"""The passes of an optimizer step: assigns rows to them, and makes them smaller when memory runs out.
 
 A loss must be a share of the step's, so that it does not depend on how the rows are divided.
 
-After each forward and each backward pass the processes exchange their errors. If one of them ran out of memory, all
-begin the step again with passes of half the size, and later steps keep that size. Any other error ends the run on all.
+In each pass the processes exchange their errors. If one of them ran out of memory, all begin the step again with passes
+of half the size, and later steps keep that size. Any other error ends the run on all.
 """
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeGuard
@@ -19,18 +19,17 @@ import torch
 from torch import nn
 
 from hybrid_engine.distributed.processes import gather_objects, get_world_size
-from hybrid_engine.distributed.verdict import agree
+from hybrid_engine.distributed.verdict import agree, everyone, forget_frames, is_out_of_memory
 from hybrid_engine.metrics.memory_use import MemoryUse, Pass
 from hybrid_engine.rlhf.batches.packing import Layout, Prompt, layout_of
 from hybrid_engine.rlhf.batches.passes import Items, Result, extent_of, until_it_fits
 from hybrid_engine.rlhf.passes.pass_memory import PassShape
+from hybrid_engine.rlhf.runs.run_log import say
 
 Figures = dict[str, tuple[float, float]]
 """(sum, count) of each figure of a pass, as `experience.evaluation.step_means` takes them."""
 DeviceFigures = dict[str, tuple[torch.Tensor | float, torch.Tensor | float]]
 """The same with 0-dimensional tensors that are still to be read: reading one waits for all work of the device."""
-LossOf = Callable[[list[int]], tuple[torch.Tensor, DeviceFigures]]
-"""Runs a forward pass over the items at the given indices: returns their share of the step's loss, and its figures."""
 _fitting: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Models whose passes ran out of memory: tokens of the largest pass since then, or items without a budget. The same on
 all processes.
@@ -191,41 +190,106 @@ def _halves(part: list[int]) -> list[list[int]]:
     return [part[:middle], part[middle:]]
 
 
-def train_in_parts(
-    engines: Sequence[Any], items: Items, budget: int, losses: Sequence[tuple[Any, LossOf]]
-) -> list[Figures]:
-    """One optimizer step of `engines` on `items`, with a forward and a backward pass for each part of them; collective.
+class TrainingPasses:
+    """The forward and backward passes of one optimizer step; collective.
 
-    If a process runs out of memory, all begin again with parts of half the size; the sum of losses and gradients is the
-    same.
+        passes = TrainingPasses([actor], items, budget)
+        for rows in passes:
+            with passes.fitting():
+                actor.backward(passes.loss(partial(loss_of, rows)))
+        actor.step()
 
-    Args:
-        engines: those that step; the first determines the layout of passes.
-        items, budget: as in `deal`.
-        losses: objects that run backward (engines, or roles of one), each with its loss. Each in turn goes forward and
-            backward over a part. A loss may meet the other processes only in the engine's forward pass, or must fail on
-            all of them alike; it may run several times on the same items.
-
-    Returns:
-        The figures of each part, which are read together after the step.
-
-    Raises:
-        RuntimeError: each part has a single item already.
+    If a process runs out of memory, the loop begins again on all of them with passes of half the size; the sum of
+    losses and gradients is the same. Keep no loss in a variable: it would hold the memory of a pass that failed.
     """
-    passes, dealt = _Passes(engines[0], items, budget), deal(items, engines[0], budget)
 
-    def run(parts: list[list[int]]) -> list[DeviceFigures]:
-        if parts is not dealt:
-            for engine in engines:
-                engine.begin_step_again()
-        return _run(engines, parts, [passes.shape_of(part) for part in parts], losses)
+    def __init__(self, engines: Sequence[Any], items: Items, budget: int) -> None:
+        """Divides `items`, which the step learns from.
 
-    for engine in engines:
-        engine.begin_step_again()  # discards a gradient that was left from before this step
-    figures = passes.run(run, dealt)
-    for engine in engines:
-        engine.step()
-    return read_figures(figures)
+        Args:
+            engines: those that step after the loop; the first determines the layout of passes.
+            items, budget: as in `deal`.
+        """
+        self._engines = engines
+        self._division = _Division(engines[0], items, budget)
+        self._parts = deal(items, engines[0], budget)
+        self._number = 0
+        self._figures: list[DeviceFigures] = []
+        self._begins_again = False
+        self._agreed: BaseException | None = None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Indices of the items of each pass; every pass but the last ends a micro-step."""
+        self._begin()  # also discards a gradient that was left from before this step
+        while self._number < len(self._parts):
+            is_last = self._number + 1 == len(self._parts)
+            for engine in self._engines:
+                engine.set_gradient_accumulation_boundary(is_last)
+            self._figures.append({})
+            yield self._parts[self._number]
+            if self._begins_again:
+                self._begin()
+                continue
+            self._number += 1
+            for engine in () if is_last else self._engines:
+                engine.step()
+
+    def _begin(self) -> None:
+        for engine in self._engines:
+            engine.begin_step_again()
+        self._number, self._begins_again = 0, False
+        self._figures.clear()
+
+    @contextmanager
+    def fitting(self) -> Iterator[None]:
+        """Wraps a pass: an error on one process is raised on all, unless all can begin again with smaller passes.
+
+        Raises:
+            RuntimeError: memory ran out, and each pass has a single item already.
+        """
+        error: BaseException | None = None
+        try:
+            shape = self._division.shape_of(self._parts[self._number])
+            with measured_pass(self._engines[0], shape, has_gradients=self._number > 0):
+                yield
+        except BaseException as raised:
+            error = raised
+        try:
+            self._tell(error)
+        except RuntimeError as raised:
+            smaller = self._division.smaller(self._parts) if is_out_of_memory(raised) else None
+            if smaller is None:
+                raise
+            forget_frames(raised)
+            say(self._division.line(self._parts))
+            self._parts, self._begins_again = smaller, True
+
+    def _tell(self, error: BaseException | None) -> None:
+        """Raises this process's `error`, or that of another one; it is exchanged once."""
+        if error is not None and error is self._agreed:
+            raise error
+        everyone().raise_together(error)
+
+    def loss(self, compute: Callable[[], tuple[torch.Tensor, DeviceFigures]]) -> torch.Tensor:
+        """The loss of a pass, for an engine's `backward()`.
+
+        Args:
+            compute: runs a forward pass; returns the pass's share of the step's loss, and figures. It may meet the
+                other processes only in the engine's forward pass, or must fail on all of them alike; it may run several
+                times on the same items.
+        """
+        try:
+            loss, figures = agree(compute)
+        except BaseException as error:
+            self._agreed = error
+            raise
+        self._figures[-1] |= figures
+        # Shares are added up, while an engine divides by the micro-batches and averages over processes.
+        return loss * (self._engines[0].gradient_accumulation_steps() * get_world_size())
+
+    def figures(self) -> list[Figures]:
+        """The figures of each pass, which are read from the device together; called after the step."""
+        return read_figures(self._figures)
 
 
 def read_figures(parts: Sequence[DeviceFigures]) -> list[Figures]:
@@ -247,26 +311,23 @@ def _is_tensor(number: torch.Tensor | float) -> TypeGuard[torch.Tensor]:
 def measure_in_parts(engine: Any, items: Items, budget: int, compute: Callable[[list[int]], Result]) -> list[Result]:
     """The result of `compute` for each part of `items`, divided as a training step would divide them; collective.
 
-    Begins again with halves when memory runs out, as `train_in_parts` does, whose arguments these are. `compute` must
-    meet the same conditions as a loss there.
+    Begins again with halves when memory runs out, as `TrainingPasses` does, whose arguments these are. `compute` must
+    meet the same conditions as there.
     """
 
     def run(parts: list[list[int]]) -> list[Result]:
         return [agree(partial(compute, part)) for part in parts]
 
-    return _Passes(engine, items, budget).run(run, deal(items, engine, budget))
+    division = _Division(engine, items, budget)
+    return until_it_fits(run, deal(items, engine, budget), division.smaller, division.line)
 
 
-class _Passes(NamedTuple):
+class _Division(NamedTuple):
     """Divides the items of a step of `engine` into passes that fit into memory."""
 
     engine: Any
     items: Items
     budget: int
-
-    def run(self, run: Callable[[list[list[int]]], Result], parts: list[list[int]]) -> Result:
-        """`run(parts)`, or of halves of them where memory runs out; collective."""
-        return until_it_fits(run, parts, self.smaller, self.line)
 
     def smaller(self, parts: list[list[int]]) -> list[list[int]] | None:
         """`parts` in halves, as many on each process, to whose size later steps keep; None for single items."""
@@ -297,31 +358,6 @@ class _Passes(NamedTuple):
     def shape_of(self, part: list[int]) -> PassShape:
         """The shape of the pass over a part."""
         return self.items.take(part).shape(layout_of(self.engine))
-
-
-def _run(
-    engines: Sequence[Any], parts: list[list[int]], shapes: list[PassShape], losses: Sequence[tuple[Any, LossOf]]
-) -> list[DeviceFigures]:
-    """Runs all passes of an optimizer step, and ends each micro-step but the last."""
-    figures = []
-    for number, part in enumerate(parts):
-        for engine in engines:
-            engine.set_gradient_accumulation_boundary(number + 1 == len(parts))
-        with measured_pass(engines[0], shapes[number], has_gradients=number > 0):
-            found: DeviceFigures = {}
-            for trained, loss_of in losses:
-                loss, found_here = agree(partial(loss_of, part))
-                # The losses are shares of the step's; an engine divides by the micro-batches and averages over
-                # processes.
-                scaled = loss * (engines[0].gradient_accumulation_steps() * get_world_size())
-                agree(partial(trained.backward, scaled))
-                del loss, scaled
-                found |= found_here
-            figures.append(found)
-        if number + 1 < len(parts):
-            for engine in engines:
-                engine.step()
-    return figures
 
 
 def measured_pass(engine: Any, shape: PassShape, *, has_gradients: bool) -> AbstractContextManager[None]:
