@@ -36,8 +36,8 @@ def save_models(folder: Path, size: dict[str, int]) -> None:
     """A base with a tokenizer and a reward model with an adapter on it, in `folder`."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+    from hybrid_engine.rlhf.options.shared import AdapterOptions
     from hybrid_engine.rlhf.runs.adapters import add_adapter
-    from hybrid_engine.rlhf.runs.options import AdapterOptions
     from hybrid_engine.rlhf.tasks.arithmetic import build_tokenizer
 
     torch.manual_seed(0)

@@ -33,7 +33,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from hybrid_engine.rl.aggregation import count_step
 from hybrid_engine.rl.preferences import PairLogprobs, build_loss
 from hybrid_engine.rlhf.algorithms.advantages import compute_advantages
-from hybrid_engine.rlhf.algorithms.choices import Algorithm
 from hybrid_engine.rlhf.algorithms.figures import policy_figures
 from hybrid_engine.rlhf.algorithms.objective import PolicyBatch, correction_weights, policy_objective
 from hybrid_engine.rlhf.batches.sequences import (
@@ -42,6 +41,7 @@ from hybrid_engine.rlhf.batches.sequences import (
     response_logprobs,
     response_logprobs_and_entropy,
 )
+from hybrid_engine.rlhf.options.algorithm import Algorithm
 
 TOLERANCE = 1e-5
 G, MAX_LENGTH, VOCAB = 4, 8, 40

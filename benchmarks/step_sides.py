@@ -25,10 +25,10 @@ from transformers import LlamaForCausalLM, TrainerCallback
 
 from hybrid_engine.cli.freed_memory import keep_freed_memory
 from hybrid_engine.recipes import grpo
-from hybrid_engine.rlhf.algorithms.choices import Algorithm
 from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.experience.policy import Policy, build_policy
 from hybrid_engine.rlhf.experience.rollout import GroupSource, SamplingOptions
+from hybrid_engine.rlhf.options.algorithm import Algorithm
 from hybrid_engine.rlhf.rewards.loading import load_rewards
 
 G = 8

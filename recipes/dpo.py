@@ -18,7 +18,6 @@ end-of-sequence token; every pair of a step has the same weight, however they ar
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,8 @@ from hybrid_engine.rlhf.data.prompts import fit_prompts, select_prompts
 from hybrid_engine.rlhf.data.reading import read_preference_rows
 from hybrid_engine.rlhf.data.rows import PreferenceRow, told_together
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, follow, show_comparison, step_means
+from hybrid_engine.rlhf.options.dpo import Config
+from hybrid_engine.rlhf.options.shared import is_due
 from hybrid_engine.rlhf.planning.following import follow_preferences, write_result
 from hybrid_engine.rlhf.preference.answers import Reading, without_adapter
 from hybrid_engine.rlhf.preference.first_actor import (
@@ -49,7 +50,6 @@ from hybrid_engine.rlhf.preference.first_actor import (
     prompts_of,
     with_lengths,
 )
-from hybrid_engine.rlhf.preference.options import PairLossOptions, PreferenceOptions
 from hybrid_engine.rlhf.preference.pairs import (
     TrainingPair,
     answers_of,
@@ -59,8 +59,6 @@ from hybrid_engine.rlhf.preference.pairs import (
     refer,
 )
 from hybrid_engine.rlhf.runs.checkpoints import SavedRun, begin_run, load_checkpoints, save_checkpoints
-from hybrid_engine.rlhf.runs.checks import check_count
-from hybrid_engine.rlhf.runs.options import is_due
 from hybrid_engine.rlhf.runs.precision import gradient_figures
 from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS, METRICS, RUN_RESULTS, read_metrics
 from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
@@ -84,35 +82,6 @@ PLOT_PANELS = {
 }
 SHOWN = ["loss", "accuracy", "chosen_reward", "rejected_reward", "grad_norm"]
 """Figures in the log line of a step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(PairLossOptions, PreferenceOptions):
-    """Trains a language model by direct preference optimisation: of two answers the better one becomes likelier.
-
-        hybrid-engine dpo --out runs/dpo
-        hybrid-engine dpo --model Qwen/Qwen3-0.6B --dataset pairs.jsonl --out runs/mine
-
-    Without --dataset it learns from pairs of docstring summaries, and its answers are judged by the rules of PEP 257.
-    Left below --out: metrics.jsonl (one line per step), plot.png, samples.json (answers before and after), result.json,
-    checkpoints/, best/ (the weights of the lowest held-out loss) and actor/ (the last), both Hugging Face folders.
-    After an interruption the same command with --resume goes on from the last checkpoint.
-    """
-
-    out: str = "runs/dpo"
-    dataset: str | tuple[str, ...] | None = None
-    """preference pairs: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with columns "prompt", "chosen"
-    and "rejected"; default: summaries of the standard library's functions"""
-    epochs: int = 1
-    """passes over the pairs"""
-    max_pairs: int = 0
-    """train on a random sample of so many pairs; 0 uses all"""
-
-    def __post_init__(self) -> None:
-        PreferenceOptions.__post_init__(self)
-        PairLossOptions.__post_init__(self)
-        check_count("epochs", self.epochs, 1)
-        check_count("max_pairs", self.max_pairs, 0)
 
 
 def run(config: Config) -> Path:

@@ -9,7 +9,7 @@ and score).
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -26,19 +26,11 @@ from hybrid_engine.rlhf.data.rows import PromptRow, told_together
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, PassRule, evaluate, prompt_shown
 from hybrid_engine.rlhf.experience.rollout import SamplingOptions
 from hybrid_engine.rlhf.experience.start import keep_usable
+from hybrid_engine.rlhf.options.evaluate import Config
 from hybrid_engine.rlhf.rewards.learned import LearnedReward
 from hybrid_engine.rlhf.rewards.loading import load_rewards
 from hybrid_engine.rlhf.rewards.rewards import Rewards
-from hybrid_engine.rlhf.runs.checks import (
-    LARGEST_SEED,
-    check_at_least,
-    check_between,
-    check_count,
-    check_finite,
-    check_texts,
-)
-from hybrid_engine.rlhf.runs.options import LENGTHS, DatasetOptions, RewardOptions
-from hybrid_engine.rlhf.runs.precision import DtypeOptions, torch_dtype
+from hybrid_engine.rlhf.runs.precision import torch_dtype
 from hybrid_engine.rlhf.runs.run_checks import check_positions
 from hybrid_engine.rlhf.runs.run_folder import CONFIG, check_out, left_behind, write_config
 from hybrid_engine.rlhf.runs.run_log import samples_table, say, write_json
@@ -48,82 +40,6 @@ RESULTS = ("result.json", "samples.jsonl", CONFIG)
 NUM_SHOWN = 6
 LONGEST_MEASURED_ANSWER = 4096
 """Tokens of an answer, if `--max-new-tokens` is not given and the model has positions for more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(RewardOptions, DatasetOptions, DtypeOptions):
-    """Measures a model: it answers every prompt of a data set several times, and the answers are scored.
-
-        hybrid-engine evaluate --model runs/docs/actor --dataset problems.jsonl --reward number -k 8
-        hybrid-engine evaluate --model Qwen/Qwen3-0.6B --dataset prompts.jsonl --reward my_rewards:score --out runs/mine
-
-    Prints pass@1, pass@k and the mean score with 95% confidence intervals by prompt, and some answers. Left below
-    --out: config.yaml, result.json and samples.jsonl, every answer with its scores.
-    """
-
-    model: str | None = None
-    """Hugging Face name or folder of the model"""
-    dataset: str | tuple[str, ...] | None = None
-    """prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt", and what the
-    rewards compare with in other columns"""
-    reward_time_limit: float = 300.0
-    """seconds that one call of a reward may take, for up to 64 prompts"""
-    k: int | None = None
-    """the k of pass@k: the probability that one of k answers passes; default: 8, at --temperature 0 1"""
-    num_samples: int | None = None
-    """answers to each prompt, k at least; more make pass@k more precise; default: k"""
-    threshold: float = 1.0
-    """an answer passes whose score reaches it"""
-    out: str = "runs/evaluation"
-    """folder for the results"""
-    seed: int = 20_257
-    """seed of the samples; that of the recipes' own evaluations"""
-    restart: bool = False
-    """move what an earlier evaluation left to previous-1 (or the next number) below --out"""
-    max_prompts: int | None = None
-    """take only the first so many prompts"""
-    held_out: bool = False
-    """take only the share of the prompts that training on this data set holds out, with the same --held-out-share and
-    --row-key; after training with --held-out-split or --held-out-dataset give those as --split or --dataset instead"""
-    max_prompt_tokens: int = 0
-    """longer prompts lose their beginning; 0: the longest of the data, as far as the model's positions allow"""
-    max_new_tokens: int = 0
-    """longest answer; 0: what the longest prompt leaves of the model's positions, at most 4096"""
-    temperature: float = 1.0
-    """of sampling; 0 takes the likeliest token, for one answer to each prompt"""
-    max_running: int = 0
-    """answers that are decoded at once on a process; 0: what suits the device"""
-    rows_per_pass: int = 0
-    """answers that a reward model scores at once, at most; 0: 64"""
-
-    def __post_init__(self) -> None:
-        for name in ("model", "dataset", "reward"):
-            if not getattr(self, name):
-                raise ValueError(f"--{name} is missing; say which {name} to evaluate with")
-        RewardOptions.__post_init__(self)
-        DatasetOptions.__post_init__(self)
-        check_texts(self)
-        for name in LENGTHS:
-            check_count(name, getattr(self, name), 0)
-        check_count("k", self.k, 1)
-        check_at_least("temperature", self.temperature, 0)
-        if not self.temperature and max(self.pass_k, self.num_samples or 1) > 1:
-            raise ValueError(
-                "--temperature=0 gives a prompt the same answer again and again; leave -k and --num-samples out, or "
-                "raise it"
-            )
-        check_count("max_prompts", self.max_prompts, 1)
-        check_count("num_samples", self.num_samples, self.pass_k)
-        for name in ("rows_per_pass", "max_running"):
-            check_count(name, getattr(self, name), 0)
-        check_between("seed", self.seed, 0, LARGEST_SEED)
-        check_finite("threshold", self.threshold)
-        DtypeOptions.__post_init__(self)
-
-    @property
-    def pass_k(self) -> int:
-        """The k of pass@k."""
-        return self.k or (8 if self.temperature else 1)
 
 
 def run(config: Config) -> Path:

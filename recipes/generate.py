@@ -12,7 +12,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,8 @@ from hybrid_engine.generation.end_tokens import answer_text, end_token_ids
 from hybrid_engine.generation.live.batches import LiveBatch
 from hybrid_engine.generation.live.opening import live_batch
 from hybrid_engine.generation.options import GenerationOptions, read_options
-from hybrid_engine.rlhf.batch.journal import TERMINAL, Journal, check_row_options, opened, read_lines, write_answer
+from hybrid_engine.rlhf.batch.journal import TERMINAL, Journal, opened, read_lines, write_answer
 from hybrid_engine.rlhf.batch.models import (
-    ModelOptions,
     join,
     load_answering,
     load_answering_tokenizer,
@@ -40,79 +39,12 @@ from hybrid_engine.rlhf.batch.models import (
 from hybrid_engine.rlhf.data.encoding import encode_prompt
 from hybrid_engine.rlhf.data.reading import read_prompt_rows
 from hybrid_engine.rlhf.data.rows import PromptRow, each_good, told_together
-from hybrid_engine.rlhf.runs.checks import LARGEST_SEED, check_at_least, check_between, check_count
-from hybrid_engine.rlhf.runs.columns import DataSource
-from hybrid_engine.rlhf.runs.options import RowOptions
+from hybrid_engine.rlhf.options.generate import Config
 from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.rlhf.runs.stages import load_config
 
 WITHOUT_EFFECT = ("out", "restart", "max_running", "tp", "pp")
 """Options that do not affect the answers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(RowOptions, ModelOptions):
-    """Answers prompts, from a file into a file or in the terminal.
-
-        hybrid-engine generate --model runs/sums/actor --prompts problems.jsonl --out answers.jsonl
-        hybrid-engine generate --model Qwen/Qwen3-0.6B --prompts - --out -
-
-    --out gets a line for each prompt, in their order: its columns and "responses". The same command goes on after a
-    kill, without answering twice, and says at the end how many tokens came in a second. In the terminal there are
-    answers alone.
-    """
-
-    prompts: str | None = None
-    """a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt" of texts or conversations;
-    - reads one prompt a line from the terminal"""
-    out: str | None = None
-    """the .jsonl file for the answers; - writes them to the terminal as they come"""
-    num_samples: int = 1
-    """answers to each prompt"""
-    max_new_tokens: int = 256
-    """longest answer"""
-    temperature: float = 1.0
-    """of sampling; 0 takes the likeliest token"""
-    top_k: int = 0
-    """sample from the likeliest so many tokens; 0: from all"""
-    top_p: float = 1.0
-    """sample from the likeliest tokens that have this probability together"""
-    seed: int = 0
-    """seed of the samples; an answer depends on it, its prompt and its number alone"""
-    max_running: int | None = None
-    """answers at once; default: as many as in a rollout"""
-    tp: int = 1
-    """processes that share each layer; torchrun starts them"""
-    pp: int = 1
-    """stages that the layers are dealt out to, each on --tp processes"""
-    restart: bool = False
-    """move an earlier result aside and begin again"""
-
-    def __post_init__(self) -> None:
-        RowOptions.__post_init__(self)
-        ModelOptions.__post_init__(self)
-        for name in ("prompts", "out"):
-            if not getattr(self, name):
-                raise ValueError(f"--{name} is missing; name a file, or - for the terminal")
-        for name in ("num_samples", "max_new_tokens", "max_running", "tp", "pp"):
-            check_count(name, getattr(self, name), 1)
-        check_count("top_k", self.top_k, 0)
-        check_at_least("temperature", self.temperature, 0)
-        check_between("seed", self.seed, 0, LARGEST_SEED)
-        if self.prompts == TERMINAL:
-            check_row_options(self)
-        if self.is_shared and TERMINAL in (self.prompts, self.out):
-            raise ValueError(f"--tp={self.tp} --pp={self.pp}: several processes answer files only; name files, not -")
-
-    @property
-    def source(self) -> DataSource:
-        """The source of the prompts."""
-        return self.source_of(str(self.prompts), option="prompts")
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether several processes share the model."""
-        return self.tp * self.pp > 1
 
 
 def run(config: Config) -> Path | None:

@@ -6,7 +6,7 @@ For each step: prompts -> engine.eval() -> engine.generate() G answers each -> r
 from the groups -> updates of the actor. Without options, SFT first trains a small model to add numbers like a pupil who
 forgets the carry; the reward is whether the sum is right.
 
-An `Algorithm` (`algorithms/choices.py`) defines what "GRPO" means: baseline, scale, policy loss, aggregation, KL,
+An `Algorithm` (`options/algorithm.py`) defines what "GRPO" means: baseline, scale, policy loss, aggregation, KL,
 DAPO's sampling, correction. A preset sets them as in a framework or paper (docs/algorithms.md).
 
 B: this process's prompts of a step, G: answers to each, N = B * G rows, P: prompt columns, T: response columns.
@@ -15,7 +15,6 @@ Source: Shao et al., "DeepSeekMath", arXiv 2402.03300, algorithm 1; other source
 """
 
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,6 @@ from hybrid_engine.distributed.processes import all_processes, get_world_size
 from hybrid_engine.rl.aggregation import StepCounts, count_step
 from hybrid_engine.rl.shaping import overlong_penalty, without_cut_off
 from hybrid_engine.rlhf.algorithms.advantages import check_steps, compute_advantages, compute_step_advantages
-from hybrid_engine.rlhf.algorithms.choices import Algorithm
 from hybrid_engine.rlhf.algorithms.figures import describe, policy_figures
 from hybrid_engine.rlhf.algorithms.objective import PolicyBatch, correction_weights, next_kl_coef, policy_objective
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, Figures, TrainingPasses
@@ -53,19 +51,13 @@ from hybrid_engine.rlhf.experience.policy import (
 )
 from hybrid_engine.rlhf.experience.rollout import GroupSource, SamplingOptions, ScoredGroups, warm_up
 from hybrid_engine.rlhf.experience.start import Start, prepare
-from hybrid_engine.rlhf.planning.following import follow_answers, write_result
-from hybrid_engine.rlhf.runs.checkpoints import begin_run, load_checkpoints, save_checkpoints
-from hybrid_engine.rlhf.runs.checks import check_above, check_answers, check_count, check_finite
-from hybrid_engine.rlhf.runs.options import (
-    DataOptions,
-    LoopOptions,
-    ResumeOptions,
-    RewardOptions,
-    RolloutOptions,
-    derive_minibatch,
+from hybrid_engine.rlhf.options.grpo import Config
+from hybrid_engine.rlhf.options.shared import (
     is_due,
     suitable_rate,
 )
+from hybrid_engine.rlhf.planning.following import follow_answers, write_result
+from hybrid_engine.rlhf.runs.checkpoints import begin_run, load_checkpoints, save_checkpoints
 from hybrid_engine.rlhf.runs.precision import gradient_figures
 from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS, METRICS, read_metrics
 from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
@@ -87,68 +79,6 @@ SHOWN = [
     "generate_seconds",
     "training_seconds",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOptions):
-    """Trains a language model by GRPO: it answers each prompt several times, and the better answers become likelier.
-
-        hybrid-engine grpo
-        hybrid-engine grpo --model Qwen/Qwen3-0.6B --dataset problems.jsonl --reward math --out runs/mine
-        hybrid-engine grpo --preset dapo --kl-place loss --kl-coef 0.01
-
-    Without --model a small one is made first that adds numbers and forgets the carry; without --reward an answer's is
-    whether its sum is right. Left below --out: config.yaml, metrics.jsonl (one line per step), plot.png, samples.json
-    (answers before and after), result.json, checkpoints/, best/ (the weights that did best on held-out prompts) and
-    actor/ (the last), both Hugging Face folders. After an interruption the same command with --resume goes on from the
-    last checkpoint.
-    """
-
-    OWN_LENGTHS = (96, 48)
-    out: str = "runs/sums"
-    model: str | None = None
-    """Hugging Face name or folder of the first actor; default: one that adds numbers, trained if missing"""
-    dataset: str | tuple[str, ...] | None = None
-    """prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt" and what the
-    rewards read; default: sums"""
-    group_size: int = 8
-    """answers to each prompt"""
-    minibatch_size: int = 0
-    """answers of an optimizer step over all processes; 0: the largest number up to 256 that divides those of a step and
-    that the processes share equally"""
-    epochs: int = 1
-    """passes over each rollout"""
-    learning_rate: float | None = None
-    """peak of the learning rate; default: 7e-4, with --model 1e-6, of an adapter on it 1e-5"""
-    measure_kl: bool = True
-    """report the KL to the first weights, also where the algorithm has none: a pass more of each answer, and without
-    an adapter a second model"""
-    eval_prompts: int = 128
-    eval_samples: int = 8
-    """answers to each held-out prompt, the k of pass@k"""
-    pass_score: float = 1.0
-    """score from which on an answer counts as right in pass@k"""
-    algorithm: Algorithm = Algorithm()  # noqa: RUF009  frozen
-
-    def __post_init__(self) -> None:
-        ResumeOptions.__post_init__(self)
-        RolloutOptions.__post_init__(self)
-        RewardOptions.__post_init__(self)
-        DataOptions.__post_init__(self)
-        LoopOptions.__post_init__(self)
-        derive_minibatch(self, self.rollout_size * self.group_size, 256)
-        for name in ("group_size", "minibatch_size", "epochs", "eval_samples"):
-            check_count(name, getattr(self, name), 1)
-        check_finite("pass_score", self.pass_score)
-        check_above("learning_rate", self.learning_rate, 0)
-        check_answers(self.rollout_size, self.group_size)
-        self.algorithm.check_group_size("group_size", self.group_size)
-        if self.rollout_size * self.group_size % self.minibatch_size:
-            raise ValueError(
-                f"--minibatch-size={self.minibatch_size} must divide the {self.rollout_size * self.group_size} "
-                f"answers of a step, --rollout-size={self.rollout_size} times --group-size={self.group_size}; "
-                "change one of them"
-            )
 
 
 class Carried(NamedTuple):

@@ -18,7 +18,6 @@ micro-batches; every answer of a step has the weight of its label, however they 
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,8 @@ from hybrid_engine.rlhf.data.prompts import fit_prompts, select_prompts
 from hybrid_engine.rlhf.data.reading import label_pairs, read_labelled_rows
 from hybrid_engine.rlhf.data.rows import LabelledRow, told_together
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, follow, show_comparison, step_means
+from hybrid_engine.rlhf.options.kto import Config
+from hybrid_engine.rlhf.options.shared import is_due
 from hybrid_engine.rlhf.planning.following import follow_preferences, write_result
 from hybrid_engine.rlhf.preference.answers import (
     LabelledAnswer,
@@ -60,10 +61,7 @@ from hybrid_engine.rlhf.preference.first_actor import (
     prompts_of,
     with_lengths,
 )
-from hybrid_engine.rlhf.preference.options import PreferenceOptions
 from hybrid_engine.rlhf.runs.checkpoints import SavedRun, begin_run, load_checkpoints, save_checkpoints
-from hybrid_engine.rlhf.runs.checks import check_above, check_count
-from hybrid_engine.rlhf.runs.options import is_due, suitable_rate
 from hybrid_engine.rlhf.runs.precision import gradient_figures
 from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS, METRICS, RUN_RESULTS, read_metrics
 from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
@@ -87,55 +85,6 @@ PLOT_PANELS = {
 }
 SHOWN = ["loss", "accuracy", "chosen_reward", "rejected_reward", "reference_point"]
 """Figures in the log line of a step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(PreferenceOptions):
-    """Trains a language model by KTO: answers labelled desirable become likelier, the others less likely.
-
-        hybrid-engine kto --out runs/kto
-        hybrid-engine kto --model Qwen/Qwen3-0.6B --dataset labelled.jsonl --out runs/mine
-
-    Without --dataset it learns from docstring summaries, and its answers are judged by the rules of PEP 257. Left below
-    --out: metrics.jsonl (one line per step), plot.png, samples.json (answers before and after), result.json,
-    checkpoints/, best/ (the weights of the lowest held-out loss) and actor/ (the last), both Hugging Face folders.
-    After an interruption the same command with --resume goes on from the last checkpoint.
-    """
-
-    out: str = "runs/kto"
-    dataset: str | tuple[str, ...] | None = None
-    """labelled answers: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with columns "prompt",
-    "completion" and "label", or preference pairs, of which each gives two; default: summaries of the standard library's
-    functions"""
-    epochs: int = 1
-    """passes over the answers"""
-    max_answers: int | None = None
-    """train on a random sample of so many answers; 0 uses all; default: 2560, with --dataset all"""
-    learning_rate: float | None = None
-    """peak of the learning rate; default: 2e-4, with --model 1e-6, of an adapter on it 1e-5"""
-    desirable_weight: float = 1.0
-    """weight of a desirable answer's loss; raise it where there are few of them"""
-    undesirable_weight: float = 1.0
-    """weight of an undesirable answer's loss"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("desirable_weight", "undesirable_weight"):
-            check_above(name, getattr(self, name), 0)
-        check_count("epochs", self.epochs, 1)
-        check_count("max_answers", self.max_answers, 0)
-        if self.batch_size < 2:
-            raise ValueError(f"--batch-size={self.batch_size} must be at least 2: a step compares several; raise it")
-
-    @property
-    def num_answers(self) -> int:
-        """Answers to train on; 0 for all."""
-        return self.max_answers if self.max_answers is not None else 0 if self.dataset else 2560
-
-    @property
-    def peak_learning_rate(self) -> float:
-        """The highest learning rate of the schedule."""
-        return self.learning_rate or suitable_rate(self, small=2e-4)
 
 
 def run(config: Config) -> Path:

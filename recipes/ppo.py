@@ -18,7 +18,7 @@ Details of RLHF with PPO" (2023). gamma 1, lambda 0.95; k1 KL in the reward; the
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -52,28 +52,14 @@ from hybrid_engine.rlhf.experience.roles import (
 )
 from hybrid_engine.rlhf.experience.rollout import Rollout, SamplingOptions, sample, warm_up
 from hybrid_engine.rlhf.experience.start import SUMMARIES, Start, prepare
-from hybrid_engine.rlhf.planning.following import follow_answers, fuses_at_once, write_result
-from hybrid_engine.rlhf.rewards.scores import reward_figures
-from hybrid_engine.rlhf.runs.adapters import check_shared_base
-from hybrid_engine.rlhf.runs.checkpoints import SavedRun, begin_run, load_checkpoints, save_checkpoints
-from hybrid_engine.rlhf.runs.checks import (
-    check_above,
-    check_at_least,
-    check_between,
-    check_count,
-    check_divides,
-    check_finite,
-)
-from hybrid_engine.rlhf.runs.options import (
-    DataOptions,
-    LoopOptions,
-    ResumeOptions,
-    RewardOptions,
-    RolloutOptions,
-    derive_minibatch,
+from hybrid_engine.rlhf.options.ppo import Config
+from hybrid_engine.rlhf.options.shared import (
     is_due,
     suitable_rate,
 )
+from hybrid_engine.rlhf.planning.following import follow_answers, fuses_at_once, write_result
+from hybrid_engine.rlhf.rewards.scores import reward_figures
+from hybrid_engine.rlhf.runs.checkpoints import SavedRun, begin_run, load_checkpoints, save_checkpoints
 from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS, METRICS, read_metrics
 from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.rlhf.runs.schedule import Schedule
@@ -86,85 +72,6 @@ PLOT_PANELS = {
 }
 SHOWN = ["score", "kl_per_sequence", "length", "cut_off_share", "e2e_seconds", "generate_seconds", "training_seconds"]
 """Figures in the log line of a step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOptions):
-    """Trains a language model by PPO: it answers prompts, the answers are scored, its weights follow the scores.
-
-        hybrid-engine ppo --out runs/docs
-        hybrid-engine ppo --model Qwen/Qwen3-0.6B --dataset prompts.jsonl --reward my_rewards:score --out runs/mine
-
-    What is missing is made first: the actor by `hybrid-engine sft`, the reward model by `hybrid-engine reward`. Left
-    below --out: metrics.jsonl (one line per step), plot.png, samples.json (answers before and after), result.json,
-    checkpoints/, best/ (the weights that did best on held-out prompts) and actor/ (the last), both Hugging Face
-    folders. After an interruption the same command with --resume goes on from the last checkpoint.
-    """
-
-    model: str | None = None
-    """Hugging Face name or folder of the first actor; default: the run's sft, trained if missing"""
-    dataset: str | tuple[str, ...] | None = None
-    """prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt"; default: the
-    standard library's signatures"""
-    minibatch_size: int = 0
-    """responses of an optimizer step over all processes; 0: the largest number up to 32 that divides those of a step
-    and that the processes share equally"""
-    micro_batch_size: int = 16
-    ppo_epochs: int = 2
-    """passes over each rollout"""
-    temperature: float = 0.8
-    actor_lr: float | None = None
-    """peak learning rate of the actor; default: 1e-4, with --model 1e-6, of an adapter on it 1e-5"""
-    critic_lr: float | None = None
-    """peak learning rate of the critic; default: 5e-4, with --model 1e-5"""
-    kl_coef: float = 0.07
-    """weight of the KL penalty in the reward, per nat"""
-    gamma: float = 1.0
-    """discount of later rewards"""
-    lam: float = 0.95
-    """lambda of generalised advantage estimation"""
-    clip: float = 0.2
-    """how far the probability ratio counts from 1"""
-    value_clip: float = 0.5
-    """how far a value counts from the one at the rollout"""
-    missing_eos_penalty: float = 0.0
-    """what is taken off the reward of a response that was cut off at max_new_tokens"""
-    missing_eos_score: float | None = None
-    """deprecated; removed in the next version: score of a cut-off response, in place of the reward"""
-    kl_bound: float = 6.0
-    """mean KL to the reference, in nats per response, that the held-out prompts should stay under"""
-    shared_base: bool = False
-    """keep one frozen base for all roles, each an adapter on it: actor, critic and reward models; needs --lora-rank"""
-
-    def __post_init__(self) -> None:
-        ResumeOptions.__post_init__(self)
-        RolloutOptions.__post_init__(self)
-        RewardOptions.__post_init__(self)
-        DataOptions.__post_init__(self)
-        LoopOptions.__post_init__(self)
-        derive_minibatch(self, self.rollout_size, 32)
-        check_shared_base(self)
-        for name in ("minibatch_size", "ppo_epochs"):
-            check_count(name, getattr(self, name), 1)
-        for name in ("kl_coef", "kl_bound", "missing_eos_penalty"):
-            check_at_least(name, getattr(self, name), 0)
-        for name in ("actor_lr", "critic_lr", "clip", "value_clip"):
-            check_above(name, getattr(self, name), 0)
-        for name in ("gamma", "lam"):
-            check_between(name, getattr(self, name), 0, 1)
-        if self.missing_eos_score is not None:
-            check_finite("missing_eos_score", self.missing_eos_score)
-            if self.missing_eos_penalty:
-                raise ValueError(
-                    f"--missing-eos-score={self.missing_eos_score} takes the place of the reward that "
-                    f"--missing-eos-penalty={self.missing_eos_penalty} is taken off; give the penalty alone"
-                )
-        check_divides("rollout_size", self.rollout_size, self.minibatch_size)
-
-    @property
-    def num_updates(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.steps * self.ppo_epochs * (self.rollout_size // self.minibatch_size)
 
 
 def run(config: Config) -> Path:

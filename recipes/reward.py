@@ -13,7 +13,6 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,9 @@ from hybrid_engine.rlhf.batches.passes import Items, in_passes, split
 from hybrid_engine.rlhf.batches.sequences import recompute_activations
 from hybrid_engine.rlhf.data.encoding import read_template
 from hybrid_engine.rlhf.experience.evaluation import step_means
+from hybrid_engine.rlhf.options.checks import check_divides
+from hybrid_engine.rlhf.options.reward import Config
+from hybrid_engine.rlhf.options.shared import is_due
 from hybrid_engine.rlhf.planning.following import follow_scored_pairs, write_result
 from hybrid_engine.rlhf.rewards.learned import (
     ROWS_PER_PASS,
@@ -49,9 +51,7 @@ from hybrid_engine.rlhf.runs.checkpoints import (
     mark_finished,
     save_checkpoints,
 )
-from hybrid_engine.rlhf.runs.checks import check_above, check_at_least, check_count, check_divides
 from hybrid_engine.rlhf.runs.engine_config import build_engine_config, largest_micro_batch
-from hybrid_engine.rlhf.runs.options import AdapterOptions, DataOptions, ResumeOptions, is_due
 from hybrid_engine.rlhf.runs.precision import gradient_figures
 from hybrid_engine.rlhf.runs.run_folder import checkpoints_of, read_metrics, results_of
 from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
@@ -63,77 +63,6 @@ from hybrid_engine.rlhf.runs.stages import (
     seed_everything,
 )
 from hybrid_engine.rlhf.tasks.corpus import Pair, PairCorpus, load_pair_corpus
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(AdapterOptions, DataOptions, ResumeOptions):
-    """Trains a reward model on preference pairs; by default of summary lines, one of which follows PEP 257.
-
-        hybrid-engine reward --out runs/docs
-        hybrid-engine reward --model Qwen/Qwen3-0.6B --dataset pairs.jsonl --out runs/mine
-
-    A data set has the columns "chosen" and "rejected" (text or lists of messages), with a "prompt" or beginning with
-    it, and may have a "margin". The model is a sequence classifier with one label on the body of the model in sft/
-    below --out, or of --model. It is left in reward/ below --out, a Hugging Face folder, the figures of the training in
-    reward-log/, with --eval-every the model of the highest held-out accuracy in reward-best/.
-    """
-
-    out: str = "runs/docs"
-    """folder of the run; this stage writes its subfolders reward, reward-log and reward-checkpoints"""
-    model: str | None = None
-    """Hugging Face name or folder whose body is trained; default: the run's sft"""
-    dataset: str | tuple[str, ...] | None = None
-    """pairs: a .jsonl, .json, .csv or .parquet file, a folder or a hub name; default: made of the standard library's
-    summaries"""
-    chat_template: str | None = None
-    """file with a Jinja chat template for a tokenizer that has none, or another"""
-    max_tokens: int | None = None
-    """tokens of the longest prompt with its answer that is let in; default: the model's positions"""
-    seed: int = 0
-    """seed of the pairs, their order and the head's initial weights"""
-    save_every: int = 500
-    """a checkpoint every so many steps and after the last step; 0 saves none"""
-    eval_every: int = 0
-    """steps between measurements of the held-out accuracy, the best model kept; 0 measures at the end alone"""
-    epochs: int = 1
-    """passes over the pairs"""
-    batch_size: int = 32
-    """pairs of an optimizer step over all processes"""
-    micro_batch_size: int = 32
-    """pairs of a forward pass on one process, at most"""
-    learning_rate: float | None = None
-    """peak of the learning rate; default: 3e-4, with --model or --dataset 1e-5, of an adapter 2e-4"""
-    center_coef: float = 0.0
-    """weight of the squared sum of a pair's scores in the loss, which keeps scores around 0"""
-    lora_rank: int = 0
-    """train a LoRA adapter of this rank and the head; 0 trains all weights"""
-    max_examples: int = 0
-    """make pairs of only so many examples of the standard library; 0 uses all"""
-    max_pairs: int | None = None
-    """train on a random sample of so many pairs; 0 uses all; default: 2560, with --dataset all"""
-
-    def __post_init__(self) -> None:
-        ResumeOptions.__post_init__(self)
-        DataOptions.__post_init__(self)
-        AdapterOptions.__post_init__(self)
-        for name in ("epochs", "batch_size", "micro_batch_size", "max_tokens"):
-            check_count(name, getattr(self, name), 1)
-        for name in ("max_examples", "eval_every", "max_pairs"):
-            check_count(name, getattr(self, name), 0)
-        check_at_least("center_coef", self.center_coef, 0)
-        check_above("learning_rate", self.learning_rate, 0)
-        if self.eval_every and self.dataset and not self.held_out_share and self.source.held_out_source is None:
-            raise ValueError(f"--eval-every={self.eval_every} has nothing to measure on; raise --held-out-share=0")
-
-    @property
-    def num_pairs(self) -> int:
-        """Pairs to train on; 0 for all."""
-        return self.max_pairs if self.max_pairs is not None else 0 if self.dataset else 2560
-
-    @property
-    def peak_learning_rate(self) -> float:
-        """The highest learning rate of the schedule."""
-        return self.learning_rate or (2e-4 if self.lora_rank else 1e-5 if self.model or self.dataset else 3e-4)
 
 
 def run(config: Config) -> Path:

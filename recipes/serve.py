@@ -15,8 +15,6 @@ import math
 import os
 import signal
 import threading
-from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -29,7 +27,6 @@ from hybrid_engine.generation.live.opening import count_tokens
 from hybrid_engine.generation.memory import free_and_total_bytes, read_memory
 from hybrid_engine.generation.plan import BLOCK_SIZE
 from hybrid_engine.rlhf.batch.models import (
-    BaseModelOptions,
     join,
     load_shared,
     load_with_adapters,
@@ -37,106 +34,16 @@ from hybrid_engine.rlhf.batch.models import (
     peft_names,
     read_adapters,
 )
-from hybrid_engine.rlhf.runs.checks import check_at_least, check_between, check_count, check_one_of
+from hybrid_engine.rlhf.options.serve import Config
 from hybrid_engine.rlhf.runs.precision import torch_dtype
 from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.rlhf.runs.stages import explained, load_config
 from hybrid_engine.serving import import_serving
-from hybrid_engine.serving.address import check_address, check_free
-from hybrid_engine.serving.keys import Keys
-from hybrid_engine.serving.pages import Pages
+from hybrid_engine.serving.address import check_free
 from hybrid_engine.serving.sessions import size_of
-from hybrid_engine.serving.tool_calls import PARSERS
 
-KEY_VARIABLE = "HYBRID_ENGINE_API_KEY"
 SECONDS_TO_END = 4.5
 """Seconds after `--finish-seconds` at which the process ends, however long a pass of the model takes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(BaseModelOptions):
-    """Serves a model at an OpenAI-compatible address, until Ctrl-C or SIGTERM.
-
-        hybrid-engine serve --model runs/sums/actor
-        hybrid-engine serve --model Qwen/Qwen3-0.6B --adapter runs/mine/adapter --port 8001
-
-    /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics (docs/serving.md). What runs at the end
-    is finished first.
-    """
-
-    adapter: tuple[str, ...] = ()
-    """folders of peft adapters, or NAME=FOLDER: each is a model of its own beside the base model"""
-    host: str = "127.0.0.1"
-    """address to listen at; any but this machine's own needs an API key"""
-    port: int = 8000
-    """port to listen at; 0 takes a free one"""
-    api_key: str | None = None
-    """what clients must send; better put into the environment as HYBRID_ENGINE_API_KEY, where no other user sees it"""
-    api_key_file: str | None = None
-    """a file with a line NAME KEY for each client, or NAME KEY metrics for one that reads /metrics alone; SIGHUP reads
-    it again"""
-    allow_host: tuple[str, ...] = ()
-    """names by which requests without a key may call this machine, beside its own: of forwarded ports and containers"""
-    allow_origin: tuple[str, ...] = ()
-    """origins of web pages that may ask, such as https://chat.example"""
-    model_name: str | None = None
-    """what clients call the model; default: the last part of --model"""
-    tool_call_parser: str = "auto"
-    """how calls of tools are found in answers: hermes, llama3, mistral, tokenizer (as its response_template says),
-    none, or auto: what the chat template shows"""
-    longest: int | None = None
-    """tokens of a prompt and its answer together; default: as many as the model takes and memory holds"""
-    max_running: int | None = None
-    """answers at once; default: as many as in a rollout"""
-    memory: str | None = None
-    """for keys and values of answers: a size such as 6GiB, or a share of what is free beside the model; at most what
-    --max-running answers of --longest tokens take is used; default: 0.5 on a CPU, 0.9 on a GPU"""
-    max_waiting: int = 1024
-    """answers that may wait to begin; more are told to come again"""
-    max_session_bytes: int = 2147483648
-    """memory of the conversations that are remembered; the oldest are forgotten"""
-    stall_seconds: float = 30.0
-    """a client that takes less than 4 KiB in so many seconds of an answer that waits for it is dropped"""
-    finish_seconds: float = 60.0
-    """what runs at the end may take so long; then its clients get an error"""
-    tp: int = 1
-    """processes that share each layer; torchrun starts them, and the first one is asked"""
-    pp: int = 1
-    """stages that the layers are dealt out to, each on --tp processes"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_between("port", self.port, 0, 65535)
-        check_one_of("tool_call_parser", self.tool_call_parser, PARSERS)
-        for name in ("max_waiting", "max_running", "tp", "pp"):
-            check_count(name, getattr(self, name), 1)
-        check_count("longest", self.longest, 2)  # a prompt and its answer
-        check_count("max_session_bytes", self.max_session_bytes, size_of(1, 1, 0).num_bytes)
-        check_at_least("stall_seconds", self.stall_seconds, 0.1)
-        read_memory(self.memory, "cpu")
-        if self.api_key_file is not None and self.api_key is None and self.key is not None:
-            raise ValueError(
-                f"{KEY_VARIABLE} is set and --api-key-file is given; put the key into the file and unset the one, or "
-                "leave out the other"
-            )
-        check_at_least("finish_seconds", self.finish_seconds, 0)
-        check_address(self.host, has_keys=bool(Keys(self.key, self.api_key_file)))
-        Pages(self.allow_host, self.allow_origin)
-
-    @property
-    def key(self) -> str | None:
-        """The key that clients must send; None: no key, or one of the file."""
-        if self.api_key is not None:
-            return self.api_key
-        key = os.environ.get(KEY_VARIABLE)
-        if key is not None and not key.strip():
-            raise ValueError(f"{KEY_VARIABLE} is set and empty; give it a secret, or unset it")
-        return key
-
-    @property
-    def name(self) -> str:
-        """The model name for clients."""
-        return self.model_name or Path(str(self.model)).name
 
 
 def run(config: Config) -> None:

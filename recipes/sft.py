@@ -12,7 +12,6 @@ signature, which is stage 1 of the PPO job.
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,9 @@ from hybrid_engine.rlhf.batches.sequences import (
     response_logprobs,
 )
 from hybrid_engine.rlhf.data.encoding import Encoded
+from hybrid_engine.rlhf.options.checks import check_divides
+from hybrid_engine.rlhf.options.sft import Config
+from hybrid_engine.rlhf.options.shared import is_due
 from hybrid_engine.rlhf.planning.following import follow_examples, write_result
 from hybrid_engine.rlhf.runs.adapters import add_adapter, check_trainable
 from hybrid_engine.rlhf.runs.checkpoints import (
@@ -47,9 +49,7 @@ from hybrid_engine.rlhf.runs.checkpoints import (
     mark_finished,
     save_checkpoints,
 )
-from hybrid_engine.rlhf.runs.checks import check_above, check_count, check_divides, check_one_of
 from hybrid_engine.rlhf.runs.engine_config import build_engine_config, largest_micro_batch
-from hybrid_engine.rlhf.runs.options import AdapterOptions, DataOptions, ResumeOptions, is_due
 from hybrid_engine.rlhf.runs.precision import gradient_figures
 from hybrid_engine.rlhf.runs.run_folder import checkpoints_of, read_metrics, results_of
 from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
@@ -62,91 +62,8 @@ from hybrid_engine.rlhf.runs.stages import (
     save_stage,
     seed_everything,
 )
-from hybrid_engine.rlhf.tasks.corpus import TASKS, Corpus, load_corpus
-from hybrid_engine.rlhf.tasks.small_llama import FOR_TEXT, USUAL, build_small_llama, check_size
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(AdapterOptions, DataOptions, ResumeOptions):
-    """Trains a model to write what a data set shows; by default a small one to summarise a function's signature.
-
-        hybrid-engine sft --out runs/docs
-        hybrid-engine sft --model Qwen/Qwen3-0.6B --dataset chats.jsonl --out runs/mine
-
-    A data set has the columns "messages", or "prompt" and "completion" (text or lists of messages), or "text". Without
-    one the examples are the functions of Python's own standard library; nothing is downloaded. The model and its
-    tokenizer are left in sft/ below --out, a Hugging Face folder, the figures of the training in sft-log/, with
-    --eval-every the model of the lowest held-out loss in sft-best/.
-    """
-
-    out: str = "runs/docs"
-    """folder of the run; this stage writes its subfolders sft, sft-log and sft-checkpoints"""
-    model: str | None = None
-    """Hugging Face name or folder of the model that goes on learning; default: a small Llama from nothing"""
-    dataset: str | tuple[str, ...] | None = None
-    """examples: a .jsonl, .json, .csv or .parquet file, a folder or a hub name; default: the standard library's
-    signatures and summaries"""
-    task: str = "docs"
-    """what is learned without --dataset: docs (signatures and summaries), sums (additions by a pupil who forgets the
-    carry) or calculator (conversations of a pupil who may ask one); the tokens of both are characters"""
-    chat_template: str | None = None
-    """file with a Jinja chat template for a tokenizer that has none, or another"""
-    max_tokens: int | None = None
-    """tokens of the longest example that is let in; default: the model's positions"""
-    seed: int = 0
-    """seed of the initial weights and of the order of the examples"""
-    save_every: int = 500
-    """a checkpoint every so many steps and after the last step; 0 saves none"""
-    eval_every: int = 0
-    """steps between measurements of the held-out loss, the best model kept; 0 measures at the end alone"""
-    vocab_size: int = 2048
-    """tokens of the BPE vocabulary, without --model"""
-    hidden_size: int = 192
-    """width of the model without --model; a multiple of 64, two heads of 32"""
-    num_layers: int = 5
-    """transformer layers, without --model"""
-    epochs: int | None = None
-    """passes over the training examples; default: 2, with --model 1"""
-    batch_size: int = 16
-    """examples of an optimizer step over all processes"""
-    micro_batch_size: int = 16
-    """examples of a forward pass on one process, at most"""
-    group_by_length: bool = True
-    """examples of a step are alike in length, which saves padding; off where the length says what an example shows:
-    steps that learn the one kind and then the other keep a small model from learning either"""
-    learning_rate: float | None = None
-    """peak of the learning rate; default: 1.5e-3, with --model 2e-5, of an adapter 2e-4"""
-    max_examples: int = 0
-    """use only so many training examples; 0 uses all"""
-
-    def __post_init__(self) -> None:
-        ResumeOptions.__post_init__(self)
-        DataOptions.__post_init__(self)
-        AdapterOptions.__post_init__(self)
-        for name in ("num_layers", "epochs", "batch_size", "micro_batch_size", "max_tokens"):
-            check_count(name, getattr(self, name), 1)
-        check_count("vocab_size", self.vocab_size, 300)
-        for name in ("max_examples", "eval_every"):
-            check_count(name, getattr(self, name), 0)
-        check_above("learning_rate", self.learning_rate, 0)
-        check_count("hidden_size", self.hidden_size, 1)
-        check_divides("hidden_size", self.hidden_size, 64)
-        check_size(self.vocab_size, self.hidden_size, self.num_layers)
-        check_one_of("task", self.task, tuple(TASKS))
-        if self.eval_every and self.dataset and not self.held_out_share and self.source.held_out_source is None:
-            raise ValueError(f"--eval-every={self.eval_every} has nothing to measure on; raise --held-out-share=0")
-        if self.lora_rank and not self.model:
-            raise ValueError(f"--lora-rank={self.lora_rank} adapts a model that has learned already; give --model")
-
-    @property
-    def num_epochs(self) -> int:
-        """Passes over the training examples."""
-        return self.epochs or (1 if self.model else 2)
-
-    @property
-    def peak_learning_rate(self) -> float:
-        """The highest learning rate of the schedule."""
-        return self.learning_rate or (2e-4 if self.lora_rank else 2e-5 if self.model else 1.5e-3)
+from hybrid_engine.rlhf.tasks.corpus import Corpus, load_corpus
+from hybrid_engine.rlhf.tasks.small_llama import FOR_TEXT, USUAL, build_small_llama
 
 
 def run(config: Config) -> Path:

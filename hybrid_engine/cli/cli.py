@@ -7,7 +7,7 @@
     hybrid-engine plan ppo --steps 20 --kl-coef 0.1
 
 The command is a layer below the recipes that it starts. It imports a recipe by name and only to run or plan it;
-`--help` and the checks of option names read the recipe's source instead.
+`--help` and the checks of option names read the dataclasses of `rlhf/options/`, which need no torch.
 """
 
 import argparse
@@ -208,14 +208,14 @@ def _interrupted_at_once() -> Iterator[None]:
 
 def build_config(config_class: Any, options: Sequence[Option], given: Mapping[str, Any]) -> Any:
     """The `Config` of a recipe; a field whose type has options is built by that type's `from_options`."""
-    groups: dict[str, dict[str, Any]] = {option.group: {} for option in options if option.group}
+    held: dict[str, dict[str, Any]] = {option.holder: {} for option in options if option.holder}
     own: dict[str, Any] = {}
     for option in options:
         if option.name in given:
             value = tuple(given[option.name]) if option.is_list else given[option.name]
-            (groups[option.group] if option.group else own)[option.name] = value
+            (held[option.holder] if option.holder else own)[option.name] = value
     types_of = get_type_hints(config_class)
-    return config_class(**own, **{name: types_of[name].from_options(part) for name, part in groups.items()})
+    return config_class(**own, **{name: types_of[name].from_options(part) for name, part in held.items()})
 
 
 def is_ours(error: BaseException) -> bool:
@@ -256,6 +256,7 @@ def build_parser() -> argparse.ArgumentParser:
             name,
             help=recipe.text.splitlines()[0],
             description=recipe.text,
+            usage=f"hybrid-engine {name} [options]",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -265,8 +266,10 @@ def build_parser() -> argparse.ArgumentParser:
             metavar="FILE",
             help="a YAML file of these options, such as the config.yaml of an earlier run; options given here win",
         )
-        for option in recipe.options:
-            _add_option(command, option)
+        for title, options in recipe.grouped().items():
+            heading = command.add_argument_group(title)
+            for option in options:
+                _add_option(heading, option)
     for name, module in (OTHERS | {PLAN: plan}).items():  # only for the overview: they parse their own arguments
         commands.add_parser(name, help=module.DESCRIPTION.splitlines()[0], add_help=False)
     return parser
@@ -288,7 +291,7 @@ def flags_of(option: Option) -> list[str]:
     return [f"-{option.name}", *flags] if len(option.name) == 1 else flags
 
 
-def _add_option(parser: argparse.ArgumentParser, option: Option) -> None:
+def _add_option(parser: argparse._ArgumentGroup, option: Option) -> None:
     text = option.meaning.replace("%", "%%")
     settings: dict[str, Any] = {"default": argparse.SUPPRESS}  # distinguishes options that the user gave from defaults
     if option.kind is bool and option.default is False:

@@ -3,11 +3,13 @@
 python -m hybrid_engine.cli.config_page > docs/config.md
 """
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
-from hybrid_engine.cli.field_meanings import field_meanings
 from hybrid_engine.config import SIMPLE_BLOCKS, EngineConfig, OffloadConfig, OffloadParamConfig, ZeroConfig
 from hybrid_engine.config.auto import FROM_ARGUMENTS, ONLY_THE_USER_KNOWS
 from hybrid_engine.config.keys import NO_MEANING, NOT_SUPPORTED, OPTIMIZERS_NOT_SUPPORTED, OTHER_NAMES, as_json
@@ -133,6 +135,27 @@ def _render_auto() -> str:
         source = f"`{FROM_ARGUMENTS[key][0]}`" if key in FROM_ARGUMENTS else ""
         lines.append(f"| `{key}` | {source} | {'an error' if key in ONLY_THE_USER_KNOWS else 'as said above'} |")
     return "\n".join([*lines, ""])
+
+
+def field_meanings(config_class: type) -> dict[str, str]:
+    """The string below each field of a dataclass and of its base classes, by field name, read from the source."""
+    classes = [base for base in reversed(config_class.__mro__) if is_dataclass(base)]
+    return {name: text for base in classes for name, text in _own_meanings(base).items()}
+
+
+def _own_meanings(config_class: type) -> dict[str, str]:
+    definition = ast.parse(textwrap.dedent(inspect.getsource(config_class))).body[0]
+    assert isinstance(definition, ast.ClassDef), config_class
+    return {name: text for name, (_, text) in documented_fields(definition).items()}
+
+
+def documented_fields(definition: ast.ClassDef) -> dict[str, tuple[ast.AnnAssign, str]]:
+    """The fields of a class that have a string below them, by name, each with that string."""
+    found = {}
+    for node, following in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(following, ast.Expr):
+            found[node.target.id] = (node, inspect.cleandoc(ast.literal_eval(following.value)))
+    return found
 
 
 if __name__ == "__main__":

@@ -1,36 +1,67 @@
-"""Reads the options of a recipe from its source, because importing a recipe waits seconds for torch and transformers.
+"""The options of a recipe for the command: read from its dataclass, which needs no torch, in the groups of `--help`.
 
-A recipe has a dataclass `Config`, whose docstring is the text of `--help`. Each field has a type in `KINDS`, a literal
-default, and a string below it that describes it. `Config` may derive from dataclasses of `hybrid_engine` with such
-fields. It may also have a field whose type is such a class: the fields of that class are options like all others, and
-the command passes the ones that were given to its `from_options`.
+A recipe's options are the fields of the `Config` in `hybrid_engine/rlhf/options/<recipe>.py`. Each has a type in
+`KINDS`, a default and a text. A field whose type is a dataclass holds options like all others: the command passes those
+that were given to its `from_options`.
 """
 
-import ast
+import importlib
+import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
-from importlib import resources
+from dataclasses import Field, dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from hybrid_engine.cli.field_meanings import documented_fields
-from hybrid_engine.cli.source_tree import parse_source
-
-KINDS: dict[str, type] = {
-    "bool": bool,
-    "float": float,
-    "int": int,
-    "str": str,
-    "str | None": str,
-    "int | None": int,
-    "float | None": float,
-    "tuple[str, ...]": str,
-    "str | tuple[str, ...] | None": str,
-    "tuple[float, ...]": float,
+KINDS: dict[Any, type] = {
+    bool: bool,
+    float: float,
+    int: int,
+    str: str,
+    str | None: str,
+    int | None: int,
+    float | None: float,
+    tuple[str, ...]: str,
+    str | tuple[str, ...] | None: str,
+    tuple[float, ...]: float,
 }
-"""Annotations that a field may have, and the type of its value, or of each value of a list."""
-RECIPES_PACKAGE = "hybrid_engine.recipes"
-PACKAGE = "hybrid_engine"
+"""Types that a field may have, and the type of its value, or of each value of a list."""
+LISTS = (tuple[str, ...], str | tuple[str, ...] | None, tuple[float, ...])
+GROUPS: dict[str, tuple[str, ...]] = {
+    "model": (
+        *("model", "adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "dtype", "tf32"),
+        *("chat_template", "tool_call_parser", "model_name", "shared_base", "vocab_size", "hidden_size", "num_layers"),
+    ),
+    "data": (
+        *("dataset", "prompts", "task", "split", "dataset_config", "columns", "prompt_template", "system_prompt"),
+        *("as_conversation", "held_out", "held_out_share", "held_out_dataset", "held_out_split", "row_key"),
+        *("dataset_weights", "deduplicate", "skip_bad_rows", "skip_too_long", "max_tokens", "max_examples"),
+        *("max_pairs", "max_answers", "max_prompts"),
+    ),
+    "rewards": ("reward", "reward_weights", "reward_time_limit", "missing_eos_penalty", "missing_eos_score"),
+    "rollout": (
+        *("rollout_size", "group_size", "k", "num_samples", "max_new_tokens", "max_prompt_tokens", "temperature"),
+        *("top_k", "top_p", "max_running", "longest", "exact", "logprob_bound", "num_clients", "serving_memory"),
+    ),
+    "algorithm": (
+        *("preset", "loss", "beta", "kl_coef", "baseline", "scale", "scale_divisor", "scale_eps", "policy_loss"),
+        *("clip", "clip_low", "clip_high", "dual_clip", "value_clip", "aggregation", "gamma", "lam", "kl_place"),
+        *("kl_estimator", "kl_unbiased", "kl_target", "kl_horizon", "kl_bound", "measure_kl", "entropy_coef"),
+        *("dynamic_sampling", "overlong_buffer", "overlong_factor", "mask_cut_off", "correction", "correction_low"),
+        *("correction_high", "correction_threshold", "label_smoothing", "sft_weight", "desirable_weight"),
+        *("undesirable_weight", "center_coef"),
+    ),
+    "training": (
+        *("steps", "epochs", "ppo_epochs", "learning_rate", "actor_lr", "critic_lr", "batch_size", "minibatch_size"),
+        *("lr_scheduler_type", "warmup_steps", "warmup_ratio", "group_by_length", "micro_batch_size"),
+        *("tokens_per_micro_batch", "rows_per_pass", "activation_checkpointing", "zero_stage"),
+    ),
+    "evaluation": ("eval_every", "eval_prompts", "eval_samples", "eval_rows", "pass_score", "threshold"),
+    "server": (
+        *("host", "port", "api_key", "api_key_file", "allow_host", "allow_origin", "memory", "max_waiting"),
+        *("max_session_bytes", "stall_seconds", "finish_seconds"),
+    ),
+    "run": ("out", "seed", "resume", "restart", "save_every", "tp", "pp", "tracker", "metric_names"),
+}
+"""The headings of `--help` and the options below each, those that a beginner needs first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +75,7 @@ class Option:
     is_list: bool
     default: Any
     meaning: str
-    group: str | None = None
+    holder: str | None = None
     """The field of `Config` that holds this option; None for a field of `Config` itself."""
 
 
@@ -55,72 +86,38 @@ class RecipeHelp:
     text: str
     options: list[Option]
 
+    def grouped(self) -> dict[str, list[Option]]:
+        """The options below each heading, in the order of GROUPS; headings without an option are left out."""
+        by_name = {option.name: option for option in self.options}
+        found = {title: [by_name[name] for name in names if name in by_name] for title, names in GROUPS.items()}
+        return {title: options for title, options in found.items() if options}
+
 
 def read_recipe_help(recipe: str) -> RecipeHelp:
-    """The docstring and the options of the `Config` in the module `hybrid_engine.recipes.<recipe>`."""
-    config = _SourceClass(f"{RECIPES_PACKAGE}.{recipe.replace('-', '_')}", "Config")
-    return RecipeHelp(text=ast.get_docstring(config.definition) or "", options=list(read_options(config)))
+    """The docstring and the options of the `Config` of a recipe."""
+    config_class = importlib.import_module(f"hybrid_engine.rlhf.options.{recipe.replace('-', '_')}").Config
+    return RecipeHelp(text=inspect.cleandoc(config_class.__doc__), options=list(read_options(config_class)))
 
 
-def read_options(source: "_SourceClass") -> Iterator[Option]:
-    """The options of a class, with those of its base classes first; a field that is declared again keeps its place.
-
-    A field that is declared again only to change its default need not repeat its description.
-    """
-    found = {option.name: option for base in source.bases for option in read_options(base)}
-    documented = documented_fields(source.definition)
-    for node in source.definition.body:
-        if not isinstance(node, ast.AnnAssign):
+def read_options(config_class: type) -> Iterator[Option]:
+    """The options of a dataclass, those of its bases first; one that is declared again keeps its place."""
+    for field in fields(config_class):
+        if is_dataclass(field.type):
+            yield from (replace(option, holder=field.name) for option in read_options(field.type))
             continue
-        name, annotation = ast.unparse(node.target), ast.unparse(node.annotation)
-        group = None if annotation in KINDS else source.imported(annotation)
-        if group is not None:
-            found |= {option.name: replace(option, group=name) for option in read_options(group)}
-            continue
-        meaning = documented[name][1] if name in documented else found[name].meaning if name in found else None
-        assert meaning, f"{source.name}: say what {name} means"
-        assert node.value is not None, f"{source.name}: {name} needs a default"
-        found[name] = Option(
-            name=name,
-            kind=KINDS[annotation],
-            is_list="tuple" in annotation,
-            default=ast.literal_eval(node.value),
-            meaning=meaning,
+        yield Option(
+            name=field.name,
+            kind=KINDS[field.type],
+            is_list=field.type in LISTS,
+            default=field.default,
+            meaning=_text_of(config_class, field),
         )
-    yield from found.values()
 
 
-@dataclass(frozen=True)
-class _SourceClass:
-    """A class in the source of a module of `hybrid_engine`."""
-
-    module: str
-    name: str
-
-    @cached_property
-    def _tree(self) -> ast.Module:
-        # The recipes folder is mapped into the package; importing any other package below it would take seconds.
-        root = RECIPES_PACKAGE if self.module.startswith(f"{RECIPES_PACKAGE}.") else PACKAGE
-        file = self.module.removeprefix(f"{root}.").replace(".", "/") + ".py"
-        path = resources.files(root).joinpath(file)
-        return parse_source(path.read_bytes())
-
-    @cached_property
-    def definition(self) -> ast.ClassDef:
-        return next(node for node in self._tree.body if isinstance(node, ast.ClassDef) and node.name == self.name)
-
-    @property
-    def bases(self) -> list["_SourceClass"]:
-        # The last base comes first, as in the order of a dataclass's fields.
-        return [self.imported(ast.unparse(base)) for base in reversed(self.definition.bases)]
-
-    def imported(self, name: str) -> "_SourceClass":
-        """The class that this module calls `name`: its own, or one imported from another module of the package."""
-        for node in self._tree.body:
-            if isinstance(node, ast.ClassDef) and node.name == name:
-                return _SourceClass(self.module, name)
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
-                for alias in node.names:
-                    if (alias.asname or alias.name) == name:
-                        return _SourceClass(str(node.module), alias.name)
-        raise AssertionError(f"{self.module}: {name} is none of {', '.join(KINDS)} and no class of a recipe module")
+def _text_of(config_class: type, field: "Field[Any]") -> str:
+    """The description of a field, or that of the base which declares it; a field declared again need not repeat it."""
+    for base in config_class.__mro__:
+        declared = vars(base).get("__dataclass_fields__", {}).get(field.name)
+        if declared is not None and "text" in declared.metadata:
+            return str(declared.metadata["text"])
+    raise AssertionError(f"{config_class.__module__}: say what {field.name} means")

@@ -36,13 +36,13 @@ from hybrid_engine.rlhf.batches.sequences import Sequences, build_sequences, pac
 from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
 from hybrid_engine.rlhf.data.prompts import PromptTokens
 from hybrid_engine.rlhf.experience.start import prepare
+from hybrid_engine.rlhf.options.shared import AdapterOptions
 from hybrid_engine.rlhf.passes.pass_memory import PassShape, count_pass
 from hybrid_engine.rlhf.planning import roles
 from hybrid_engine.rlhf.planning.read import Learned, Read, read_preferences
 from hybrid_engine.rlhf.planning.reading import READERS
 from hybrid_engine.rlhf.planning.widest import estimate_of, widest_passes
 from hybrid_engine.rlhf.runs.adapters import add_adapter
-from hybrid_engine.rlhf.runs.options import AdapterOptions
 from hybrid_engine.rlhf.tasks import arithmetic
 from tests.support.chat import PLAIN_TEMPLATE, build_chat_tokenizer
 from tests.support.models import PAD, build_model, padded_prompts

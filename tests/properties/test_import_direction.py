@@ -26,7 +26,6 @@ APART = ("metrics", "rl")
 # Files that import what stands above them, and which room: each is to be turned round, and none may join them.
 UPWARD = {
     "hybrid_engine/__init__.py": "extensions",
-    "hybrid_engine/rlhf/tasks/stdlib_docs.py": "cli",
     "hybrid_engine/rlhf/experience/start.py": "recipes",
     "hybrid_engine/rlhf/planning/reading.py": "recipes",
     "hybrid_engine/rlhf/preference/first_actor.py": "recipes",

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hybrid_engine.recipes import dpo, kto, sft
 from hybrid_engine.rlhf.data.parts import load_parts
 from hybrid_engine.rlhf.data.reading import read_labelled_rows, read_preference_rows
-from hybrid_engine.rlhf.runs.columns import DataSource
+from hybrid_engine.rlhf.options.columns import DataSource
 from hybrid_engine.rlhf.runs.run_folder import read_metrics
 
 TURNS = [

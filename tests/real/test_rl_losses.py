@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hybrid_engine.recipes import agent, grpo, online_dpo, ppo, reward
-from hybrid_engine.rlhf.algorithms.choices import Algorithm, with_preset
+from hybrid_engine.rlhf.options.algorithm import Algorithm, with_preset
 from hybrid_engine.rlhf.runs.run_folder import read_metrics
 from tests.real.test_losses import norm
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hybrid_engine.cli import cli
 from hybrid_engine.recipes import grpo, online_dpo
 from hybrid_engine.rlhf.algorithms import advantages
-from hybrid_engine.rlhf.algorithms.choices import Algorithm
 from hybrid_engine.rlhf.experience.rollout import GroupSource, SamplingOptions, choose_groups, join, sample
+from hybrid_engine.rlhf.options.algorithm import Algorithm
 from hybrid_engine.rlhf.rewards.loading import load_rewards
 from hybrid_engine.rlhf.runs.run_folder import read_answers, read_metrics
 from hybrid_engine.rlhf.tasks import arithmetic

@@ -21,10 +21,10 @@ from transformers import (
 
 from hybrid_engine.cli import cli
 from hybrid_engine.recipes import agent, dpo, evaluate, generate, grpo, kto, online_dpo, ppo, reward, serve, sft
-from hybrid_engine.rlhf.algorithms.choices import Algorithm
 from hybrid_engine.rlhf.batches.sequences import epochs_of_similar_length
 from hybrid_engine.rlhf.data.prompts import PromptTokens
 from hybrid_engine.rlhf.experience.start import Start
+from hybrid_engine.rlhf.options.algorithm import Algorithm
 from hybrid_engine.rlhf.rewards.learned import LearnedReward, build_critic, load_value_model
 from hybrid_engine.rlhf.rewards.loading import load_rewards
 from hybrid_engine.rlhf.runs.engine_config import largest_micro_batch

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from hybrid_engine.rl.aggregation import StepCounts, count_step
 from hybrid_engine.rlhf.algorithms.advantages import compute_advantages
-from hybrid_engine.rlhf.algorithms.choices import CHOICES, PRESETS, Algorithm
 from hybrid_engine.rlhf.algorithms.figures import CLIPPED, policy_figures
 from hybrid_engine.rlhf.algorithms.objective import (
     POLICY_LOSSES,
@@ -20,6 +19,7 @@ from hybrid_engine.rlhf.algorithms.objective import (
     correction_weights,
     policy_objective,
 )
+from hybrid_engine.rlhf.options.algorithm import CHOICES, PRESETS, Algorithm
 from tests.support.distributed import run_distributed
 
 G, MAX_LENGTH = 4, 9

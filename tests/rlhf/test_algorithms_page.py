@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_engine.rlhf.algorithms.choices import CHOICES, PRESETS, Algorithm
+from hybrid_engine.rlhf.options.algorithm import CHOICES, PRESETS, Algorithm
 from tests.tools.write_algorithms_page import BEGIN, END, PAGE, preset_table
 
 TEXT = PAGE.read_text()

@@ -14,11 +14,11 @@ from hybrid_engine.recipes import dpo, evaluate, grpo, kto, online_dpo, ppo
 from hybrid_engine.rlhf.data.model_lengths import long_answer, settle_lengths
 from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.experience.start import prepare
+from hybrid_engine.rlhf.options.shared import fit_minibatch
 from hybrid_engine.rlhf.planning.fitting import plan
 from hybrid_engine.rlhf.planning.reading import read_run
 from hybrid_engine.rlhf.rewards.loading import load_rewards
 from hybrid_engine.rlhf.runs.checkpoints import begin_run
-from hybrid_engine.rlhf.runs.options import fit_minibatch
 from hybrid_engine.rlhf.tasks.arithmetic import build_tokenizer
 from tests.support.distributed import run_distributed
 from tests.support.small_actors import save_small_actor, save_sums

@@ -17,7 +17,6 @@ import hybrid_engine
 from hybrid_engine.recipes import dpo, grpo, kto, ppo, reward, sft
 from hybrid_engine.rl.aggregation import StepCounts
 from hybrid_engine.rl.preferences import build_loss
-from hybrid_engine.rlhf.algorithms.choices import Algorithm
 from hybrid_engine.rlhf.algorithms.objective import PolicyBatch
 from hybrid_engine.rlhf.batches import packing, sequences, spans
 from hybrid_engine.rlhf.batches.micro_batches import Items
@@ -27,6 +26,7 @@ from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
 from hybrid_engine.rlhf.experience import policy, roles
 from hybrid_engine.rlhf.experience.policy import Experience
 from hybrid_engine.rlhf.experience.roles import CriticExperience
+from hybrid_engine.rlhf.options.algorithm import Algorithm
 from hybrid_engine.rlhf.preference import answers, pairs
 from hybrid_engine.rlhf.preference.answers import LabelledAnswer, Reading
 from hybrid_engine.rlhf.preference.pairs import TrainingPair

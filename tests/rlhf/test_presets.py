@@ -14,7 +14,6 @@ from hybrid_engine.rlhf.algorithms.advantages import (
     SCALES,
     compute_advantages,
 )
-from hybrid_engine.rlhf.algorithms.choices import CHOICES, PRESETS, Algorithm
 from hybrid_engine.rlhf.algorithms.figures import IDLE, describe
 from hybrid_engine.rlhf.algorithms.objective import (
     AGGREGATIONS,
@@ -24,6 +23,7 @@ from hybrid_engine.rlhf.algorithms.objective import (
     PolicyBatch,
     policy_objective,
 )
+from hybrid_engine.rlhf.options.algorithm import CHOICES, PRESETS, Algorithm
 from tests.support.goldens import assert_golden, load_golden
 from tests.support.paths import DATA
 

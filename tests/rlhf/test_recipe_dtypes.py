@@ -11,13 +11,14 @@ from transformers import AutoModelForSequenceClassification
 from hybrid_engine.cli.plan import Wishes
 from hybrid_engine.distributed import processes
 from hybrid_engine.recipes import dpo, evaluate, generate, grpo, ppo, serve, sft
-from hybrid_engine.rlhf.algorithms.choices import Algorithm
 from hybrid_engine.rlhf.experience.policy import build_policy
+from hybrid_engine.rlhf.options.algorithm import Algorithm
+from hybrid_engine.rlhf.options.shared import DtypeOptions
 from hybrid_engine.rlhf.planning.fitting import plan
 from hybrid_engine.rlhf.rewards.learned import LearnedReward
 from hybrid_engine.rlhf.runs import precision
 from hybrid_engine.rlhf.runs.checkpoints import begin_run
-from hybrid_engine.rlhf.runs.precision import DTYPES, DtypeOptions, apply_tf32, choose_dtype
+from hybrid_engine.rlhf.runs.precision import DTYPES, apply_tf32, choose_dtype
 from hybrid_engine.rlhf.runs.schedule import Schedule
 from hybrid_engine.rlhf.tasks.arithmetic import build_tokenizer
 from tests.support.small_actors import save_small_actor, save_sums

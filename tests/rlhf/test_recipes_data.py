@@ -12,7 +12,7 @@ from hybrid_engine.rlhf.data.held_out import is_held_out
 from hybrid_engine.rlhf.data.prompts import fit_prompts, load_prompt_rows, select_prompts
 from hybrid_engine.rlhf.data.reading import read_prompt_rows
 from hybrid_engine.rlhf.data.rows import PromptRow
-from hybrid_engine.rlhf.runs.columns import DataSource
+from hybrid_engine.rlhf.options.columns import DataSource
 from hybrid_engine.rlhf.tasks.stdlib_docs import (
     FAULTS,
     build_preferences,

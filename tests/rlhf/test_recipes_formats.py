@@ -32,8 +32,8 @@ from hybrid_engine.rlhf.data.rows import (
     detect_format,
 )
 from hybrid_engine.rlhf.experience.start import SUMS, load_usable_prompts
+from hybrid_engine.rlhf.options.columns import DataSource
 from hybrid_engine.rlhf.rewards.loading import load_rewards
-from hybrid_engine.rlhf.runs.columns import DataSource
 from hybrid_engine.rlhf.tasks.corpus import load_corpus
 from tests.support.chat import MARKED_TEMPLATE, PLAIN_TEMPLATE, build_chat_tokenizer
 

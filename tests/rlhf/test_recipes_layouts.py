@@ -20,7 +20,7 @@ from hybrid_engine.rlhf.data.reading import (
     read_prompt_rows,
 )
 from hybrid_engine.rlhf.data.rows import ConversationRow, PromptRow
-from hybrid_engine.rlhf.runs.columns import DataSource
+from hybrid_engine.rlhf.options.columns import DataSource
 from hybrid_engine.rlhf.tasks.corpus import load_corpus
 from tests.support.chat import CALL_TEMPLATES, PLAIN_TEMPLATE, build_chat_tokenizer
 

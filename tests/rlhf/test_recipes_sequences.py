@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from hybrid_engine.rlhf.algorithms.choices import Algorithm
 from hybrid_engine.rlhf.algorithms.objective import PolicyBatch
 from hybrid_engine.rlhf.batches.passes import limit_rows
 from hybrid_engine.rlhf.batches.sequences import (
@@ -17,6 +16,7 @@ from hybrid_engine.rlhf.batches.sequences import (
     response_values,
 )
 from hybrid_engine.rlhf.experience.policy import Experience, present_batch
+from hybrid_engine.rlhf.options.algorithm import Algorithm
 from hybrid_engine.rlhf.rewards.learned import load_value_model
 from tests.support.distributed import run_distributed
 

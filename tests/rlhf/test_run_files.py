@@ -86,7 +86,7 @@ def test_figures_are_written_with_the_names_asked_for_and_read_with_ours(framewo
     assert read_metrics(tmp_path / "metrics.jsonl") == expected
 
 
-@pytest.mark.parametrize("framework", run_folder.FRAMEWORKS)
+@pytest.mark.parametrize("framework", shared.FRAMEWORKS)
 def test_every_name_of_a_framework_stands_for_one_figure_of_ours(framework):
     names = run_folder.names_of(framework)
     assert len(set(names.values())) == len(names)
@@ -153,7 +153,7 @@ def test_each_tracker_gets_the_options_and_the_figures_of_each_step_by_the_names
     assert options["zero_stage"] == 0 and options["tracker"] == "tensorboard wandb"
 
 
-@pytest.mark.parametrize("name", trackers.PACKAGES)
+@pytest.mark.parametrize("name", shared.TRACKERS)
 def test_every_tracker_is_one_of_accelerates_and_can_be_built(name, tmp_path):
     """Only built: beginning a run at one needs its package."""
     assert trackers._build_tracker(name, tmp_path, 0).name == name

@@ -21,10 +21,10 @@ from hybrid_engine.containers.quantised import dequantise, is_quantised, stored_
 from hybrid_engine.generation.memory import count_bytes
 from hybrid_engine.metrics.memory_plan import Sharded, kept_parts
 from hybrid_engine.rlhf.batches.sequences import build_sequences, response_logprobs
+from hybrid_engine.rlhf.options.shared import AdapterOptions
 from hybrid_engine.rlhf.planning import roles
 from hybrid_engine.rlhf.planning.read import check_one_process
 from hybrid_engine.rlhf.runs.adapters import check_trainable
-from hybrid_engine.rlhf.runs.options import AdapterOptions
 from tests.support.distributed import run_distributed
 
 FORMATS = {

@@ -19,7 +19,7 @@ import transformers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hybrid_engine.recipes import dpo, grpo, kto, online_dpo, ppo, reward, sft
-from hybrid_engine.rlhf.algorithms.choices import Algorithm
+from hybrid_engine.rlhf.options.algorithm import Algorithm
 from hybrid_engine.rlhf.runs.run_folder import METRICS, read_metrics
 from hybrid_engine.rlhf.tasks.small_llama import train_tokenizer
 

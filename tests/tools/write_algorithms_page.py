@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from hybrid_engine.rlhf.algorithms.advantages import compute_advantages
-from hybrid_engine.rlhf.algorithms.choices import PRESETS, Algorithm
+from hybrid_engine.rlhf.options.algorithm import PRESETS, Algorithm
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 BEGIN, END = "<!-- presets -->\n", "<!-- end of presets -->\n"

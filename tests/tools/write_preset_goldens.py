@@ -2,7 +2,7 @@
 
     python -m tests.tools.write_preset_goldens
 
-Plain Python, number by number, from the papers and frameworks that `hybrid_engine/rlhf/algorithms/choices.py` names; it
+Plain Python, number by number, from the papers and frameworks that `hybrid_engine/rlhf/options/algorithm.py` names; it
 shares no code with this project and reads none of its presets. Gradients are central differences of the loss.
 """
 

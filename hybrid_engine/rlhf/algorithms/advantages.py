@@ -23,9 +23,9 @@ from hybrid_engine.rl.group_advantages import (
     normalised_steps,
     scaled_difference,
 )
-from hybrid_engine.rlhf.algorithms.choices import Algorithm
 from hybrid_engine.rlhf.algorithms.objective import KL_ESTIMATORS
-from hybrid_engine.rlhf.runs.checks import flag
+from hybrid_engine.rlhf.options.algorithm import Algorithm
+from hybrid_engine.rlhf.options.checks import flag
 
 
 def _nothing(rewards: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from hybrid_engine.rl.kl import (
 )
 from hybrid_engine.rl.losses import ppo_policy_loss
 from hybrid_engine.rl.policy_losses import cispo_loss, gspo_loss, reinforce_loss, sequence_clip_loss
-from hybrid_engine.rlhf.algorithms.choices import Algorithm
+from hybrid_engine.rlhf.options.algorithm import Algorithm
 
 
 class PolicyBatch(NamedTuple):

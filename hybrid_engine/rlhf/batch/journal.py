@@ -21,15 +21,9 @@ from hybrid_engine.generation.detokenize import IncrementalDetokenizer
 from hybrid_engine.generation.live.batches import LiveBatch
 from hybrid_engine.rlhf.data.parts import wrap_row
 from hybrid_engine.rlhf.data.rows import PromptRow
-from hybrid_engine.rlhf.runs.checks import flag
-from hybrid_engine.rlhf.runs.columns import DataSource, template_columns
-from hybrid_engine.rlhf.runs.options import RowOptions
+from hybrid_engine.rlhf.options.columns import DataSource
+from hybrid_engine.rlhf.options.generate import TERMINAL
 from hybrid_engine.rlhf.runs.run_folder import set_aside
-
-TERMINAL = "-"
-"""The name that stands for the terminal in place of a file."""
-FOR_FILES = ("split", "dataset_config", "columns")
-"""Options that have no meaning for lines that are typed."""
 
 
 class Journal:
@@ -126,23 +120,6 @@ class Journal:
                 self._write(self._identity)
         self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
         self._file.flush()
-
-
-def check_row_options(options: RowOptions) -> None:
-    """Raises ValueError for an option that needs columns where the prompts are lines of the terminal."""
-    for name in FOR_FILES:
-        if value := getattr(options, name):
-            shown = " ".join(value) if isinstance(value, tuple) else value
-            raise ValueError(
-                f"{flag(name)}={shown!r} is for a data set, and --prompts={TERMINAL!r} reads a prompt a line; leave it "
-                "out, or name a file"
-            )
-    template = options.source_of(TERMINAL, option="prompts").prompt_template
-    if template is not None and template_columns(template) != {"prompt"}:
-        raise ValueError(
-            f"--prompt-template={options.prompt_template!r} must name {{prompt}} and no other column: a line that "
-            f"--prompts={TERMINAL!r} reads is a prompt alone; change it, or name a file"
-        )
 
 
 def read_lines(source: DataSource) -> Iterator[PromptRow]:

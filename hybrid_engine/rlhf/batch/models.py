@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,34 +24,12 @@ from hybrid_engine.generation.plan import check_lengths, plan_rollout
 from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.inference.build import check_policy
 from hybrid_engine.inference.checkpoint import build_empty_model
+from hybrid_engine.rlhf.options.generate import BaseModelOptions, ModelOptions
 from hybrid_engine.rlhf.runs.precision import DtypeOptions, apply_tf32, choose_dtype
 from hybrid_engine.rlhf.runs.stages import explained, load_model, load_tokenizer
 
 MOST_TOKENS_WITHOUT_LIMIT = 32768
 """Largest number of tokens of a prompt and its answer, for a model whose config names no limit."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BaseModelOptions(DtypeOptions):
-    """Options of the model that answers, without its adapters."""
-
-    model: str | None = None
-    """Hugging Face name or folder of the model"""
-    chat_template: str | None = None
-    """a .jinja file that takes the place of the tokenizer's chat template"""
-
-    def __post_init__(self) -> None:
-        if not self.model:
-            raise ValueError("--model is missing; say which model to answer with")
-        DtypeOptions.__post_init__(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions(BaseModelOptions):
-    """Options of the model that answers, with an adapter."""
-
-    adapter: str | None = None
-    """folder of a peft adapter, which is fused into the weights"""
 
 
 def load_answering(config: ModelOptions) -> tuple[Any, PreTrainedTokenizerBase]:

@@ -20,8 +20,8 @@ from datasets import Dataset, disable_progress_bars, get_dataset_config_names, l
 from datasets.exceptions import DatasetsError
 
 from hybrid_engine.rlhf.data.reasoning_gym_rows import SCHEME, read_questions
-from hybrid_engine.rlhf.runs.checks import flag
-from hybrid_engine.rlhf.runs.columns import DataSource
+from hybrid_engine.rlhf.options.checks import flag
+from hybrid_engine.rlhf.options.columns import DataSource
 
 RowOrError = dict[str, Any] | ValueError
 """A row's values by column, or an error whose message follows the row's place."""

@@ -29,7 +29,7 @@ from hybrid_engine.rlhf.data.rows import (
     Row,
     TextRow,
 )
-from hybrid_engine.rlhf.runs.checks import flag
+from hybrid_engine.rlhf.options.checks import flag
 from hybrid_engine.serving.tool_calls import asking_template, form_for_template
 
 RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}

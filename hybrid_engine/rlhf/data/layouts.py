@@ -14,7 +14,7 @@ from typing import Any
 
 from hybrid_engine.rlhf.data.data_files import Table
 from hybrid_engine.rlhf.data.rows import Message
-from hybrid_engine.rlhf.runs.columns import MISSING, find_value
+from hybrid_engine.rlhf.options.columns import MISSING, find_value
 from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.serving.tool_calls import for_template
 

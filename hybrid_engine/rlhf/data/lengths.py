@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from hybrid_engine.rlhf.data.rows import Row, each_good, say_what_is_gone, shown_source
-from hybrid_engine.rlhf.runs.options import DatasetOptions
+from hybrid_engine.rlhf.options.shared import DatasetOptions
 from hybrid_engine.rlhf.runs.run_log import say
 
 

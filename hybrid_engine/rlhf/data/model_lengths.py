@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.rlhf.data.encoding import encode_answer
 from hybrid_engine.rlhf.data.rows import Row
-from hybrid_engine.rlhf.runs.options import LENGTHS, ConfigT
+from hybrid_engine.rlhf.options.shared import LENGTHS, ConfigT
 from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.rlhf.runs.stages import load_config, num_positions
 

@@ -23,7 +23,7 @@ from hybrid_engine.rlhf.data.held_out import (
 )
 from hybrid_engine.rlhf.data.reasoning_gym_rows import HELD_OUT, SCHEME
 from hybrid_engine.rlhf.data.rows import ConversationRow, Message, PreferenceRow, PromptRow, TextRow, Turns, each_good
-from hybrid_engine.rlhf.runs.columns import DataSource, fill_template
+from hybrid_engine.rlhf.options.columns import DataSource, fill_template
 from hybrid_engine.rlhf.runs.run_log import say
 
 Read = Callable[[DataSource], list[R]]

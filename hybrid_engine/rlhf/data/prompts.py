@@ -11,7 +11,7 @@ from hybrid_engine.rlhf.data.encoding import encode_prompt
 from hybrid_engine.rlhf.data.parts import load_parts
 from hybrid_engine.rlhf.data.reading import read_prompt_rows
 from hybrid_engine.rlhf.data.rows import PromptRow
-from hybrid_engine.rlhf.runs.columns import DataSource
+from hybrid_engine.rlhf.options.columns import DataSource
 from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.rlhf.runs.stages import mix_seed
 

@@ -22,7 +22,7 @@ from hybrid_engine.rlhf.data.rows import (
     detect_format,
     each_good,
 )
-from hybrid_engine.rlhf.runs.columns import MISSING, DataSource, find_value, read_names
+from hybrid_engine.rlhf.options.columns import MISSING, DataSource, find_value, read_names
 
 R = TypeVar("R", bound=DataRow)
 Needs = tuple[frozenset[str], ...]

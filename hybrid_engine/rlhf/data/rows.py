@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from hybrid_engine.rlhf.runs.options import DatasetOptions
+from hybrid_engine.rlhf.options.shared import DatasetOptions
 from hybrid_engine.rlhf.runs.run_log import say
 
 Message = dict[str, Any]

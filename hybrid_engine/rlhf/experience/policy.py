@@ -18,7 +18,6 @@ from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.distributed.processes import default_device, gather_objects, get_world_size
 from hybrid_engine.optim.build import cast_module
 from hybrid_engine.rl.correction import measure_difference
-from hybrid_engine.rlhf.algorithms.choices import Algorithm
 from hybrid_engine.rlhf.algorithms.objective import PolicyBatch
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
 from hybrid_engine.rlhf.batches.sequences import (
@@ -31,6 +30,7 @@ from hybrid_engine.rlhf.batches.sequences import (
 from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, PassRule, evaluate, global_means
 from hybrid_engine.rlhf.experience.rollout import SamplingOptions
+from hybrid_engine.rlhf.options.algorithm import Algorithm
 from hybrid_engine.rlhf.rewards.rewards import Rewards
 from hybrid_engine.rlhf.runs.adapters import add_adapter
 from hybrid_engine.rlhf.runs.engine_config import build_engine_config, largest_micro_batch

@@ -15,13 +15,13 @@ from hybrid_engine.rlhf.data.encoding import encode_prompt
 from hybrid_engine.rlhf.data.model_lengths import long_answer, settle_lengths
 from hybrid_engine.rlhf.data.prompts import PromptTokens, fit_prompts, load_prompt_rows
 from hybrid_engine.rlhf.data.rows import PromptRow, encode_each, told_together
+from hybrid_engine.rlhf.options.checks import check_divides
+from hybrid_engine.rlhf.options.shared import AdapterOptions, ConfigT, DatasetOptions, RunOptions
 from hybrid_engine.rlhf.rewards.adapter_folder import check_reward_adapter
 from hybrid_engine.rlhf.rewards.answers import Answers, Judge
 from hybrid_engine.rlhf.rewards.learned import LearnedReward, critic_source
 from hybrid_engine.rlhf.rewards.loading import load_rewards
 from hybrid_engine.rlhf.rewards.rewards import Rewards
-from hybrid_engine.rlhf.runs.checks import check_divides
-from hybrid_engine.rlhf.runs.options import AdapterOptions, ConfigT, DatasetOptions, RunOptions
 from hybrid_engine.rlhf.runs.precision import torch_dtype
 from hybrid_engine.rlhf.runs.run_checks import check_folder, check_model, check_positions, check_stage
 from hybrid_engine.rlhf.runs.run_folder import RUN_RESULTS

@@ -8,10 +8,10 @@ from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.generation.memory import free_and_total_bytes
 from hybrid_engine.generation.plan import MAX_RUNNING
 from hybrid_engine.metrics.memory_plan import MemoryPlan, format_bytes, read_bytes
+from hybrid_engine.rlhf.options.shared import fit_minibatch
 from hybrid_engine.rlhf.planning.read import Read, check_one_process
 from hybrid_engine.rlhf.planning.reading import read_run
 from hybrid_engine.rlhf.planning.roles import Setting, plan_memory
-from hybrid_engine.rlhf.runs.options import fit_minibatch
 from hybrid_engine.rlhf.runs.precision import choose_dtype
 
 ADAPTER_RANK = 16

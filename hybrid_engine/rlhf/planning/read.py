@@ -10,10 +10,10 @@ from transformers import PretrainedConfig
 from hybrid_engine.rlhf.batches.passes import Items
 from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
 from hybrid_engine.rlhf.data.prompts import PromptTokens, select_prompts
+from hybrid_engine.rlhf.options.shared import AdapterOptions
 from hybrid_engine.rlhf.rewards.adapter_folder import read_reward_adapter
 from hybrid_engine.rlhf.rewards.learned import critic_source, names_model
 from hybrid_engine.rlhf.runs.adapters import IS_PACKED
-from hybrid_engine.rlhf.runs.options import AdapterOptions
 from hybrid_engine.rlhf.runs.stages import load_config
 
 BLOCK, OUTER_BLOCK = 64, 256

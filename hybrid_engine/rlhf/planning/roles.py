@@ -32,12 +32,12 @@ from hybrid_engine.rlhf.batches.packable import expected_layout
 from hybrid_engine.rlhf.batches.packing import Layout
 from hybrid_engine.rlhf.batches.sequences import ValueModel, recompute_activations
 from hybrid_engine.rlhf.batches.spans import ATTENTION, Span, Spans
+from hybrid_engine.rlhf.options.checks import check_divides
+from hybrid_engine.rlhf.options.shared import AdapterOptions
 from hybrid_engine.rlhf.passes.pass_memory import PassShape, count_pass
 from hybrid_engine.rlhf.planning.read import Read, packed_bytes
 from hybrid_engine.rlhf.planning.widest import widest_passes
 from hybrid_engine.rlhf.runs.adapters import add_adapter
-from hybrid_engine.rlhf.runs.checks import check_divides
-from hybrid_engine.rlhf.runs.options import AdapterOptions
 from hybrid_engine.rlhf.runs.precision import torch_dtype
 from hybrid_engine.rlhf.runs.stages import without_dropout
 from hybrid_engine.zero.layer_groups import find_groups

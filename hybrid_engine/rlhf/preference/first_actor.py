@@ -19,11 +19,11 @@ from hybrid_engine.rlhf.data.rows import LabelledRow, PreferenceRow, PromptRow, 
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, evaluate
 from hybrid_engine.rlhf.experience.rollout import SamplingOptions
 from hybrid_engine.rlhf.experience.start import SUMMARIES
-from hybrid_engine.rlhf.preference.options import PreferenceOptions
+from hybrid_engine.rlhf.options.checks import check_divides
+from hybrid_engine.rlhf.options.preference import PreferenceOptions
 from hybrid_engine.rlhf.rewards.answers import Answers
 from hybrid_engine.rlhf.rewards.scores import Scores
 from hybrid_engine.rlhf.runs.adapters import add_adapter
-from hybrid_engine.rlhf.runs.checks import check_divides
 from hybrid_engine.rlhf.runs.engine_config import build_engine_config, largest_micro_batch
 from hybrid_engine.rlhf.runs.run_checks import check_folder, check_model, check_positions, check_stage
 from hybrid_engine.rlhf.runs.schedule import Schedule

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -14,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hybrid_engine.checkpoint.saved_logits import without_renamed_attribute_warning
 from hybrid_engine.distributed.processes import get_world_size
-from hybrid_engine.rlhf.runs.options import AdapterOptions
+from hybrid_engine.rlhf.options.shared import AdapterOptions
 
 IS_PACKED = (
     "is quantised: packed values whose scales lie beside them, of which FSDP2 can neither shard nor gather a part"
@@ -43,14 +42,6 @@ def lora_config(options: AdapterOptions, task: str = "CAUSAL_LM") -> LoraConfig:
         target_modules=list(options.lora_targets) or "all-linear",
         task_type=task,
     )
-
-
-def check_shared_base(config: Any) -> None:
-    """Raises ValueError for roles on one base without adapters, or in exact mode."""
-    if config.shared_base and not config.lora_rank:
-        raise ValueError("--shared-base: the roles are adapters on one base; give --lora-rank, such as --lora-rank 8")
-    if config.shared_base and config.exact:
-        raise ValueError("--exact computes one role's forward pass; leave it out, or --shared-base")
 
 
 def check_trainable(options: AdapterOptions, config: PretrainedConfig, source: str | Path) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from hybrid_engine.rlhf.options.shared import largest_divisor
 from hybrid_engine.rlhf.runs.precision import dtype_blocks
 
 ADAM_EPS = 1e-5
@@ -49,21 +50,6 @@ def build_engine_config(
         block = {"enabled": True, "max_out_tokens": max_out_tokens, "print_latency": False, "exact": exact}
         config["hybrid_engine"] = block | {"max_running": max_running}
     return config
-
-
-def largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of `number` that is at most `most`."""
-    return next(size for size in range(min(number, most), 0, -1) if number % size == 0)
-
-
-def largest_shared_divisor(number: int, most: int, num_processes: int) -> int:
-    """The largest divisor of `number` up to `most` that the processes can divide equally, at least one sample each.
-
-    If they cannot divide `number` equally, its largest divisor up to `most`.
-    """
-    if number % num_processes:
-        return largest_divisor(number, most)
-    return num_processes * largest_divisor(number // num_processes, max(1, most // num_processes))
 
 
 def largest_micro_batch(per_process: int, limit: int) -> int:

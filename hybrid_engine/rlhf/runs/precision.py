@@ -3,35 +3,15 @@
 Trained weights have fp32 masters; losses, log-probabilities, advantages and the optimizer's state are fp32 too.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hybrid_engine.rlhf.runs.checks import check_one_of
+from hybrid_engine.rlhf.options.shared import AUTO, DtypeOptions
 
-AUTO = "auto"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FIRST_LOSS_SCALE_POWER = 12
 """For fp16: DeepSpeed's 16 overflows the gradients of a language model, whose first steps would be skipped."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DtypeOptions:
-    """Options of the precision in which models compute."""
-
-    dtype: str = "auto"
-    """what all models compute in: fp32, bf16, fp16, or auto: bf16 on a GPU, fp32 on a CPU; what is trained keeps fp32
-    masters"""
-    tf32: bool = False
-    """let fp32 matrix products of a GPU round their factors to TF32, which is faster"""
-
-    def __post_init__(self) -> None:
-        check_one_of("dtype", self.dtype, [AUTO, *DTYPES])
-        if self.tf32 and self.dtype not in (AUTO, "fp32"):
-            raise ValueError(
-                f"--tf32 is about fp32, and --dtype={self.dtype} computes in 16 bits; leave one of them out"
-            )
 
 
 def choose_dtype(dtype: str, device_type: str | None = None) -> str:

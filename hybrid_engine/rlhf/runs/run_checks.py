@@ -7,9 +7,9 @@ from typing import Any
 from transformers import LlamaConfig
 
 from hybrid_engine.distributed.processes import get_world_size
+from hybrid_engine.rlhf.options.shared import AdapterOptions
 from hybrid_engine.rlhf.runs.adapters import check_targets, check_trainable
 from hybrid_engine.rlhf.runs.checkpoints import check_resume
-from hybrid_engine.rlhf.runs.options import AdapterOptions
 from hybrid_engine.rlhf.runs.run_folder import RUN_RESULTS, check_nothing_is_lost, check_out
 from hybrid_engine.rlhf.runs.stages import load_config, load_tokenizer
 

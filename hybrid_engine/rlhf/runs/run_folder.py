@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+from hybrid_engine.rlhf.options.shared import FRAMEWORKS
+
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 """The file among a run's checkpoints that names the complete one; see `checkpoints.py`."""
@@ -32,7 +34,6 @@ _HEADING = "# hybrid-engine "
 _HOW_IT_BEGAN = ("resume", "restart")
 """Options of a single start: a run that was resumed counts as one that was never interrupted."""
 METRICS = "metrics.jsonl"
-FRAMEWORKS = ("trl", "verl", "openrlhf")
 TABLE: dict[str, tuple[str | None, str | None, str | None]] = {
     # ours                     TRL                        verl                          OpenRLHF
     "score":                    ("reward",                 "critic/score/mean",          "reward"),

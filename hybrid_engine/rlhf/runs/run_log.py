@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybrid_engine.distributed.processes import get_rank
-from hybrid_engine.rlhf.runs.options import RunOptions
+from hybrid_engine.rlhf.options.shared import RunOptions
 from hybrid_engine.rlhf.runs.run_folder import (
     METRICS,
     TRACKER_PREFIX,

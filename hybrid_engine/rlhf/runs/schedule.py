@@ -13,56 +13,12 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import get_scheduler
 
 from hybrid_engine.optim.lr_schedules import WarmupDecayLR
-from hybrid_engine.rlhf.runs.checks import check_between, check_count, check_one_of
+from hybrid_engine.rlhf.options.shared import DEFAULT_TYPE, EARLIER_TYPE, WITHOUT_WARMUP, ScheduleOptions
 
-DEFAULT_TYPE, WITHOUT_WARMUP = "linear", "constant"
-EARLIER_TYPE = "WarmupDecayLR"
-"""The schedule of runs from before the option existed: DeepSpeed's, whose first two steps have a rate of 0."""
 MOST_WARMUP = {"sft": 50, "reward": 20, "dpo": 10, "kto": 10}
 """Optimizer steps of the longest default warm-up of a run, by recipe."""
 MOST_WARMUP_OF_ROLLOUTS = 4
 """The same for recipes that learn from their own answers."""
-SCHEDULES = (
-    DEFAULT_TYPE,
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    WITHOUT_WARMUP,
-    "constant_with_warmup",
-    "inverse_sqrt",
-    EARLIER_TYPE,
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleOptions:
-    """The learning rate as a function of the step."""
-
-    lr_scheduler_type: str | None = None
-    """schedule of the learning rate: linear, cosine, cosine_with_restarts, polynomial, constant, constant_with_warmup
-    or inverse_sqrt as transformers has them, or DeepSpeed's WarmupDecayLR; default: linear"""
-    warmup_steps: int | None = None
-    """optimizer steps in which the rate rises to its peak; default: a tenth of all steps, at most 50 (sft), 20
-    (reward), 10 (dpo, kto) or 4 (others)"""
-    warmup_ratio: float | None = None
-    """the same as a share of all optimizer steps"""
-
-    def __post_init__(self) -> None:
-        if self.lr_scheduler_type is not None:
-            check_one_of("lr_scheduler_type", self.lr_scheduler_type, SCHEDULES)
-        check_count("warmup_steps", self.warmup_steps, 0)
-        if self.warmup_ratio is not None:
-            check_between("warmup_ratio", self.warmup_ratio, 0, 1)
-        if self.warmup_steps is not None and self.warmup_ratio is not None:
-            raise ValueError(
-                f"--warmup-steps={self.warmup_steps} and --warmup-ratio={self.warmup_ratio} say the same thing twice; "
-                "give one of them"
-            )
-        if self.lr_scheduler_type == WITHOUT_WARMUP and (self.warmup_steps or self.warmup_ratio):
-            raise ValueError(
-                "--lr-scheduler-type=constant has no warm-up; use constant_with_warmup, or leave --warmup-steps and "
-                "--warmup-ratio out"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

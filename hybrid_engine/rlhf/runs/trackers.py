@@ -1,26 +1,11 @@
 """Trackers that get a run's figures in addition to `metrics.jsonl`: those of accelerate, selected by `--tracker`."""
 
-import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybrid_engine.rlhf.runs.checks import check_one_of
-
 PROJECT = "hybrid-engine"
-PACKAGES = {
-    "tensorboard": ("tensorboard", "tensorboardX"),
-    "wandb": ("wandb",),
-    "mlflow": ("mlflow",),
-    "trackio": ("trackio",),
-    "comet_ml": ("comet_ml",),
-    "clearml": ("clearml",),
-    "aim": ("aim",),
-    "dvclive": ("dvclive",),
-    "swanlab": ("swanlab",),
-}
-"""The trackers by accelerate's names, with the packages of which each needs one."""
 _PLACES: dict[str, Callable[[Path, int], dict[str, Any]]] = {
     "tensorboard": lambda folder, step: {"run_name": "tensorboard", "logging_dir": folder, "purge_step": step},
     "wandb": lambda folder, step: {"run_name": os.environ.get("WANDB_PROJECT", PROJECT), "name": str(folder)},
@@ -35,17 +20,6 @@ _PLACES: dict[str, Callable[[Path, int], dict[str, Any]]] = {
 """Arguments of accelerate's tracker class for a run in `folder` that starts at a step."""
 
 
-def check_trackers(names: Sequence[str]) -> None:
-    """Raises ValueError for a tracker that does not exist, or whose package is not installed."""
-    for name in names:
-        check_one_of("tracker", name, list(PACKAGES))
-        if not any(importlib.util.find_spec(package) for package in PACKAGES[name]):
-            raise ValueError(
-                f"--tracker={name} needs the package {PACKAGES[name][0]}, which is not installed; "
-                f"install it, or leave the tracker out (metrics.jsonl has the same figures)"
-            )
-
-
 class Trackers:
     """Passes the figures of each step to several trackers; for one process."""
 
@@ -53,7 +27,7 @@ class Trackers:
         """Begins the run in `folder` at each tracker of `names`, which `check_trackers` has checked.
 
         Args:
-            names: keys of `PACKAGES`.
+            names: keys of `TRACKERS`.
             folder: the run's folder, which names the run at trackers.
             options: the run's options, which trackers show.
             first_step: the step at which the run resumes; 0 for a new one.

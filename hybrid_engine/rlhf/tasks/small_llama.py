@@ -10,9 +10,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase,
 MAX_POSITIONS = 512
 """Enough for any of the standard library's examples, and for two summaries after a prompt, with a token per byte."""
 
-LARGEST_SIZE = 10**9
-"""Parameters; with their gradients and Adam's moments they take 16 GB."""
-
 
 class FirstWeights(NamedTuple):
     """The initialization of a model's weights."""
@@ -49,17 +46,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>", padding_side="left", model_max_length=MAX_POSITIONS
     )
-
-
-def check_size(vocab_size: int, hidden_size: int, num_layers: int) -> None:
-    """Raises ValueError if `build_small_llama` would make more than `LARGEST_SIZE` parameters."""
-    num_parameters = 11 * num_layers * hidden_size**2 + 2 * vocab_size * hidden_size
-    if num_parameters > LARGEST_SIZE:
-        raise ValueError(
-            f"--hidden-size={hidden_size} with --num-layers={num_layers} and --vocab-size={vocab_size} makes about "
-            f"{num_parameters / 1e9:.0f}e9 parameters from nothing, which must be at most {LARGEST_SIZE / 1e9:.0f}e9; "
-            "lower them, or give --model"
-        )
 
 
 def build_small_llama(

@@ -8,6 +8,7 @@ reward model learns to detect and PPO to fix.
 
 import ast
 import functools
+import gc
 import hashlib
 import random
 import re
@@ -16,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybrid_engine.cli.source_tree import parse_source
 from hybrid_engine.rlhf.data.held_out import is_held_out
 from hybrid_engine.rlhf.data.rows import CompletionRow, LearnedRow, PreferenceRow
 
@@ -271,3 +271,18 @@ def mend(summary: str) -> str | None:
         if conforms(mended):
             return mended
     return None
+
+
+def parse_source(source: str | bytes) -> ast.Module:
+    """`ast.parse` with the garbage collector disabled.
+
+    Python 3.11 and 3.12 fail with `SystemError: AST constructor recursion depth mismatch` if a collection during the
+    parse runs code that parses too, such as printing a traceback (CPython's gh-106905).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(source)
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -3,10 +3,12 @@
 A recipe that declares a field again gives it another default; its description stays.
 """
 
+import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from hybrid_engine.rlhf.runs.checks import (
+from hybrid_engine.rlhf.options.checks import (
     check_above,
     check_at_least,
     check_between,
@@ -16,42 +18,131 @@ from hybrid_engine.rlhf.runs.checks import (
     check_weights,
     flag,
 )
-from hybrid_engine.rlhf.runs.columns import DataSource, read_names, read_prompt_template
-from hybrid_engine.rlhf.runs.engine_config import largest_divisor, largest_shared_divisor
-from hybrid_engine.rlhf.runs.precision import DtypeOptions
-from hybrid_engine.rlhf.runs.run_folder import FRAMEWORKS
-from hybrid_engine.rlhf.runs.schedule import ScheduleOptions
-from hybrid_engine.rlhf.runs.trackers import check_trackers
+from hybrid_engine.rlhf.options.columns import DataSource, read_names, read_prompt_template
+from hybrid_engine.rlhf.options.field import option
 
 ConfigT = TypeVar("ConfigT")
+
+
+AUTO = "auto"
+FRAMEWORKS = ("trl", "verl", "openrlhf")
+"""Frameworks whose names of figures a run can use."""
+TRACKERS = {
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+    "trackio": ("trackio",),
+    "comet_ml": ("comet_ml",),
+    "clearml": ("clearml",),
+    "aim": ("aim",),
+    "dvclive": ("dvclive",),
+    "swanlab": ("swanlab",),
+}
+"""The trackers by accelerate's names, with the packages of which each needs one."""
+DTYPES = ("fp32", "bf16", "fp16")
+DEFAULT_TYPE, WITHOUT_WARMUP = "linear", "constant"
+EARLIER_TYPE = "WarmupDecayLR"
+"""The schedule of runs from before the option existed: DeepSpeed's, whose first two steps have a rate of 0."""
+SCHEDULES = (
+    DEFAULT_TYPE,
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    WITHOUT_WARMUP,
+    "constant_with_warmup",
+    "inverse_sqrt",
+    EARLIER_TYPE,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DtypeOptions:
+    """Options of the precision in which models compute."""
+
+    dtype: str = option(
+        "auto",
+        "what all models compute in: fp32, bf16, fp16, or auto: bf16 on a GPU, fp32 on a CPU; what is trained keeps "
+        "fp32 masters",
+    )
+    tf32: bool = option(False, "let fp32 matrix products of a GPU round their factors to TF32, which is faster")
+
+    def __post_init__(self) -> None:
+        check_one_of("dtype", self.dtype, [AUTO, *DTYPES])
+        if self.tf32 and self.dtype not in (AUTO, "fp32"):
+            raise ValueError(
+                f"--tf32 is about fp32, and --dtype={self.dtype} computes in 16 bits; leave one of them out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleOptions:
+    """The learning rate as a function of the step."""
+
+    lr_scheduler_type: str | None = option(
+        None,
+        "schedule of the learning rate: linear, cosine, cosine_with_restarts, polynomial, constant, "
+        "constant_with_warmup or inverse_sqrt as transformers has them, or DeepSpeed's WarmupDecayLR; default: linear",
+    )
+    warmup_steps: int | None = option(
+        None,
+        "optimizer steps in which the rate rises to its peak; default: a tenth of all steps, at most 50 (sft), 20 "
+        "(reward), 10 (dpo, kto) or 4 (others)",
+    )
+    warmup_ratio: float | None = option(None, "the same as a share of all optimizer steps")
+
+    def __post_init__(self) -> None:
+        if self.lr_scheduler_type is not None:
+            check_one_of("lr_scheduler_type", self.lr_scheduler_type, SCHEDULES)
+        check_count("warmup_steps", self.warmup_steps, 0)
+        if self.warmup_ratio is not None:
+            check_between("warmup_ratio", self.warmup_ratio, 0, 1)
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise ValueError(
+                f"--warmup-steps={self.warmup_steps} and --warmup-ratio={self.warmup_ratio} say the same thing twice; "
+                "give one of them"
+            )
+        if self.lr_scheduler_type == WITHOUT_WARMUP and (self.warmup_steps or self.warmup_ratio):
+            raise ValueError(
+                "--lr-scheduler-type=constant has no warm-up; use constant_with_warmup, or leave --warmup-steps and "
+                "--warmup-ratio out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """The folder of a run, how it begins, and the trackers of its figures."""
 
-    out: str = "runs/docs"
-    """folder of the run; finished stages found in it are not run again"""
-    seed: int = 0
-    """seed of everything random"""
-    restart: bool = False
-    """begin again; what an earlier run left is moved to previous-1 (or the next number) below --out"""
-    zero_stage: int = 0
-    """ZeRO stage of what is trained, 0 to 3"""
-    tokens_per_micro_batch: int = 0
-    """tokens of a forward pass on one process, in which sequences are packed without padding where the model allows it;
-    takes the place of --micro-batch-size, 0: that holds and rows are padded"""
-    rows_per_pass: int = 0
-    """rows of a forward pass without gradients on one process, at most: held-out losses, references, values and scores;
-    0: as many as are fast, 8 to 64"""
-    activation_checkpointing: bool = False
-    """compute activations again in the backward pass, instead of keeping them: less memory, more time"""
-    tracker: tuple[str, ...] = ()
-    """where the figures of each step go besides metrics.jsonl: tensorboard, wandb, mlflow, trackio, comet_ml, clearml,
-    aim, dvclive or swanlab, several if you like; each needs its package"""
-    metric_names: str | None = None
-    """call the figures as the dashboards of trl, verl or openrlhf expect them; those without a counterpart keep their
-    names"""
+    out: str = option("runs/docs", "folder of the run; finished stages found in it are not run again")
+    seed: int = option(0, "seed of everything random")
+    restart: bool = option(
+        False,
+        "begin again; what an earlier run left is moved to previous-1 (or the next number) below --out",
+    )
+    zero_stage: int = option(0, "ZeRO stage of what is trained, 0 to 3")
+    tokens_per_micro_batch: int = option(
+        0,
+        "tokens of a forward pass on one process, in which sequences are packed without padding where the model "
+        "allows it; takes the place of --micro-batch-size, 0: that holds and rows are padded",
+    )
+    rows_per_pass: int = option(
+        0,
+        "rows of a forward pass without gradients on one process, at most: held-out losses, references, values and "
+        "scores; 0: as many as are fast, 8 to 64",
+    )
+    activation_checkpointing: bool = option(
+        False,
+        "compute activations again in the backward pass, instead of keeping them: less memory, more time",
+    )
+    tracker: tuple[str, ...] = option(
+        (),
+        "where the figures of each step go besides metrics.jsonl: tensorboard, wandb, mlflow, trackio, comet_ml, "
+        "clearml, aim, dvclive or swanlab, several if you like; each needs its package",
+    )
+    metric_names: str | None = option(
+        None,
+        "call the figures as the dashboards of trl, verl or openrlhf expect them; those without a counterpart keep "
+        "their names",
+    )
 
     def __post_init__(self) -> None:
         check_common(self)
@@ -66,10 +157,11 @@ class RunOptions:
 class ResumeOptions(ScheduleOptions, DtypeOptions, RunOptions):
     """A run that writes checkpoints and resumes from the last of them."""
 
-    resume: bool = False
-    """go on from the last checkpoint of an interrupted run, or of a finished one with more --steps or --epochs"""
-    save_every: int = 20
-    """a checkpoint every so many steps and after the last step; 0 saves none"""
+    resume: bool = option(
+        False,
+        "go on from the last checkpoint of an interrupted run, or of a finished one with more --steps or --epochs",
+    )
+    save_every: int = option(20, "a checkpoint every so many steps and after the last step; 0 saves none")
 
     def __post_init__(self) -> None:
         RunOptions.__post_init__(self)
@@ -97,23 +189,34 @@ FOR_DATASETS = (
 class RowOptions:
     """How rows are read from a data set."""
 
-    split: str | None = None
-    """the split that is read of a data set that has several; default: train"""
-    dataset_config: str | None = None
-    """the configuration that is read of a data set that has several, as the hub calls its parts"""
-    columns: tuple[str, ...] = ()
-    """columns under other names, each as THEIRS=OURS, such as question=prompt solution=answer; dots lead inside of one,
-    as in reward_model.ground_truth=answer"""
-    prompt_template: str | None = None
-    """text, or a file with it, around each prompt, with columns in braces: "{prompt} Think first."; without {prompt} it
-    makes the prompts, as "{context} {question}" does"""
-    system_prompt: str | None = None
-    """what the system says first in conversations that have no such turn; text becomes a conversation"""
-    as_conversation: bool = False
-    """prompts that are text become the user's turn of a conversation, and answers the assistant's, for models with a
-    chat template"""
-    skip_bad_rows: bool = False
-    """leave out rows that cannot be used, and say how many and what is wrong with the first; else they are an error"""
+    split: str | None = option(None, "the split that is read of a data set that has several; default: train")
+    dataset_config: str | None = option(
+        None,
+        "the configuration that is read of a data set that has several, as the hub calls its parts",
+    )
+    columns: tuple[str, ...] = option(
+        (),
+        "columns under other names, each as THEIRS=OURS, such as question=prompt solution=answer; dots lead inside of "
+        "one, as in reward_model.ground_truth=answer",
+    )
+    prompt_template: str | None = option(
+        None,
+        'text, or a file with it, around each prompt, with columns in braces: "{prompt} Think first."; without '
+        '{prompt} it makes the prompts, as "{context} {question}" does',
+    )
+    system_prompt: str | None = option(
+        None,
+        "what the system says first in conversations that have no such turn; text becomes a conversation",
+    )
+    as_conversation: bool = option(
+        False,
+        "prompts that are text become the user's turn of a conversation, and answers the assistant's, for models with "
+        "a chat template",
+    )
+    skip_bad_rows: bool = option(
+        False,
+        "leave out rows that cannot be used, and say how many and what is wrong with the first; else they are an error",
+    )
 
     def __post_init__(self) -> None:
         read_names(self.columns)
@@ -139,19 +242,29 @@ class RowOptions:
 class DatasetOptions(RowOptions):
     """The user's data sets, and which of their rows are used and held out."""
 
-    dataset: str | tuple[str, ...] | None = None
-    """a .jsonl, .json, .csv or .parquet file, a folder, a hub name or reasoning_gym:NAME (docs/data.md); several are
-    mixed"""
-    held_out_share: float = 0.1
-    """share of the data set's prompts that are not trained on and measured, chosen by their hash"""
-    row_key: tuple[str, ...] = ()
-    """columns that tell rows of one prompt apart, such as the seed of a game: each value is held out, or trained on, by
-    itself; default: the columns that the rewards read"""
-    deduplicate: bool = False
-    """of rows that say the same, in prompt, answers and the columns of --row-key, keep only the first"""
-    skip_too_long: bool = False
-    """leave out rows that are too long, and say how many: rows that would be refused, and prompts that would lose their
-    beginning"""
+    dataset: str | tuple[str, ...] | None = option(
+        None,
+        "a .jsonl, .json, .csv or .parquet file, a folder, a hub name or reasoning_gym:NAME (docs/data.md); several "
+        "are mixed",
+    )
+    held_out_share: float = option(
+        0.1,
+        "share of the data set's prompts that are not trained on and measured, chosen by their hash",
+    )
+    row_key: tuple[str, ...] = option(
+        (),
+        "columns that tell rows of one prompt apart, such as the seed of a game: each value is held out, or trained "
+        "on, by itself; default: the columns that the rewards read",
+    )
+    deduplicate: bool = option(
+        False,
+        "of rows that say the same, in prompt, answers and the columns of --row-key, keep only the first",
+    )
+    skip_too_long: bool = option(
+        False,
+        "leave out rows that are too long, and say how many: rows that would be refused, and prompts that would lose "
+        "their beginning",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -185,13 +298,16 @@ LENGTHS = ("max_prompt_tokens", "max_new_tokens")
 class DataOptions(DatasetOptions):
     """Options of the data that a run trains on, and is measured on."""
 
-    dataset_weights: tuple[float, ...] = ()
-    """a weight for each --dataset: its share of the rows of an epoch. An epoch has as many rows as all data sets
-    together; default: each row once"""
-    held_out_dataset: str | None = None
-    """measure on the rows of this data set, whose prompts are not trained on, in place of a share of --dataset"""
-    held_out_split: str | None = None
-    """measure on this split of --held-out-dataset, or of --dataset"""
+    dataset_weights: tuple[float, ...] = option(
+        (),
+        "a weight for each --dataset: its share of the rows of an epoch. An epoch has as many rows as all data sets "
+        "together; default: each row once",
+    )
+    held_out_dataset: str | None = option(
+        None,
+        "measure on the rows of this data set, whose prompts are not trained on, in place of a share of --dataset",
+    )
+    held_out_split: str | None = option(None, "measure on this split of --held-out-dataset, or of --dataset")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -234,18 +350,22 @@ class AnswerOptions:
     ANSWERS_IN_PASS = 1
     """Number of answers, each with its prompt, that a pass of `--tokens-per-micro-batch` must hold together."""
 
-    max_prompt_tokens: int = 0
-    """longer prompts lose their beginning; 0: the longest of the data, as far as the model's positions allow, without
-    --model 96"""
-    max_new_tokens: int = 0
-    """longest response; 0: 256, or more where the data has longer answers, as far as the model's positions allow,
-    without --model 40 (grpo and online-dpo: 48)"""
-    temperature: float = 1.0
-    """of sampling and of every log-probability alike"""
-    eval_prompts: int = 256
-    """held-out prompts that are answered before, after and, with --eval-every, between"""
-    max_running: int = 0
-    """answers that are decoded at once on a process, for which there is a KV workspace; 0: what suits the device"""
+    max_prompt_tokens: int = option(
+        0,
+        "longer prompts lose their beginning; 0: the longest of the data, as far as the model's positions allow, "
+        "without --model 96",
+    )
+    max_new_tokens: int = option(
+        0,
+        "longest response; 0: 256, or more where the data has longer answers, as far as the model's positions allow, "
+        "without --model 40 (grpo and online-dpo: 48)",
+    )
+    temperature: float = option(1.0, "of sampling and of every log-probability alike")
+    eval_prompts: int = option(256, "held-out prompts that are answered before, after and, with --eval-every, between")
+    max_running: int = option(
+        0,
+        "answers that are decoded at once on a process, for which there is a KV workspace; 0: what suits the device",
+    )
 
     def __post_init__(self) -> None:
         for name, own in zip(LENGTHS, self.OWN_LENGTHS, strict=True):
@@ -261,10 +381,14 @@ class AnswerOptions:
 class RolloutOptions(AnswerOptions):
     """How an actor answers, in training and in evaluation, if it learns from its own answers."""
 
-    logprob_bound: float = 1e-3
-    """mean difference of rollout and trainer log-probabilities up to which the rollout's serve as the old ones"""
-    exact: bool = False
-    """make the rollout's log-probabilities the trainer's to the bit, which takes longer (docs/exact.md)"""
+    logprob_bound: float = option(
+        1e-3,
+        "mean difference of rollout and trainer log-probabilities up to which the rollout's serve as the old ones",
+    )
+    exact: bool = option(
+        False,
+        "make the rollout's log-probabilities the trainer's to the bit, which takes longer (docs/exact.md)",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -277,14 +401,17 @@ class RolloutOptions(AnswerOptions):
 class AdapterOptions:
     """A LoRA adapter that is trained in place of all weights."""
 
-    lora_rank: int = 0
-    """train a LoRA adapter of this rank; 0 trains all weights"""
-    lora_alpha: int = 8
-    """the adapter's product counts alpha / rank times"""
-    lora_dropout: float = 0.0
-    """share of an adapter's inputs that is left out at random in training; evaluations and references leave none out"""
-    lora_targets: tuple[str, ...] = ()
-    """linears with an adapter, by the ends of their names, such as q_proj v_proj; default: all but the head"""
+    lora_rank: int = option(0, "train a LoRA adapter of this rank; 0 trains all weights")
+    lora_alpha: int = option(8, "the adapter's product counts alpha / rank times")
+    lora_dropout: float = option(
+        0.0,
+        "share of an adapter's inputs that is left out at random in training; evaluations and references leave none "
+        "out",
+    )
+    lora_targets: tuple[str, ...] = option(
+        (),
+        "linears with an adapter, by the ends of their names, such as q_proj v_proj; default: all but the head",
+    )
 
     def __post_init__(self) -> None:
         check_count("lora_rank", self.lora_rank, 0)
@@ -317,14 +444,13 @@ class LoopOptions(AdapterOptions):
     HAS_RATIOS = True
     """Whether an update compares answers' log-probabilities with those of their rollout."""
 
-    steps: int = 30
-    """rollouts, each followed by the updates on it"""
-    rollout_size: int = 64
-    """prompts of a step over all processes"""
-    micro_batch_size: int = 64
-    """answers of a forward pass on one process, at most"""
-    eval_every: int = 10
-    """steps between evaluations on held-out prompts, of which the best is kept; 0 evaluates only before and after"""
+    steps: int = option(30, "rollouts, each followed by the updates on it")
+    rollout_size: int = option(64, "prompts of a step over all processes")
+    micro_batch_size: int = option(64, "answers of a forward pass on one process, at most")
+    eval_every: int = option(
+        10,
+        "steps between evaluations on held-out prompts, of which the best is kept; 0 evaluates only before and after",
+    )
 
     def __post_init__(self) -> None:
         for name in ("steps", "rollout_size", "micro_batch_size"):
@@ -344,13 +470,13 @@ class LoopOptions(AdapterOptions):
 class RewardOptions:
     """The rewards that judge answers."""
 
-    reward: tuple[str, ...] = ()
-    """exact, number, math, regex:PATTERN, length:..., reasoning_gym, the folder of a reward model, or module:function;
-    several are added up (docs/rewards.md); default: that of the recipe's own task"""
-    reward_weights: tuple[float, ...] = ()
-    """one for each --reward; default: 1 each"""
-    reward_time_limit: float = 300.0
-    """seconds that one call of a reward may take"""
+    reward: tuple[str, ...] = option(
+        (),
+        "exact, number, math, regex:PATTERN, length:..., reasoning_gym, the folder of a reward model, or "
+        "module:function; several are added up (docs/rewards.md); default: that of the recipe's own task",
+    )
+    reward_weights: tuple[float, ...] = option((), "one for each --reward; default: 1 each")
+    reward_time_limit: float = option(300.0, "seconds that one call of a reward may take")
 
     def __post_init__(self) -> None:
         if isinstance(self.reward, str):
@@ -399,3 +525,29 @@ def suitable_rate(config: Any, *, small: float, trained: float = 1e-6, adapter: 
         adapter: for an adapter on it.
     """
     return small if config.model is None else adapter if config.lora_rank else trained
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`."""
+    return next(size for size in range(min(number, most), 0, -1) if number % size == 0)
+
+
+def largest_shared_divisor(number: int, most: int, num_processes: int) -> int:
+    """The largest divisor of `number` up to `most` that the processes can divide equally, at least one sample each.
+
+    If they cannot divide `number` equally, its largest divisor up to `most`.
+    """
+    if number % num_processes:
+        return largest_divisor(number, most)
+    return num_processes * largest_divisor(number // num_processes, max(1, most // num_processes))
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises ValueError for a tracker that does not exist, or whose package is not installed."""
+    for name in names:
+        check_one_of("tracker", name, list(TRACKERS))
+        if not any(importlib.util.find_spec(package) for package in TRACKERS[name]):
+            raise ValueError(
+                f"--tracker={name} needs the package {TRACKERS[name][0]}, which is not installed; "
+                f"install it, or leave the tracker out (metrics.jsonl has the same figures)"
+            )

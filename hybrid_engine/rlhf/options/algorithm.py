@@ -4,12 +4,12 @@ The words are those of the command line. `PRESETS` has the choices of frameworks
 `objective.py` compute them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hybrid_engine.config.reading import find_nearest
-from hybrid_engine.rlhf.runs.checks import check_above, check_at_least, check_between, check_count, flag
+from hybrid_engine.rlhf.options.checks import check_above, check_at_least, check_between, check_count, flag
+from hybrid_engine.rlhf.options.field import option
 
 CHOICES = {
     "baseline": ("group-mean", "leave-one-out", "batch-mean", "group-then-batch-mean", "none"),
@@ -183,65 +183,89 @@ class Algorithm:
     `from_options` fills in what a preset chose; the constructor takes the choices as they are.
     """
 
-    preset: str | None = None
-    """all of the following as it is in deepseekmath, trl, verl, openrlhf, nemo, slime, dapo, dr-grpo, rloo or
-    reinforce++ (docs/algorithms.md); options given beside it win"""
-    baseline: str = "group-mean"
-    """what is taken off a reward: group-mean (GRPO, arXiv 2402.03300), leave-one-out (RLOO, arXiv 2402.14740),
-    batch-mean over all tokens (REINFORCE++, arXiv 2501.03262), group-then-batch-mean (REINFORCE++-baseline), none"""
-    scale: str = "group-std"
-    """what the difference is divided by: group-std (GRPO), leave-one-out-std (NeMo-RL), batch-std of all rewards (TRL),
-    batch-whiten or batch-whiten-biased over all tokens (verl, OpenRLHF), none (Dr. GRPO, arXiv 2503.20783)"""
-    scale_divisor: str = "n-1"
-    """of the variance in a group's deviation: n-1 or n"""
-    scale_eps: float = 1e-6
-    """added to the deviation of group-std, leave-one-out-std and batch-std"""
-    gamma: float = 1.0
-    """discount of later token rewards (REINFORCE++)"""
-    policy_loss: str = "clip"
-    """clip (PPO, arXiv 1707.06347), gspo (one ratio a sequence, arXiv 2507.18071), cispo (arXiv 2506.13585), reinforce,
-    sequence-clip (product of ratios, TRL's RLOO)"""
-    clip_low: float = 0.2
-    """how far below 1 the probability ratio counts; 1 for no bound"""
-    clip_high: float = 0.2
-    """how far above 1 the probability ratio counts; DAPO's clip-higher is 0.28 (arXiv 2503.14476)"""
-    dual_clip: float = 0.0
-    """bound on the ratio of tokens with a negative advantage, above 1 (arXiv 1912.09729); 0 for none"""
-    aggregation: str = "token-mean"
-    """from tokens to the loss: token-mean (DAPO), sequence-mean-token-mean (GRPO), sequence-mean-token-sum,
-    token-sum-by-length (verl's constant), sequence-mean-token-sum-by-length (Dr. GRPO's constant, as in TRL)"""
-    kl_place: str = "none"
-    """where the KL to the reference counts: none, reward (a sequence's KL off its reward, before the baseline),
-    token-reward (each token's, after the baseline), loss"""
-    kl_estimator: str = "k3"
-    """k1, k2, k3 (http://joschu.net/blog/kl-approx.html), or k1+, k3+: their values with the gradient of k2 (verl)"""
-    kl_coef: float = 0.0
-    """weight of the KL, per nat; the first one if it adapts"""
-    kl_unbiased: bool = False
-    """weigh the KL in the loss by the policy's ratio, so that its gradient is unbiased (DeepSeek-V3.2)"""
-    kl_target: float = 0.0
-    """KL per response, in nats, that the coefficient is steered to (arXiv 1909.08593); 0 keeps it fixed"""
-    kl_horizon: float = 10_000.0
-    """responses over which a persisting error changes an adaptive coefficient by a fifth"""
-    dynamic_sampling: int = 0
-    """how often a step draws again for groups without variance, at most (DAPO); 0 keeps them"""
-    overlong_buffer: float = 0.0
-    """last part of the longest response, as a share, in which length is punished (DAPO: 0.2); 0 for none"""
-    overlong_factor: float = 1.0
-    """the punishment of a response of full length"""
-    mask_cut_off: bool = False
-    """leave responses that were cut off out of the loss (DAPO's overlong filtering)"""
-    entropy_coef: float = 0.0
-    """weight of the entropy bonus, per nat"""
-    correction: str = "none"
-    """weights where the sampler's probabilities are not the trainer's: none, truncated (TIS) or masked (IcePop) by
-    token, sequence-truncated, sequence-masked (TRL), geometric-truncated, geometric-masked (OpenRLHF, NeMo-RL)"""
-    correction_low: float = 0.0
-    """smallest weight"""
-    correction_high: float = 2.0
-    """largest weight"""
-    correction_threshold: float = 1e-3
-    """mean difference of log-probabilities, in nats a token, above which the correction is made"""
+    preset: str | None = option(
+        None,
+        "all of the following as it is in deepseekmath, trl, verl, openrlhf, nemo, slime, dapo, dr-grpo, rloo or "
+        "reinforce++ (docs/algorithms.md); options given beside it win",
+    )
+    baseline: str = option(
+        "group-mean",
+        "what is taken off a reward: group-mean (GRPO, arXiv 2402.03300), leave-one-out (RLOO, arXiv 2402.14740), "
+        "batch-mean over all tokens (REINFORCE++, arXiv 2501.03262), group-then-batch-mean (REINFORCE++-baseline), "
+        "none",
+    )
+    scale: str = option(
+        "group-std",
+        "what the difference is divided by: group-std (GRPO), leave-one-out-std (NeMo-RL), batch-std of all rewards "
+        "(TRL), batch-whiten or batch-whiten-biased over all tokens (verl, OpenRLHF), none (Dr. GRPO, arXiv "
+        "2503.20783)",
+    )
+    scale_divisor: str = option("n-1", "of the variance in a group's deviation: n-1 or n")
+    scale_eps: float = option(1e-6, "added to the deviation of group-std, leave-one-out-std and batch-std")
+    gamma: float = option(1.0, "discount of later token rewards (REINFORCE++)")
+    policy_loss: str = option(
+        "clip",
+        "clip (PPO, arXiv 1707.06347), gspo (one ratio a sequence, arXiv 2507.18071), cispo (arXiv 2506.13585), "
+        "reinforce, sequence-clip (product of ratios, TRL's RLOO)",
+    )
+    clip_low: float = option(0.2, "how far below 1 the probability ratio counts; 1 for no bound")
+    clip_high: float = option(
+        0.2,
+        "how far above 1 the probability ratio counts; DAPO's clip-higher is 0.28 (arXiv 2503.14476)",
+    )
+    dual_clip: float = option(
+        0.0,
+        "bound on the ratio of tokens with a negative advantage, above 1 (arXiv 1912.09729); 0 for none",
+    )
+    aggregation: str = option(
+        "token-mean",
+        "from tokens to the loss: token-mean (DAPO), sequence-mean-token-mean (GRPO), sequence-mean-token-sum, "
+        "token-sum-by-length (verl's constant), sequence-mean-token-sum-by-length (Dr. GRPO's constant, as in TRL)",
+    )
+    kl_place: str = option(
+        "none",
+        "where the KL to the reference counts: none, reward (a sequence's KL off its reward, before the baseline), "
+        "token-reward (each token's, after the baseline), loss",
+    )
+    kl_estimator: str = option(
+        "k3",
+        "k1, k2, k3 (http://joschu.net/blog/kl-approx.html), or k1+, k3+: their values with the gradient of k2 (verl)",
+    )
+    kl_coef: float = option(0.0, "weight of the KL, per nat; the first one if it adapts")
+    kl_unbiased: bool = option(
+        False,
+        "weigh the KL in the loss by the policy's ratio, so that its gradient is unbiased (DeepSeek-V3.2)",
+    )
+    kl_target: float = option(
+        0.0,
+        "KL per response, in nats, that the coefficient is steered to (arXiv 1909.08593); 0 keeps it fixed",
+    )
+    kl_horizon: float = option(
+        10_000.0,
+        "responses over which a persisting error changes an adaptive coefficient by a fifth",
+    )
+    dynamic_sampling: int = option(
+        0,
+        "how often a step draws again for groups without variance, at most (DAPO); 0 keeps them",
+    )
+    overlong_buffer: float = option(
+        0.0,
+        "last part of the longest response, as a share, in which length is punished (DAPO: 0.2); 0 for none",
+    )
+    overlong_factor: float = option(1.0, "the punishment of a response of full length")
+    mask_cut_off: bool = option(False, "leave responses that were cut off out of the loss (DAPO's overlong filtering)")
+    entropy_coef: float = option(0.0, "weight of the entropy bonus, per nat")
+    correction: str = option(
+        "none",
+        "weights where the sampler's probabilities are not the trainer's: none, truncated (TIS) or masked (IcePop) by "
+        "token, sequence-truncated, sequence-masked (TRL), geometric-truncated, geometric-masked (OpenRLHF, NeMo-RL)",
+    )
+    correction_low: float = option(0.0, "smallest weight")
+    correction_high: float = option(2.0, "largest weight")
+    correction_threshold: float = option(
+        1e-3,
+        "mean difference of log-probabilities, in nats a token, above which the correction is made",
+    )
 
     @classmethod
     def from_options(cls, given: Mapping[str, Any]) -> "Algorithm":
@@ -253,7 +277,7 @@ class Algorithm:
         known = [field.name for field in fields(cls)]
         for name in given:
             if name not in known:
-                nearest = find_nearest(name, known)
+                nearest = _nearest(name, known)
                 advice = f"did you mean {flag(nearest)}?" if nearest else f"use {', '.join(map(flag, known))}"
                 raise ValueError(f"{flag(name)} is no choice of the algorithm; {advice}")
         return cls(**with_preset(given))
@@ -288,7 +312,7 @@ class Algorithm:
 def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
     """Raises ValueError unless the option `name` has one of the `known` words."""
     if value not in known:
-        nearest = find_nearest(str(value), known)
+        nearest = _nearest(str(value), known)
         advice = f"did you mean {nearest}?" if nearest else f"use {', '.join(known)}"
         raise ValueError(f"{flag(name)}={value!r} must be one of {', '.join(known)}; {advice}")
 
@@ -388,7 +412,13 @@ def preset_choices(preset: str | None) -> dict[str, Any]:
     if preset is None:
         return {}
     if preset not in PRESETS:
-        nearest = find_nearest(preset, PRESETS)
+        nearest = _nearest(preset, PRESETS)
         advice = f"did you mean {nearest}?" if nearest else "choose one of them"
         raise ValueError(f"--preset={preset!r} must be one of {', '.join(PRESETS)}; {advice}")
     return PRESETS[preset]
+
+
+def _nearest(word: str, known: Collection[str]) -> str | None:
+    from hybrid_engine.config.reading import find_nearest  # its package imports torch
+
+    return find_nearest(word, known)

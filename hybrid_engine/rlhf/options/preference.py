@@ -1,33 +1,35 @@
 """Options that the recipes of this family share; each class checks its own fields."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from hybrid_engine.rl.preferences import LOSSES, SMOOTHED_LOSSES, PairLoss, build_loss
-from hybrid_engine.rlhf.runs.checks import check_above, check_at_least, check_count, check_one_of
-from hybrid_engine.rlhf.runs.options import AdapterOptions, AnswerOptions, DataOptions, ResumeOptions, suitable_rate
+from hybrid_engine.rlhf.options.checks import check_above, check_at_least, check_count, check_one_of
+from hybrid_engine.rlhf.options.field import option
+from hybrid_engine.rlhf.options.shared import AdapterOptions, AnswerOptions, DataOptions, ResumeOptions, suitable_rate
+
+if TYPE_CHECKING:
+    from hybrid_engine.rl.preferences import PairLoss
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceOptions(AdapterOptions, DataOptions, AnswerOptions, ResumeOptions):
     """The trained model, its reference, and how it is evaluated."""
 
-    model: str | None = None
-    """Hugging Face name or folder of the first actor, which is the reference too; default: the run's sft, trained if
-    missing"""
-    beta: float = 0.1
-    """how strongly the actor is held to the reference"""
-    batch_size: int = 32
-    """samples of an optimizer step over all processes"""
-    micro_batch_size: int = 16
-    """samples of a forward pass on one process, at most"""
-    learning_rate: float | None = None
-    """peak of the learning rate; default: 1e-4, with --model 1e-6, of an adapter on it 1e-5"""
-    eval_every: int = 20
-    """steps between measurements on held-out rows; 0 measures only before and after"""
-    eval_rows: int = 256
-    """held-out rows that are measured, at most"""
-    temperature: float = 0.8
-    """of sampling"""
+    model: str | None = option(
+        None,
+        "Hugging Face name or folder of the first actor, which is the reference too; default: the run's sft, trained "
+        "if missing",
+    )
+    beta: float = option(0.1, "how strongly the actor is held to the reference")
+    batch_size: int = option(32, "samples of an optimizer step over all processes")
+    micro_batch_size: int = option(16, "samples of a forward pass on one process, at most")
+    learning_rate: float | None = option(
+        None,
+        "peak of the learning rate; default: 1e-4, with --model 1e-6, of an adapter on it 1e-5",
+    )
+    eval_every: int = option(20, "steps between measurements on held-out rows; 0 measures only before and after")
+    eval_rows: int = option(256, "held-out rows that are measured, at most")
+    temperature: float = option(0.8, "of sampling")
 
     @property
     def peak_learning_rate(self) -> float:
@@ -50,14 +52,19 @@ class PreferenceOptions(AdapterOptions, DataOptions, AnswerOptions, ResumeOption
 class PairLossOptions:
     """The loss of DPO's family for pairs (`rl/preferences.py`)."""
 
-    loss: str = "sigmoid"
-    """sigmoid, hinge, ipo, ipo-length-normalised, conservative or robust"""
-    label_smoothing: float = 0.0
-    """share of the pairs that is taken to be labelled the wrong way round, by conservative and robust; below 0.5"""
-    sft_weight: float = 0.0
-    """weight of the chosen answer's negative log-likelihood per token, which is added to the loss"""
+    loss: str = option("sigmoid", "sigmoid, hinge, ipo, ipo-length-normalised, conservative or robust")
+    label_smoothing: float = option(
+        0.0,
+        "share of the pairs that is taken to be labelled the wrong way round, by conservative and robust; below 0.5",
+    )
+    sft_weight: float = option(
+        0.0,
+        "weight of the chosen answer's negative log-likelihood per token, which is added to the loss",
+    )
 
     def __post_init__(self) -> None:
+        from hybrid_engine.rl.preferences import LOSSES, SMOOTHED_LOSSES  # imports torch
+
         check_one_of("loss", self.loss, [*LOSSES, *SMOOTHED_LOSSES])
         check_at_least("sft_weight", self.sft_weight, 0)
         if not 0 <= self.label_smoothing < 0.5:
@@ -71,6 +78,8 @@ class PairLossOptions:
                 f"{' and '.join(SMOOTHED_LOSSES)} need one above 0, the other losses read none; change one of them"
             )
 
-    def build_loss(self, beta: float) -> PairLoss:
+    def build_loss(self, beta: float) -> "PairLoss":
         """The loss of each pair."""
+        from hybrid_engine.rl.preferences import build_loss
+
         return build_loss(self.loss, beta, self.label_smoothing, self.sft_weight)

@@ -1,0 +1,114 @@
+"""Options of `hybrid-engine agent`."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hybrid_engine.rlhf.options.algorithm import Algorithm
+from hybrid_engine.rlhf.options.checks import check_above, check_answers, check_at_least, check_count, flag
+from hybrid_engine.rlhf.options.field import option
+from hybrid_engine.rlhf.options.shared import LoopOptions, ResumeOptions, RolloutOptions
+
+if TYPE_CHECKING:
+    from hybrid_engine.serving.sessions import Size
+
+NOT_OF_EPISODES = ("dynamic_sampling", "overlong_buffer", "mask_cut_off")
+"""Choices of an algorithm that concern single answers to prompts."""
+MESSAGES_BYTES = 2**14
+"""Bytes of a conversation's messages, as Python objects."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(LoopOptions, RolloutOptions, ResumeOptions):
+    """Trains a language model in episodes of several turns: it learns to use a calculator.
+
+        hybrid-engine agent
+
+    Without --model a small one is made first that sometimes asks the calculator and often guesses. Left below --out:
+    config.yaml, metrics.jsonl (one line per step), plot.png, result.json and actor/, a Hugging Face folder.
+    """
+
+    out: str = "runs/agent"
+    model: str | None = option(
+        None,
+        "Hugging Face name or folder of the first actor; default: one trained on a pupil's conversations",
+    )
+    steps: int = 20
+    rollout_size: int = option(32, "problems of a step")
+    group_size: int = option(8, "episodes of each problem")
+    num_clients: int = option(32, "episodes at once")
+    max_prompt_tokens: int = 256
+    max_new_tokens: int = option(24, "longest answer of one turn")
+    serving_memory: str | None = option(
+        None,
+        "for keys and values of answers while episodes run: a size such as 6GiB, or a share of what is free; default: "
+        "0.5 on a CPU, 0.9 on a GPU",
+    )
+    max_session_bytes: int | None = option(
+        None,
+        "memory of a step's conversations; default: 2 GiB, or more where the longest ones take that",
+    )
+    stall_seconds: float = option(
+        30.0,
+        "a client that takes less than 4 KiB in so many seconds of an answer that waits for it is dropped",
+    )
+    learning_rate: float | None = option(
+        None,
+        "peak of the learning rate; default: 1.5e-3, with --model 1e-6, of an adapter 1e-5",
+    )
+    algorithm: Algorithm = Algorithm()  # noqa: RUF009  frozen
+
+    def __post_init__(self) -> None:
+        from hybrid_engine.generation.batching.memory import read_memory  # imports torch
+
+        ResumeOptions.__post_init__(self)
+        RolloutOptions.__post_init__(self)
+        LoopOptions.__post_init__(self)
+        for name in ("group_size", "num_clients"):
+            check_count(name, getattr(self, name), 1)
+        if self.learning_rate is not None:
+            check_above("learning_rate", self.learning_rate, 0)
+        check_answers(self.rollout_size, self.group_size)
+        read_memory(self.serving_memory, "cpu", "serving_memory")
+        check_at_least("stall_seconds", self.stall_seconds, 0.1)
+        check_count("max_session_bytes", self.max_session_bytes, 1)
+        if self.max_session_bytes is not None and self.max_session_bytes < self.largest_step.num_bytes:
+            raise ValueError(
+                f"--max-session-bytes={self.max_session_bytes} is less than the {self.largest_step.num_bytes} that a "
+                "step's conversations may take, all of which are learned from; raise it or leave it out"
+            )
+        self.algorithm.check_group_size("group_size", self.group_size)
+        if self.algorithm.needs_reference:
+            raise ValueError("--kl-place: episodes are not compared with a reference; leave it at none")
+        for name in NOT_OF_EPISODES:
+            if getattr(self.algorithm, name):
+                raise ValueError(
+                    f"{flag(name)}={getattr(self.algorithm, name)} is about single answers, not about "
+                    f"episodes; leave it out, or beside a --preset give {getattr(Algorithm, name)}"
+                )
+
+    @property
+    def minibatch_size(self) -> int:
+        """Episodes of an optimizer step."""
+        return self.rollout_size * self.group_size
+
+    @property
+    def largest_step(self) -> "Size":
+        """Memory of a step's conversations, or an evaluation's, with answers of the maximum length."""
+        from hybrid_engine.rlhf.tasks.calculator import MAX_TURNS
+        from hybrid_engine.serving.sessions import size_of
+
+        num_answers = MAX_TURNS * max(self.minibatch_size, self.eval_prompts)
+        num_tokens = num_answers * (self.max_prompt_tokens + self.max_new_tokens)
+        return size_of(num_answers, num_tokens, num_answers * MESSAGES_BYTES)
+
+    @property
+    def server_options(self) -> dict[str, Any]:
+        """Limits of the server for episodes, which stores all of a step's conversations."""
+        from hybrid_engine.serving.sessions import MAX_SESSION_BYTES, MAX_SESSION_TOKENS
+
+        return {
+            "memory": self.serving_memory,
+            "stall_seconds": self.stall_seconds,
+            "max_session_bytes": self.max_session_bytes or max(MAX_SESSION_BYTES, self.largest_step.num_bytes),
+            "max_session_tokens": max(MAX_SESSION_TOKENS, self.largest_step.num_tokens),
+        }

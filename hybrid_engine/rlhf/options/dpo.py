@@ -1,0 +1,36 @@
+"""Options of `hybrid-engine dpo`."""
+
+from dataclasses import dataclass
+
+from hybrid_engine.rlhf.options.checks import check_count
+from hybrid_engine.rlhf.options.field import option
+from hybrid_engine.rlhf.options.preference import PairLossOptions, PreferenceOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(PairLossOptions, PreferenceOptions):
+    """Trains a language model by direct preference optimisation: of two answers the better one becomes likelier.
+
+        hybrid-engine dpo --out runs/dpo
+        hybrid-engine dpo --model Qwen/Qwen3-0.6B --dataset pairs.jsonl --out runs/mine
+
+    Without --dataset it learns from pairs of docstring summaries, and its answers are judged by the rules of PEP 257.
+    Left below --out: metrics.jsonl (one line per step), plot.png, samples.json (answers before and after), result.json,
+    checkpoints/, best/ (the weights of the lowest held-out loss) and actor/ (the last), both Hugging Face folders.
+    After an interruption the same command with --resume goes on from the last checkpoint.
+    """
+
+    out: str = "runs/dpo"
+    dataset: str | tuple[str, ...] | None = option(
+        None,
+        'preference pairs: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with columns "prompt", '
+        '"chosen" and "rejected"; default: summaries of the standard library\'s functions',
+    )
+    epochs: int = option(1, "passes over the pairs")
+    max_pairs: int = option(0, "train on a random sample of so many pairs; 0 uses all")
+
+    def __post_init__(self) -> None:
+        PreferenceOptions.__post_init__(self)
+        PairLossOptions.__post_init__(self)
+        check_count("epochs", self.epochs, 1)
+        check_count("max_pairs", self.max_pairs, 0)

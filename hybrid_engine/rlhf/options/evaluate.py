@@ -1,0 +1,93 @@
+"""Options of `hybrid-engine evaluate`."""
+
+from dataclasses import dataclass
+
+from hybrid_engine.rlhf.options.checks import (
+    LARGEST_SEED,
+    check_at_least,
+    check_between,
+    check_count,
+    check_finite,
+    check_texts,
+)
+from hybrid_engine.rlhf.options.field import option
+from hybrid_engine.rlhf.options.shared import LENGTHS, DatasetOptions, DtypeOptions, RewardOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RewardOptions, DatasetOptions, DtypeOptions):
+    """Measures a model: it answers every prompt of a data set several times, and the answers are scored.
+
+        hybrid-engine evaluate --model runs/docs/actor --dataset problems.jsonl --reward number -k 8
+        hybrid-engine evaluate --model Qwen/Qwen3-0.6B --dataset prompts.jsonl --reward my_rewards:score --out runs/mine
+
+    Prints pass@1, pass@k and the mean score with 95% confidence intervals by prompt, and some answers. Left below
+    --out: config.yaml, result.json and samples.jsonl, every answer with its scores.
+    """
+
+    model: str | None = option(None, "Hugging Face name or folder of the model")
+    dataset: str | tuple[str, ...] | None = option(
+        None,
+        'prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt", and what '
+        "the rewards compare with in other columns",
+    )
+    reward_time_limit: float = option(300.0, "seconds that one call of a reward may take, for up to 64 prompts")
+    k: int | None = option(
+        None,
+        "the k of pass@k: the probability that one of k answers passes; default: 8, at --temperature 0 1",
+    )
+    num_samples: int | None = option(
+        None,
+        "answers to each prompt, k at least; more make pass@k more precise; default: k",
+    )
+    threshold: float = option(1.0, "an answer passes whose score reaches it")
+    out: str = option("runs/evaluation", "folder for the results")
+    seed: int = option(20_257, "seed of the samples; that of the recipes' own evaluations")
+    restart: bool = option(False, "move what an earlier evaluation left to previous-1 (or the next number) below --out")
+    max_prompts: int | None = option(None, "take only the first so many prompts")
+    held_out: bool = option(
+        False,
+        "take only the share of the prompts that training on this data set holds out, with the same --held-out-share "
+        "and --row-key; after training with --held-out-split or --held-out-dataset give those as --split or --dataset "
+        "instead",
+    )
+    max_prompt_tokens: int = option(
+        0,
+        "longer prompts lose their beginning; 0: the longest of the data, as far as the model's positions allow",
+    )
+    max_new_tokens: int = option(
+        0,
+        "longest answer; 0: what the longest prompt leaves of the model's positions, at most 4096",
+    )
+    temperature: float = option(1.0, "of sampling; 0 takes the likeliest token, for one answer to each prompt")
+    max_running: int = option(0, "answers that are decoded at once on a process; 0: what suits the device")
+    rows_per_pass: int = option(0, "answers that a reward model scores at once, at most; 0: 64")
+
+    def __post_init__(self) -> None:
+        for name in ("model", "dataset", "reward"):
+            if not getattr(self, name):
+                raise ValueError(f"--{name} is missing; say which {name} to evaluate with")
+        RewardOptions.__post_init__(self)
+        DatasetOptions.__post_init__(self)
+        check_texts(self)
+        for name in LENGTHS:
+            check_count(name, getattr(self, name), 0)
+        check_count("k", self.k, 1)
+        check_at_least("temperature", self.temperature, 0)
+        if not self.temperature and max(self.pass_k, self.num_samples or 1) > 1:
+            raise ValueError(
+                "--temperature=0 gives a prompt the same answer again and again; leave -k and --num-samples out, or "
+                "raise it"
+            )
+        check_count("max_prompts", self.max_prompts, 1)
+        check_count("num_samples", self.num_samples, self.pass_k)
+        for name in ("rows_per_pass", "max_running"):
+            check_count(name, getattr(self, name), 0)
+        check_between("seed", self.seed, 0, LARGEST_SEED)
+        check_finite("threshold", self.threshold)
+        DtypeOptions.__post_init__(self)
+
+    @property
+    def pass_k(self) -> int:
+        """The k of pass@k."""
+        return self.k or (8 if self.temperature else 1)

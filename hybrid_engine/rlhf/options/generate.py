@@ -1,0 +1,106 @@
+"""Options of `hybrid-engine generate`."""
+
+from dataclasses import dataclass
+
+from hybrid_engine.rlhf.options.checks import LARGEST_SEED, check_at_least, check_between, check_count, flag
+from hybrid_engine.rlhf.options.columns import DataSource, template_columns
+from hybrid_engine.rlhf.options.field import option
+from hybrid_engine.rlhf.options.shared import DtypeOptions, RowOptions
+
+TERMINAL = "-"
+"""The name that stands for the terminal in place of a file."""
+FOR_FILES = ("split", "dataset_config", "columns")
+"""Options that have no meaning for lines that are typed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseModelOptions(DtypeOptions):
+    """Options of the model that answers, without its adapters."""
+
+    model: str | None = option(None, "Hugging Face name or folder of the model")
+    chat_template: str | None = option(None, "a .jinja file that takes the place of the tokenizer's chat template")
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("--model is missing; say which model to answer with")
+        DtypeOptions.__post_init__(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(BaseModelOptions):
+    """Options of the model that answers, with an adapter."""
+
+    adapter: str | None = option(None, "folder of a peft adapter, which is fused into the weights")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RowOptions, ModelOptions):
+    """Answers prompts, from a file into a file or in the terminal.
+
+        hybrid-engine generate --model runs/sums/actor --prompts problems.jsonl --out answers.jsonl
+        hybrid-engine generate --model Qwen/Qwen3-0.6B --prompts - --out -
+
+    --out gets a line for each prompt, in their order: its columns and "responses". The same command goes on after a
+    kill, without answering twice, and says at the end how many tokens came in a second. In the terminal there are
+    answers alone.
+    """
+
+    prompts: str | None = option(
+        None,
+        'a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt" of texts or '
+        "conversations; - reads one prompt a line from the terminal",
+    )
+    out: str | None = option(None, "the .jsonl file for the answers; - writes them to the terminal as they come")
+    num_samples: int = option(1, "answers to each prompt")
+    max_new_tokens: int = option(256, "longest answer")
+    temperature: float = option(1.0, "of sampling; 0 takes the likeliest token")
+    top_k: int = option(0, "sample from the likeliest so many tokens; 0: from all")
+    top_p: float = option(1.0, "sample from the likeliest tokens that have this probability together")
+    seed: int = option(0, "seed of the samples; an answer depends on it, its prompt and its number alone")
+    max_running: int | None = option(None, "answers at once; default: as many as in a rollout")
+    tp: int = option(1, "processes that share each layer; torchrun starts them")
+    pp: int = option(1, "stages that the layers are dealt out to, each on --tp processes")
+    restart: bool = option(False, "move an earlier result aside and begin again")
+
+    def __post_init__(self) -> None:
+        RowOptions.__post_init__(self)
+        ModelOptions.__post_init__(self)
+        for name in ("prompts", "out"):
+            if not getattr(self, name):
+                raise ValueError(f"--{name} is missing; name a file, or - for the terminal")
+        for name in ("num_samples", "max_new_tokens", "max_running", "tp", "pp"):
+            check_count(name, getattr(self, name), 1)
+        check_count("top_k", self.top_k, 0)
+        check_at_least("temperature", self.temperature, 0)
+        check_between("seed", self.seed, 0, LARGEST_SEED)
+        if self.prompts == TERMINAL:
+            check_row_options(self)
+        if self.is_shared and TERMINAL in (self.prompts, self.out):
+            raise ValueError(f"--tp={self.tp} --pp={self.pp}: several processes answer files only; name files, not -")
+
+    @property
+    def source(self) -> DataSource:
+        """The source of the prompts."""
+        return self.source_of(str(self.prompts), option="prompts")
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several processes share the model."""
+        return self.tp * self.pp > 1
+
+
+def check_row_options(options: RowOptions) -> None:
+    """Raises ValueError for an option that needs columns where the prompts are lines of the terminal."""
+    for name in FOR_FILES:
+        if value := getattr(options, name):
+            shown = " ".join(value) if isinstance(value, tuple) else value
+            raise ValueError(
+                f"{flag(name)}={shown!r} is for a data set, and --prompts={TERMINAL!r} reads a prompt a line; leave it "
+                "out, or name a file"
+            )
+    template = options.source_of(TERMINAL, option="prompts").prompt_template
+    if template is not None and template_columns(template) != {"prompt"}:
+        raise ValueError(
+            f"--prompt-template={options.prompt_template!r} must name {{prompt}} and no other column: a line that "
+            f"--prompts={TERMINAL!r} reads is a prompt alone; change it, or name a file"
+        )

@@ -1,0 +1,83 @@
+"""Options of `hybrid-engine grpo`."""
+
+from dataclasses import dataclass
+
+from hybrid_engine.rlhf.options.algorithm import Algorithm
+from hybrid_engine.rlhf.options.checks import check_above, check_answers, check_count, check_finite
+from hybrid_engine.rlhf.options.field import option
+from hybrid_engine.rlhf.options.shared import (
+    DataOptions,
+    LoopOptions,
+    ResumeOptions,
+    RewardOptions,
+    RolloutOptions,
+    derive_minibatch,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOptions):
+    """Trains a language model by GRPO: it answers each prompt several times, and the better answers become likelier.
+
+        hybrid-engine grpo
+        hybrid-engine grpo --model Qwen/Qwen3-0.6B --dataset problems.jsonl --reward math --out runs/mine
+        hybrid-engine grpo --preset dapo --kl-place loss --kl-coef 0.01
+
+    Without --model a small one is made first that adds numbers and forgets the carry; without --reward an answer's is
+    whether its sum is right. Left below --out: config.yaml, metrics.jsonl (one line per step), plot.png, samples.json
+    (answers before and after), result.json, checkpoints/, best/ (the weights that did best on held-out prompts) and
+    actor/ (the last), both Hugging Face folders. After an interruption the same command with --resume goes on from the
+    last checkpoint.
+    """
+
+    OWN_LENGTHS = (96, 48)
+    out: str = "runs/sums"
+    model: str | None = option(
+        None,
+        "Hugging Face name or folder of the first actor; default: one that adds numbers, trained if missing",
+    )
+    dataset: str | tuple[str, ...] | None = option(
+        None,
+        'prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt" and what the '
+        "rewards read; default: sums",
+    )
+    group_size: int = option(8, "answers to each prompt")
+    minibatch_size: int = option(
+        0,
+        "answers of an optimizer step over all processes; 0: the largest number up to 256 that divides those of a "
+        "step and that the processes share equally",
+    )
+    epochs: int = option(1, "passes over each rollout")
+    learning_rate: float | None = option(
+        None,
+        "peak of the learning rate; default: 7e-4, with --model 1e-6, of an adapter on it 1e-5",
+    )
+    measure_kl: bool = option(
+        True,
+        "report the KL to the first weights, also where the algorithm has none: a pass more of each answer, and "
+        "without an adapter a second model",
+    )
+    eval_prompts: int = 128
+    eval_samples: int = option(8, "answers to each held-out prompt, the k of pass@k")
+    pass_score: float = option(1.0, "score from which on an answer counts as right in pass@k")
+    algorithm: Algorithm = Algorithm()  # noqa: RUF009  frozen
+
+    def __post_init__(self) -> None:
+        ResumeOptions.__post_init__(self)
+        RolloutOptions.__post_init__(self)
+        RewardOptions.__post_init__(self)
+        DataOptions.__post_init__(self)
+        LoopOptions.__post_init__(self)
+        derive_minibatch(self, self.rollout_size * self.group_size, 256)
+        for name in ("group_size", "minibatch_size", "epochs", "eval_samples"):
+            check_count(name, getattr(self, name), 1)
+        check_finite("pass_score", self.pass_score)
+        check_above("learning_rate", self.learning_rate, 0)
+        check_answers(self.rollout_size, self.group_size)
+        self.algorithm.check_group_size("group_size", self.group_size)
+        if self.rollout_size * self.group_size % self.minibatch_size:
+            raise ValueError(
+                f"--minibatch-size={self.minibatch_size} must divide the {self.rollout_size * self.group_size} "
+                f"answers of a step, --rollout-size={self.rollout_size} times --group-size={self.group_size}; "
+                "change one of them"
+            )

@@ -1,0 +1,86 @@
+"""Options of `hybrid-engine reward`."""
+
+from dataclasses import dataclass
+
+from hybrid_engine.rlhf.options.checks import check_above, check_at_least, check_count
+from hybrid_engine.rlhf.options.field import option
+from hybrid_engine.rlhf.options.shared import AdapterOptions, DataOptions, ResumeOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(AdapterOptions, DataOptions, ResumeOptions):
+    """Trains a reward model on preference pairs; by default of summary lines, one of which follows PEP 257.
+
+        hybrid-engine reward --out runs/docs
+        hybrid-engine reward --model Qwen/Qwen3-0.6B --dataset pairs.jsonl --out runs/mine
+
+    A data set has the columns "chosen" and "rejected" (text or lists of messages), with a "prompt" or beginning with
+    it, and may have a "margin". The model is a sequence classifier with one label on the body of the model in sft/
+    below --out, or of --model. It is left in reward/ below --out, a Hugging Face folder, the figures of the training in
+    reward-log/, with --eval-every the model of the highest held-out accuracy in reward-best/.
+    """
+
+    out: str = option(
+        "runs/docs",
+        "folder of the run; this stage writes its subfolders reward, reward-log and reward-checkpoints",
+    )
+    model: str | None = option(None, "Hugging Face name or folder whose body is trained; default: the run's sft")
+    dataset: str | tuple[str, ...] | None = option(
+        None,
+        "pairs: a .jsonl, .json, .csv or .parquet file, a folder or a hub name; default: made of the standard "
+        "library's summaries",
+    )
+    chat_template: str | None = option(
+        None,
+        "file with a Jinja chat template for a tokenizer that has none, or another",
+    )
+    max_tokens: int | None = option(
+        None,
+        "tokens of the longest prompt with its answer that is let in; default: the model's positions",
+    )
+    seed: int = option(0, "seed of the pairs, their order and the head's initial weights")
+    save_every: int = option(500, "a checkpoint every so many steps and after the last step; 0 saves none")
+    eval_every: int = option(
+        0,
+        "steps between measurements of the held-out accuracy, the best model kept; 0 measures at the end alone",
+    )
+    epochs: int = option(1, "passes over the pairs")
+    batch_size: int = option(32, "pairs of an optimizer step over all processes")
+    micro_batch_size: int = option(32, "pairs of a forward pass on one process, at most")
+    learning_rate: float | None = option(
+        None,
+        "peak of the learning rate; default: 3e-4, with --model or --dataset 1e-5, of an adapter 2e-4",
+    )
+    center_coef: float = option(
+        0.0,
+        "weight of the squared sum of a pair's scores in the loss, which keeps scores around 0",
+    )
+    lora_rank: int = option(0, "train a LoRA adapter of this rank and the head; 0 trains all weights")
+    max_examples: int = option(0, "make pairs of only so many examples of the standard library; 0 uses all")
+    max_pairs: int | None = option(
+        None,
+        "train on a random sample of so many pairs; 0 uses all; default: 2560, with --dataset all",
+    )
+
+    def __post_init__(self) -> None:
+        ResumeOptions.__post_init__(self)
+        DataOptions.__post_init__(self)
+        AdapterOptions.__post_init__(self)
+        for name in ("epochs", "batch_size", "micro_batch_size", "max_tokens"):
+            check_count(name, getattr(self, name), 1)
+        for name in ("max_examples", "eval_every", "max_pairs"):
+            check_count(name, getattr(self, name), 0)
+        check_at_least("center_coef", self.center_coef, 0)
+        check_above("learning_rate", self.learning_rate, 0)
+        if self.eval_every and self.dataset and not self.held_out_share and self.source.held_out_source is None:
+            raise ValueError(f"--eval-every={self.eval_every} has nothing to measure on; raise --held-out-share=0")
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs to train on; 0 for all."""
+        return self.max_pairs if self.max_pairs is not None else 0 if self.dataset else 2560
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """The highest learning rate of the schedule."""
+        return self.learning_rate or (2e-4 if self.lora_rank else 1e-5 if self.model or self.dataset else 3e-4)
