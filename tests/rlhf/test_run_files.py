@@ -16,6 +16,7 @@ from hybrid_engine.cli.config_file import read_config_file
 from hybrid_engine.cli.recipe_options import read_recipe_help
 from hybrid_engine.metrics.latency import Iteration
 from hybrid_engine.recipes import dpo, sft
+from hybrid_engine.rlhf.options import shared
 from hybrid_engine.rlhf.runs import run_folder, trackers
 from hybrid_engine.rlhf.runs.run_folder import (
     PromptAnswers,

@@ -58,7 +58,7 @@ class Config(LoopOptions, RolloutOptions, ResumeOptions):
     algorithm: Algorithm = Algorithm()  # noqa: RUF009  frozen
 
     def __post_init__(self) -> None:
-        from hybrid_engine.generation.batching.memory import read_memory  # imports torch
+        from hybrid_engine.generation.memory import read_memory  # imports torch
 
         ResumeOptions.__post_init__(self)
         RolloutOptions.__post_init__(self)

@@ -73,7 +73,7 @@ class Config(BaseModelOptions):
     pp: int = option(1, "stages that the layers are dealt out to, each on --tp processes")
 
     def __post_init__(self) -> None:
-        from hybrid_engine.generation.batching.memory import read_memory  # imports torch, as others do
+        from hybrid_engine.generation.memory import read_memory  # imports torch, as others do
         from hybrid_engine.serving.address import check_address
         from hybrid_engine.serving.keys import Keys
         from hybrid_engine.serving.pages import Pages
