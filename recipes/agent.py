@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.processes import all_processes
 from hybrid_engine.recipes import sft as sft_stage
@@ -31,7 +29,6 @@ from hybrid_engine.rlhf.algorithms.figures import describe, policy_figures
 from hybrid_engine.rlhf.algorithms.objective import PolicyBatch, correction_weights, policy_objective
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, TrainingPasses
 from hybrid_engine.rlhf.batches.sequences import build_sequences, note_rows, pad_numbers
-from hybrid_engine.rlhf.data.prompts import PromptTokens
 from hybrid_engine.rlhf.experience.evaluation import EVALUATION_SEED, mean_sums, step_means
 from hybrid_engine.rlhf.experience.policy import (
     Experience,
@@ -46,7 +43,7 @@ from hybrid_engine.rlhf.experience.start import character_stage
 from hybrid_engine.rlhf.options.agent import Config
 from hybrid_engine.rlhf.options.shared import is_due, suitable_rate
 from hybrid_engine.rlhf.planning.following import follow_memory, write_result
-from hybrid_engine.rlhf.planning.read import Read
+from hybrid_engine.rlhf.planning.read import read_episodes
 from hybrid_engine.rlhf.runs.checkpoints import begin_run, load_checkpoints, save_checkpoints
 from hybrid_engine.rlhf.runs.precision import gradient_figures
 from hybrid_engine.rlhf.runs.run_checks import check_folder, check_model
@@ -55,11 +52,11 @@ from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.rlhf.runs.schedule import Schedule
 from hybrid_engine.rlhf.runs.stages import load_tokenizer, mix_seed, move_aside, save_stage, seed_everything
 from hybrid_engine.rlhf.tasks.calculator import (
-    LONGEST_RESULT,
     MAX_TURNS,
     Problem,
     build_tokenizer,
     calculate,
+    check_conversations_fit,
     held_out_problems,
     is_right,
     problems,
@@ -120,43 +117,6 @@ def run(config: Config) -> Path:
     plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
     save_stage(policy.actor, policy.tokenizer, out / "actor")
     return out / "actor"
-
-
-def read_episodes(config: Config, first: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Read:
-    """Plan inputs of a run whose actor has the config `first`: an episode is a problem, followed by turns."""
-    lengths = []
-    for problem in held_out_problems():
-        messages = [{"role": "user", "content": problem.text}]
-        lengths.append(len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)))
-    return Read(first=first, answered=PromptTokens(min(lengths), config.max_prompt_tokens), has_turns=True)
-
-
-def check_conversations_fit(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError if --max-prompt-tokens is too small for the turns before the last answer.
-
-    Also raises if the tokenizer of --model has no chat template, or one that refuses such a conversation.
-    """
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"--model={config.model}: its tokenizer has no chat template, by which conversations become tokens; use a "
-            "model with one (their names often end in Instruct or Chat), or set tokenizer.chat_template and save it"
-        )
-    messages = [{"role": "user", "content": next(problems(False, 0)).text}]
-    for _ in range(MAX_TURNS - 1):
-        messages += [{"role": "assistant", "content": ""}, {"role": "tool", "content": LONGEST_RESULT}]
-    try:
-        said = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"--model={config.model}: its chat template refuses a conversation of user, assistant and tool: "
-            f"{' '.join(str(error).split())}; use a model that was made to call tools"
-        ) from error
-    longest = len(said) + (MAX_TURNS - 1) * config.max_new_tokens
-    if longest > config.max_prompt_tokens:
-        raise ValueError(
-            f"--max-prompt-tokens={config.max_prompt_tokens} must be at least {longest}: so many can come before the "
-            f"last of {MAX_TURNS} answers of --max-new-tokens={config.max_new_tokens}; raise the one or lower the other"
-        )
 
 
 def train_loop(policy: Policy, config: Config, log: RunLog, first_step: int) -> None:

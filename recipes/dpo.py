@@ -15,7 +15,6 @@ Conventions: Rafailov et al., arXiv 2305.18290. Log-probabilities are sums over 
 end-of-sequence token; every pair of a step has the same weight, however they are split.
 """
 
-import random
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,14 +26,13 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.distributed.processes import get_rank, get_world_size
+from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.rl.preferences import PairLoss
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, TrainingPasses, check_budget
 from hybrid_engine.rlhf.batches.passes import Items
 from hybrid_engine.rlhf.data.encoding import encode_pair
-from hybrid_engine.rlhf.data.parts import load_parts
 from hybrid_engine.rlhf.data.prompts import fit_prompts, select_prompts
-from hybrid_engine.rlhf.data.reading import read_preference_rows
-from hybrid_engine.rlhf.data.rows import PreferenceRow, told_together
+from hybrid_engine.rlhf.data.rows import told_together
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, follow, show_comparison, step_means
 from hybrid_engine.rlhf.options.dpo import Config
 from hybrid_engine.rlhf.options.shared import is_due
@@ -54,6 +52,7 @@ from hybrid_engine.rlhf.preference.pairs import (
     TrainingPair,
     answers_of,
     held_out_figures,
+    load_pairs,
     pair_logprobs,
     pair_sums,
     refer,
@@ -72,7 +71,6 @@ from hybrid_engine.rlhf.runs.stages import (
     save_stage,
     seed_everything,
 )
-from hybrid_engine.rlhf.tasks.stdlib_docs import build_preferences, split, stdlib_examples
 
 PLOT_PANELS = {
     "loss": ["loss", "held_out_loss"],
@@ -94,7 +92,7 @@ def run(config: Config) -> Path:
         prompts = prompts_of(held_out_rows, config)
         if config.restart and config.model is None:
             move_aside(out, RUN_RESULTS)  # before the first actor is trained in this folder
-        source = find_first_actor(config)
+        source = find_first_actor(config, sft_stage.run)
         tokenizer = load_tokenizer(source)
         encode = partial(encode_pair, tokenizer)
         rows, encoded = keep_what_fits(config, source, rows, encode)
@@ -142,22 +140,6 @@ def run(config: Config) -> Path:
     plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
     save_stage(actor, tokenizer, out / "actor")
     return out / "actor"
-
-
-def load_pairs(config: Config) -> tuple[list[PreferenceRow], list[PreferenceRow]]:
-    """Pairs to train on, and held-out ones, selected by a hash of their prompts.
-
-    Raises:
-        ValueError: the data set cannot be read, a row is invalid, or there are too few.
-    """
-    if config.dataset is None:
-        train, held_out = (build_preferences(part, config.seed) for part in split(stdlib_examples()))
-    else:
-        train, held_out = load_parts(config.source, read_preference_rows)
-    random.Random(config.seed).shuffle(train)
-    train = train[: config.max_pairs or None]
-    check_enough(config, len(train), len(held_out), "pairs")
-    return train, held_out[: config.eval_rows]
 
 
 def train_loop(

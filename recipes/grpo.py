@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from hybrid_engine.distributed.processes import all_processes, get_world_size
+from hybrid_engine.recipes import reward as reward_stage
+from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.rl.aggregation import StepCounts, count_step
 from hybrid_engine.rl.shaping import overlong_penalty, without_cut_off
 from hybrid_engine.rlhf.algorithms.advantages import check_steps, compute_advantages, compute_step_advantages
@@ -50,7 +52,7 @@ from hybrid_engine.rlhf.experience.policy import (
     trained_rows,
 )
 from hybrid_engine.rlhf.experience.rollout import GroupSource, SamplingOptions, ScoredGroups, warm_up
-from hybrid_engine.rlhf.experience.start import Start, prepare
+from hybrid_engine.rlhf.experience.start import Stages, Start, prepare
 from hybrid_engine.rlhf.options.grpo import Config
 from hybrid_engine.rlhf.options.shared import (
     is_due,
@@ -97,7 +99,7 @@ def run(config: Config) -> Path:
     """Trains missing stages and then the actor; returns the folder of the final actor. Collective."""
     out = Path(config.out)
     config = begin_run(config, "grpo")
-    start = prepare(config)
+    start = prepare(config, Stages(sft_stage.run, reward_stage.run))
     config = start.config
     seed_everything(config.seed)
     num_updates = config.steps * config.epochs * (config.rollout_size * config.group_size // config.minibatch_size)

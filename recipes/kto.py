@@ -15,7 +15,6 @@ Conventions: Ethayarajh et al., arXiv 2402.01306. The reference point is that of
 micro-batches; every answer of a step has the weight of its label, however they are split.
 """
 
-import random
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,15 +26,13 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size
+from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.rl.kto import kto_loss, kto_metrics, kto_reference_point
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, TrainingPasses, check_budget, measure_in_parts
 from hybrid_engine.rlhf.batches.passes import Items
 from hybrid_engine.rlhf.data.encoding import encode_completion
-from hybrid_engine.rlhf.data.held_out import prompt_text
-from hybrid_engine.rlhf.data.parts import load_parts
 from hybrid_engine.rlhf.data.prompts import fit_prompts, select_prompts
-from hybrid_engine.rlhf.data.reading import label_pairs, read_labelled_rows
-from hybrid_engine.rlhf.data.rows import LabelledRow, told_together
+from hybrid_engine.rlhf.data.rows import told_together
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, follow, show_comparison, step_means
 from hybrid_engine.rlhf.options.kto import Config
 from hybrid_engine.rlhf.options.shared import is_due
@@ -45,8 +42,8 @@ from hybrid_engine.rlhf.preference.answers import (
     Reading,
     all_logprobs,
     answer_logprobs,
-    check_several_prompts,
     labels_of,
+    load_answers,
     refer,
     reference_logprobs,
     without_adapter,
@@ -75,7 +72,6 @@ from hybrid_engine.rlhf.runs.stages import (
     save_stage,
     seed_everything,
 )
-from hybrid_engine.rlhf.tasks.stdlib_docs import build_preferences, split, stdlib_examples
 
 PLOT_PANELS = {
     "loss": ["loss", "held_out_loss"],
@@ -97,7 +93,7 @@ def run(config: Config) -> Path:
         prompts = prompts_of(held_out_rows, config)
         if config.restart and config.model is None:
             move_aside(out, RUN_RESULTS)  # before the first actor is trained in this folder
-        source = find_first_actor(config)
+        source = find_first_actor(config, sft_stage.run)
         tokenizer = load_tokenizer(source)
         encode = partial(encode_completion, tokenizer)
         rows, encoded = keep_what_fits(config, source, rows, encode)
@@ -147,24 +143,6 @@ def run(config: Config) -> Path:
     plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
     save_stage(actor, tokenizer, out / "actor")
     return out / "actor"
-
-
-def load_answers(config: Config) -> tuple[list[LabelledRow], list[LabelledRow]]:
-    """Answers to train on, and held-out ones, selected by a hash of their prompts.
-
-    Raises:
-        ValueError: the data set cannot be read, a row is invalid, or there are too few.
-    """
-    if config.dataset is None:
-        train, held_out = (label_pairs(build_preferences(part, config.seed)) for part in split(stdlib_examples()))
-    else:
-        train, held_out = load_parts(config.source, read_labelled_rows)
-    random.Random(config.seed).shuffle(train)
-    train = train[: config.num_answers or None]
-    check_enough(config, len(train), len(held_out), "answers")
-    for rows, what in ((train, "train on"), (held_out[: config.eval_rows], "measure on")):
-        check_several_prompts([prompt_text(row.prompt) for row in rows], what)
-    return train, held_out[: config.eval_rows]
 
 
 def train_loop(

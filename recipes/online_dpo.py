@@ -22,6 +22,8 @@ from pathlib import Path
 import torch
 
 from hybrid_engine.distributed.processes import gather_objects, get_world_size
+from hybrid_engine.recipes import reward as reward_stage
+from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.recipes.dpo import update
 from hybrid_engine.rl.preferences import best_and_worst
 from hybrid_engine.rlhf.data.encoding import EncodedPair
@@ -38,7 +40,7 @@ from hybrid_engine.rlhf.experience.evaluation import (
 )
 from hybrid_engine.rlhf.experience.policy import Policy, build_policy, trained_rows
 from hybrid_engine.rlhf.experience.rollout import GroupSource, SamplingOptions, ScoredGroups, warm_up
-from hybrid_engine.rlhf.experience.start import Start, prepare
+from hybrid_engine.rlhf.experience.start import Stages, Start, prepare
 from hybrid_engine.rlhf.options.online_dpo import Config
 from hybrid_engine.rlhf.options.shared import (
     is_due,
@@ -67,7 +69,7 @@ def run(config: Config) -> Path:
     """Trains missing stages and then the actor; returns the folder of the final actor. Collective."""
     out = Path(config.out)
     config = begin_run(config, "online-dpo")
-    start = prepare(config)
+    start = prepare(config, Stages(sft_stage.run, reward_stage.run))
     config = start.config
     seed_everything(config.seed)
     num_updates = config.steps * (config.rollout_size // config.minibatch_size)

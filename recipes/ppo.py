@@ -25,6 +25,8 @@ from pathlib import Path
 import torch
 
 from hybrid_engine.distributed.processes import all_processes, gather_objects, get_rank, get_world_size
+from hybrid_engine.recipes import reward as reward_stage
+from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.rl.advantages import gae, whiten
 from hybrid_engine.rl.aggregation import token_mean
 from hybrid_engine.rl.kl import kl_k1
@@ -51,7 +53,7 @@ from hybrid_engine.rlhf.experience.roles import (
     rollout_sums,
 )
 from hybrid_engine.rlhf.experience.rollout import Rollout, SamplingOptions, sample, warm_up
-from hybrid_engine.rlhf.experience.start import SUMMARIES, Start, prepare
+from hybrid_engine.rlhf.experience.start import SUMMARIES, Stages, Start, prepare
 from hybrid_engine.rlhf.options.ppo import Config
 from hybrid_engine.rlhf.options.shared import (
     is_due,
@@ -83,7 +85,7 @@ def run(config: Config) -> Path:
             "--missing-eos-score is deprecated and removed in the next version: on rewards of another scale it may pay "
             "not to stop; --missing-eos-penalty takes a number off the reward instead"
         )
-    start = prepare(config, SUMMARIES, has_critic=True)
+    start = prepare(config, Stages(sft_stage.run, reward_stage.run), SUMMARIES, has_critic=True)
     config = start.config
     seed_everything(config.seed)
     actor_rate = config.actor_lr or suitable_rate(config, small=1e-4)

@@ -27,7 +27,7 @@ from hybrid_engine.generation.memory import count_bytes
 from hybrid_engine.generation.plan import count_blocks
 from hybrid_engine.metrics.memory_plan import Shape, Sharded, gradient_part, kept_parts, kv_part, read_bytes
 from hybrid_engine.metrics.memory_use import LiveBytes, Pass
-from hybrid_engine.recipes import agent, dpo, grpo, kto, ppo, sft
+from hybrid_engine.recipes import agent, dpo, grpo, kto, ppo, reward, sft
 from hybrid_engine.rlhf.batches.micro_batches import deal, fill_evenly
 from hybrid_engine.rlhf.batches.packable import expected_layout, pack_where_exact
 from hybrid_engine.rlhf.batches.packing import Layout, Prompt, set_layout
@@ -35,7 +35,7 @@ from hybrid_engine.rlhf.batches.passes import Items, extent_of
 from hybrid_engine.rlhf.batches.sequences import Sequences, build_sequences, packed_rows, response_logprobs
 from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
 from hybrid_engine.rlhf.data.prompts import PromptTokens
-from hybrid_engine.rlhf.experience.start import prepare
+from hybrid_engine.rlhf.experience.start import Stages, prepare
 from hybrid_engine.rlhf.options.shared import AdapterOptions
 from hybrid_engine.rlhf.passes.pass_memory import PassShape, count_pass
 from hybrid_engine.rlhf.planning import roles
@@ -485,7 +485,7 @@ def test_a_plan_counts_the_prompts_that_the_run_answers(rows, options, chat_mode
         model=chat_model, dataset=str(data), reward=("exact",), out=str(tmp_path / "run"), eval_prompts=1,
         max_prompt_tokens=64, max_new_tokens=4, **options,
     )  # fmt: skip
-    assert READERS["grpo"](config).read.answered == prepare(config).answered
+    assert READERS["grpo"](config).read.answered == prepare(config, Stages(sft.run, reward.run)).answered
 
 
 def test_a_plan_refuses_a_column_that_the_run_refuses(chat_model, tmp_path):

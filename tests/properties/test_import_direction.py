@@ -26,16 +26,9 @@ APART = ("metrics", "rl")
 # Files that import what stands above them, and which room: each is to be turned round, and none may join them.
 UPWARD = {
     "hybrid_engine/__init__.py": "extensions",
-    "hybrid_engine/rlhf/experience/start.py": "recipes",
-    "hybrid_engine/rlhf/planning/reading.py": "recipes",
-    "hybrid_engine/rlhf/preference/first_actor.py": "recipes",
 }
 # Pairs of folders that import each other: to be parted too.
-BOTH_WAYS = {
-    ("hybrid_engine/rlhf/experience", "recipes"),
-    ("hybrid_engine/rlhf/planning", "recipes"),
-    ("hybrid_engine/rlhf/preference", "recipes"),
-}
+BOTH_WAYS: set[tuple[str, str]] = set()
 # The command line stands above the recipes that it starts; it lives in hybrid_engine/ for the sake of its name.
 COMMAND_LINE = "hybrid_engine/cli/cli.py"
 # ops knows tensors and numbers only; torch.distributed would be a process group.

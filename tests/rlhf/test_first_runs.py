@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, MambaConfig, MambaForCausalLM
 
 from hybrid_engine.cli.plan import Wishes
-from hybrid_engine.recipes import dpo, evaluate, grpo, kto, online_dpo, ppo
+from hybrid_engine.recipes import dpo, evaluate, grpo, kto, online_dpo, ppo, reward, sft
 from hybrid_engine.rlhf.data.model_lengths import long_answer, settle_lengths
 from hybrid_engine.rlhf.data.rows import PromptRow
-from hybrid_engine.rlhf.experience.start import prepare
+from hybrid_engine.rlhf.experience.start import Stages, prepare
 from hybrid_engine.rlhf.options.shared import fit_minibatch
 from hybrid_engine.rlhf.planning.fitting import plan
 from hybrid_engine.rlhf.planning.reading import read_run
@@ -78,7 +78,7 @@ def test_lengths_that_nobody_gave_are_those_of_the_data_that_the_model_reads(
     given, long_data, tmp_path, capsys, options, expected, said
 ):
     config = grpo.Config(**{**given, "dataset": long_data}, out=str(tmp_path), **options)
-    found = prepare(begin_run(config, "grpo")).config
+    found = prepare(begin_run(config, "grpo"), Stages(sft.run, reward.run)).config
     assert (found.max_prompt_tokens, found.max_new_tokens) == expected
     assert (said or "") in (shown := " ".join(capsys.readouterr().out.split()))
     assert ("answers of up to" in shown) == (said is not None)

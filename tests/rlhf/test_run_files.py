@@ -112,7 +112,7 @@ def test_a_figure_whose_new_name_is_taken_keeps_the_old_one_and_comes_back():
 def test_a_tracker_or_names_that_there_are_not_are_refused_before_any_work(
     options, message, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(shared.importlib.util, "find_spec", lambda name: None)
     assert cli.main(f"sft --out {tmp_path / 'run'} {options}".split()) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "run").exists()
 

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
-from hybrid_engine.recipes import reward as reward_stage
-from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.rlhf.data.encoding import encode_prompt
 from hybrid_engine.rlhf.data.model_lengths import long_answer, settle_lengths
 from hybrid_engine.rlhf.data.prompts import PromptTokens, fit_prompts, load_prompt_rows
 from hybrid_engine.rlhf.data.rows import PromptRow, encode_each, told_together
+from hybrid_engine.rlhf.options import reward, sft
 from hybrid_engine.rlhf.options.checks import check_divides
 from hybrid_engine.rlhf.options.shared import AdapterOptions, ConfigT, DatasetOptions, RunOptions
 from hybrid_engine.rlhf.rewards.adapter_folder import check_reward_adapter
@@ -37,7 +36,7 @@ class OwnTask:
 
     load_rows: Callable[[int], tuple[list[PromptRow], list[PromptRow]]]
     """From the run's seed to the prompts to train on, and those held out."""
-    actor_stage: Callable[[RunOptions], sft_stage.Config]
+    actor_stage: Callable[[RunOptions], sft.Config]
     """The stage that trains the first actor of a run."""
     reward: str | None
     """The reward's spec; None: the stage `reward` trains a model."""
@@ -63,16 +62,16 @@ def summary_rows(seed: int) -> tuple[list[PromptRow], list[PromptRow]]:
 
 SUMMARIES = OwnTask(
     load_rows=summary_rows,
-    actor_stage=lambda config: sft_stage.Config(**stage_options(config)),
+    actor_stage=lambda config: sft.Config(**stage_options(config)),
     reward=None,
     serves_any_prompt=True,
 )
 """Summary lines for the signatures of the standard library's functions."""
 
 
-def character_stage(task: str, config: RunOptions, *, group_by_length: bool = True) -> sft_stage.Config:
+def character_stage(task: str, config: RunOptions, *, group_by_length: bool = True) -> sft.Config:
     """The stage that trains a small model on single characters, from a pupil's work."""
-    return sft_stage.Config(
+    return sft.Config(
         task=task,
         epochs=1,
         batch_size=64,
@@ -109,7 +108,14 @@ class Start:
     """Lengths of the prompts."""
 
 
-def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> Start:
+class Stages(NamedTuple):
+    """The recipes that make the models which a run lacks; each returns the folder of its model. Collective."""
+
+    train_actor: Callable[[sft.Config], Path]
+    train_reward: Callable[[reward.Config], Path]
+
+
+def prepare(config: Any, stages: Stages, task: OwnTask = SUMS, *, has_critic: bool = False) -> Start:
     """Checks a `Config` of a recipe that learns from its own answers, and trains the actor and reward that are missing.
 
     Collective.
@@ -117,6 +123,7 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
     Args:
         config: with RewardOptions, RolloutOptions, ResumeOptions, DataOptions, model, lora_rank, rollout_size and
             minibatch_size.
+        stages: trains the first actor and the reward model.
         task: the task if `config` names no data set.
         has_critic: whether a reward model of `config` is the first critic too.
 
@@ -133,7 +140,7 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
     if not config.model:
         check_stage(folder, "sft", task.actor_stage(config).batch_size)
     if not specs:
-        check_stage(folder, "reward", reward_stage.Config().batch_size)
+        check_stage(folder, "reward", reward.Config().batch_size)
     source = config.model or (str(folder / "sft") if (folder / "sft").exists() else None)
     check_model(source, config)
     load_judge = partial(LearnedReward.load, most_rows=config.rows_per_pass, dtype=torch_dtype(config.dtype))
@@ -154,11 +161,11 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
 
     if config.restart:
         move_aside(folder, RUN_RESULTS)
-    actor = config.model or str(sft_stage.run(task.actor_stage(config)))
+    actor = config.model or str(stages.train_actor(task.actor_stage(config)))
     if rewards is None:
         is_shared = getattr(config, "shared_base", False)
         adapter = {option.name: getattr(config, option.name) for option in fields(AdapterOptions)} if is_shared else {}
-        made = reward_stage.run(reward_stage.Config(**stage_options(config), **adapter, model=config.model))
+        made = stages.train_reward(reward.Config(**stage_options(config), **adapter, model=config.model))
         load_model = _on_shared_base(actor) if is_shared else load_judge
         rewards = load_rewards([str(made)], None, config.reward_time_limit, load_model)
     rewards.begin_step(0, config.steps)

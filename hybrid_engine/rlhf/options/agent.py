@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 NOT_OF_EPISODES = ("dynamic_sampling", "overlong_buffer", "mask_cut_off")
 """Choices of an algorithm that concern single answers to prompts."""
+MAX_TURNS = 3
+"""Answers of a conversation without a detour."""
 MESSAGES_BYTES = 2**14
 """Bytes of a conversation's messages, as Python objects."""
 
@@ -94,7 +96,6 @@ class Config(LoopOptions, RolloutOptions, ResumeOptions):
     @property
     def largest_step(self) -> "Size":
         """Memory of a step's conversations, or an evaluation's, with answers of the maximum length."""
-        from hybrid_engine.rlhf.tasks.calculator import MAX_TURNS
         from hybrid_engine.serving.sessions import size_of
 
         num_answers = MAX_TURNS * max(self.minibatch_size, self.eval_prompts)

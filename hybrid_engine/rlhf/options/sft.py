@@ -7,7 +7,7 @@ from hybrid_engine.rlhf.options.field import option
 from hybrid_engine.rlhf.options.shared import AdapterOptions, DataOptions, ResumeOptions
 
 TASKS = ("docs", "sums", "calculator")
-"""What is learned without a data set; `tasks/corpus.py` has their rows."""
+"""Tasks that need no data set; `tasks/corpus.py` has their rows."""
 LARGEST_SIZE = 10**9
 """Parameters; with their gradients and Adam's moments they take 16 GB."""
 

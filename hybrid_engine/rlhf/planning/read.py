@@ -5,16 +5,18 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from hybrid_engine.rlhf.batches.passes import Items
 from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
 from hybrid_engine.rlhf.data.prompts import PromptTokens, select_prompts
+from hybrid_engine.rlhf.options import agent
 from hybrid_engine.rlhf.options.shared import AdapterOptions
 from hybrid_engine.rlhf.rewards.adapter_folder import read_reward_adapter
 from hybrid_engine.rlhf.rewards.learned import critic_source, names_model
 from hybrid_engine.rlhf.runs.adapters import IS_PACKED
 from hybrid_engine.rlhf.runs.stages import load_config
+from hybrid_engine.rlhf.tasks.calculator import held_out_problems
 
 BLOCK, OUTER_BLOCK = 64, 256
 """Values that share a scale, and scales that share a scale of their own (bitsandbytes 0.50,
@@ -144,3 +146,12 @@ def packed_bytes(quantisation: dict[str, Any], linear: nn.Linear) -> int:
         f"--model is quantised by {kind!r} ({quantisation.get('quant_type')}), of which plan knows no sizes; it knows "
         "bitsandbytes and torchao's Int8WeightOnlyConfig"
     )
+
+
+def read_episodes(config: agent.Config, first: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Read:
+    """Plan inputs of a run whose actor has the config `first`: an episode is a problem, followed by turns."""
+    lengths = []
+    for problem in held_out_problems():
+        messages = [{"role": "user", "content": problem.text}]
+        lengths.append(len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)))
+    return Read(first=first, answered=PromptTokens(min(lengths), config.max_prompt_tokens), has_turns=True)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from hybrid_engine.recipes import agent, dpo, kto, reward, sft
 from hybrid_engine.rlhf.batches.passes import Items
 from hybrid_engine.rlhf.batches.sequences import NUM_POOLED, epochs_of_similar_length
 from hybrid_engine.rlhf.data.encoding import encode_completion, encode_pair
@@ -26,14 +25,17 @@ from hybrid_engine.rlhf.experience.start import (
     load_usable_prompts,
     reward_specs,
 )
-from hybrid_engine.rlhf.planning.read import Learned, Read, read_answers, read_preferences
+from hybrid_engine.rlhf.options import agent, dpo, kto, reward, sft
+from hybrid_engine.rlhf.planning.read import Learned, Read, read_answers, read_episodes, read_preferences
 from hybrid_engine.rlhf.preference import first_actor
+from hybrid_engine.rlhf.preference.answers import load_answers
 from hybrid_engine.rlhf.preference.first_actor import check_enough, prompts_of
-from hybrid_engine.rlhf.preference.pairs import answers_of
+from hybrid_engine.rlhf.preference.pairs import answers_of, load_pairs
 from hybrid_engine.rlhf.rewards.adapter_folder import check_reward_adapter
 from hybrid_engine.rlhf.rewards.learned import load_scoring_tokenizer, names_model
 from hybrid_engine.rlhf.runs.adapters import check_trainable
 from hybrid_engine.rlhf.runs.stages import load_config, load_tokenizer, num_positions
+from hybrid_engine.rlhf.tasks.calculator import check_conversations_fit
 from hybrid_engine.rlhf.tasks.corpus import load_corpus, load_pair_corpus
 from hybrid_engine.rlhf.tasks.small_llama import build_small_llama
 
@@ -96,7 +98,7 @@ def _read_answers(config: Any, task: OwnTask, *, has_critic: bool = False) -> Re
 @told_together()
 def _read_dpo(config: dpo.Config) -> ReadRun:
     first, tokenizer = _first_actor(config, SUMMARIES)
-    parts = dpo.load_pairs(config)
+    parts = load_pairs(config)
     pairs = _that_fit(config, first, parts, partial(encode_pair, tokenizer), "pairs")
     prompts = prompts_of(parts[1], config)
     config = first_actor.with_lengths(config, first, tokenizer, prompts, answers_of(pairs), is_said=False)
@@ -106,7 +108,7 @@ def _read_dpo(config: dpo.Config) -> ReadRun:
 @told_together()
 def _read_kto(config: kto.Config) -> ReadRun:
     first, tokenizer = _first_actor(config, SUMMARIES)
-    parts = kto.load_answers(config)
+    parts = load_answers(config)
     answers = _that_fit(config, first, parts, partial(encode_completion, tokenizer), "answers")
     config = first_actor.with_lengths(config, first, tokenizer, prompts_of(parts[1], config), answers, is_said=False)
     return ReadRun(read_preferences(config, first, answers), config)
@@ -118,8 +120,8 @@ def _read_agent(config: agent.Config) -> ReadRun:
     else:
         tokenizer, _ = load_corpus(made := character_stage("calculator", config, group_by_length=False))
         first = _small_config(made, tokenizer)
-    agent.check_conversations_fit(config, tokenizer)
-    return ReadRun(agent.read_episodes(config, first, tokenizer), config)
+    check_conversations_fit(config, tokenizer)
+    return ReadRun(read_episodes(config, first, tokenizer), config)
 
 
 READERS: dict[str, Callable[[Any], ReadRun]] = {

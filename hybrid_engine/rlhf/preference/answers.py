@@ -18,6 +18,13 @@ from hybrid_engine.distributed.processes import default_device, gather_objects
 from hybrid_engine.rlhf.batches.passes import in_passes, turns
 from hybrid_engine.rlhf.batches.sequences import build_sequences, response_logprobs
 from hybrid_engine.rlhf.data.encoding import Encoded
+from hybrid_engine.rlhf.data.held_out import prompt_text
+from hybrid_engine.rlhf.data.parts import load_parts
+from hybrid_engine.rlhf.data.reading import label_pairs, read_labelled_rows
+from hybrid_engine.rlhf.data.rows import LabelledRow
+from hybrid_engine.rlhf.options import kto
+from hybrid_engine.rlhf.preference.first_actor import check_enough
+from hybrid_engine.rlhf.tasks.stdlib_docs import build_preferences, split, stdlib_examples
 
 
 class Reading(NamedTuple):
@@ -124,3 +131,21 @@ def reference_logprobs(rows: Sequence[LabelledAnswer]) -> tuple[torch.Tensor, to
 def labels_of(rows: Sequence[LabelledAnswer]) -> torch.Tensor:
     """The labels of `rows`, `[B]` bool."""
     return send_to_device(torch.tensor([row.is_desirable for row in rows]), default_device())
+
+
+def load_answers(config: kto.Config) -> tuple[list[LabelledRow], list[LabelledRow]]:
+    """Answers to train on, and held-out ones, selected by a hash of their prompts.
+
+    Raises:
+        ValueError: the data set cannot be read, a row is invalid, or there are too few.
+    """
+    if config.dataset is None:
+        train, held_out = (label_pairs(build_preferences(part, config.seed)) for part in split(stdlib_examples()))
+    else:
+        train, held_out = load_parts(config.source, read_labelled_rows)
+    random.Random(config.seed).shuffle(train)
+    train = train[: config.num_answers or None]
+    check_enough(config, len(train), len(held_out), "answers")
+    for rows, what in ((train, "train on"), (held_out[: config.eval_rows], "measure on")):
+        check_several_prompts([prompt_text(row.prompt) for row in rows], what)
+    return train, held_out[: config.eval_rows]

@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedToken
 
 import hybrid_engine
 from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
-from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
 from hybrid_engine.rlhf.batches.sequences import recompute_activations
 from hybrid_engine.rlhf.data.encoding import Encoded, encode_prompt
@@ -19,6 +18,7 @@ from hybrid_engine.rlhf.data.rows import LabelledRow, PreferenceRow, PromptRow, 
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, evaluate
 from hybrid_engine.rlhf.experience.rollout import SamplingOptions
 from hybrid_engine.rlhf.experience.start import SUMMARIES
+from hybrid_engine.rlhf.options import sft
 from hybrid_engine.rlhf.options.checks import check_divides
 from hybrid_engine.rlhf.options.preference import PreferenceOptions
 from hybrid_engine.rlhf.rewards.answers import Answers
@@ -50,9 +50,9 @@ def check_run(config: PreferenceOptions) -> None:
         check_stage(folder, "sft", SUMMARIES.actor_stage(config).batch_size)
 
 
-def find_first_actor(config: PreferenceOptions) -> str:
-    """The folder or name of the first actor: `--model`, or the run's sft, which is trained if missing."""
-    return config.model or str(sft_stage.run(SUMMARIES.actor_stage(config)))
+def find_first_actor(config: PreferenceOptions, train_actor: Callable[[sft.Config], Path]) -> str:
+    """The folder or name of the first actor: `--model`, or the run's sft, which `train_actor` makes if missing."""
+    return config.model or str(train_actor(SUMMARIES.actor_stage(config)))
 
 
 def check_enough(config: PreferenceOptions, num_train: int, num_held_out: int, what: str) -> None:

@@ -3,6 +3,7 @@
 B: pairs of a forward pass.
 """
 
+import random
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -14,7 +15,13 @@ from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.rl.preferences import PairLogprobs, PairLoss, pair_metrics
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, read_figures
 from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
+from hybrid_engine.rlhf.data.parts import load_parts
+from hybrid_engine.rlhf.data.reading import read_preference_rows
+from hybrid_engine.rlhf.data.rows import PreferenceRow
+from hybrid_engine.rlhf.options import dpo
 from hybrid_engine.rlhf.preference.answers import Reading, all_logprobs, answer_logprobs
+from hybrid_engine.rlhf.preference.first_actor import check_enough
+from hybrid_engine.rlhf.tasks.stdlib_docs import build_preferences, split, stdlib_examples
 
 
 class TrainingPair(NamedTuple):
@@ -82,3 +89,19 @@ def held_out_figures(
     losses = loss_of(of_pairs)
     (sums,) = read_figures([pair_sums(of_pairs, losses, torch.ones_like(losses), beta)])
     return {name: total / count for name, (total, count) in sums.items()}
+
+
+def load_pairs(config: dpo.Config) -> tuple[list[PreferenceRow], list[PreferenceRow]]:
+    """Pairs to train on, and held-out ones, selected by a hash of their prompts.
+
+    Raises:
+        ValueError: the data set cannot be read, a row is invalid, or there are too few.
+    """
+    if config.dataset is None:
+        train, held_out = (build_preferences(part, config.seed) for part in split(stdlib_examples()))
+    else:
+        train, held_out = load_parts(config.source, read_preference_rows)
+    random.Random(config.seed).shuffle(train)
+    train = train[: config.max_pairs or None]
+    check_enough(config, len(train), len(held_out), "pairs")
+    return train, held_out[: config.eval_rows]

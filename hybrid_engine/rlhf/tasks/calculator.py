@@ -18,11 +18,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from jinja2 import TemplateError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hybrid_engine.rlhf.data.held_out import is_held_out
 from hybrid_engine.rlhf.data.rows import ConversationRow, LearnedRow, Message
+from hybrid_engine.rlhf.options import agent
+from hybrid_engine.rlhf.options.agent import MAX_TURNS
 
 GUESSES = (0.6, 0.25)
 """Probability that the pupil guesses where he should ask, the first time and the second."""
@@ -34,8 +37,6 @@ NUM_WORKED = 20_480
 NUM_HELD_OUT, HELD_OUT_SHARE = 128, 0.1
 NUM_DIGITS = 4
 """Digits of every result."""
-MAX_TURNS = 3
-"""Answers of a conversation without a detour."""
 TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '>' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<eos>' }}{% endgeneration %}"
@@ -167,3 +168,31 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         chat_template=TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
+
+
+def check_conversations_fit(config: agent.Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError if --max-prompt-tokens is too small for the turns before the last answer.
+
+    Also raises if the tokenizer of --model has no chat template, or one that refuses such a conversation.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"--model={config.model}: its tokenizer has no chat template, by which conversations become tokens; use a "
+            "model with one (their names often end in Instruct or Chat), or set tokenizer.chat_template and save it"
+        )
+    messages = [{"role": "user", "content": next(problems(False, 0)).text}]
+    for _ in range(MAX_TURNS - 1):
+        messages += [{"role": "assistant", "content": ""}, {"role": "tool", "content": LONGEST_RESULT}]
+    try:
+        said = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"--model={config.model}: its chat template refuses a conversation of user, assistant and tool: "
+            f"{' '.join(str(error).split())}; use a model that was made to call tools"
+        ) from error
+    longest = len(said) + (MAX_TURNS - 1) * config.max_new_tokens
+    if longest > config.max_prompt_tokens:
+        raise ValueError(
+            f"--max-prompt-tokens={config.max_prompt_tokens} must be at least {longest}: so many can come before the "
+            f"last of {MAX_TURNS} answers of --max-new-tokens={config.max_new_tokens}; raise the one or lower the other"
+        )
