@@ -5,18 +5,23 @@ A trained bf16 or fp16 parameter is stored as its fp32 master only, because the 
 
 import random
 from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 
 from hybrid_engine.checkpoint.comparison import describe_optimizer
+from hybrid_engine.config import EngineConfig
+from hybrid_engine.distributed.dataloader import TrainingDataLoader
 from hybrid_engine.distributed.processes import gather_objects
 from hybrid_engine.distributed.verdict import agree
+from hybrid_engine.optim.accumulation import GradientAccumulation, StepCounters
 from hybrid_engine.optim.optimizer import ZeroOptimizer
-from hybrid_engine.optim.training_state import TrainingState
-from hybrid_engine.zero.sharding import saved_buffers
+from hybrid_engine.zero.sharding import Sharding, saved_buffers
+
+if TYPE_CHECKING:
+    from hybrid_engine.checkpoint.saving import RunLock
 
 Result = TypeVar("Result")
 WEIGHTS = "weights."
@@ -26,6 +31,27 @@ OPTIMIZER = "optimizer."
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 MEASURED = ("logprob_difference",)
 """Metrics that training reads later, each None or a mean and a maximum."""
+
+
+class TrainingState(Protocol):
+    """What a checkpoint saves and restores; `ZeroEngine` is one."""
+
+    config: EngineConfig
+    module: nn.Module
+    sharding: Sharding
+    optimizer: ZeroOptimizer | None
+    """The optimizer shim; None in an engine that does not train."""
+    lr_scheduler: Any
+    training_dataloader: TrainingDataLoader | None
+    counters: StepCounters
+    accumulation: GradientAccumulation
+    run_lock: "RunLock"
+
+    def measured_values(self) -> dict[str, Any]:
+        """Metrics that training measured and reads later, for a checkpoint: plain values by name."""
+
+    def restore_measured_values(self, values: dict[str, Any]) -> None:
+        """Restores the result of `measured_values`; raises errors for values of another kind."""
 
 
 def with_shards(training: TrainingState, action: Callable[[], Result]) -> Result:
@@ -85,7 +111,7 @@ def collect_values(training: TrainingState) -> dict[str, Any]:
 
 
 def _collect_own_values(training: TrainingState) -> dict[str, Any]:
-    values: dict[str, Any] = {name: getattr(training, name) for name in COUNTERS}
+    values: dict[str, Any] = {name: getattr(training.counters, name) for name in COUNTERS}
     values["measured"] = training.measured_values()
     if training.optimizer is not None:
         values["loss_scaler"] = training.optimizer.loss_scaler.state_dict()
@@ -114,7 +140,7 @@ def build_manifest(training: TrainingState, left_out: Collection[str] = ()) -> d
         "scheduler": None if training.lr_scheduler is None else type(training.lr_scheduler).__name__,
         "optimizer": None if optimizer is None else describe_optimizer(optimizer.inner),
         "groups": None if optimizer is None else [group["names"] for group in named_param_groups(optimizer)],
-        "pending_micro_batches": training.num_pending_micro_batches + (training.accumulation.num_passes > 0),
+        "pending_micro_batches": training.counters.num_pending_micro_batches + (training.accumulation.num_passes > 0),
     }
 
 

@@ -16,6 +16,7 @@ from hybrid_engine.checkpoint.contents import (
     COUNTERS,
     MEASURED,
     OPTIMIZER,
+    TrainingState,
     build_manifest,
     collect_weights,
     get_random_state,
@@ -30,7 +31,6 @@ from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interru
 from hybrid_engine.distributed.processes import on_rank_zero
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.optim.optimizer import ZeroOptimizer
-from hybrid_engine.optim.training_state import TrainingState
 from hybrid_engine.zero.sharding import local_tensor
 
 logger = logging.getLogger("hybrid_engine")
@@ -50,7 +50,7 @@ class Undo:
         self._exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._random = get_random_state()
         self._measured = training.measured_values()
-        self._counters = {name: getattr(training, name) for name in (*COUNTERS, "micro_steps")}
+        self._counters = {name: getattr(training.counters, name) for name in COUNTERS}
         # Copies: schedulers may return their own lists.
         self._states = [(part, copy.deepcopy(part.state_dict())) for part in _parts(training)]
         inner: Any = training.optimizer.inner if training.optimizer is not None else None
@@ -80,7 +80,7 @@ class Undo:
         for part, state in self._states:
             part.load_state_dict(state)
         for name, value in self._counters.items():
-            setattr(self._training, name, value)
+            setattr(self._training.counters, name, value)
         set_random_state(self._random)
         self._training.restore_measured_values(self._measured)
         if self._training.optimizer is not None:
@@ -241,8 +241,10 @@ def _take_over(training: TrainingState, opened: Opened, wanted: Wanted, held: He
     except BaseException:
         undo.undo()
         raise
-    training.zero_grad()
-    training.accumulation.num_passes = 0
+    training.accumulation.drop()
+    if wanted.training:
+        # Recomputed: on another number of processes a step may have another number of micro-batches.
+        training.counters.micro_steps = training.counters.global_steps * training.counters.num_micro_batches
 
 
 def _stage(training: TrainingState, opened: Opened, wanted: Wanted, held: HeldInterrupts) -> Staged:
@@ -297,10 +299,8 @@ def _commit(training: TrainingState, opened: Opened, staged: Staged, wanted: Wan
 
 def _restore_progress(training: TrainingState, values: dict[str, Any]) -> None:
     for name in COUNTERS:
-        setattr(training, name, values[name])
+        setattr(training.counters, name, values[name])
     training.restore_measured_values(values.get("measured", {}))
-    # Recomputed: on another number of processes a step may have another number of micro-batches.
-    training.micro_steps = training.global_steps * training.config.gradient_accumulation_steps
     if training.training_dataloader is not None and "dataloader" in values:
         training.training_dataloader.load_state_dict(values["dataloader"])
     # A process with a rank that the saving run did not have keeps its own random state.

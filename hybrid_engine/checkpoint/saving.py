@@ -15,6 +15,7 @@ from typing import Any
 from hybrid_engine.checkpoint import folder as folders
 from hybrid_engine.checkpoint.contents import (
     WEIGHTS,
+    TrainingState,
     build_manifest,
     collect_tensors,
     collect_values,
@@ -27,7 +28,6 @@ from hybrid_engine.checkpoint.tensor_files import STATE_FILE, serialize, write_t
 from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
 from hybrid_engine.distributed.processes import gather_objects, on_rank_zero
 from hybrid_engine.distributed.verdict import agree
-from hybrid_engine.optim.training_state import TrainingState
 
 LOCK_FILE = ".hybrid_engine.lock"
 TAKEN = {errno.EACCES, errno.EAGAIN}
@@ -68,6 +68,17 @@ def lock_folder(directory: Path) -> FolderLock:
         _sign(descriptor)
     lock = _held[_key(path)] = FolderLock(descriptor)
     return lock
+
+
+class RunLock:
+    """The lock of one engine on the folder that its checkpoints are saved into."""
+
+    def __init__(self) -> None:
+        self._held: FolderLock | None = None
+
+    def take(self, directory: Path) -> None:
+        """Holds the lock of `directory` in place of an earlier one. See `lock_folder`."""
+        self._held = lock_folder(directory)
 
 
 def _key(path: Path) -> tuple[int, int, int]:
@@ -115,7 +126,7 @@ def save(
         OSError: the disk is full, or the folder cannot be written to. The files written so far are removed.
     """
     folder = on_rank_zero(lambda: check_folder("save_dir", directory))
-    tag = on_rank_zero(lambda: check_tag(f"global_step{training.global_steps}" if tag is None else str(tag)))
+    tag = on_rank_zero(lambda: check_tag(f"global_step{training.counters.global_steps}" if tag is None else str(tag)))
     left_out = frozen_names(training) if without_frozen else set()
     with holding_interrupts() as held:
         values = {**collect_values(training), "client_state": client_state}
@@ -158,7 +169,7 @@ def choose_tag(tag: str | int | None, validation: str) -> str | int | None:
 
 def _begin(training: TrainingState, folder: Path, tag: str) -> Path:
     folders.make_directory(folder)
-    training.folder_lock = lock_folder(folder)
+    training.run_lock.take(folder)
     return folders.begin(folder, tag)
 
 

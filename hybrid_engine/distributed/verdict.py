@@ -7,7 +7,8 @@ catches the other and its processes stay in step. Only one number is exchanged; 
 
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -138,6 +139,18 @@ class Partners:
         result, error = attempt(action)
         self.raise_together(error)
         return result  # type: ignore[return-value]
+
+    @contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """`agree` as a context: an error inside on one process is raised on all; collective at the end."""
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as failure:
+            if self.size == 1:
+                raise
+            error = failure
+        self.raise_together(error)
 
     def raise_together(self, error: BaseException | None) -> None:
         """Raises this process's `error`, or another process's; does nothing if there is none; collective.

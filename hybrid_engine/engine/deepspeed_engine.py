@@ -20,34 +20,6 @@ ROUTE_TRAIN = "train"
 """The route of `deepspeed_io` for training batches."""
 
 
-class WithoutParameters:
-    """A module without parameters, and so without records of hooks to clear."""
-
-    def named_parameters(self, recurse: bool = True) -> list[tuple[str, Any]]:
-        """No parameters, so no records of hooks."""
-        return []
-
-    def ds_external_parameters(self) -> list[tuple[str, Any]]:
-        """No parameters, so no records of hooks."""
-        return []
-
-
-class ParameterOffload:
-    """`optimizer.parameter_offload`: DeepSpeed's names for hooks that gather parameters; this engine has no such hooks.
-
-    TRL's `unwrap_model_for_generation` removes DeepSpeed's hooks from a gathered model, because they would gather and
-    free each parameter again, and restores them. Here a gathered model generates as it is.
-    """
-
-    def __init__(self) -> None:
-        self.module = WithoutParameters()
-        self.forward_hooks: list[Any] = []
-        self.backward_hooks: list[Any] = []
-
-    def _register_deepspeed_module(self, module: Any) -> None:
-        """Does nothing: there are no hooks to restore."""
-
-
 class DeepSpeedEngine(ZeroEngine):
     """ZeroEngine with the other attributes of DeepSpeed's engine; `initialize()` builds one."""
 
@@ -56,7 +28,6 @@ class DeepSpeedEngine(ZeroEngine):
         super().__init__(*args, **kwargs)
         if self.optimizer is not None:
             link_parameters(self.sharding, self.optimizer)
-            self.optimizer.parameter_offload = ParameterOffload()
 
     @property
     def monitor(self) -> Monitor:
@@ -283,11 +254,12 @@ class DeepSpeedEngine(ZeroEngine):
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
         """Moves training state to CPU memory. See `StateOffload.offload`."""
-        self.state_offload.offload(include, device, pin_memory, non_blocking)
+        self.check_trains("offload_states()").offload_states(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Moves training state back. See `StateOffload.reload`."""
-        self.state_offload.reload(non_blocking)
+        if self.optimizer is not None:
+            self.optimizer.reload_states(non_blocking)
 
     def allreduce_gradients(self) -> None:
         """Does nothing: the backward pass has reduced the gradients."""

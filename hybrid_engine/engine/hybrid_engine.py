@@ -14,6 +14,7 @@ taken), run (prefill, fork, decode), release (LoRA unfused, weights resharded, w
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ from hybrid_engine.config import EngineConfig
 from hybrid_engine.containers.views import TransposedLinear
 from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
 from hybrid_engine.distributed.presence import naming_who_left
-from hybrid_engine.engine.model_checks import check_generates
+from hybrid_engine.engine.checks import check_generates
 from hybrid_engine.engine.zero_engine import ZeroEngine
 from hybrid_engine.generation.live.asynchronous import AsyncRollout, Carried, start_async
 from hybrid_engine.generation.memory import AllocatorPeak, TrainingMemory
@@ -72,6 +73,8 @@ class HybridEngine(ZeroEngine):
         self.generator = Generator(
             original_of(model), self.sharding, config.hybrid_engine, group, self.device, self.training_memory
         )
+        if self.optimizer is not None:
+            self.optimizer.state_offload.call_after_moves(partial(_bind_again, self.generator))
         self._generating_for = model
         self.latency = LatencyStats(self.sharding.num_units, self.device)
         self._is_generating = False
@@ -266,11 +269,6 @@ class HybridEngine(ZeroEngine):
         super().pass_step()
         self.latency.add_training()
 
-    def follow_moved_weights(self) -> None:
-        """Binds the containers to the moved weights: views of the old storage would keep its memory."""
-        if self.generator.model is not None and not self.sharding.is_sharded:
-            self.generator.model.bind()
-
     def measured_values(self) -> dict[str, Any]:
         """A metric for checkpoints: the last difference of rollout and trainer, on which training loops base
         decisions.
@@ -402,3 +400,9 @@ class HybridEngine(ZeroEngine):
         self.latency.raise_peak(taken)
         if self.memory_use is not None:
             self.memory_use.note_rollout(taken, self.generator.memory.bytes_to_gather(self.generator.model))
+
+
+def _bind_again(generator: Generator) -> None:
+    """Binds the containers to moved weights: views of the old storage would keep its memory."""
+    if generator.model is not None and not generator.sharding.is_sharded:
+        generator.model.bind()

@@ -11,8 +11,10 @@ Parts: sharding in `zero/wrapping.py`, masters, clipping and loss scaling in `op
 
 import logging
 import os
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,7 @@ from torch.utils._pytree import tree_map
 
 from hybrid_engine import checkpoint
 from hybrid_engine.checkpoint.contents import seed_everything
+from hybrid_engine.checkpoint.saving import RunLock
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.config.checks import check_flag, check_integer, check_path
 from hybrid_engine.containers.device import launching
@@ -34,25 +37,23 @@ from hybrid_engine.distributed.interrupts import holding_interrupts, restoring_m
 from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.distributed.processes import broadcast_module, default_device, get_rank, get_world_size
 from hybrid_engine.distributed.verdict import agree, attempt
+from hybrid_engine.engine.checks import CallChecks, check_loss, check_training
 from hybrid_engine.engine.faster_linears import use_faster_linears
-from hybrid_engine.engine.model_checks import check_training
 from hybrid_engine.generation.memory import describe_memory
 from hybrid_engine.metrics.memory_use import MemoryUse
 from hybrid_engine.metrics.observer import Observer
 from hybrid_engine.ops.dispatch import naming_kernels
-from hybrid_engine.optim.accumulation import GradientAccumulation
+from hybrid_engine.optim.accumulation import (
+    Batches,
+    GradientAccumulation,
+    LossFunction,
+    StepCounters,
+    SuccessiveBatches,
+)
 from hybrid_engine.optim.backward_hooks import BackwardHooks
 from hybrid_engine.optim.build import build_lr_scheduler, build_optimizer, cast_parameters
-from hybrid_engine.optim.state_offload import OffloadStateTypeEnum, StateOffload
-from hybrid_engine.optim.stepping import (
-    Batches,
-    CallChecks,
-    LossFunction,
-    SuccessiveBatches,
-    check_loss,
-    count_empty_step,
-    end_micro_batch,
-)
+from hybrid_engine.optim.optimizer import ZeroOptimizer
+from hybrid_engine.optim.state_offload import OffloadStateTypeEnum
 from hybrid_engine.zero.fsdp2_private import wrapping_of
 from hybrid_engine.zero.gathered_parameters import (
     MIXED,
@@ -70,6 +71,18 @@ if TYPE_CHECKING:
     from hybrid_engine.checkpoint.saved_logits import Probe
 
 logger = logging.getLogger("hybrid_engine")
+
+
+def _counter(name: str) -> Any:
+    """An attribute of the engine that is an entry of its counters."""
+
+    def read(engine: "ZeroEngine") -> int:
+        return getattr(engine.counters, name)  # type: ignore[no-any-return]
+
+    def write(engine: "ZeroEngine", value: int) -> None:
+        setattr(engine.counters, name, value)
+
+    return property(read, write)
 
 
 class ZeroEngine(Uncopied):
@@ -136,26 +149,24 @@ class ZeroEngine(Uncopied):
         self.passes = Passes(self.sharding, config, trains)
         mark_parameters(self.sharding)
         self.module = model
-        self.optimizer = build_optimizer(optimizer, groups, self.sharding, config) if trains else None
+        self.optimizer = build_optimizer(optimizer, groups, self.passes, config) if trains else None
         self.sharding.settle()
         mark_copies(self.sharding)
-        self.checks = CallChecks(self)
+        self.checks = CallChecks(self.optimizer, self.sharding)
         self.lr_scheduler = build_lr_scheduler(lr_scheduler, self.optimizer, config)
-        self.global_steps = 0
-        self.micro_steps = 0
-        self.global_samples = 0
-        self.skipped_steps = 0
+        self.counters = StepCounters(
+            num_micro_batches=config.gradient_accumulation_steps,
+            micro_batch_size=config.train_micro_batch_size_per_gpu,
+            batch_size=config.train_batch_size,
+        )
         self.observer = Observer(config, self.device, self.sharding.rank)
-        self.num_pending_micro_batches = 0
-        self.folder_lock: Any = None
-        self.accumulation = GradientAccumulation(self)
-        self.state_offload = StateOffload(self)
-        if self.optimizer is not None:
-            self.optimizer.state_offload = self.state_offload
-        self.backward_hooks = BackwardHooks(self)
+        self.run_lock = RunLock()
+        parts = self.counters, self.passes, self.optimizer
+        self.accumulation = GradientAccumulation(*parts, is_managed=config.managed_gradient_accumulation)
+        self.backward_hooks = BackwardHooks(*parts, self.accumulation, scales_loss=config.fp16.enabled)
         self.memory_use: MemoryUse | None = None
         """Memory use of the run of this engine, if the run was planned."""
-        self.batches: Batches = model.build_batches(self) if is_staged(model) else SuccessiveBatches(self)
+        self.batches: Batches = model.build_batches(self.optimizer) if is_staged(model) else SuccessiveBatches()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -164,6 +175,17 @@ class ZeroEngine(Uncopied):
             if name == "module":
                 raise
         return getattr(self.module, name)
+
+    global_steps = _counter("global_steps")
+    """Optimizer steps, including those that overflowed."""
+    global_samples = _counter("global_samples")
+    """Samples of those steps, over all processes."""
+    skipped_steps = _counter("skipped_steps")
+    """Optimizer steps that overflowed."""
+    micro_steps = _counter("micro_steps")
+    """Micro-batches of this process."""
+    num_pending_micro_batches = _counter("num_pending_micro_batches")
+    """Micro-batches since the last optimizer step."""
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "ZeroEngine":
         """Implements `to()` and similar methods; collective below stage 3, where the parameters end up whole."""
@@ -187,17 +209,17 @@ class ZeroEngine(Uncopied):
         """Updates an evaluation engine after another engine has taken over its module."""
         if self.optimizer is None and wrapping_of(self.module) is not self._wrapping:
             self._wrapping, self.sharding = wrapping_of(self.module), found_sharding(self.sharding)
-            self.passes, self.checks = Passes(self.sharding, self.config, False), CallChecks(self)
+            self.passes, self.checks = Passes(self.sharding, self.config, False), CallChecks(None, self.sharding)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.checks.check_single_passes("forward()")
-        self.checks.check_parameters()
+        self.checks.check_parameters(self.module)
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             args, kwargs = tree_map(_to_half, (args, kwargs))
         self.checks.check_whole("forward()", OffloadStateTypeEnum.lp_params)
         self.backward_hooks.recover()
         self.passes.expect_backward(torch.is_grad_enabled() and self.optimizer is not None)
-        observed = self.observer.forward(self.global_steps, self.module.training)
+        observed = self.observer.forward(self.counters.global_steps, self.module.training)
         with restoring_modes(), observed, self._saving_activations(), self.passes.ending_on_error(), naming_kernels():
             try:
                 with launching(self.device):
@@ -224,31 +246,39 @@ class ZeroEngine(Uncopied):
 
         After an error, including Ctrl-C, all gradients are dropped and the accumulation starts again.
         """
-        self.checks.check_single_passes("backward()")
-        optimizer = self.check_trains("backward()")
-        self.backward_hooks.recover()
-        self.accumulation.agree_to_begin(attempt(lambda: self.checks.check_backward(loss))[1])
-        num_micro_batches = self.config.gradient_accumulation_steps if scale_wrt_gas else 1
-        own_pass = self.backward_hooks.own_pass(optimizer.cur_scale)
+        optimizer = self._agree_to_backward(loss)
+        num_micro_batches = self.counters.num_micro_batches if scale_wrt_gas else 1
         try:
-            self.accumulation.begin_pass()
-
-            def run() -> None:
+            with self._backward_together(loss, optimizer):
                 scaled = optimizer.scale_loss(loss.float() * (self.passes.loss_factor / num_micro_batches))
-                with together(self.module), launching(self.device), naming_kernels():
-                    scaled.backward(retain_graph=retain_graph)
-                self.accumulation.check_pass()
+                self._run_autograd(scaled, retain_graph)  # FSDP2 reduces each layer's gradients in it, if they are due
                 optimizer.accumulate_gradients()
-
-            with restoring_modes(), self.observer.backward(loss), self.passes.ending_on_error(), own_pass:
-                self.accumulation.run_pass(run)
-            self.accumulation.end_pass()
-            self.accumulation.reduce_at_end()
+            self.accumulation.reduce_at_end()  # of processes that used different layers
             # Inside the try: Ctrl-C before the return counts as an error too.
             return loss / num_micro_batches if scale_wrt_gas else loss
         except BaseException:
             self.drop_accumulation()
             raise
+
+    def _agree_to_backward(self, loss: torch.Tensor) -> ZeroOptimizer:
+        self.checks.check_single_passes("backward()")
+        optimizer: ZeroOptimizer = self.check_trains("backward()")
+        self.backward_hooks.recover()
+        self.accumulation.agree_to_begin(lambda: self.checks.check_backward(loss, self.module))
+        return optimizer
+
+    @contextmanager
+    def _backward_together(self, loss: torch.Tensor, optimizer: ZeroOptimizer) -> Iterator[None]:
+        """Wraps a backward pass; at its end all processes learn about an error on one."""
+        own_pass = self.backward_hooks.own_pass(optimizer.cur_scale)
+        with restoring_modes(), self.observer.backward(), self.accumulation.backward_pass(), own_pass:
+            yield
+        self.counters.add_loss(loss)
+
+    def _run_autograd(self, scaled: torch.Tensor, retain_graph: bool) -> None:
+        with together(self.module), launching(self.device), naming_kernels():
+            scaled.backward(retain_graph=retain_graph)
+        self.accumulation.check_pass()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss for PyTorch's own `backward()`: in fp16 it is multiplied by the loss scale.
@@ -283,7 +313,7 @@ class ZeroEngine(Uncopied):
         """
         self.check_trains("train_batch()")
         self.backward_hooks.recover()
-        return self.batches.train(batches, loss_fn)
+        return self.batches.train(self, batches, loss_fn)
 
     @naming_who_left("eval_batch()")
     def eval_batch(self, batches: Iterable[Any]) -> list[Any]:
@@ -292,7 +322,7 @@ class ZeroEngine(Uncopied):
         The only forward pass of a module in stages; all processes of the unit get the results. Collective.
         """
         with torch.no_grad():
-            return self.batches.evaluate(batches)
+            return self.batches.evaluate(self, batches)
 
     @naming_who_left("step()")
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -310,10 +340,69 @@ class ZeroEngine(Uncopied):
         for its state, leaves parameters torn on all, until a checkpoint is loaded; an earlier one leaves them
         unchanged. Ctrl-C is raised after the step.
         """
-        self.check_trains("step()")
+        optimizer = self.check_trains("step()")
         error = attempt(self._check_step)[1]
-        with holding_interrupts():
-            end_micro_batch(self, lr_kwargs or {}, error)
+        with holding_interrupts(), self._ending_micro_batch(error) as is_boundary:
+            if is_boundary:
+                with self._stepping_together(optimizer, error):
+                    optimizer.step()  # unscales and clips the gradients, updates the masters, publishes their values
+                self._advance_schedule(optimizer, lr_kwargs or {})
+
+    @contextmanager
+    def _ending_micro_batch(self, error: BaseException | None) -> Iterator[bool]:
+        """Wraps the end of a micro-batch and counts it; yields whether the optimizer steps."""
+        with self.accumulation.step(error) as is_boundary, self.observer.step(is_boundary):
+            yield is_boundary
+            if is_boundary:
+                self._count_step()
+            else:
+                self.counters.num_pending_micro_batches += 1
+        self.counters.micro_steps += 1
+        if is_boundary:
+            self.observer.print_times(self.counters.global_steps)
+
+    def _count_step(self) -> None:
+        assert self.optimizer is not None
+        self.counters.global_steps += 1
+        self.counters.global_samples += self.accumulation.num_samples()
+        self.counters.skipped_steps += int(self.optimizer.overflow)
+        self.observer.finish_step(self.optimizer, self.counters)
+        self.zero_grad()
+
+    def _advance_schedule(self, optimizer: ZeroOptimizer, lr_kwargs: dict[str, Any]) -> None:
+        if self.lr_scheduler is not None and not optimizer.overflow:
+            self.lr_scheduler.step(**lr_kwargs)
+
+    @contextmanager
+    def _stepping_together(self, optimizer: ZeroOptimizer, error: BaseException | None) -> Iterator[None]:
+        """Wraps the optimizer's step, for which parameters are shards. Collective.
+
+        Raises:
+            BaseException: `error`, or another one before anything was stepped, of this process or of another; all
+                gradients are dropped.
+        """
+        is_held, error_now = attempt(partial(self._prepare_step, optimizer))
+        error = self.passes.drop_unused_gradients(optimizer.parameters, error_now if error is None else error)
+        if error is not None:
+            self._abandon_step()
+            raise error
+        try:
+            yield
+        except ValueError:  # a refusal, which every process raises
+            self._abandon_step()
+            raise
+        self.sharding.settle_stepped(bool(is_held), {id(trained.param) for trained in optimizer.parameters})
+
+    def _abandon_step(self) -> None:
+        self.drop_accumulation()
+        self.sharding.settle()
+
+    def _prepare_step(self, optimizer: ZeroOptimizer) -> bool:
+        """All parts of a step that may fail and change nothing yet; local. Returns the argument of `settle_stepped`."""
+        self.accumulation.check_reduced()
+        is_held = self.sharding.become_shards_to_step(len(optimizer.parameters))
+        optimizer.take_gradients()
+        return is_held
 
     def pass_step(self) -> None:
         """Counts an optimizer step in which no process has a gradient: only the schedule advances.
@@ -324,21 +413,28 @@ class ZeroEngine(Uncopied):
         Raises:
             ValueError: there has been a `backward()` since the last step.
         """
-        self.check_trains("pass_step()")
+        optimizer: ZeroOptimizer = self.check_trains("pass_step()")
+        if self.accumulation.num_passes or self.counters.num_pending_micro_batches:
+            raise ValueError("pass_step(): micro-batches of a step are done; end it with step(), or begin_step_again()")
         with holding_interrupts():
-            count_empty_step(self)
+            optimizer.forget_norms()
+            self.counters.global_steps += 1
+            self.counters.global_samples += self.counters.batch_size
+            with warnings.catch_warnings():
+                # PyTorch warns about a wrong order if the optimizer has not stepped yet.
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+                self._advance_schedule(optimizer, {})
+            self.observer.finish_step(optimizer, self.counters)
 
     def _check_step(self) -> None:
-        self.checks.check_parameters()
+        self.checks.check_parameters(self.module)
         self.checks.check_whole("step()")
         self.backward_hooks.recover()
         self.accumulation.check_step()
 
     def drop_accumulation(self) -> None:
         """Drops all gradients; the next micro-batch is the first of a step again."""
-        self.accumulation.num_passes = 0
-        self.micro_steps -= self.num_pending_micro_batches
-        self.zero_grad()
+        self.accumulation.drop()
 
     def begin_step_again(self) -> None:
         """Drops all progress of a step, including forward passes without a backward pass; collective."""
@@ -348,14 +444,7 @@ class ZeroEngine(Uncopied):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, including those of the micro-batches since the last boundary."""
-        self.module.zero_grad(set_to_none=True)
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()
-        self.passes.drop_pending_gradients()
-        self.accumulation.has_unreduced = False
-        self.state_offload.forget_gradients()
-        self.observer.forget_losses()
-        self.num_pending_micro_batches = 0
+        self.accumulation.zero_grad()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last of its optimizer step."""
@@ -376,7 +465,7 @@ class ZeroEngine(Uncopied):
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` at a boundary changed the parameters; False before the first and after a skip."""
-        return self.global_steps > 0 and self.optimizer is not None and not self.optimizer.overflow
+        return self.counters.global_steps > 0 and self.optimizer is not None and not self.optimizer.overflow
 
     def get_global_grad_norm(self) -> float | None:
         """The gradients' 2-norm at the last step, before clipping and without the loss scale; None before the first."""
@@ -418,7 +507,14 @@ class ZeroEngine(Uncopied):
         self._set_batch_sizes(micro_batch_size, self.config.gradient_accumulation_steps)
 
     def _set_batch_sizes(self, micro_batch_size: int, num_micro_batches: int) -> None:
-        self.accumulation.set_batch_sizes(micro_batch_size, num_micro_batches)
+        self.counters.check_between_steps()
+        self.counters.set_sizes(micro_batch_size, num_micro_batches, self.sharding.num_units)
+        self.config = replace(
+            self.config,
+            train_batch_size=self.counters.batch_size,
+            train_micro_batch_size_per_gpu=micro_batch_size,
+            gradient_accumulation_steps=num_micro_batches,
+        )
         self.observer.throughput.batch_size = self.config.train_batch_size
 
     @naming_who_left("save_checkpoint()")
@@ -476,7 +572,7 @@ class ZeroEngine(Uncopied):
                 f"load_checkpoint(): {custom_load_fn=} is not supported, as the weights are read as shards and never "
                 f"as one state dict; leave it out, and change the weights after loading"
             )
-        self.state_offload.check("load_checkpoint()")
+        self.checks.check_not_offloaded("load_checkpoint()")
         path, client_state = checkpoint.load(
             self,
             load_dir,
@@ -563,9 +659,6 @@ class ZeroEngine(Uncopied):
         if self.optimizer is None:
             raise ValueError(f"{what}: this engine only evaluates; pass an optimizer to initialize()")
         return self.optimizer
-
-    def follow_moved_weights(self) -> None:
-        """Called after the parameters were given other storage; nothing here reads the old one."""
 
     def measured_values(self) -> dict[str, Any]:
         """Returns no metrics: training reads none later."""

@@ -26,6 +26,16 @@ class SteppedOptimizer(Protocol):
         """The loss scale."""
 
 
+class Counters(Protocol):
+    """The counters of an engine and the sizes of its step; see `StepCounters` of `optim/accumulation.py`."""
+
+    num_micro_batches: int
+    global_steps: int
+    global_samples: int
+    skipped_steps: int
+    loss_sum: torch.Tensor | None
+
+
 class Observer:
     """Watches the forward passes, backward passes and steps of one engine."""
 
@@ -36,7 +46,6 @@ class Observer:
         self.flops = FlopsProfiler(config.flops_profiler, device, is_writer=rank == 0)
         self.monitor = Monitor(config, rank)
         self.throughput = ThroughputTimer(config.train_batch_size)
-        self._loss_sum: torch.Tensor | None = None
 
     @contextmanager
     def forward(self, global_steps: int, is_training: bool) -> Iterator[None]:
@@ -50,13 +59,11 @@ class Observer:
             yield
 
     @contextmanager
-    def backward(self, loss: torch.Tensor) -> Iterator[None]:
-        """Wraps a backward pass from `loss`, the caller's value."""
+    def backward(self) -> Iterator[None]:
+        """Wraps a backward pass that the engine starts."""
         with self.timers.measure("backward"):
             yield
         self.flops.stop()
-        # Summed on the device: reading the number would wait for the device at every micro-batch.
-        self._loss_sum = loss.detach() if self._loss_sum is None else self._loss_sum + loss.detach()
 
     @contextmanager
     def step(self, is_boundary: bool) -> Iterator[None]:
@@ -66,31 +73,27 @@ class Observer:
             yield
         self.throughput.stop(global_step=is_boundary)
 
-    def forget_losses(self) -> None:
-        """Drops the losses of the micro-batches since the last optimizer step."""
-        self._loss_sum = None
-
-    def finish_step(self, optimizer: SteppedOptimizer, global_steps: int, global_samples: int, skipped: int) -> None:
+    def finish_step(self, optimizer: SteppedOptimizer, counters: Counters) -> None:
         """Prints and writes what the config requests after an optimizer step; rank 0 only."""
         every = self.config.steps_per_print
-        prints = self.rank == 0 and every > 0 and global_steps % every == 0
+        prints = self.rank == 0 and every > 0 and counters.global_steps % every == 0
         if not (prints or self.monitor.enabled):
             return
         rates = [group["lr"] for group in optimizer.param_groups]
-        line, events = f"step={global_steps}", []
-        if self._loss_sum is not None:  # the loss is known only for backward passes that the engine starts
-            loss = self._loss_sum.item() / self.config.gradient_accumulation_steps
+        line, events = f"step={counters.global_steps}", []
+        if counters.loss_sum is not None:  # the loss is known only for backward passes that the engine starts
+            loss = counters.loss_sum.item() / counters.num_micro_batches
             line += f" loss={loss:.6g}"
-            events.append(("Train/Samples/train_loss", loss, global_samples))
+            events.append(("Train/Samples/train_loss", loss, counters.global_samples))
         if prints:
             print(
                 f"{line} lr={rates} grad_norm={optimizer.grad_norm:.6g} loss_scale={optimizer.cur_scale:g} "
-                f"skipped={skipped}",
+                f"skipped={counters.skipped_steps}",
                 flush=True,
             )
-        events.append(("Train/Samples/lr", rates[0], global_samples))
+        events.append(("Train/Samples/lr", rates[0], counters.global_samples))
         if self.config.fp16.enabled:
-            events.append(("Train/Samples/loss_scale", optimizer.cur_scale, global_samples))
+            events.append(("Train/Samples/loss_scale", optimizer.cur_scale, counters.global_samples))
         self.monitor.write_events(events)
 
     def print_times(self, global_steps: int) -> None:

@@ -1,32 +1,88 @@
 """Gradient accumulation: decides which backward passes reduce gradients, and which calls of `step()` step.
 
 In managed mode, the default, every `gradient_accumulation_steps`-th micro-batch ends an optimizer step, and its
-backward pass reduces the sum of the gradients. In unmanaged mode every call of `step()` steps.
+backward pass reduces the sum of the gradients. In unmanaged mode every call of `step()` steps. `ZeroEngine` uses it
+for its own passes, `backward_hooks.py` for those that PyTorch starts.
+
+Also here: the counters of a step, and `train_batch`'s micro-batches one after the other.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
 
-from hybrid_engine.distributed.verdict import Problem, everyone
-from hybrid_engine.optim.training_state import TrainingState
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from hybrid_engine.distributed.verdict import Problem, attempt, everyone
+from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.zero.gathered_parameters import LATE
+from hybrid_engine.zero.passes import Passes
 from hybrid_engine.zero.split_module import together
+
+LossFunction = Callable[[Any, Any], Tensor]
+"""Maps the module's result for a micro-batch, and its targets, to one number."""
+
+
+@dataclass(kw_only=True)
+class StepCounters:
+    """Counters of one engine and the sizes of its step; the parts of the engine share the object."""
+
+    num_micro_batches: int
+    """Micro-batches of an optimizer step."""
+    micro_batch_size: int
+    """Samples of a micro-batch of one process."""
+    batch_size: int
+    """Samples of an optimizer step over all processes."""
+    global_steps: int = 0
+    """Optimizer steps, including those that overflowed."""
+    global_samples: int = 0
+    """Samples of those steps, over all processes."""
+    skipped_steps: int = 0
+    """Optimizer steps that overflowed."""
+    micro_steps: int = 0
+    """Micro-batches of this process."""
+    num_pending_micro_batches: int = 0
+    """Micro-batches since the last optimizer step."""
+    loss_sum: Tensor | None = None
+    """Sum of the losses since the last optimizer step; None if PyTorch started their backward passes."""
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Adds to `loss_sum`, on the device: reading the number would wait for the device at every micro-batch."""
+        self.loss_sum = loss.detach() if self.loss_sum is None else self.loss_sum + loss.detach()
+
+    def check_between_steps(self) -> None:
+        """Raises ValueError if micro-batches of a step are done."""
+        if self.num_pending_micro_batches:
+            raise ValueError(
+                f"batch sizes: {self.num_pending_micro_batches} micro-batches of a step are done; change them "
+                f"after the step() that ends the accumulation"
+            )
+
+    def set_sizes(self, micro_batch_size: int, num_micro_batches: int, num_units: int) -> None:
+        """Changes the sizes of a step, between two steps; with the same values on all processes."""
+        self.micro_batch_size, self.num_micro_batches = micro_batch_size, num_micro_batches
+        self.batch_size = micro_batch_size * num_micro_batches * num_units
+        self.micro_steps = self.global_steps * num_micro_batches
 
 
 class GradientAccumulation:
-    """The position of one engine between two optimizer steps."""
+    """The gradients of one engine between two optimizer steps."""
 
-    def __init__(self, training: TrainingState) -> None:
-        self._training = training
-        self.is_managed = training.config.managed_gradient_accumulation
+    def __init__(
+        self, counters: StepCounters, passes: Passes, optimizer: ZeroOptimizer | None, *, is_managed: bool
+    ) -> None:
+        """`is_managed`: whether micro-batches are counted; otherwise every call of `step()` steps."""
+        self._counters, self._passes, self._optimizer = counters, passes, optimizer
+        self.is_managed = is_managed
         self.num_passes = 0
         """Number of backward passes since the last `step()`."""
         self._boundary: bool | None = None
         self._is_stepping = False
         self._block: str | None = None
-        self.has_unreduced = False
-        """Whether backward passes left gradients that are not reduced."""
         self._waits_for_end = False
         self.is_collective = False
         """Whether the gradients of the current backward pass are reduced in it or at its end."""
@@ -38,7 +94,7 @@ class GradientAccumulation:
             return self._boundary
         if not self.is_managed:
             return self._is_stepping
-        return (self._training.micro_steps + 1) % self._training.config.gradient_accumulation_steps == 0
+        return (self._counters.micro_steps + 1) % self._counters.num_micro_batches == 0
 
     def set_boundary(self, is_boundary: bool | None) -> None:
         """Sets whether each micro-batch from now on ends an optimizer step; None returns to counting them."""
@@ -49,83 +105,77 @@ class GradientAccumulation:
             )
         self._boundary = is_boundary
 
-    def set_batch_sizes(self, micro_batch_size: int, num_micro_batches: int) -> None:
-        """Changes the batch sizes of a step, between two steps; with the same values on all processes.
+    def drop(self) -> None:
+        """Drops all gradients; the next micro-batch is the first of a step again."""
+        self.num_passes = 0
+        self._counters.micro_steps -= self._counters.num_pending_micro_batches
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Drops all gradients, including those of the micro-batches since the last boundary."""
+        self._passes.sharding.root.zero_grad(set_to_none=True)
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+        self._passes.drop_pending_gradients()
+        self._counters.num_pending_micro_batches, self._counters.loss_sum = 0, None
+
+    def agree_to_begin(self, check: Callable[[], None]) -> None:
+        """Before each backward pass; collective if its gradients are reduced.
 
         Raises:
-            ValueError: micro-batches of a step are done.
+            BaseException: the error of `check`, which keeps this process from starting, or of another process.
         """
-        training = self._training
-        if training.num_pending_micro_batches:
-            raise ValueError(
-                f"batch sizes: {training.num_pending_micro_batches} micro-batches of a step are done; change them "
-                f"after the step() that ends the accumulation"
-            )
-        training.config = replace(
-            training.config,
-            train_batch_size=micro_batch_size * num_micro_batches * training.sharding.num_units,
-            train_micro_batch_size_per_gpu=micro_batch_size,
-            gradient_accumulation_steps=num_micro_batches,
-        )
-        training.micro_steps = training.global_steps * num_micro_batches
-
-    def agree_to_begin(self, error: BaseException | None = None) -> None:
-        """Called before each backward pass; collective if its gradients are reduced.
-
-        Raises:
-            BaseException: `error`, which keeps this process from starting, or the error of another one.
-        """
-        passes = self._training.passes
+        error = attempt(check)[1]
+        passes = self._passes
         self.is_collective = self._block is None and (passes.reduces_always or (self.is_managed and self.is_boundary()))
         if self.is_collective:
             self._is_alike = passes.came_alike(error)
         elif error is not None:
             raise error
 
+    @contextmanager
+    def backward_pass(self) -> Iterator[None]:
+        """Wraps a whole backward pass, after `agree_to_begin`; at its end all processes learn about an error on one."""
+        self.begin_pass()
+        with self._passes.ending_on_error(), self.agreeing():
+            yield
+        self.end_pass()
+
+    def reduce_at_end(self) -> None:
+        """After a backward pass whose layers differed between processes: reduces the gradients that it left."""
+        if self._waits_for_end:
+            self.reduce()
+
     def begin_pass(self) -> None:
-        """Called after `agree_to_begin`; sets whether the pass reduces the gradients.
+        """Sets whether the pass reduces the gradients.
 
         Raises:
             ValueError: the processes used different layers, at stage 3; raised on all.
         """
-        passes = self._training.passes
         if self.is_collective:
-            passes.check_layers(self._is_alike)
+            self._passes.check_layers(self._is_alike)
         self._waits_for_end = self.is_collective and not self._is_alike
-        passes.expect_gradients(self._reduces)
-        self.has_unreduced = self._training.sharding.is_sharded and not self._reduces
+        self._passes.expect_gradients(self._reduces)
 
     @property
     def _reduces(self) -> bool:
         """Whether the current backward pass reduces the gradients itself."""
         return self.is_collective and self._is_alike
 
-    def run_pass(self, run: Callable[[], None]) -> None:
-        """Runs a backward pass, or the rest of it; at its end all processes learn about an error on one.
-
-        Raises:
-            BaseException: the error of this process, or of another one.
-        """
-        if self.is_collective:
-            self._training.passes.pass_together(run, self._reduces)
-        else:
-            run()
+    def agreeing(self) -> AbstractContextManager[None]:
+        """Wraps a backward pass, or the rest of it; at its end all processes learn about an error on one."""
+        return self._passes.agreeing(self._reduces) if self.is_collective else nullcontext()
 
     def leave_pass(self, problem: Problem) -> None:
         """Called after a backward pass that ended with an error, which this process has raised already."""
-        with suppress(RuntimeError), together(self._training.module):
+        with suppress(RuntimeError), together(self._passes.sharding.root):
             raise RuntimeError(problem.text)
         if self.is_collective:
-            self._training.passes.leave(problem, self._reduces)
+            self._passes.leave(problem, self._reduces)
 
     def end_pass(self) -> None:
         """Counts a complete backward pass."""
         self.num_passes += 1
-
-    def reduce_at_end(self) -> None:
-        """After a backward pass whose layers differed between processes: reduces the gradients that it left."""
-        if self._waits_for_end:
-            self.reduce()
 
     def check_step(self) -> None:
         """Raises ValueError if `step()` cannot run: inside a block without reduction, or without a backward pass."""
@@ -155,16 +205,15 @@ class GradientAccumulation:
 
     def num_samples(self) -> int:
         """Samples of the current optimizer step, over all processes."""
-        config = self._training.config
         if self.is_managed:
-            return config.train_batch_size
-        return self.num_passes * config.train_micro_batch_size_per_gpu * self._training.sharding.num_units
+            return self._counters.batch_size
+        return self.num_passes * self._counters.micro_batch_size * self._passes.sharding.num_units
 
     def _begin_step(self, is_boundary: bool, error: BaseException | None) -> None:
-        if is_boundary and self.has_unreduced:
+        if is_boundary and self._passes.has_unreduced:
             everyone().raise_together(error)
             self.reduce()
-        elif error is not None and not (is_boundary and self._training.passes.has_partners):
+        elif error is not None and not (is_boundary and self._passes.has_partners):
             raise error
 
     def check_pass(self) -> None:
@@ -174,15 +223,15 @@ class GradientAccumulation:
 
     def check_reduced(self) -> None:
         """Raises ValueError if the optimizer cannot step: a parameter of a layer was used before it."""
-        if self._training.passes.has_late_gradients():
+        if self._passes.has_late_gradients():
             raise ValueError(LATE)
 
     def reduce(self) -> None:
         """Reduces the gradients that earlier backward passes left unreduced; collective."""
-        assert self._training.optimizer is not None
-        self._training.passes.reduce_gradients()
-        self._training.optimizer.accumulate_gradients()
-        self.has_unreduced = self._waits_for_end = False
+        assert self._optimizer is not None
+        self._passes.reduce_gradients()
+        self._optimizer.accumulate_gradients()
+        self._waits_for_end = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -191,11 +240,11 @@ class GradientAccumulation:
         Raises:
             ValueError: at stages 2 and 3, which reduce at every micro-batch; inside another block without reduction.
         """
-        sharding = self._training.sharding
-        if self._training.passes.reduces_always:
+        if self._passes.reduces_always:
             raise ValueError(
-                f"no_sync(): zero_optimization.stage={sharding.stage} keeps only shards of the gradients and reduces "
-                f"them at every micro-batch; use stage 0 or 1, or coalesce_grad_reduction(), or leave no_sync() out"
+                f"no_sync(): zero_optimization.stage={self._passes.sharding.stage} keeps only shards of the gradients "
+                f"and reduces them at every micro-batch; use stage 0 or 1, or coalesce_grad_reduction(), or leave "
+                f"no_sync() out"
             )
         with self._inside("no_sync()"):
             yield
@@ -214,7 +263,7 @@ class GradientAccumulation:
             )
         with self._inside("coalesce_grad_reduction()"):
             yield
-        if self.has_unreduced:
+        if self._passes.has_unreduced:
             self.reduce()
 
     @contextmanager
@@ -226,3 +275,87 @@ class GradientAccumulation:
             yield
         finally:
             self._block = None
+
+
+class Trains(Protocol):
+    """An engine, as `SuccessiveBatches` uses it."""
+
+    counters: StepCounters
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+
+    def backward(self, loss: Tensor) -> Tensor:
+        """Adds up the gradients of a micro-batch."""
+
+    def step(self) -> None:
+        """Ends a micro-batch."""
+
+
+class Batches(Protocol):
+    """Runs the micro-batches of a step through an engine's module; collective like forward and backward passes."""
+
+    def train(self, engine: Any, batches: Iterable[Any], loss_fn: LossFunction | None) -> Tensor:
+        """An optimizer step on the next micro-batches; returns their mean loss. See `ZeroEngine.train_batch`."""
+
+    def evaluate(self, engine: Any, batches: Iterable[Any]) -> list[Any]:
+        """The module's result for each of them. See `ZeroEngine.eval_batch`."""
+
+
+class SuccessiveBatches:
+    """Runs each micro-batch through the whole module before the next one."""
+
+    def train(self, engine: Trains, batches: Iterable[Any], loss_fn: LossFunction | None) -> Tensor:
+        """Forward, backward and step of each. See `Batches`."""
+        losses = []
+        for batch in next_batches(batches, engine.counters.num_micro_batches):
+            inputs, targets = split_batch(batch)
+            loss = loss_of(_forward(engine, inputs), targets, loss_fn)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+    def evaluate(self, engine: Trains, batches: Iterable[Any]) -> list[Any]:
+        """The forward of each. See `Batches`."""
+        wanted = next_batches(batches, engine.counters.num_micro_batches)
+        return [_forward(engine, split_batch(batch)[0]) for batch in wanted]
+
+
+def _forward(engine: Trains, inputs: Any) -> Any:
+    return engine(**inputs) if isinstance(inputs, Mapping) else engine(inputs)
+
+
+def next_batches(batches: Iterable[Any], num_micro_batches: int) -> list[Any]:
+    """The micro-batches of the next step, from the front of `batches`; raises ValueError if there are too few."""
+    given = list(islice(batches, num_micro_batches))
+    if len(given) < num_micro_batches:
+        raise ValueError(
+            f"batches: {len(given)} micro-batches are left, and a step takes gradient_accumulation_steps="
+            f"{num_micro_batches}; give as many"
+        )
+    return given
+
+
+def split_batch(batch: Any) -> tuple[Any, Any]:
+    """The module's input and the targets for `loss_fn`: the two parts of a pair, otherwise the batch for both."""
+    return batch if isinstance(batch, tuple) and len(batch) == 2 else (batch, batch)
+
+
+def loss_of(result: Any, targets: Any, loss_fn: LossFunction | None) -> Tensor:
+    """The loss of a micro-batch: the result of `loss_fn`, or the first tensor of the module's result.
+
+    Raises ValueError if it is not one number.
+    """
+    if loss_fn is not None:
+        loss, source = loss_fn(result, targets), "loss_fn"
+    else:
+        loss = next((leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)), None)
+        source = "without loss_fn the first result of the module"
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            f"train_batch(): {source} has shape {shape}, the loss must be one number; pass loss_fn(result, targets), "
+            "or batches with what the module makes its loss of (labels)"
+        )
+    return loss

@@ -25,9 +25,11 @@ from torch.autograd.variable import Variable
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import unserializable_hook
 
-from hybrid_engine.distributed.verdict import Problem, attempt
+from hybrid_engine.distributed.verdict import Problem
+from hybrid_engine.optim.accumulation import GradientAccumulation, StepCounters
+from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.optim.state_offload import TRAINING
-from hybrid_engine.optim.training_state import TrainingState
+from hybrid_engine.zero.passes import Passes
 
 ENDED = Problem(kind=RuntimeError, text="loss.backward() ended there with an error, which that process has raised")
 
@@ -53,11 +55,21 @@ _under_way = PassUnderWay()
 class BackwardHooks:
     """Notifies one engine when backward passes begin and end that it did not start itself."""
 
-    def __init__(self, training: TrainingState) -> None:
-        self._training = training
+    def __init__(
+        self,
+        counters: StepCounters,
+        passes: Passes,
+        optimizer: ZeroOptimizer | None,
+        accumulation: GradientAccumulation,
+        *,
+        scales_loss: bool,
+    ) -> None:
+        """`scales_loss`: whether losses are multiplied by the optimizer's loss scale, as in fp16."""
+        self._counters, self._passes, self._optimizer = counters, passes, optimizer
+        self._accumulation, self._scales_loss = accumulation, scales_loss
         self._is_in_pass = False
         self._is_in_own_pass = False
-        leaves = training.sharding.leaves() if training.optimizer is not None else ()
+        leaves = passes.sharding.leaves() if optimizer is not None else ()
         self._accumulators = [self._watch_parameter(param) for param in leaves if param.requires_grad]
 
     def _watch_parameter(self, param: nn.Parameter) -> Any:
@@ -87,10 +99,10 @@ class BackwardHooks:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale, which is recorded for its pass; `loss` itself without a scale."""
-        assert self._training.optimizer is not None
-        if not self._training.config.fp16.enabled:
+        assert self._optimizer is not None
+        if not self._scales_loss:
             return loss
-        scale = self._training.optimizer.cur_scale
+        scale = self._optimizer.cur_scale
         scaled = loss.float() * scale  # in fp16 the product would overflow
 
         @unserializable_hook
@@ -111,19 +123,19 @@ class BackwardHooks:
         _under_way.clear()
         if self._is_in_pass:
             self._is_in_pass = False
-            self._training.accumulation.leave_pass(ENDED)
+            self._accumulation.leave_pass(ENDED)
             self._drop()
 
     def _drop(self) -> None:
-        self._training.passes.end()
-        self._training.drop_accumulation()
+        self._passes.end()
+        self._accumulation.drop()
 
     def _begin(self, grad: torch.Tensor) -> None:
         if self._is_in_pass or self._is_in_own_pass or not self._accumulates():
             return
         try:
-            self._training.accumulation.agree_to_begin(attempt(self._check)[1])
-            self._training.accumulation.begin_pass()
+            self._accumulation.agree_to_begin(self._check)
+            self._accumulation.begin_pass()
         except BaseException:  # on every process, if they communicate here
             self._drop()
             raise
@@ -131,8 +143,10 @@ class BackwardHooks:
         _at_end_of_pass(self._end)
 
     def _check(self) -> None:
-        self._training.state_offload.check("backward()", *TRAINING)
-        _check_scale(self._training)
+        assert self._optimizer is not None
+        self._optimizer.state_offload.check("backward()", *TRAINING)
+        if self._scales_loss:
+            _check_scale(self._optimizer.cur_scale)
 
     def _accumulates(self) -> bool:
         """Whether the pass adds to gradients of parameters; `torch.autograd.grad` does not."""
@@ -142,19 +156,20 @@ class BackwardHooks:
         self._begin(grad)
         if not self._is_in_pass:
             return None
-        num_micro_batches = 1 if _under_way.is_divided else self._training.config.gradient_accumulation_steps
-        factor = self._training.passes.loss_factor / num_micro_batches
+        num_micro_batches = 1 if _under_way.is_divided else self._counters.num_micro_batches
+        factor = self._passes.loss_factor / num_micro_batches
         return None if factor == 1.0 else grad * factor
 
     def _end(self) -> None:
-        assert self._training.optimizer is not None
+        assert self._optimizer is not None
         self._is_in_pass = False
         try:
-            self._training.accumulation.run_pass(self._training.optimizer.accumulate_gradients)
+            with self._accumulation.agreeing():
+                self._optimizer.accumulate_gradients()
         except BaseException:
             self._drop()
             raise
-        self._training.accumulation.end_pass()
+        self._accumulation.end_pass()
 
 
 def _is_executed(accumulator: Any) -> bool:
@@ -177,11 +192,9 @@ def _weak_hook(method: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor]
     return hook
 
 
-def _check_scale(training: TrainingState) -> None:
-    """Raises ValueError for a gradient in fp16 that is not multiplied by the engine's loss scale."""
-    assert training.optimizer is not None
-    scale = training.optimizer.cur_scale
-    if not training.config.fp16.enabled or scale in _under_way.scales:
+def _check_scale(scale: float) -> None:
+    """Raises ValueError for a gradient in fp16 that is not multiplied by the engine's loss `scale`."""
+    if scale in _under_way.scales:
         return
     if not _under_way.scales:
         raise ValueError(

@@ -27,7 +27,9 @@ from hybrid_engine.optim.masters import build_trained_parameters
 from hybrid_engine.optim.muon import MuonWithAdamW
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.optim.param_groups import NamedGroup, build_groups, has_stepped, repoint_groups
-from hybrid_engine.zero.sharding import Sharding, saved_buffers
+from hybrid_engine.optim.state_offload import StateOffload
+from hybrid_engine.zero.passes import Passes
+from hybrid_engine.zero.sharding import saved_buffers
 
 NOT_NEGATIVE = ("lr", "weight_decay", "eps", "momentum", "alpha", "rho", "lr_decay")
 """Options of a parameter group that are finite and at least 0 in every optimizer of torch that has them."""
@@ -122,20 +124,18 @@ def _kept_in_fp32(module: nn.Module) -> set[str]:
     return {name for part in module.modules() for key in attributes for name in getattr(part, key, None) or ()}
 
 
-def build_optimizer(
-    optimizer: Any, groups: list[NamedGroup], sharding: Sharding, config: EngineConfig
-) -> ZeroOptimizer:
+def build_optimizer(optimizer: Any, groups: list[NamedGroup], passes: Passes, config: EngineConfig) -> ZeroOptimizer:
     """The shim over the user's optimizer, the result of the user's function, or the config's optimizer.
 
     Args:
         optimizer: an optimizer on the parameters that the module had before it was sharded, a function of parameter
             groups, or None.
         groups: the names of the parameters to step.
-        sharding: the module, sharded.
+        passes: those of the module, sharded.
         config: the optimizer that is used if none is passed, and the options of the shim.
     """
     chosen = {name for group in groups for name in group["names"]}
-    named = [(name, param) for name, param in sharding.root.named_parameters() if name in chosen]
+    named = [(name, param) for name, param in passes.sharding.root.named_parameters() if name in chosen]
     keeps_fp16 = config.fp16.enabled and config.fp16.fp16_master_weights_and_grads
     parameters = build_trained_parameters(
         named,
@@ -158,7 +158,8 @@ def build_optimizer(
         loss_scaler=_build_loss_scaler(config.fp16),
         skips_overflow=config.skips_overflow,
         gradient_clipping=config.gradient_clipping,
-        norm_group=sharding.norm_group,
+        state_offload=StateOffload(inner, parameters, passes, config),
+        norm_group=passes.sharding.norm_group,
         accumulates_in_masters=config.accumulation_dtype == torch.float32,
     )
 

@@ -1,6 +1,6 @@
 """DeepSpeed's optimizer type `Muon`: torch.optim.Muon steps hidden matrices, torch.optim.AdamW all other parameters.
 
-`model_checks.py` splits the groups, and `optim/build.py` builds the optimizer. Muon makes the step of a matrix nearly
+`engine/checks.py` splits the groups, and `optim/build.py` builds the optimizer. Muon makes the step of a matrix nearly
 orthogonal (Newton-Schulz), for which it needs the whole matrix: `optim/plain_steps.py` gathers one at a time, and steps
 shards of the parameters of AdamW.
 """

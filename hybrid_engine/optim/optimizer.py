@@ -6,8 +6,9 @@ only the computation of norms; frozen parameters have neither master nor state.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from torch import nn
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.distributed.groups import host_group
 from hybrid_engine.distributed.processes import default_device
-from hybrid_engine.distributed.verdict import agree
+from hybrid_engine.distributed.verdict import everyone
 from hybrid_engine.optim import plain_steps
 from hybrid_engine.optim.loss_scaler import LossScaler
 from hybrid_engine.optim.masters import Masters
+from hybrid_engine.optim.state_offload import StateOffload
 from hybrid_engine.zero.sharding import TrainedParameter, local_tensor
 from hybrid_engine.zero.split_module import num_copies
 
@@ -46,6 +48,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         loss_scaler: LossScaler,
         skips_overflow: bool,
         gradient_clipping: float = 0.0,
+        state_offload: StateOffload,
         norm_group: dist.ProcessGroup | None = None,
         accumulates_in_masters: bool = True,
     ) -> None:
@@ -57,6 +60,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             loss_scaler: holds the scale that `scale_loss` multiplies with and `step` divides by.
             skips_overflow: whether a non-finite gradient skips the step (fp16) or is an error.
             gradient_clipping: largest global gradient norm; 0 disables clipping.
+            state_offload: moves the state of `inner` and `parameters` to the CPU and back.
             norm_group: the processes whose shards together are the model; None when this process has all of it.
             accumulates_in_masters: whether the gradients of micro-batches are added up in the masters' dtype; False
                 leaves that to autograd, in the parameters' dtype.
@@ -76,8 +80,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         self.grad_norms: list[float] = []
         """Norms of the parameters clipped together, at the last step, before clipping and without the loss scale."""
-        self.parameter_offload: Any = None
-        self.state_offload: Any = None
+        self.state_offload = state_offload
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch's version patches the class's `step` for all optimizers if it finds one without hooks.
@@ -128,6 +131,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("closure: the engine computes the loss itself, call step() without one")
         parts = clipped_together(self.param_groups, self.parameters)
+        is_finite = self._measure_norms(parts)
+        if not self.overflow:
+            with self._torn_until_done():
+                self._unscale_and_clip(parts)
+                plain_steps.step(self.inner)
+                self.masters.write_back()
+        if not is_finite or not self.skip_step:  # a step skipped on request does not tell about the scale
+            self.loss_scaler.update(not is_finite)
+        self.skip_step = False
+
+    def _measure_norms(self, parts: list[list[TrainedParameter]]) -> bool:
+        """Sets the norms and `overflow`; returns whether the gradients are finite, on all processes."""
         norms, num_gradients = self.norms.measure(parts)
         scaled_norm = math.hypot(*norms)
         if num_gradients == 0 and not self.skip_step:
@@ -135,29 +150,29 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"step(): none of the {len(self.parameters)} trained parameters has a gradient, on no process; compute "
                 f"the loss from the output of the engine's forward pass, with parameters that are not frozen"
             )
-        overflow = not math.isfinite(scaled_norm)
-        if overflow and not self.skips_overflow:
+        is_finite = math.isfinite(scaled_norm)
+        if not is_finite and not self.skips_overflow:
             raise ValueError(self._describe_non_finite(scaled_norm))
         self.grad_norm, self.grad_norms = scaled_norm / self.cur_scale, [norm / self.cur_scale for norm in norms]
-        self.overflow = overflow or self.skip_step
-        if not self.overflow:
-            self.is_torn = True
-            agree(partial(self._apply, parts))
-            self.is_torn = False
-        if overflow or not self.skip_step:  # a step skipped on request does not tell about the scale
-            self.loss_scaler.update(overflow)
-        self.skip_step = False
+        self.overflow = not is_finite or self.skip_step
+        return is_finite
+
+    @contextmanager
+    def _torn_until_done(self) -> Iterator[None]:
+        """Wraps the part of a step that changes parameters; an error on one process is raised on all."""
+        self.is_torn = True
+        with everyone().agreeing():
+            yield
+        self.is_torn = False
+
+    def _unscale_and_clip(self, parts: list[list[TrainedParameter]]) -> None:
+        for part, norm in zip(parts, self.grad_norms, strict=True):
+            rescale(local_gradients(part), self.cur_scale, norm, self.gradient_clipping)
 
     def take_gradients(self) -> None:
         """Before each step: moves all gradients, and values written to the parameters, to the masters; local."""
         self.masters.take_gradients(self.parameters)
         self.masters.renew()
-
-    def _apply(self, parts: list[list[TrainedParameter]]) -> None:
-        for part, norm in zip(parts, self.grad_norms, strict=True):
-            rescale(local_gradients(part), self.cur_scale, norm, self.gradient_clipping)
-        plain_steps.step(self.inner)
-        self.masters.write_back()
 
     def forget_norms(self) -> None:
         """Sets the norms to 0, after a step without gradients."""
@@ -172,6 +187,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.masters.take_gradients(self.parameters)
         norms, _ = self.norms.measure(clipped_together(self.param_groups, self.parameters))
         return not all(map(math.isfinite, norms))
+
+    @cached_property
+    def parameter_offload(self) -> "ParameterOffload":
+        """Always without hooks."""
+        return ParameterOffload()
 
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
@@ -192,6 +212,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for trained in self.parameters:
             trained.param.grad = None
             trained.master.grad = None
+        self.state_offload.forget_gradients()
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """Everything that `load_state_dict` needs on the same number of processes; checkpoints do not use it."""
@@ -264,6 +285,34 @@ def rescale(gradients: list[torch.Tensor], scale: float, norm: float, bound: flo
         factor *= min(1.0, bound / (norm + 1e-6))
     if factor != 1.0 and gradients:
         torch._foreach_mul_(gradients, factor)
+
+
+class WithoutParameters:
+    """A module without parameters, and so without records of hooks to clear."""
+
+    def named_parameters(self, recurse: bool = True) -> list[tuple[str, Any]]:
+        """No parameters, so no records of hooks."""
+        return []
+
+    def ds_external_parameters(self) -> list[tuple[str, Any]]:
+        """No parameters, so no records of hooks."""
+        return []
+
+
+class ParameterOffload:
+    """`optimizer.parameter_offload`: DeepSpeed's names for hooks that gather parameters; this engine has no such hooks.
+
+    TRL's `unwrap_model_for_generation` removes DeepSpeed's hooks from a gathered model, because they would gather and
+    free each parameter again, and restores them. Here a gathered model generates as it is.
+    """
+
+    def __init__(self) -> None:
+        self.module = WithoutParameters()
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def _register_deepspeed_module(self, module: Any) -> None:
+        """Does nothing: there are no hooks to restore."""
 
 
 class GradientNorms:

@@ -14,9 +14,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hybrid_engine.optim.optimizer import ZeroOptimizer
-from hybrid_engine.optim.training_state import TrainingState
+from hybrid_engine.config import EngineConfig
+from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.zero.gathered_parameters import keeping_attributes, renew_copies
+from hybrid_engine.zero.passes import Passes
+from hybrid_engine.zero.sharding import TrainedParameter
 from hybrid_engine.zero.wrapping import offloads_parameters
 
 
@@ -43,12 +45,21 @@ Move = Callable[[torch.Tensor], torch.Tensor]
 
 
 class StateOffload:
-    """The offloaded state of one engine; `offloaded` has its kinds."""
+    """The offloaded state of one optimizer and its parameters; `offloaded` has its kinds."""
 
-    def __init__(self, training: TrainingState) -> None:
-        self._training = training
+    def __init__(
+        self, inner: torch.optim.Optimizer, parameters: list[TrainedParameter], passes: Passes, config: EngineConfig
+    ) -> None:
+        """`inner` steps the masters of `parameters`, which are the trained ones of the module of `passes`."""
+        self._inner, self._parameters, self._passes, self._config = inner, parameters, passes, config
+        self._device = default_device()
         self.offloaded: set[Kind] = set()
         self._grads: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._followers: list[Callable[[], None]] = []
+
+    def call_after_moves(self, follower: Callable[[], None]) -> None:
+        """Calls `follower` each time after the parameters were given other storage."""
+        self._followers.append(follower)
 
     def check(self, what: str, *kinds: Kind) -> None:
         """Raises ValueError, naming the call `what`, if one of `kinds`, or any kind if none is given, is offloaded."""
@@ -70,7 +81,7 @@ class StateOffload:
         new = [kind for kind in Kind if kind not in self.offloaded and (include is None or kind in include)]
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.device.type == "cpu" and self._training.device.type != "cpu":
+            if tensor.device.type == "cpu" and self._device.type != "cpu":
                 return tensor  # the config keeps it there
             if pin_memory and torch.cuda.is_available() and not isinstance(tensor, DTensor):
                 pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -89,9 +100,9 @@ class StateOffload:
     @torch.no_grad()
     def reload(self, non_blocking: bool = False) -> None:
         """Moves everything back to the engine's device; collective below stage 3, where the parameters become whole."""
-        keeps_optimizer = self._training.config.zero_optimization.offloads_optimizer
+        keeps_optimizer = self._config.zero_optimization.offloads_optimizer
 
-        def move(tensor: torch.Tensor, device: Any = self._training.device) -> torch.Tensor:
+        def move(tensor: torch.Tensor, device: Any = self._device) -> torch.Tensor:
             return tensor.detach().to(device, copy=True, non_blocking=non_blocking)
 
         for kind in [kind for kind in Kind if kind in self.offloaded]:
@@ -103,40 +114,34 @@ class StateOffload:
         is_moved = Kind.lp_params in self.offloaded
         self.offloaded.clear()
         if is_moved:
-            self._training.sharding.settle()
-            self._training.follow_moved_weights()
+            self._passes.sharding.settle()
+            self._tell_followers()
 
     def forget_gradients(self) -> None:
         """Drops the offloaded gradients."""
         self._grads = []
 
     def _check_offload(self, include: Container[Any] | None, device: Any) -> None:
-        self._training.check_trains("offload_states()")
         target = getattr(device, "value", str(device))
         if target != "cpu":
             raise ValueError(f'offload_states(): device={target!r} must be "cpu"; there is no other place to go to')
         for kind in include if isinstance(include, list | tuple | set | frozenset) else ():
             if getattr(kind, "value", kind) not in KINDS:
                 raise ValueError(f"offload_states(): include has {kind!r}; use {', '.join(KINDS)}")
-        if offloads_parameters(self._training.config):
+        if offloads_parameters(self._config):
             raise ValueError(
                 "offload_states(): zero_optimization.offload_param keeps the parameters on the CPU already; leave one "
                 "of them out"
             )
-        if self._training.accumulation.has_unreduced:
+        if self._passes.has_unreduced:
             raise ValueError(
                 "offload_states(): the gradients of earlier backward passes are not reduced yet; call it after the "
                 "step() that ends the accumulation"
             )
 
-    @property
-    def _optimizer(self) -> ZeroOptimizer:
-        assert self._training.optimizer is not None
-        return self._training.optimizer
-
     def _take_grads(self, move: Move) -> None:
         """Holds gradients here, as a gradient must be on its parameter's device."""
-        for trained in self._optimizer.parameters:
+        for trained in self._parameters:
             for owner in dict.fromkeys((trained.param, trained.master)):
                 if owner.grad is not None:
                     self._grads.append((owner, move(owner.grad)))
@@ -145,23 +150,27 @@ class StateOffload:
     def _move(self, kinds: list[Kind], move: Move) -> None:
         if Kind.lp_params in kinds:
             self._move_parameters(move)
-        for trained in self._optimizer.parameters if Kind.hp_params in kinds else ():
+        for trained in self._parameters if Kind.hp_params in kinds else ():
             if trained.has_master:
                 _replace(trained.master, move(trained.master))
-        for state in self._optimizer.state.values() if Kind.optim_states in kinds else ():
+        for state in self._inner.state.values() if Kind.optim_states in kinds else ():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0:
                     state[name] = move(value)
 
     def _move_parameters(self, move: Move) -> None:
         """Moves the shards; gathered copies are freed."""
-        module = self._training.module
-        self._training.passes.end()
+        module = self._passes.sharding.root
+        self._passes.end()
         moved = {id(param) for param in module.parameters()}
         with keeping_attributes(module):
             module._apply(lambda tensor: move(tensor) if id(tensor) in moved else tensor)
-        renew_copies(self._training.sharding)
-        self._training.follow_moved_weights()
+        renew_copies(self._passes.sharding)
+        self._tell_followers()
+
+    def _tell_followers(self) -> None:
+        for follower in self._followers:
+            follower()
 
 
 def _replace(param: nn.Parameter, value: torch.Tensor) -> None:

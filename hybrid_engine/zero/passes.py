@@ -103,7 +103,9 @@ class Passes:
 
     def __init__(self, sharding: Sharding, config: EngineConfig, trains: bool) -> None:
         """Starts to record which parts of the module its passes use; `trains`: some passes go backward."""
-        self._sharding = sharding
+        self.sharding = sharding
+        self.has_unreduced = False
+        """Whether backward passes left gradients that are not reduced."""
         self._keeps_fp32_gradients = config.accumulation_dtype == torch.float32
         """Whether reduced gradients are accumulated in fp32; otherwise in the parameters' dtype."""
         self.loss_factor = 1.0 if sharding.mesh is None else loss_factor(config, sharding.mesh)
@@ -126,7 +128,7 @@ class Passes:
     @property
     def reduces_always(self) -> bool:
         """Whether every backward pass reduces its gradients, because a process keeps only its shard of them."""
-        return self._sharding.is_sharded and self._sharding.stage >= 2
+        return self.sharding.is_sharded and self.sharding.stage >= 2
 
     def forward_together(self, forward: Callable[[], Result]) -> Result:
         """Runs a forward pass; collective at stage 3, where an error of another process also ends the pass here."""
@@ -141,8 +143,8 @@ class Passes:
         At stage 3 it begins with the parameters outside the layers, so they then stay gathered in between: without
         this a step of 5M parameters on two processes took 1.10 times the CPU time of plain FSDP2, with it 1.03.
         """
-        if self._sharding.stage == 3 and isinstance(self._sharding.root, FSDPModule):
-            self._sharding.root.set_reshard_after_forward(not is_expected, recurse=False)
+        if self.sharding.stage == 3 and isinstance(self.sharding.root, FSDPModule):
+            self.sharding.root.set_reshard_after_forward(not is_expected, recurse=False)
 
     @contextmanager
     def ending_on_error(self) -> Iterator[None]:
@@ -157,7 +159,7 @@ class Passes:
         """Ends a pass with an error; otherwise FSDP2 would take the next one for its continuation."""
         if self._uneven is not None:
             self._uneven.forget_path()
-        self._sharding.become_shards()
+        self.sharding.become_shards()
 
     def came_alike(self, error: BaseException | None = None) -> bool:
         """Whether a backward pass now reduces the groups in the same order on every process; collective.
@@ -173,7 +175,7 @@ class Passes:
 
     def check_layers(self, alike: bool) -> None:
         """Raises ValueError at stage 3 unless `alike`: the processes used the same layers."""
-        if not alike and self._sharding.stage == 3:
+        if not alike and self.sharding.stage == 3:
             raise ValueError(
                 "backward(): the processes came through different layers. At stage 3 each must use every layer, which "
                 "it gathers with the others; use stage 0, 1 or 2"
@@ -181,13 +183,18 @@ class Passes:
 
     def expect_gradients(self, reduces: bool) -> None:
         """Before each backward pass: sets whether it reduces the gradients or accumulates them locally."""
-        if isinstance(self._sharding.root, FSDPModule):
-            self._sharding.root.set_requires_gradient_sync(reduces)
-            if self._keeps_fp32_gradients:
-                keep_reduced_gradients(self._sharding.fsdp_modules(), torch.float32)
+        self._set_reduces(reduces)
+        self.has_unreduced = self.sharding.is_sharded and not reduces
 
-    def pass_together(self, backward: Callable[[], None], reduces: bool) -> None:
-        """Runs a backward pass; at its end all processes learn about an error on one; collective.
+    def _set_reduces(self, reduces: bool) -> None:
+        if isinstance(self.sharding.root, FSDPModule):
+            self.sharding.root.set_requires_gradient_sync(reduces)
+            if self._keeps_fp32_gradients:
+                keep_reduced_gradients(self.sharding.fsdp_modules(), torch.float32)
+
+    @contextmanager
+    def agreeing(self, reduces: bool) -> Iterator[None]:
+        """Wraps a backward pass; at its end all processes learn about an error on one; collective.
 
         If it `reduces` gradients, a process with an error first joins the remaining reductions of the others.
 
@@ -195,9 +202,13 @@ class Passes:
             BaseException: the error of this process, or of another one.
         """
         if self._uneven is None:
-            backward()
+            yield
             return
-        _, error = attempt(backward)
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as failure:
+            error = failure
         if reduces and error is None:
             self._uneven.end_pass()
         elif reduces:
@@ -212,22 +223,24 @@ class Passes:
             everyone().tell(problem)
 
     def _finish_pass(self) -> None:
-        if self._uneven is not None and isinstance(self._sharding.root, FSDPModule):
-            attempt(partial(self._uneven.finish_pass, self._sharding.root))
+        if self._uneven is not None and isinstance(self.sharding.root, FSDPModule):
+            attempt(partial(self._uneven.finish_pass, self.sharding.root))
 
     def reduce_gradients(self) -> None:
         """Reduces the gradients that backward passes accumulated locally; collective."""
-        if isinstance(self._sharding.root, FSDPModule):
-            self.expect_gradients(True)
-            reduce_unreduced_gradients(self._sharding.root)
+        if isinstance(self.sharding.root, FSDPModule):
+            self._set_reduces(True)
+            reduce_unreduced_gradients(self.sharding.root)
+        self.has_unreduced = False
 
     def has_late_gradients(self) -> bool:
         """Whether gradients came after those of their layer were reduced, in a backward pass that reduces."""
-        return has_unreduced_gradients(self._sharding.fsdp_modules())
+        return has_unreduced_gradients(self.sharding.fsdp_modules())
 
     def drop_pending_gradients(self) -> None:
         """Drops the gradients that stages 0 and 1 hold unreduced between two boundaries."""
-        drop_unreduced_gradients(self._sharding.fsdp_modules())
+        drop_unreduced_gradients(self.sharding.fsdp_modules())
+        self.has_unreduced = False
         if self._uneven is not None:
             self._uneven.forget()
 
@@ -242,7 +255,7 @@ class Passes:
             The reason why no process can step, or None: this process's `error`, or the error of another one.
         """
         error = error if self._uneven is None else self._uneven.drop_unused(parameters, error)
-        if error is None and self._sharding.is_sharded:
+        if error is None and self.sharding.is_sharded:
             make_gradients_equal(parameters)
         return error
 

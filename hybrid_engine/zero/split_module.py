@@ -54,8 +54,8 @@ class StagedModule(SplitModule, Protocol):
 
     num_stages: int
 
-    def build_batches(self, training: Any) -> Any:
-        """`Batches` of `optim/stepping.py`: the micro-batches of an engine, all of one step at once. Collective."""
+    def build_batches(self, optimizer: Any) -> Any:
+        """`Batches` of `optim/accumulation.py` for an engine with this optimizer, all of a step at once. Collective."""
 
     def stages_of(self, path: str) -> frozenset[int]:
         """The stages that hold parameters of the original module at `path`."""

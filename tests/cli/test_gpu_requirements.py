@@ -11,7 +11,7 @@ from hybrid_engine.cli import cli
 from hybrid_engine.config import notices
 from hybrid_engine.distributed import processes
 from hybrid_engine.engine import attached
-from hybrid_engine.engine.model_checks import check_layer_fits
+from hybrid_engine.engine.checks import check_layer_fits
 from hybrid_engine.metrics import health
 from hybrid_engine.ops import gpu
 from tests.support.models import build_model, padded_prompts

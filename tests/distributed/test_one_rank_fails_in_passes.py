@@ -18,7 +18,7 @@ STAGES = 0, 2, 3
 def before_anything_changes(engine):
     """By the name of the place: what breaks `step()` where nothing was stepped yet."""
     return {
-        "a check": Broken(engine.state_offload, "check", ValueError("no")),
+        "a check": Broken(engine.checks, "check_whole", ValueError("no")),
         "parameters": Broken(engine.checks.watch, "check", TypeError("no")),
         "gradients": Broken(engine.optimizer.masters, "take_gradients", MemoryError("no")),
         "masters": Broken(engine.optimizer.masters, "renew", torch.OutOfMemoryError("no")),
@@ -62,7 +62,7 @@ def places_in_forward(engine):
     """By the name of the place: what breaks `forward()` there."""
     model = engine.module.model
     return {
-        "a check": Broken(engine.state_offload, "check", ValueError("no")),
+        "a check": Broken(engine.checks, "check_whole", ValueError("no")),
         "the embedding": Broken(model.embed_tokens, "forward", torch.OutOfMemoryError("no")),
         "the first layer": Broken(model.layers[0].mlp, "forward", AssertionError("no")),
         "the last layer": Broken(model.layers[1].self_attn, "forward", KeyboardInterrupt()),

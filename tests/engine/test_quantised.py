@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hybrid_engine
-from hybrid_engine.engine import model_checks
+from hybrid_engine.engine import checks
 from hybrid_engine.optim.build import check_quantised
 from tests.support.paths import ROOT
 from tests.support.training_reference import tiny_llama
@@ -43,6 +43,6 @@ def test_quantised_weights_are_refused_by_name_on_several_processes(monkeypatch)
     check_quantised(model, is_wrapped=True)
     model.model.layers[1].mlp.up_proj.weight = Params4bit(model.model.layers[1].mlp.up_proj.weight.detach(), False)
     check_quantised(model, is_wrapped=False)
-    monkeypatch.setattr(model_checks, "get_world_size", lambda: 2)
+    monkeypatch.setattr(checks, "get_world_size", lambda: 2)
     with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj.weight is quantised: .* train it on one process"):
         hybrid_engine.initialize(model=model, config={"train_batch_size": 2, "optimizer": {"type": "AdamW"}})

@@ -6,7 +6,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,12 @@ from hybrid_engine.extensions.parallelize.lowering.pipeline import Pipeline, Sta
 from hybrid_engine.extensions.parallelize.module import engine_checks
 from hybrid_engine.extensions.parallelize.module.parallel_module import Latest, ParallelModule
 from hybrid_engine.extensions.parallelize.module.reducer import Reducer
+from hybrid_engine.optim.accumulation import Batches, LossFunction, loss_of, next_batches, split_batch
+from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.optim.state_offload import TRAINING
-from hybrid_engine.optim.stepping import Batches, LossFunction, Training, loss_of, next_batches, split_batch
+
+if TYPE_CHECKING:
+    from hybrid_engine.engine.zero_engine import ZeroEngine
 
 
 class StagedModule(ParallelModule):
@@ -62,9 +66,9 @@ class StagedModule(ParallelModule):
         engine_checks.check_dtype(self.plan, config)
         engine_checks.check_options(self.compute_config, self.plan, config.zero_optimization.stage)
 
-    def build_batches(self, training: Training) -> Batches:
-        """The micro-batches of an engine that trains this module, all of a step at once. Collective."""
-        return StagedBatches(training, self)
+    def build_batches(self, optimizer: ZeroOptimizer | None) -> Batches:
+        """Runs the micro-batches of an engine that trains this module, all of a step at once. Collective."""
+        return StagedBatches(optimizer, self)
 
     def stages_of(self, path: str) -> frozenset[int]:
         """The stages that hold parameters of the original's module at `path`."""
@@ -191,59 +195,59 @@ class StagedModule(ParallelModule):
 class StagedBatches:
     """Runs the micro-batches of one engine, all of a step at once. An error of one process is raised on all."""
 
-    def __init__(self, training: Training, module: "StagedModule") -> None:
-        """`module` is the engine's module, in stages; collective."""
-        self._training, self._module = training, module
+    def __init__(self, optimizer: ZeroOptimizer | None, module: "StagedModule") -> None:
+        """`optimizer` and `module`, in stages, are those of the engine; collective."""
+        self._module = module
         self._reducers = []
-        parameters = training.optimizer.parameters if training.optimizer is not None else []
+        parameters = optimizer.parameters if optimizer is not None else []
         for names, group in module.groups_of_holders():
             shared = [t for t in parameters if self._module.canonical(t.name) in names]
-            if shared and training.optimizer is not None:
+            if shared and optimizer is not None:
                 self._reducers.append(Reducer([t.param for t in shared], group))
-                training.optimizer.norms.count_holders({t.name: dist.get_world_size(group) for t in shared})
+                optimizer.norms.count_holders({t.name: dist.get_world_size(group) for t in shared})
 
-    def train(self, batches: Iterable[Any], loss_fn: LossFunction | None) -> Tensor:
+    def train(self, engine: "ZeroEngine", batches: Iterable[Any], loss_fn: LossFunction | None) -> Tensor:
         """Runs the micro-batches through the stages, and the step. See `Batches`; an error drops gradients."""
-        training = self._training
-        given = agree(lambda: self._checked(batches))
+        given = agree(lambda: self._checked(engine, batches))
         try:
-            observed = training.observer.forward(training.global_steps, True)
-            with restoring_modes(), observed, training.backward_hooks.own_pass(1.0):
-                losses = self._run(given, loss_fn)
+            observed = engine.observer.forward(engine.counters.global_steps, True)
+            with restoring_modes(), observed, engine.backward_hooks.own_pass(1.0):
+                losses = self._run(engine, given, loss_fn)
         except BaseException:
-            training.drop_accumulation()
-            training.sharding.settle()
+            engine.drop_accumulation()
+            engine.sharding.settle()
             raise
-        with training.observer.backward(losses.sum()):
-            training.accumulation.end_pass()
-        training.num_pending_micro_batches = len(given) - 1
-        training.micro_steps += len(given) - 1
-        training.step()
+        with engine.observer.backward():
+            engine.accumulation.end_pass()
+        engine.counters.add_loss(losses.sum())
+        engine.counters.num_pending_micro_batches = len(given) - 1
+        engine.counters.micro_steps += len(given) - 1
+        engine.step()
         return losses.mean()
 
-    def evaluate(self, batches: Iterable[Any]) -> list[Any]:
+    def evaluate(self, engine: "ZeroEngine", batches: Iterable[Any]) -> list[Any]:
         """The results of the last stage for each batch, on all processes of the unit. See `Batches`."""
-        given = agree(lambda: next_batches(self._training, batches))
+        given = agree(lambda: next_batches(batches, engine.counters.num_micro_batches))
         return self._module.run_batches([split_batch(batch)[0] for batch in given], None)
 
-    def _checked(self, batches: Iterable[Any]) -> list[Any]:
-        self._training.checks.check_whole("train_batch()", *TRAINING)
-        self._training.checks.check_parameters()
-        return next_batches(self._training, batches)
+    def _checked(self, engine: "ZeroEngine", batches: Iterable[Any]) -> list[Any]:
+        engine.checks.check_whole("train_batch()", *TRAINING)
+        engine.checks.check_parameters(engine.module)
+        return next_batches(batches, engine.counters.num_micro_batches)
 
-    def _run(self, batches: Sequence[Any], loss_fn: LossFunction | None) -> Tensor:
+    def _run(self, engine: "ZeroEngine", batches: Sequence[Any], loss_fn: LossFunction | None) -> Tensor:
         """The losses `[micro-batches]` fp32, on all processes of the unit; accumulates their gradients."""
-        optimizer, device = self._training.optimizer, self._training.device
+        optimizer = engine.optimizer
         assert optimizer is not None
-        losses = torch.zeros(len(batches), device=device)
-        factor = self._training.passes.loss_factor / len(batches)
+        losses = torch.zeros(len(batches), device=engine.device)
+        factor = engine.passes.loss_factor / len(batches)
 
         def scaled(result: Any, place: int) -> Tensor:
             loss = loss_of(result, split_batch(batches[place])[1], loss_fn)
             losses[place] = loss.detach()
             return optimizer.scale_loss(loss.float() * factor)
 
-        self._training.passes.expect_gradients(True)
+        engine.passes.expect_gradients(True)
         self._module.run_batches([split_batch(batch)[0] for batch in batches], scaled, returns_results=False)
         for reducer in self._reducers:
             reducer.reduce()
