@@ -1,7 +1,7 @@
 """The blocks that say how the engine trains and saves: sharding, precision, recomputation, checkpoints."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from hybrid_engine.config.checks import (
     check_choice,
@@ -11,6 +11,27 @@ from hybrid_engine.config.checks import (
     check_path_inside,
     check_text,
 )
+
+
+class StageRules(NamedTuple):
+    """What several processes do at a stage of ZeRO; `zero/sharding.py` has the table and its reasons."""
+
+    shards_optimizer: bool
+    """Whether a process has its shard of the optimizer's state only."""
+    shards_gradients: bool
+    """Whether a process has its shard of the gradients only, so that every backward pass reduces them."""
+    shards_parameters: bool
+    """Whether a process has its shard of the parameters only between two calls of the engine; a forward pass gathers
+    them with the other processes and frees them again."""
+
+
+ZERO_STAGES = {
+    0: StageRules(shards_optimizer=False, shards_gradients=False, shards_parameters=False),
+    1: StageRules(shards_optimizer=True, shards_gradients=False, shards_parameters=False),
+    2: StageRules(shards_optimizer=True, shards_gradients=True, shards_parameters=False),
+    3: StageRules(shards_optimizer=True, shards_gradients=True, shards_parameters=True),
+}
+"""The rules by `zero_optimization.stage`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +83,7 @@ class ZeroConfig:
     whose default that is."""
 
     def __post_init__(self) -> None:
-        check_choice("zero_optimization.stage", self.stage, (0, 1, 2, 3))
+        check_choice("zero_optimization.stage", self.stage, tuple(ZERO_STAGES))
         check_flag(
             "zero_optimization.stage3_gather_16bit_weights_on_model_save",
             self.stage3_gather_16bit_weights_on_model_save,
@@ -75,12 +96,17 @@ class ZeroConfig:
                 f"zero_optimization.zero_hpz_partition_size={hpz} and zero_optimization.mics_shard_size={mics} are two "
                 f"names of one thing; keep one of them"
             )
-        if self.shard_size is not None and self.stage != 3:
+        if self.shard_size is not None and not self.rules.shards_parameters:
             name = "zero_hpz_partition_size" if hpz > 1 else "mics_shard_size"
             raise ValueError(
                 f"zero_optimization.{name}={self.shard_size} and zero_optimization.stage={self.stage} contradict each "
                 f"other: only stage 3 shards parameters; set the stage to 3 or remove {name}"
             )
+
+    @property
+    def rules(self) -> StageRules:
+        """What the stage means."""
+        return ZERO_STAGES[self.stage]
 
     @property
     def shard_size(self) -> int | None:
@@ -91,7 +117,7 @@ class ZeroConfig:
 
     @property
     def offloads_parameters(self) -> bool:
-        return self.stage == 3 and self.offload_param.device == "cpu"
+        return self.rules.shards_parameters and self.offload_param.device == "cpu"
 
     @property
     def offloads_optimizer(self) -> bool:

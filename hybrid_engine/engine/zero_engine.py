@@ -133,7 +133,7 @@ class ZeroEngine(Uncopied):
         )
         # All checks are done; from here on the model is changed.
         mesh = mesh_shape(config, get_world_size() // unit_size_of(model))
-        take_over_evaluated(model, config.zero_optimization.stage, mesh)
+        take_over_evaluated(model, config.zero_optimization.rules, mesh)
         keep_as_loaded(model)
         self.config = config
         self.device = default_device()
@@ -612,7 +612,7 @@ class ZeroEngine(Uncopied):
         self.checks.check_whole_module_saves("save_16bit_model()")
         agree(lambda: self.checks.check_saves("save_16bit_model()", save_dir, OffloadStateTypeEnum.lp_params))
         zero = self.config.zero_optimization
-        if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
+        if zero.rules.shards_parameters and not zero.stage3_gather_16bit_weights_on_model_save:
             logger.warning(
                 "save_16bit_model(): nothing was saved, zero_optimization.stage3_gather_16bit_weights_on_model_save "
                 "is false"

@@ -205,7 +205,7 @@ class TrainingMemory:
         masters = [local_tensor(entry.master) for entry in trained]
         here = [master for master in masters if master.device.type == device.type]
         self._gradient_bytes = sum(master.numel() * gradient_dtype.itemsize for master in masters)
-        if sharding.is_sharded and sharding.stage < 2:  # whole gradients wait for their reduction
+        if sharding.keeps_whole_gradients:
             self._gradient_bytes += sum(entry.param.numel() * entry.param.element_size() for entry in trained)
         self._kept_bytes = self._held_bytes() + STATE_VALUES * sum(master.nbytes for master in here)
         self._peak_bytes: int | None = None

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from hybrid_engine.config.blocks import ZERO_STAGES, StageRules
+
 STATE_BYTES = 8
 """Bytes of Adam's two fp32 moments per trained value."""
 STEP_BYTES = 4
@@ -47,6 +49,11 @@ class Sharded(NamedTuple):
     num_processes: int
     dtype_bytes: int
     """Bytes of a value of a weight."""
+
+    @property
+    def rules(self) -> StageRules:
+        """What is sharded: nothing on a single process, whatever the stage."""
+        return ZERO_STAGES[self.stage if self.num_processes > 1 else 0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +163,7 @@ def kept_parts(shapes: Sequence[Shape], sharded: Sharded) -> list[Part]:
     held = _on_one_process(shapes, sharded)
     trained = _on_one_process(_trained(shapes), sharded)
     size, share = sharded.dtype_bytes, _share(sharded)
-    if sharded.stage < 3 and sharded.num_processes > 1 and trained:
+    if sharded.num_processes > 1 and not sharded.rules.shards_parameters and trained:
         shards = f", whole, and {held:,} of them as shards that the optimizer steps"
         parts = [Part("weights", (whole + held) * size, f"{size} bytes x {values:,} parameters{shards}")]
     else:
@@ -183,11 +190,10 @@ def gradient_part(shapes: Sequence[Shape], sharded: Sharded) -> Part:
     """Returns the fp32 gradients that the optimizer steps with, and whole ones that wait for their reduction."""
     trained = _on_one_process(_trained(shapes), sharded)
     num_bytes, text = trained * MASTER_BYTES, f"4 bytes x {trained:,} trained parameters{_share(sharded)}"
-    if sharded.num_processes > 1 and sharded.stage < 2:
+    if sharded.rules.shards_optimizer and not sharded.rules.shards_gradients:
         waiting = _count(_trained(shapes)) * sharded.dtype_bytes
-        if sharded.stage == 1:
-            num_bytes += waiting
-            text += f", and {waiting:,} bytes of whole ones that wait for their reduction"
+        num_bytes += waiting
+        text += f", and {waiting:,} bytes of whole ones that wait for their reduction"
     return Part("gradients", num_bytes, text)
 
 
@@ -238,12 +244,12 @@ def _count(shapes: Iterable[Shape]) -> int:
 
 def _on_one_process(shapes: Iterable[Shape], sharded: Sharded) -> int:
     """Number of values of a process's shards: equally many rows of each parameter on all, the last shards padded."""
-    if sharded.num_processes == 1 or sharded.stage == 0:
+    if not sharded.rules.shards_optimizer:
         return _count(shapes)
     return sum(-(-dims[0] // sharded.num_processes) * math.prod(dims[1:]) for dims, *_ in shapes if dims)
 
 
 def _share(sharded: Sharded) -> str:
-    if sharded.num_processes == 1 or sharded.stage == 0:
+    if not sharded.rules.shards_optimizer:
         return ""
     return f" (ZeRO-{sharded.stage}: a share of {sharded.num_processes})"

@@ -126,10 +126,10 @@ class GradientAccumulation:
             BaseException: the error of `check`, which keeps this process from starting, or of another process.
         """
         error = attempt(check)[1]
-        passes = self._passes
-        self.is_collective = self._block is None and (passes.reduces_always or (self.is_managed and self.is_boundary()))
+        is_last = self.is_managed and self.is_boundary()
+        self.is_collective = self._block is None and (self._passes.sharding.reduces_every_pass or is_last)
         if self.is_collective:
-            self._is_alike = passes.came_alike(error)
+            self._is_alike = self._passes.came_alike(error)
         elif error is not None:
             raise error
 
@@ -240,7 +240,7 @@ class GradientAccumulation:
         Raises:
             ValueError: at stages 2 and 3, which reduce at every micro-batch; inside another block without reduction.
         """
-        if self._passes.reduces_always:
+        if self._passes.sharding.reduces_every_pass:
             raise ValueError(
                 f"no_sync(): zero_optimization.stage={self._passes.sharding.stage} keeps only shards of the gradients "
                 f"and reduces them at every micro-batch; use stage 0 or 1, or coalesce_grad_reduction(), or leave "

@@ -87,7 +87,7 @@ def _to_whole(value: Any) -> Any:
 
 def mark_parameters(sharding: Sharding) -> None:
     """Gives the parameters of a stage 3 model DeepSpeed's attributes; other stages do not have them."""
-    if sharding.stage != 3:
+    if not sharding.rules.shards_parameters:
         return
     for param in sharding.root.parameters():
         mark_parameter(param)

@@ -170,7 +170,7 @@ class WeightGatherer:
                 yield
         finally:
             for module in modules:
-                module.set_reshard_after_forward(self.sharding.stage == 3, recurse=False)
+                module.set_reshard_after_forward(self.sharding.frees_after_forward, recurse=False)
 
     def keep_addresses(self) -> None:
         """Keeps parts of weights, and weights that stay whole, at the same addresses in every later rollout.

@@ -316,7 +316,7 @@ def _read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> EngineCo
         if isinstance(whole.get(name), Mapping)
     }
     settings = load_config({"train_micro_batch_size_per_gpu": 1, **blocks}, world_size=get_world_size())
-    if settings.zero_optimization.stage != 3:
+    if not settings.zero_optimization.rules.shards_parameters:
         raise ValueError(
             f"zero.Init: zero_optimization.stage={settings.zero_optimization.stage} does not shard parameters; set "
             f"the stage to 3, or pass enabled=False"

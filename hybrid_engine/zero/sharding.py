@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from hybrid_engine.config.blocks import ZERO_STAGES, StageRules
 from hybrid_engine.distributed.verdict import everyone
 from hybrid_engine.zero.fsdp2_private import (
     end_passes,
@@ -68,6 +69,11 @@ class Sharding:
         return self.mesh is not None
 
     @property
+    def rules(self) -> StageRules:
+        """What the stage means; it says nothing about a module that is not sharded."""
+        return ZERO_STAGES[self.stage]
+
+    @property
     def num_units(self) -> int:
         """Number of units. Each takes its own samples of a micro-batch; the processes of a unit take the same."""
         return self.world_size // self.unit_size
@@ -75,7 +81,27 @@ class Sharding:
     @property
     def stays_whole(self) -> bool:
         """Whether the parameters are whole, except while the engine works on their shards."""
-        return self.is_sharded and self.stage < 3
+        return self.is_sharded and not self.rules.shards_parameters
+
+    @property
+    def keeps_whole_gradients(self) -> bool:
+        """Whether whole gradients wait for their reduction at the last micro-batch."""
+        return self.is_sharded and not self.rules.shards_gradients
+
+    @property
+    def reduces_every_pass(self) -> bool:
+        """Whether every backward pass reduces its gradients, because a process keeps only its shard of them."""
+        return self.is_sharded and self.rules.shards_gradients
+
+    @property
+    def frees_after_forward(self) -> bool:
+        """Whether a forward pass frees the parameters that it gathered."""
+        return self.is_sharded and self.rules.shards_parameters
+
+    @property
+    def gathers_in_forward(self) -> bool:
+        """Whether a forward pass is collective, because it gathers parameters with other processes."""
+        return self.frees_after_forward and self.world_size > 1
 
     def reshard(self) -> None:
         """Frees every gathered parameter, so that only the shards remain.

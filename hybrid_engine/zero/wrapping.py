@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from hybrid_engine.config import EngineConfig
+from hybrid_engine.config.blocks import ZERO_STAGES, StageRules
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.distributed.groups import with_own_group
 from hybrid_engine.distributed.processes import default_device, get_rank, get_world_size, join_alone
@@ -60,7 +61,7 @@ def place_module(module: nn.Module, config: EngineConfig, device: torch.device) 
     if offloads_parameters(config):
         module.to("cpu")
         return
-    is_sharded_next = config.zero_optimization.stage == 3 and get_world_size() > 1
+    is_sharded_next = config.zero_optimization.rules.shards_parameters and get_world_size() > 1
     if not is_sharded_next or any(isinstance(param, DTensor) for param in module.parameters()):
         module.to(device)
 
@@ -76,9 +77,10 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
     Below stage 3 a module that is only evaluated is not wrapped: it is whole everywhere and has no gradients.
     """
     world_size, rank, stage = get_world_size(), get_rank(), config.zero_optimization.stage
+    rules = config.zero_optimization.rules
     offloads, unit_size, num_stages = offloads_parameters(config), unit_size_of(module), num_stages_of(module)
     num_units = world_size // unit_size
-    is_whole = (num_units == 1 and not offloads) or (stage < 3 and not trains)
+    is_whole = (num_units == 1 and not offloads) or (not rules.shards_parameters and not trains)
     if is_whole and unit_size == 1:
         return Sharding(root=module, stage=stage, world_size=world_size, rank=rank)
     if world_size == 1:
@@ -105,13 +107,13 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
         if config.accumulation_dtype == torch.float32:
             _expect_fp32_gradients(module)
         for part in [*layers, module]:
-            _fully_shard(part, mesh, stage, config.communication_dtype, policy)
+            _fully_shard(part, mesh, rules, config.communication_dtype, policy)
             if factor != 1.0:
                 part.set_gradient_divide_factor(num_units * factor)
     _register_forward_methods(module)
     make_root(module)
     reduce_without_empty([*layers, module])
-    if stage < 3:
+    if not rules.shards_parameters:
         keep_whole_in_state_dict([*layers, module])
     if not trains:
         note_evaluated(module)
@@ -144,13 +146,14 @@ def _expect_fp32_gradients(module: nn.Module) -> None:
 
 
 def _fully_shard(
-    part: nn.Module, mesh: DeviceMesh, stage: int, reduce_dtype: torch.dtype, offload: OffloadPolicy
+    part: nn.Module, mesh: DeviceMesh, rules: StageRules, reduce_dtype: torch.dtype, offload: OffloadPolicy
 ) -> None:
     # fp32 unless configured otherwise: adding up many ranks' gradients in 16 bits would round each sum.
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     copy_views_in_outputs(part)
-    fully_shard(part, mesh=mesh, reshard_after_forward=stage == 3, mp_policy=policy, offload_policy=offload)
-    part.set_reshard_after_backward(stage == 3)
+    frees = rules.shards_parameters
+    fully_shard(part, mesh=mesh, reshard_after_forward=frees, mp_policy=policy, offload_policy=offload)
+    part.set_reshard_after_backward(frees)
     # Averages are then a sum and a division; gloo does not have a reduction with a factor.
     part.set_force_sum_reduction_for_comms(True)
     allow_copies(part)
@@ -196,7 +199,8 @@ def _shared_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...
 
 def mesh_shape(config: EngineConfig, world_size: int) -> tuple[int, ...]:
     """The sizes of the axes of the mesh of `build_mesh`."""
-    shard_size = 1 if config.zero_optimization.stage == 0 else config.zero_optimization.shard_size or world_size
+    zero = config.zero_optimization
+    shard_size = (zero.shard_size or world_size) if zero.rules.shards_optimizer else 1
     return (world_size,) if shard_size == world_size else (world_size // shard_size, shard_size)
 
 
@@ -226,7 +230,7 @@ def check_built_shards(module: nn.Module, stage: int, mesh_shape: tuple[int, ...
             "engine is deleted; build the model again for this one, or copy.deepcopy it"
         )
     shards: list[Any] = [param for param in module.parameters() if _is_shard(param)]
-    if shards and stage != 3:
+    if shards and not ZERO_STAGES[stage].shards_parameters:
         raise ValueError(
             f"zero_optimization.stage={stage} and a model built under zero.Init, which shards parameters, contradict "
             f"each other; set the stage to 3, or build the model without zero.Init"
@@ -244,13 +248,13 @@ def _is_shard(param: Any) -> bool:
     return isinstance(param, DTensor) and "fsdp" in (param.device_mesh.mesh_dim_names or ())
 
 
-def take_over_evaluated(module: nn.Module, stage: int, mesh_shape: tuple[int, ...]) -> None:
+def take_over_evaluated(module: nn.Module, rules: StageRules, mesh_shape: tuple[int, ...]) -> None:
     """Unwraps a model that only engines without an optimizer have sharded; collective.
 
-    It keeps its shards if they have the layout of an engine of this stage and mesh.
+    It keeps its shards if they have the layout of an engine with these `rules` and this mesh.
     """
     shapes = {param.device_mesh.shape for param in module.parameters() if isinstance(param, DTensor)}
-    take_over(module, keeps_shards=stage == 3 and shapes == {mesh_shape})
+    take_over(module, keeps_shards=rules.shards_parameters and shapes == {mesh_shape})
 
 
 @contextmanager

@@ -196,7 +196,7 @@ def _trained(
     sharded = Sharded(config.zero_stage, setting.num_processes, setting.weight.itemsize)
     body: Callable[..., Any] = model.backbone if isinstance(model, ValueModel) else _base(model).base_model
     is_language = head.out_features > 1
-    keeps_shards = sharded.stage >= 2 and sharded.num_processes > 1  # gradients are reduced as they are computed
+    keeps_shards = sharded.rules.shards_gradients  # they are reduced as they are computed
     found = count_pass(
         model,
         body,
@@ -256,7 +256,7 @@ def _along_spans(model: Any, shape: PassShape, config: Any) -> dict[str, Spans]:
 
 def _gathered_part(model: nn.Module, sharded: Sharded) -> Part:
     """Weights that are gathered when a backward pass begins under ZeRO-3, in addition to this process's shards."""
-    if sharded.stage < 3 or sharded.num_processes == 1:
+    if not sharded.rules.shards_parameters:
         return Part("gathered weights", 0, "none")
     layers = [sum(p.numel() for p in layer.parameters()) for layer in find_groups(model).modules]
     outside = sum(p.numel() for p in model.parameters()) - sum(layers)
