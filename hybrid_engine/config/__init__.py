@@ -13,9 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import inf
-from typing import Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hybrid_engine.config.auto import resolve_auto, without_auto
 from hybrid_engine.config.blocks import (
@@ -43,8 +41,12 @@ from hybrid_engine.config.optimizer import (
 )
 from hybrid_engine.config.reading import child_block, read_block, read_json, with_integers
 
+if TYPE_CHECKING:  # the command reads its options without torch
+    import torch
+
 Block = TypeVar("Block")
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+"""Names of the dtypes in a config, and in torch."""
 DTYPE_NAMES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 """Other names of the dtypes, which DeepSpeed reads too, also after "torch."."""
 SIMPLE_BLOCKS: dict[str, Any] = {
@@ -180,11 +182,10 @@ class EngineConfig:
             raise ValueError(
                 "fp16.enabled=true and bf16.enabled=true exclude each other; parameters have one dtype: disable one"
             )
-        if self.accumulation_dtype not in (torch.float32, self.dtype):
-            own = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
+        if self._accumulation_name not in ("fp32", self._dtype_name):
             raise ValueError(
-                f"gradient_accumulation_dtype={self.gradient_accumulation_dtype} and parameters in {own} do not go "
-                f'together; use "fp32" or "{own}"'
+                f"gradient_accumulation_dtype={self.gradient_accumulation_dtype} and parameters in {self._dtype_name} "
+                f'do not go together; use "fp32" or "{self._dtype_name}"'
             )
 
     def differences(self, other: "EngineConfig") -> list[str]:
@@ -200,28 +201,42 @@ class EngineConfig:
         ]
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that parameters are stored and computed in."""
+    def _dtype_name(self) -> str:
         if self.fp16.enabled:
-            return torch.float16
-        return torch.bfloat16 if self.bf16.enabled else torch.float32
+            return "fp16"
+        return "bf16" if self.bf16.enabled else "fp32"
 
     @property
-    def accumulation_dtype(self) -> torch.dtype:
-        """The dtype that gradients of micro-batches are added up in."""
+    def _accumulation_name(self) -> str:
         if self.fp16.enabled and self.fp16.fp16_master_weights_and_grads:
-            return torch.float16
-        return DTYPES[self.gradient_accumulation_dtype or "fp32"]
+            return "fp16"
+        return self.gradient_accumulation_dtype or "fp32"
 
     @property
-    def communication_dtype(self) -> torch.dtype:
+    def dtype(self) -> "torch.dtype":
+        """The dtype that parameters are stored and computed in."""
+        return _torch_dtype(self._dtype_name)
+
+    @property
+    def accumulation_dtype(self) -> "torch.dtype":
+        """The dtype that gradients of micro-batches are added up in."""
+        return _torch_dtype(self._accumulation_name)
+
+    @property
+    def communication_dtype(self) -> "torch.dtype":
         """The dtype that gradients are reduced in."""
-        return DTYPES[self.communication_data_type or "fp32"]
+        return _torch_dtype(self.communication_data_type or "fp32")
 
     @property
     def skips_overflow(self) -> bool:
         """Whether a non-finite gradient skips the step instead of being an error."""
         return self.fp16.enabled or (self.bf16.enabled and self.bf16.check_grad_overflow)
+
+
+def _torch_dtype(name: str) -> "torch.dtype":
+    import torch
+
+    return getattr(torch, DTYPES[name])  # type: ignore[no-any-return]
 
 
 def load_config(

@@ -2,9 +2,8 @@
 
 import logging
 import os
+import sys
 from functools import cache
-
-import torch.distributed as dist
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -21,4 +20,7 @@ def say_once(line: str) -> None:
 
 def _is_first_process() -> bool:
     # Before processes have met, their launcher's word counts.
-    return dist.get_rank() == 0 if dist.is_initialized() else os.environ.get("RANK", "0") == "0"
+    dist = sys.modules.get("torch.distributed")  # not imported here: the command reads its options without torch
+    if dist is not None and dist.is_initialized():
+        return bool(dist.get_rank() == 0)
+    return os.environ.get("RANK", "0") == "0"

@@ -6,13 +6,14 @@ too; its `params` are then that class's arguments, checked by building one.
 
 import inspect
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.config.checks import check_choice, check_flag, check_integer, check_number, whole_number
 from hybrid_engine.config.keys import OPTIMIZERS_NOT_SUPPORTED
 from hybrid_engine.config.reading import child_block, choose_type, read_block
+
+if TYPE_CHECKING:  # the command reads its options without torch
+    import torch
 
 ADAM_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -114,7 +115,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         if self.type in TORCH_OPTIMIZERS:
-            _check_arguments("optimizer", getattr(torch.optim, self.type), _parameters(), self.params)
+            _check_arguments("optimizer", _torch_optimizer(self.type), _parameters(), self.params)
             return
         assert self.type in OPTIMIZER_DEFAULTS, f"{self.type=}"
         # torch.optim's own default weight decay differs, so no default is left to it.
@@ -152,7 +153,7 @@ def _check_arguments(block: str, torch_class: type, subject: Any, params: dict[s
             check_number(f"{block}.params.{name}", value, 0)
     try:
         built = torch_class(subject, **params)
-        if isinstance(built, torch.optim.lr_scheduler.LRScheduler):
+        if hasattr(built, "optimizer"):
             _step_once(built)  # some look at their arguments only then
     # What a class of torch raises for an argument of the wrong kind is anything.
     except Exception as error:
@@ -161,12 +162,26 @@ def _check_arguments(block: str, torch_class: type, subject: Any, params: dict[s
         ) from error
 
 
-def _step_once(scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
+def _step_once(scheduler: Any) -> None:
     scheduler.optimizer.step()
-    scheduler.step(*[0.0] if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) else [])
+    scheduler.step(*[0.0] if type(scheduler).__name__ == "ReduceLROnPlateau" else [])
 
 
-def _parameters() -> list[torch.nn.Parameter]:
+def _torch_optimizer(name: str) -> Any:
+    import torch
+
+    return getattr(torch.optim, name)
+
+
+def _torch_scheduler(name: str) -> Any:
+    import torch
+
+    return getattr(torch.optim.lr_scheduler, name)
+
+
+def _parameters() -> list["torch.nn.Parameter"]:
+    import torch
+
     return [torch.nn.Parameter(torch.zeros(1))]
 
 
@@ -190,8 +205,8 @@ class SchedulerConfig:
         params = {name: whole_number(value) if name in INTEGERS else value for name, value in self.params.items()}
         object.__setattr__(self, "params", params)
         if self.type in TORCH_SCHEDULERS:
-            torch_class = getattr(torch.optim.lr_scheduler, self.type)
-            _check_arguments("scheduler", torch_class, torch.optim.AdamW(_parameters()), self.params)
+            subject = _torch_optimizer("AdamW")(_parameters())
+            _check_arguments("scheduler", _torch_scheduler(self.type), subject, self.params)
             return
         assert self.type in SCHEDULER_PARAMS, f"{self.type=}"
         for name in REQUIRED_SCHEDULER_PARAMS.get(self.type, ()):
@@ -224,7 +239,7 @@ def build_optimizer_config(block: dict[str, Any], without_effect: list[str]) -> 
     block = read_block(block, "optimizer", ("type", "params"), without_effect)
     kind = choose_type("optimizer", block.get("type"), (*OPTIMIZER_PARAMS, *TORCH_OPTIMIZERS), OPTIMIZERS_NOT_SUPPORTED)
     given = child_block(block, "params", "optimizer")
-    known = OPTIMIZER_PARAMS[kind] if kind in OPTIMIZER_PARAMS else _argument_names(getattr(torch.optim, kind))
+    known = OPTIMIZER_PARAMS[kind] if kind in OPTIMIZER_PARAMS else _argument_names(_torch_optimizer(kind))
     params = read_block(given, "optimizer.params", known, without_effect)
     params = {
         name: tuple(value) if isinstance(value, list) and name in PAIRS else value for name, value in params.items()
@@ -244,6 +259,6 @@ def build_scheduler_config(block: dict[str, Any], without_effect: list[str]) -> 
     kind = choose_type("scheduler", block.get("type"), (*SCHEDULER_PARAMS, *TORCH_SCHEDULERS))
     given = child_block(block, "params", "scheduler")
     is_ours = kind in SCHEDULER_PARAMS
-    known = SCHEDULER_PARAMS[kind] if is_ours else _argument_names(getattr(torch.optim.lr_scheduler, kind))
+    known = SCHEDULER_PARAMS[kind] if is_ours else _argument_names(_torch_scheduler(kind))
     params = read_block(given, "scheduler.params", known, without_effect)
     return SchedulerConfig(type=kind, params=params)
