@@ -13,8 +13,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from hybrid_engine.config import EngineConfig, load_config
 from hybrid_engine.config.checks import check_flag, check_integer
 from hybrid_engine.distributed.dataloader import TrainingDataLoader
-from hybrid_engine.distributed.environment import describe_process
-from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size, init_distributed, join_alone
+from hybrid_engine.distributed.processes import (
+    describe_process,
+    gather_objects,
+    get_rank,
+    get_world_size,
+    init_distributed,
+    join_alone,
+)
 from hybrid_engine.engine.deepspeed_engine import DeepSpeedEngine
 from hybrid_engine.engine.zero_engine import ZeroEngine
 from hybrid_engine.optim.optimizer import ZeroOptimizer

@@ -21,9 +21,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from hybrid_engine.checkpoint.folder import save_state_dict, writing_files
 from hybrid_engine.checkpoint.manifest import check_file_name, check_folder
 from hybrid_engine.checkpoint.saved_logits import Probe, check_saved_logits, without_renamed_attribute_warning
-from hybrid_engine.checkpoint.work_folder import save_state_dict, writing_files
 from hybrid_engine.containers.quantised import dequantise_weight_of, is_quantised
 from hybrid_engine.containers.views import active_adapters, carries_lora, stores_transposed
 from hybrid_engine.distributed.processes import get_rank, on_rank_zero

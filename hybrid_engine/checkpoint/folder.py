@@ -7,17 +7,26 @@
     <directory>/.hybrid_engine.lock   held by the run that saves here (`saving.py`)
     <directory>/zero_to_fp32.py   as DeepSpeed's: a user who runs it gets the fp32 weights in one file
 
+`writing_files` and `writing_folder` write exports in the same way: into a marked folder that is moved to its place at
+the end. A killed process leaves such a folder, and the next one removes it.
+
 Everything here is local to one process. Only files written here are removed: a folder that has the name of a tag and is
 not a checkpoint stays, and so do files that a user put next to ours.
 """
 
 import os
 import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hybrid_engine.checkpoint import work_folder
-from hybrid_engine.checkpoint.manifest import LATEST, MANIFEST, check_tag, is_manifest, list_files, write_manifest
+import torch
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+
+from hybrid_engine.checkpoint.manifest import LATEST, MANIFEST, MARK, check_tag, is_manifest, list_files, write_manifest
 
 DEEPSPEEDS_FILES = ("*model_states.pt", "zero/*")
 """Patterns of files in every checkpoint of DeepSpeed, at each ZeRO stage, and in a universal one."""
@@ -36,6 +45,7 @@ if __name__ == "__main__":
 """
 UNMARKED = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|state\.pt|checkpoint\.json")
 """The files of a checkpoint; identify a leftover that was written before there were marks."""
+WRITING = ".writing"
 
 
 def begin(directory: Path, tag: str) -> Path:
@@ -50,7 +60,7 @@ def begin(directory: Path, tag: str) -> Path:
         _clear(leftover)
     _check_place(directory, tag)
     writing = directory / f".{tag}.writing"
-    work_folder.make(writing)
+    make(writing)
     return writing
 
 
@@ -80,7 +90,7 @@ def publish(
     if is_latest:
         (target / NEW_LATEST).replace(directory / LATEST)
         _sync(directory)
-    (target / work_folder.MARK).unlink()
+    (target / MARK).unlink()
     _settle_replaced(replaced)
 
 
@@ -95,7 +105,7 @@ def _write_script(writing: Path, directory: Path) -> None:
 def abandon(writing: Path, directory: Path, tag: str) -> None:
     """Removes the files of a checkpoint that cannot be finished; an older one of the same tag stays."""
     if writing.exists():
-        work_folder.remove(writing)
+        remove(writing)
     _settle_replaced(directory / f".{tag}.replaced")
 
 
@@ -137,7 +147,7 @@ def discard(directory: Path, tag: str, successor: str) -> None:
 def _check_place(directory: Path, tag: str) -> None:
     """Checks that the checkpoint `tag` replaces a checkpoint of ours, an empty folder or nothing; raises ValueError."""
     target, replaced, latest = directory / tag, directory / f".{tag}.replaced", directory / LATEST
-    if (target.exists() or target.is_symlink()) and not _is_ours(target) and not work_folder.is_empty(target):
+    if (target.exists() or target.is_symlink()) and not _is_ours(target) and not is_empty(target):
         raise ValueError(
             f"tag={tag!r}: {str(target)!r} is no checkpoint that was saved here and would be replaced; give another "
             f"tag, or move it away"
@@ -161,11 +171,11 @@ def _is_ours(folder: Path) -> bool:
 def _settle_replaced(replaced: Path) -> None:
     """Removes a checkpoint that was replaced, or restores its name if no other checkpoint has it."""
     original = replaced.with_name(replaced.name.removeprefix(".").removesuffix(".replaced"))
-    if work_folder.is_empty(replaced):
+    if is_empty(replaced):
         replaced.rmdir()
     if not _is_ours(replaced):
         return
-    if work_folder.is_empty(original):
+    if is_empty(original):
         original.rmdir()
     if _is_ours(original):
         _remove_replaced(replaced, original)
@@ -178,7 +188,7 @@ def _remove_replaced(folder: Path, successor: Path) -> None:
 
     The manifest is removed last, so that a process killed here leaves a folder that is still recognized as ours.
     """
-    for name in [*list_files(folder), NEW_LATEST, work_folder.MARK]:
+    for name in [*list_files(folder), NEW_LATEST, MARK]:
         (folder / name).unlink(missing_ok=True)
     for path in [path for path in folder.iterdir() if path.name != MANIFEST]:
         path.rename(_free_name(successor / path.name))
@@ -199,9 +209,9 @@ def _clear(leftover: Path) -> None:
     names = [path.name for path in leftover.iterdir()]
     is_unmarked = any(name.endswith(".distcp") for name in names) and all(map(UNMARKED.fullmatch, names))
     if is_unmarked:
-        work_folder.remove(leftover)
+        remove(leftover)
     else:
-        work_folder.clear(leftover)
+        clear(leftover)
 
 
 def _read_latest(directory: Path) -> str:
@@ -250,3 +260,139 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def writing_files(folder: Path) -> Iterator[Path]:
+    """Yields a folder for files that are moved into `folder` at the end; `folder` is made if it does not exist.
+
+    They replace files of the same names; after an error they are removed.
+
+    Raises:
+        ValueError: something is in the way.
+        OSError: the disk is full, or a similar error.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    writing = folder / WRITING
+    make(writing)
+    try:
+        with _naming(folder):
+            yield writing
+            for path in sorted(path for path in writing.iterdir() if path.name != MARK):
+                path.replace(folder / path.name)
+    finally:
+        remove(writing)
+
+
+@contextmanager
+def writing_folder(folder: Path) -> Iterator[Path]:
+    """Yields a folder next to `folder`, which replaces it at the end; `folder` must not exist, or must be empty.
+
+    After an error it is removed. A process that is killed leaves `folder` as it was; the next call removes the rest.
+
+    Raises:
+        ValueError: something is in the way.
+        OSError: the disk is full, or a similar error.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    writing = folder.parent / f".{folder.name}{WRITING}"
+    make(writing)
+    try:
+        with _naming(folder):
+            yield writing
+            writing.replace(folder)
+    except BaseException:
+        remove(writing)
+        raise
+    (folder / MARK).unlink()  # last: a process killed before this leaves a folder that the next one may remove
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Makes an error of the system name the folder that was being written, even if a library wrapped the error."""
+    try:
+        yield
+    except Exception as error:
+        cause = find_cause(error)
+        if isinstance(cause, OSError):
+            raise OSError(
+                cause.errno, f"{str(folder)!r} could not be written to ({cause.strerror or cause}); free space there"
+            ) from None
+        raise
+
+
+def save_state_dict(state: dict[str, Any], path: Path) -> None:
+    """Calls `torch.save` on an open file: with a path, its error for a full disk only says that a stream has failed."""
+    with path.open("wb") as file:
+        torch.save(state, file)
+
+
+def make(folder: Path) -> None:
+    """Makes an empty marked folder; one that a killed process left there is removed first.
+
+    Raises:
+        ValueError: something else is there.
+    """
+    clear(folder)
+    if folder.exists() or folder.is_symlink():
+        raise ValueError(
+            f"{str(folder)!r} is in the way: files are written there before they get their place, and it was not made "
+            f"for that; move it away"
+        )
+    folder.mkdir()
+    (folder / MARK).touch()
+
+
+def clear(folder: Path) -> None:
+    """Removes a folder that was made here or is empty; anything else stays."""
+    if is_marked(folder) or is_empty(folder):
+        remove(folder)
+
+
+def is_marked(folder: Path) -> bool:
+    """Whether `folder` was made here and is not a link to such a folder."""
+    return not folder.is_symlink() and (folder / MARK).is_file()
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether `folder` is an empty folder and not a link."""
+    return not folder.is_symlink() and folder.is_dir() and not any(folder.iterdir())
+
+
+def remove(folder: Path) -> None:
+    """Removes `folder`, its mark last, so that a process killed here leaves it marked."""
+    for path in [path for path in folder.iterdir() if path.name != MARK]:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    (folder / MARK).unlink(missing_ok=True)
+    folder.rmdir()
+
+
+def find_cause(error: BaseException) -> BaseException:
+    """The cause of an error from torch: an interruption, a system error, or a ValueError with its text."""
+    causes = [cause for cause in _causes(error) if not isinstance(cause, CheckpointException)]
+    for cause in causes:
+        if not isinstance(cause, Exception):  # such as KeyboardInterrupt
+            return cause
+    for kind in (OSError, ValueError):
+        for cause in causes:
+            if isinstance(cause, kind):
+                return cause
+    first = causes[0] if causes else error
+    if isinstance(first, SafetensorError):
+        return OSError(str(first))
+    text = str(first).strip().splitlines()[0] if str(first).strip() else ""
+    return ValueError(f"{type(first).__name__}: {text}")
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """`error`, the errors that it wraps, and those that caused it."""
+    if error is None:
+        return
+    yield error
+    if isinstance(error, CheckpointException):
+        for wrapped, _ in error.failures.values():
+            yield from _causes(wrapped)
+    yield from _causes(error.__cause__ or error.__context__)

@@ -11,8 +11,15 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from hybrid_engine.checkpoint import folder as folders
-from hybrid_engine.checkpoint.comparison import Wanted, check_manifest, warn_of_differences
-from hybrid_engine.checkpoint.contents import (
+from hybrid_engine.checkpoint.manifest import (
+    PartsToLoad,
+    check_files,
+    check_folder,
+    check_manifest,
+    read_manifest,
+    warn_of_differences,
+)
+from hybrid_engine.checkpoint.saving import (
     COUNTERS,
     MEASURED,
     OPTIMIZER,
@@ -25,7 +32,6 @@ from hybrid_engine.checkpoint.contents import (
     set_random_state,
     with_shards,
 )
-from hybrid_engine.checkpoint.manifest import check_files, check_folder, read_manifest
 from hybrid_engine.checkpoint.tensor_files import INDEX_FILE, STATE_FILE, read_index, read_tensors, read_values
 from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
 from hybrid_engine.distributed.processes import on_rank_zero
@@ -140,7 +146,7 @@ def load(
         OSError: it cannot be read. The engine is unchanged.
     """
     trains = training.optimizer is not None and not module_only
-    wanted = Wanted(training=trains, optimizer=trains and with_optimizer, scheduler=trains and with_scheduler)
+    wanted = PartsToLoad(training=trains, optimizer=trains and with_optimizer, scheduler=trains and with_scheduler)
     with holding_interrupts() as held:
         opened = on_rank_zero(lambda: _open(training, check_folder("load_dir", directory), tag, wanted, is_strict))
         with_shards(training, lambda: _take_over(training, opened, wanted, held))
@@ -148,7 +154,9 @@ def load(
     return opened.folder, {} if client_state is None else client_state
 
 
-def _open(training: TrainingState, directory: Path, tag: str | int | None, wanted: Wanted, is_strict: bool) -> Opened:
+def _open(
+    training: TrainingState, directory: Path, tag: str | int | None, wanted: PartsToLoad, is_strict: bool
+) -> Opened:
     folder = folders.find(directory, None if tag is None else str(tag))
     folders.check_not_deepspeeds(folder)
     manifest, own = read_manifest(folder), build_manifest(training)
@@ -171,7 +179,7 @@ def _own_values(training: TrainingState) -> dict[str, Any]:
     }
 
 
-def _pick(training: TrainingState, values: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
+def _pick(training: TrainingState, values: dict[str, Any], wanted: PartsToLoad) -> dict[str, Any]:
     """The plain values of a checkpoint that are to be loaded.
 
     Raises:
@@ -227,7 +235,7 @@ def _has_this_scaler(training: TrainingState, saved: dict[str, Any]) -> bool:
     return False
 
 
-def _take_over(training: TrainingState, opened: Opened, wanted: Wanted, held: HeldInterrupts) -> None:
+def _take_over(training: TrainingState, opened: Opened, wanted: PartsToLoad, held: HeldInterrupts) -> None:
     """Reads, checks, and then changes the engine, whose parameters are shards; collective. Errors are raised on all."""
     staged = agree(lambda: _stage(training, opened, wanted, held))
     undo = agree(lambda: Undo(training))
@@ -247,14 +255,14 @@ def _take_over(training: TrainingState, opened: Opened, wanted: Wanted, held: He
         training.counters.micro_steps = training.counters.global_steps * training.counters.num_micro_batches
 
 
-def _stage(training: TrainingState, opened: Opened, wanted: Wanted, held: HeldInterrupts) -> Staged:
+def _stage(training: TrainingState, opened: Opened, wanted: PartsToLoad, held: HeldInterrupts) -> Staged:
     """Checks this process's part of the files and reads its part of the tensors into new ones; local."""
     with held.allowed():
         check_files(opened.folder, opened.checksums, training.sharding.rank, training.sharding.world_size)
         return _raising_value_errors(opened.folder, lambda: _read(training, opened, wanted))
 
 
-def _read(training: TrainingState, opened: Opened, wanted: Wanted) -> Staged:
+def _read(training: TrainingState, opened: Opened, wanted: PartsToLoad) -> Staged:
     stored = opened.index.state_dict_metadata
     weights = {key: torch.empty_like(tensor) for key, tensor in collect_weights(training).items() if key in stored}
     state = _allocate_optimizer_state(training.optimizer, opened.index) if wanted.optimizer else {}
@@ -277,7 +285,7 @@ def _allocate_optimizer_state(optimizer: ZeroOptimizer | None, index: Metadata) 
     return state
 
 
-def _commit(training: TrainingState, opened: Opened, staged: Staged, wanted: Wanted, undo: Undo) -> None:
+def _commit(training: TrainingState, opened: Opened, staged: Staged, wanted: PartsToLoad, undo: Undo) -> None:
     """Writes the staged values into the engine; local."""
     values, optimizer = opened.values, training.optimizer
     if optimizer is not None:

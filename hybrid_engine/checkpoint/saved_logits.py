@@ -35,7 +35,7 @@ MOST_OTHER_EXPERTS = 0.25
 """The largest share of experts that the saved model would not choose. With another router about half of them differ."""
 
 
-class Routing(NamedTuple):
+class RecordedRouting(NamedTuple):
     """The experts of one layer for each token, and the factors of their outputs."""
 
     experts: torch.Tensor  # [T, K] int64
@@ -48,7 +48,7 @@ class Probe(NamedTuple):
     inputs: dict[str, torch.Tensor]
     logits: torch.Tensor  # [T, V] fp32 on the CPU
     dtype: torch.dtype  # that the trained model computes in
-    routings: list[Routing]  # on the CPU, in the order of the layers; empty without experts
+    routings: list[RecordedRouting]  # on the CPU, in the order of the layers; empty without experts
 
 
 def ask_model(module: nn.Module, device: torch.device) -> Probe | None:
@@ -63,7 +63,7 @@ def ask_model(module: nn.Module, device: torch.device) -> Probe | None:
     inputs = {"input_ids": _tokens(module, base).to(device)}
     if base.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = inputs["input_ids"]
-    routings: list[Routing] = []
+    routings: list[RecordedRouting] = []
     with _experts_hooked(module, lambda routing: routings.append(_on_cpu(routing))):
         logits = _logits(module, inputs)
     if not torch.isfinite(logits).all():
@@ -118,11 +118,11 @@ def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> torch.T
 class _FollowedRoutings:
     """Routings of another model; they replace the saved model's for tokens where its router chose other experts."""
 
-    def __init__(self, routings: list[Routing]) -> None:
+    def __init__(self, routings: list[RecordedRouting]) -> None:
         self._coming = iter(routings)
         self._choices = self._others = 0
 
-    def follow(self, chosen: Routing) -> Routing:
+    def follow(self, chosen: RecordedRouting) -> RecordedRouting:
         given = next(self._coming, None)
         if given is None or given.experts.shape != chosen.experts.shape or given.weights.shape != chosen.weights.shape:
             return chosen
@@ -131,7 +131,7 @@ class _FollowedRoutings:
         self._others += int(is_other.sum())
         follows = is_other.any(-1, keepdim=True)  # [T, 1]
         weights = torch.where(follows, given.weights.to(chosen.weights.dtype), chosen.weights)
-        return Routing(torch.where(follows, given.experts, chosen.experts), weights)
+        return RecordedRouting(torch.where(follows, given.experts, chosen.experts), weights)
 
     @property
     def share_of_others(self) -> float:
@@ -140,7 +140,7 @@ class _FollowedRoutings:
 
 
 @contextmanager
-def _experts_hooked(module: nn.Module, see: Callable[[Routing], Routing | None]) -> Iterator[None]:
+def _experts_hooked(module: nn.Module, see: Callable[[RecordedRouting], RecordedRouting | None]) -> Iterator[None]:
     """Inside, `see` is called with the routing of each layer before its experts compute, and may return another.
 
     Experts of transformers are modules called with hidden states, indices and weights.
@@ -149,7 +149,7 @@ def _experts_hooked(module: nn.Module, see: Callable[[Routing], Routing | None])
     def before(part: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if len(args) != 3 or not all(isinstance(arg, torch.Tensor) for arg in args) or args[1].dtype != torch.int64:
             return None
-        seen = see(Routing(args[1], args[2]))
+        seen = see(RecordedRouting(args[1], args[2]))
         return None if seen is None else (args[0], *seen)
 
     # An adapter around experts is called with the same arguments and calls them.
@@ -162,8 +162,8 @@ def _experts_hooked(module: nn.Module, see: Callable[[Routing], Routing | None])
             handle.remove()
 
 
-def _on_cpu(routing: Routing) -> Routing:
-    return Routing(routing.experts.cpu(), routing.weights.cpu())
+def _on_cpu(routing: RecordedRouting) -> RecordedRouting:
+    return RecordedRouting(routing.experts.cpu(), routing.weights.cpu())
 
 
 def _tokens(module: nn.Module, base: PreTrainedModel) -> torch.Tensor:

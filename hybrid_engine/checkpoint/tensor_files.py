@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from hybrid_engine.checkpoint.work_folder import find_cause
+from hybrid_engine.checkpoint.folder import find_cause
 from hybrid_engine.distributed.interrupts import HeldInterrupts
 
 INDEX_FILE = ".metadata"

@@ -11,7 +11,6 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
 from hybrid_engine.config import SIMPLE_BLOCKS, EngineConfig, OffloadConfig, OffloadParamConfig, ZeroConfig
-from hybrid_engine.config.auto import FROM_ARGUMENTS, ONLY_THE_USER_KNOWS
 from hybrid_engine.config.keys import NO_MEANING, NOT_SUPPORTED, OPTIMIZERS_NOT_SUPPORTED, OTHER_NAMES, as_json
 from hybrid_engine.config.optimizer import (
     MUON_RATES,
@@ -23,6 +22,7 @@ from hybrid_engine.config.optimizer import (
     OptimizerConfig,
     SchedulerConfig,
 )
+from hybrid_engine.config.reading import FROM_ARGUMENTS, ONLY_THE_USER_KNOWS
 
 WORKING: dict[str, Any] = {
     "": EngineConfig,

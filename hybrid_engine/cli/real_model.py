@@ -83,7 +83,7 @@ def write_model(weights: Path, folder: Path) -> None:
         OSError: for example, the disk is full.
     """
     # These imports take seconds, and `--help` does not wait for them.
-    work_folder = importlib.import_module("hybrid_engine.checkpoint.work_folder")
+    work_folder = importlib.import_module("hybrid_engine.checkpoint.folder")
     transformers = importlib.import_module("transformers")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

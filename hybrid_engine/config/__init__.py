@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, fields
 from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hybrid_engine.config.auto import resolve_auto, without_auto
 from hybrid_engine.config.blocks import (
     ActivationCheckpointingConfig,
     Bf16Config,
@@ -39,7 +38,7 @@ from hybrid_engine.config.optimizer import (
     build_optimizer_config,
     build_scheduler_config,
 )
-from hybrid_engine.config.reading import child_block, read_block, read_json, with_integers
+from hybrid_engine.config.reading import child_block, read_block, read_json, resolve_auto, with_integers, without_auto
 
 if TYPE_CHECKING:  # the command reads its options without torch
     import torch
@@ -247,7 +246,7 @@ def load_config(
     Args:
         config: the config as a dict (not changed), the path of a JSON file, or its content in URL-safe base64.
         world_size: number of data-parallel processes, which the batch sizes are checked against.
-        arguments: TrainingArguments of transformers, which fill in "auto"; see `auto.py`.
+        arguments: TrainingArguments of transformers, which fill in "auto"; see `resolve_auto`.
 
     Returns:
         The checked config. Accepted keys without effect here are named in one line of the log, on rank 0.

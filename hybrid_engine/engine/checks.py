@@ -22,12 +22,11 @@ from hybrid_engine.distributed.processes import check_same_architecture, default
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.generation.memory import free_and_total_bytes
 from hybrid_engine.metrics.memory_plan import format_bytes
-from hybrid_engine.metrics.monitor import check_packages, prepare_outputs
+from hybrid_engine.metrics.observer import check_packages, prepare_outputs
 from hybrid_engine.optim.build import check_choices, check_group_options, check_quantised
 from hybrid_engine.optim.lr_schedules import check_rates
-from hybrid_engine.optim.muon import split_groups
 from hybrid_engine.optim.optimizer import ZeroOptimizer
-from hybrid_engine.optim.param_groups import NamedGroup, name_groups
+from hybrid_engine.optim.param_groups import NamedGroup, name_groups, split_groups
 from hybrid_engine.optim.state_offload import TRAINING, OffloadStateTypeEnum
 from hybrid_engine.zero.layer_groups import check_callable, check_uncompiled, find_layers
 from hybrid_engine.zero.sharding import Sharding

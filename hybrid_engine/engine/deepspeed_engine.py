@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from hybrid_engine.distributed.dataloader import build_training_dataloader
 from hybrid_engine.engine.whole_values import link_parameters
 from hybrid_engine.engine.zero_engine import ZeroEngine
-from hybrid_engine.metrics.monitor import Monitor
-from hybrid_engine.metrics.observer import ThroughputTimer
+from hybrid_engine.metrics.observer import Monitor, ThroughputTimer
 from hybrid_engine.zero.sharding import full_tensor
 from hybrid_engine.zero.split_module import unit_size_of
 

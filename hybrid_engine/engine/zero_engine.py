@@ -26,8 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
 
 from hybrid_engine import checkpoint
-from hybrid_engine.checkpoint.contents import seed_everything
-from hybrid_engine.checkpoint.saving import RunLock
+from hybrid_engine.checkpoint.saving import RunLock, seed_everything
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.config.checks import check_flag, check_integer, check_path
 from hybrid_engine.containers.device import launching
@@ -344,7 +343,7 @@ class ZeroEngine(Uncopied):
         error = attempt(self._check_step)[1]
         with holding_interrupts(), self._ending_micro_batch(error) as is_boundary:
             if is_boundary:
-                with self._stepping_together(optimizer, error):
+                with self.accumulation.stepping_together(error):
                     optimizer.step()  # unscales and clips the gradients, updates the masters, publishes their values
                 self._advance_schedule(optimizer, lr_kwargs or {})
 
@@ -372,37 +371,6 @@ class ZeroEngine(Uncopied):
     def _advance_schedule(self, optimizer: ZeroOptimizer, lr_kwargs: dict[str, Any]) -> None:
         if self.lr_scheduler is not None and not optimizer.overflow:
             self.lr_scheduler.step(**lr_kwargs)
-
-    @contextmanager
-    def _stepping_together(self, optimizer: ZeroOptimizer, error: BaseException | None) -> Iterator[None]:
-        """Wraps the optimizer's step, for which parameters are shards. Collective.
-
-        Raises:
-            BaseException: `error`, or another one before anything was stepped, of this process or of another; all
-                gradients are dropped.
-        """
-        is_held, error_now = attempt(partial(self._prepare_step, optimizer))
-        error = self.passes.drop_unused_gradients(optimizer.parameters, error_now if error is None else error)
-        if error is not None:
-            self._abandon_step()
-            raise error
-        try:
-            yield
-        except ValueError:  # a refusal, which every process raises
-            self._abandon_step()
-            raise
-        self.sharding.settle_stepped(bool(is_held), {id(trained.param) for trained in optimizer.parameters})
-
-    def _abandon_step(self) -> None:
-        self.drop_accumulation()
-        self.sharding.settle()
-
-    def _prepare_step(self, optimizer: ZeroOptimizer) -> bool:
-        """All parts of a step that may fail and change nothing yet; local. Returns the argument of `settle_stepped`."""
-        self.accumulation.check_reduced()
-        is_held = self.sharding.become_shards_to_step(len(optimizer.parameters))
-        optimizer.take_gradients()
-        return is_held
 
     def pass_step(self) -> None:
         """Counts an optimizer step in which no process has a gradient: only the schedule advances.

@@ -203,6 +203,40 @@ class GradientAccumulation:
         finally:
             self._is_stepping = False
 
+    @contextmanager
+    def stepping_together(self, error: BaseException | None) -> Iterator[None]:
+        """Wraps the optimizer's step, for which parameters are shards. Collective.
+
+        Raises:
+            BaseException: `error`, or another one before anything was stepped, of this process or of another; all
+                gradients are dropped.
+        """
+        assert self._optimizer is not None
+        parameters, sharding = self._optimizer.parameters, self._passes.sharding
+        is_held, error_now = attempt(self._prepare_step)
+        error = self._passes.drop_unused_gradients(parameters, error_now if error is None else error)
+        if error is not None:
+            self._abandon_step()
+            raise error
+        try:
+            yield
+        except ValueError:  # a refusal, which every process raises
+            self._abandon_step()
+            raise
+        sharding.settle_stepped(bool(is_held), {id(trained.param) for trained in parameters})
+
+    def _prepare_step(self) -> bool:
+        """All parts of a step that may fail and change nothing yet; local. Returns the argument of `settle_stepped`."""
+        assert self._optimizer is not None
+        self.check_reduced()
+        is_held = self._passes.sharding.become_shards_to_step(len(self._optimizer.parameters))
+        self._optimizer.take_gradients()
+        return is_held
+
+    def _abandon_step(self) -> None:
+        self.drop()
+        self._passes.sharding.settle()
+
     def num_samples(self) -> int:
         """Samples of the current optimizer step, over all processes."""
         if self.is_managed:

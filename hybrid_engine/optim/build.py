@@ -21,12 +21,10 @@ from hybrid_engine.distributed.processes import get_world_size
 from hybrid_engine.ops.fused_adam import FusedAdam
 from hybrid_engine.ops.fused_lamb import FusedLamb
 from hybrid_engine.ops.fused_lion import FusedLion
-from hybrid_engine.optim.loss_scaler import DynamicLossScaler, LossScaler, StaticLossScaler
 from hybrid_engine.optim.lr_schedules import build_scheduler
 from hybrid_engine.optim.masters import build_trained_parameters
-from hybrid_engine.optim.muon import MuonWithAdamW
-from hybrid_engine.optim.optimizer import ZeroOptimizer
-from hybrid_engine.optim.param_groups import NamedGroup, build_groups, has_stepped, repoint_groups
+from hybrid_engine.optim.optimizer import DynamicLossScaler, LossScaler, StaticLossScaler, ZeroOptimizer
+from hybrid_engine.optim.param_groups import MuonWithAdamW, NamedGroup, build_groups, has_stepped, repoint_groups
 from hybrid_engine.optim.state_offload import StateOffload
 from hybrid_engine.zero.passes import Passes
 from hybrid_engine.zero.sharding import saved_buffers

@@ -15,7 +15,7 @@ from hybrid_engine.config.checks import check_integer
 from hybrid_engine.zero.gathered_parameters import GatheredParameters
 
 
-class Tiles(nn.Sequential):
+class RowOfTiles(nn.Sequential):
     """The tiles of one part of the output; a module that is called, so that FSDP2 can gather it alone.
 
     It is not a ModuleList, which FSDP2 refuses up to torch 2.11 although it can be called.
@@ -63,7 +63,7 @@ class TiledLinear(nn.Module):
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
         self.in_sizes, self.out_sizes = _cut(in_features, in_splits), _cut(out_features, out_splits)
         self.linears = nn.ModuleList(
-            Tiles(
+            RowOfTiles(
                 *(
                     linear_cls(columns, rows, bias=bias and number == in_splits - 1, **kwargs)
                     for number, columns in enumerate(self.in_sizes)
@@ -96,7 +96,7 @@ class TiledLinear(nn.Module):
                 f"fit one of {(self.out_features, self.in_features)}, bias={self.use_bias}; give one that does"
             )
         for tiles, rows in zip(self.linears, _slices(self.out_sizes), strict=True):
-            for tile, columns in zip(cast(Tiles, tiles), _slices(self.in_sizes), strict=True):
+            for tile, columns in zip(cast(RowOfTiles, tiles), _slices(self.in_sizes), strict=True):
                 with GatheredParameters(tile.parameters(), modifier_rank=0):
                     tile.weight.copy_(other.weight[rows, columns])
                     if tile.bias is not None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hybrid_engine.checkpoint.work_folder import writing_folder
+from hybrid_engine.checkpoint.folder import writing_folder
 from hybrid_engine.cli import cli, real_model
 
 
@@ -58,7 +58,7 @@ def test_a_package_without_weights_is_refused_by_name(tmp_path, monkeypatch):
 KILLED = """
 import os, sys
 from pathlib import Path
-from hybrid_engine.checkpoint.work_folder import writing_folder
+from hybrid_engine.checkpoint.folder import writing_folder
 
 with writing_folder(Path(sys.argv[1])) as writing:
     (writing / "config.json").write_text("{}")

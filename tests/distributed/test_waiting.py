@@ -7,8 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from hybrid_engine.distributed import processes
-from hybrid_engine.distributed.environment import describe_process
-from hybrid_engine.distributed.processes import announcing
+from hybrid_engine.distributed.processes import announcing, describe_process
 from tests.support.distributed import free_port
 
 pytestmark = pytest.mark.quick

@@ -395,9 +395,9 @@ def test_trackers_are_accelerates_and_get_what_the_config_says(monkeypatch, tmp_
 
 
 def test_a_tracker_without_its_package_is_refused_before_the_model_is_changed(monkeypatch):
-    from hybrid_engine.metrics import monitor
+    from hybrid_engine.metrics import observer
 
-    monkeypatch.setattr(monitor.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(observer.importlib.util, "find_spec", lambda name: None)
     model = nn.Linear(3, 2)
     config = {**MINIMAL, "wandb": {"enabled": True}, "bf16": {"enabled": True}}
     with pytest.raises(ValueError, match=r"wandb\.enabled=true needs the package wandb"):
@@ -407,9 +407,9 @@ def test_a_tracker_without_its_package_is_refused_before_the_model_is_changed(mo
 
 @pytest.mark.parametrize("name", ["csv_monitor", "tensorboard"])
 def test_a_folder_that_cannot_be_made_is_refused_before_the_model_is_changed(tmp_path, monkeypatch, name):
-    from hybrid_engine.metrics import monitor
+    from hybrid_engine.metrics import observer
 
-    monkeypatch.setattr(monitor.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(observer.importlib.util, "find_spec", lambda name: object())
     (tmp_path / "file").write_text("mine")
     _assert_refused(rf"{name}\.output_path=.*file' cannot be written", name, output_path=str(tmp_path / "file"))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybrid_engine.optim.loss_scaler import DynamicLossScaler, StaticLossScaler
+from hybrid_engine.optim.optimizer import DynamicLossScaler, StaticLossScaler
 
 pytestmark = pytest.mark.quick
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hybrid_engine.distributed import processes
-from hybrid_engine.distributed.environment import describe_process
+from hybrid_engine.distributed.processes import describe_process
 
 
 def init_distributed(

@@ -15,11 +15,10 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
-from hybrid_engine.checkpoint.contents import WEIGHTS
-from hybrid_engine.checkpoint.folder import check_not_deepspeeds, find
+from hybrid_engine.checkpoint.folder import check_not_deepspeeds, find, save_state_dict, writing_files
 from hybrid_engine.checkpoint.manifest import check_files, check_folder, read_manifest
+from hybrid_engine.checkpoint.saving import WEIGHTS
 from hybrid_engine.checkpoint.tensor_files import read_index, read_tensors
-from hybrid_engine.checkpoint.work_folder import save_state_dict, writing_files
 
 logger = logging.getLogger("hybrid_engine")
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import hybrid_engine as deepspeed
-from hybrid_engine.distributed.environment import describe_process, first_host
+from hybrid_engine.distributed.processes import describe_process, first_host
 from tests.support import fresh_python
 from tests.support.distributed import free_port, run_distributed
 from tests.support.training_reference import engine_config, tiny_llama, train_engine

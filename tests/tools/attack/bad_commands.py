@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from hybrid_engine.cli import cli, launcher
-from hybrid_engine.distributed.environment import describe_process
+from hybrid_engine.distributed.processes import describe_process
 from hybrid_engine.recipes import dpo, grpo, kto, online_dpo, ppo, reward, sft
 
 from .bad_config import type_name
