@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from common import Ceilings
 from transformers import PreTrainedModel
 
-from hybrid_engine.zero.layer_groups import find_layers
+from hybrid_engine.zero.wrapping import find_layers
 
 
 @dataclass(frozen=True)

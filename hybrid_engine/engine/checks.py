@@ -28,10 +28,10 @@ from hybrid_engine.optim.lr_schedules import check_rates
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.optim.param_groups import NamedGroup, name_groups, split_groups
 from hybrid_engine.optim.state_offload import TRAINING, OffloadStateTypeEnum
-from hybrid_engine.zero.layer_groups import check_callable, check_uncompiled, find_layers
-from hybrid_engine.zero.sharding import Sharding
+from hybrid_engine.zero.sharding import Sharding, mesh_shape
 from hybrid_engine.zero.split_module import check_split, num_stages_of, unit_size_of
-from hybrid_engine.zero.wrapping import check_built_shards, mesh_shape, offloads_parameters
+from hybrid_engine.zero.unwrapping import check_built_shards, is_forward_method
+from hybrid_engine.zero.wrapping import check_uncompiled, find_layers, has_forward, offloads_parameters
 
 MAX_IN_ERROR = 5
 REMEDY = (
@@ -80,6 +80,15 @@ def check_training(
     num_units = get_world_size() // unit_size_of(model)
     check_built_shards(model, config.zero_optimization.stage, mesh_shape(config, num_units))
     return groups
+
+
+def check_callable(model: nn.Module) -> None:
+    """Raises ValueError if several processes cannot share the model because it is never called."""
+    if get_world_size() > 1 and not has_forward(model) and not any(map(is_forward_method, dir(type(model)))):
+        raise ValueError(
+            f"model: {type(model).__name__} has no forward(), and no method named forward_..., around which the "
+            f"parameters outside the layers are gathered; pass a module that calls its parts, or train on one process"
+        )
 
 
 def check_layer_fits(model: nn.Module, dtype: torch.dtype) -> None:

@@ -62,9 +62,10 @@ from hybrid_engine.zero.gathered_parameters import (
     mark_parameters,
 )
 from hybrid_engine.zero.passes import Passes
+from hybrid_engine.zero.sharding import mesh_shape
 from hybrid_engine.zero.split_module import is_staged, num_stages_of, original_of, together, unit_size_of
-from hybrid_engine.zero.unwrapping import Uncopied, found_sharding
-from hybrid_engine.zero.wrapping import mesh_shape, place_module, shard_module, take_over_evaluated
+from hybrid_engine.zero.unwrapping import Uncopied, found_sharding, take_over
+from hybrid_engine.zero.wrapping import place_module, shard_module
 
 if TYPE_CHECKING:
     from hybrid_engine.checkpoint.saved_logits import Probe
@@ -132,7 +133,7 @@ class ZeroEngine(Uncopied):
         )
         # All checks are done; from here on the model is changed.
         mesh = mesh_shape(config, get_world_size() // unit_size_of(model))
-        take_over_evaluated(model, config.zero_optimization.rules, mesh)
+        take_over(model, config.zero_optimization.rules, mesh)
         keep_as_loaded(model)
         self.config = config
         self.device = default_device()

@@ -47,8 +47,8 @@ from hybrid_engine.inference.config import InferenceConfig, read_config
 from hybrid_engine.inference.engine import InferenceEngine
 from hybrid_engine.metrics.memory_plan import format_bytes
 from hybrid_engine.optim.build import cast_module
-from hybrid_engine.zero.layer_groups import find_layers
 from hybrid_engine.zero.sharding import Sharding
+from hybrid_engine.zero.wrapping import find_layers
 
 ROW_NAMES = (
     "o_proj", "out_proj", "down_proj", "dense_4h_to_h", "fc2", "wo", "w2", "c_proj", "out_lin", "lin2", "proj_out",

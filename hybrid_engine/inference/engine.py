@@ -31,7 +31,7 @@ from hybrid_engine.generation.rollout.preparing import check_prompts, prepare
 from hybrid_engine.inference.config import InferenceConfig
 from hybrid_engine.metrics.memory_plan import format_bytes
 from hybrid_engine.serving import import_serving
-from hybrid_engine.zero.layer_groups import check_uncompiled
+from hybrid_engine.zero.wrapping import check_uncompiled
 
 
 class InferenceEngine(nn.Module):

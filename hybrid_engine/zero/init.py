@@ -34,7 +34,8 @@ from hybrid_engine.config import EngineConfig, load_config
 from hybrid_engine.config.reading import read_json
 from hybrid_engine.distributed.processes import default_device, get_world_size, init_distributed, join_alone
 from hybrid_engine.zero.gathered_parameters import GatheredParameters, mark_parameter
-from hybrid_engine.zero.wrapping import build_mesh, offloads_parameters
+from hybrid_engine.zero.sharding import build_mesh
+from hybrid_engine.zero.wrapping import offloads_parameters
 
 KEPT_WHOLE = 4
 """Number of latest calls whose parameters stay whole after they were used; initializers use one or two at a time."""

@@ -24,11 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from hybrid_engine.config import EngineConfig
 from hybrid_engine.config.blocks import ZERO_STAGES, StageRules
+from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.distributed.verdict import everyone
 from hybrid_engine.zero.fsdp2_private import (
     end_passes,
@@ -39,6 +41,12 @@ from hybrid_engine.zero.fsdp2_private import (
     return_to_gathered_storage,
     twins,
 )
+from hybrid_engine.zero.split_module import STAGES, tensor_axes, tensor_names
+
+_meshes: dict[tuple[str, tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
+"""Meshes that were made so far, by their layout."""
+_world: list[dist.ProcessGroup | None] = []
+"""The group of all processes that `_meshes` belong to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,3 +330,53 @@ def make_gradients_equal(parameters: list[TrainedParameter]) -> None:
     dist.broadcast(values, src=dist.get_global_rank(group, 0), group=group)
     for gradient, value in zip(gradients, values, strict=True):
         gradient.copy_(value)
+
+
+def build_mesh(
+    config: EngineConfig, world_size: int, num_stages: int = 1, split_sizes: tuple[int, ...] = ()
+) -> DeviceMesh:
+    """A mesh with all processes on the axis `fsdp`, or groups of the config's size on it and the groups on `replicate`.
+
+    If `world_size` counts units of several processes, these are on the last axes: `stages`, and those of
+    `tensor_names`, with the sizes `split_sizes`. peft recognizes shards by the name `fsdp`: on another axis it gives a
+    linear an adapter of the size of its shard.
+    """
+    shape = mesh_shape(config, world_size)
+    names = ("replicate", "fsdp")[-len(shape) :]
+    if num_stages == 1 and not split_sizes:
+        return _shared_mesh(default_device().type, shape, names)
+    if num_stages > 1:
+        shape, names = (*shape, num_stages), (*names, STAGES)
+    shape, names = (*shape, *split_sizes), (*names, *tensor_names(len(split_sizes)))
+    return init_device_mesh(default_device().type, shape, mesh_dim_names=names)
+
+
+def _shared_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """One mesh for all engines of a layout: each group permanently costs its processes threads and connections."""
+    if _world != [dist.group.WORLD]:
+        _world[:] = [dist.group.WORLD]
+        _meshes.clear()
+    layout = device_type, shape, names
+    if layout not in _meshes:
+        _meshes[layout] = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return _meshes[layout]
+
+
+def mesh_shape(config: EngineConfig, world_size: int) -> tuple[int, ...]:
+    """The sizes of the axes of the mesh of `build_mesh`."""
+    zero = config.zero_optimization
+    shard_size = (zero.shard_size or world_size) if zero.rules.shards_optimizer else 1
+    return (world_size,) if shard_size == world_size else (world_size // shard_size, shard_size)
+
+
+def find_norm_group(mesh: DeviceMesh, is_sharded: bool) -> dist.ProcessGroup | None:
+    """The processes whose parts together are one model, found by the axes longer than one process.
+
+    With `is_sharded` the units, which are on the axis `fsdp`, shard the model among them.
+    """
+    names = mesh.mesh_dim_names or ()
+    wanted = (*(("fsdp",) if is_sharded else ()), STAGES, *tensor_axes(names))
+    axes = tuple(name for name in wanted if name in names and mesh[name].size() > 1)
+    if len(axes) > 1:
+        return mesh[axes]._flatten("model").get_group()
+    return mesh[axes[0]].get_group() if axes else None

@@ -2,6 +2,8 @@
 
 FSDP2 refuses to copy a module that it has wrapped. Below stage 3 an engine's module is whole, and scripts copy it, for
 a moving average or a target network: the copy is a module of the class that the user wrote, without an engine.
+
+Also here: a model that is sharded before its engine is built, by zero.Init or by an engine that only evaluates.
 """
 
 import copy
@@ -18,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hybrid_engine.config import EngineConfig
+from hybrid_engine.config.blocks import ZERO_STAGES, StageRules
 from hybrid_engine.zero.fsdp2_private import (
     end_passes,
     forget_states,
@@ -26,7 +29,6 @@ from hybrid_engine.zero.fsdp2_private import (
     on_wrapped_class,
     plain_class,
 )
-from hybrid_engine.zero.layer_groups import is_forward_method
 from hybrid_engine.zero.sharding import Sharding, full_tensor
 
 _evaluated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -41,6 +43,11 @@ class EngineHook:
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args)
+
+
+def is_forward_method(name: str) -> bool:
+    """Whether a method of this name is a forward pass, such as a value model's `forward_value`."""
+    return name.startswith("forward_")
 
 
 def allow_copies(module: FSDPModule) -> None:
@@ -126,13 +133,15 @@ def can_take_over(root: nn.Module) -> bool:
     return bool(wrapped) and evaluated.issuperset(wrapped)
 
 
-def take_over(root: nn.Module, keeps_shards: bool) -> None:
+def take_over(root: nn.Module, rules: StageRules, mesh_shape: tuple[int, ...]) -> None:
     """Unwraps the parts of `root` that engines which only evaluate have wrapped, for another engine; collective.
 
-    Without `keeps_shards` the parameters become whole.
+    It keeps its shards if they have the layout of an engine with these `rules` and this mesh; otherwise the parameters
+    become whole.
     """
     if not can_take_over(root):
         return
+    shapes = {param.device_mesh.shape for param in root.parameters() if isinstance(param, DTensor)}
     wrapped = [part for part in root.modules() if isinstance(part, FSDPModule)]
     for part in wrapped:
         end_passes(part)
@@ -141,7 +150,7 @@ def take_over(root: nn.Module, keeps_shards: bool) -> None:
     forget_states(wrapped)
     for part in root.modules():
         _evaluated.discard(part)
-    if not keeps_shards:
+    if not rules.shards_parameters or shapes != {mesh_shape}:
         _make_whole(root)
 
 
@@ -163,6 +172,60 @@ def found_sharding(before: Sharding) -> Sharding:
         layers = [part for part in root.modules() if isinstance(part, FSDPModule) and part is not root]
         return replace(before, layers=cast(list[nn.Module], layers))
     return Sharding(root=root, stage=0, world_size=before.world_size, rank=before.rank)
+
+
+def check_built_shards(module: nn.Module, stage: int, mesh_shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless shards in `module` already have the layout of an engine of this stage and mesh.
+
+    An engine does not take over a model that another one has sharded and trains.
+    """
+    if can_take_over(module):
+        return
+    if any(isinstance(part, FSDPModule) for part in module.modules()):
+        raise ValueError(
+            "model: another engine has sharded it already to train it, and it stays with that engine also when the "
+            "engine is deleted; build the model again for this one, or copy.deepcopy it"
+        )
+    shards: list[Any] = [param for param in module.parameters() if _is_shard(param)]
+    if shards and not ZERO_STAGES[stage].shards_parameters:
+        raise ValueError(
+            f"zero_optimization.stage={stage} and a model built under zero.Init, which shards parameters, contradict "
+            f"each other; set the stage to 3, or build the model without zero.Init"
+        )
+    shapes = {shard.device_mesh.shape for shard in shards}
+    if shapes - {mesh_shape}:
+        raise ValueError(
+            f"model: zero.Init sharded it over processes in the shape {shapes}, the config over {mesh_shape}; give "
+            f"both the same config"
+        )
+
+
+def _is_shard(param: Any) -> bool:
+    """Whether ZeRO has sharded the parameter; a plan's parts are on other axes."""
+    return isinstance(param, DTensor) and "fsdp" in (param.device_mesh.mesh_dim_names or ())
+
+
+@contextmanager
+def placeholders(module: nn.Module) -> Iterator[None]:
+    """Inside, sharded parameters are replaced by plain ones without storage; afterwards they are restored."""
+    places = [
+        (part, name, param) for part in module.modules() for name, param in part._parameters.items() if _is_shard(param)
+    ]
+    stand_ins = {id(param): _without_storage(param) for _, _, param in places}
+    for part, name, param in places:
+        part._parameters[name] = stand_ins[id(param)]
+    yield
+    for part, name, param in places:
+        part._parameters[name] = param
+    if places:
+        for part in module.modules():
+            if isinstance(part, FSDPModule):  # FSDP2 takes over the shards at the first gather
+                part.unshard()
+                part.reshard()
+
+
+def _without_storage(param: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"), param.requires_grad)
 
 
 class Uncopied(nn.Module):

@@ -1,20 +1,22 @@
 """Wraps a module as its config says: one FSDP group per transformer layer and one for the rest.
 
-Called when an engine is built, with the checks of a model that is sharded already.
+`ZeroEngine` calls `place_module` and `shard_module` when it is built; what follows chooses the layers, at any depth.
+
+A part can be gathered alone if its parameters are used only in its own forward pass. So the part itself must be called,
+which a container never is, and it must not share a parameter with modules outside of it. If a layer cannot be gathered
+alone, those of its parts that can are. All other parameters belong to the rest, which is whole during the entire pass.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -24,32 +26,34 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from hybrid_engine.config import EngineConfig
-from hybrid_engine.config.blocks import ZERO_STAGES, StageRules
+from hybrid_engine.config.blocks import StageRules
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.distributed.groups import with_own_group
 from hybrid_engine.distributed.processes import default_device, get_rank, get_world_size, join_alone
 from hybrid_engine.zero.fsdp2_private import keep_whole_in_state_dict, make_root, reduce_without_empty
 from hybrid_engine.zero.gathered_parameters import take_external_uses
-from hybrid_engine.zero.layer_groups import find_groups, is_forward_method
 from hybrid_engine.zero.passes import loss_factor
-from hybrid_engine.zero.sharding import Sharding, local_tensor, vectors_for_scalars
+from hybrid_engine.zero.sharding import Sharding, build_mesh, find_norm_group, local_tensor, vectors_for_scalars
 from hybrid_engine.zero.split_module import (
     STAGES,
     SplitModule,
     num_stages_of,
     runs_graph,
     tensor_axes,
-    tensor_names,
     unit_size_of,
 )
-from hybrid_engine.zero.unwrapping import EngineHook, allow_copies, can_take_over, note_evaluated, take_over
+from hybrid_engine.zero.unwrapping import EngineHook, allow_copies, is_forward_method, note_evaluated, placeholders
 
 MAX_IN_LINE = 3
 """Maximum number of layers named in one line of warning."""
-_meshes: dict[tuple[str, tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
-"""Meshes that were made so far, by their layout."""
-_world: list[dist.ProcessGroup | None] = []
-"""The group of all processes that `_meshes` belong to."""
+LEAST_SHARE_OF_LIST = 0.1
+"""Share of a model's parameters that a list must hold; smaller ones, such as heads of which one is used, may stay
+gathered.
+"""
+LEAST_SHARE_OF_PART = 1 / 16
+"""Share of the largest sibling's parameters that a part must hold; a norm does not justify a collective of its own."""
+Use = tuple[nn.Module, nn.Parameter]
+"""A module, and a parameter that its own code uses."""
 
 
 def place_module(module: nn.Module, config: EngineConfig, device: torch.device) -> None:
@@ -167,119 +171,6 @@ def _register_forward_methods(module: nn.Module) -> None:
             register_fsdp_forward_method(module, name)
 
 
-def build_mesh(
-    config: EngineConfig, world_size: int, num_stages: int = 1, split_sizes: tuple[int, ...] = ()
-) -> DeviceMesh:
-    """A mesh with all processes on the axis `fsdp`, or groups of the config's size on it and the groups on `replicate`.
-
-    If `world_size` counts units of several processes, these are on the last axes: `stages`, and those of
-    `tensor_names`, with the sizes `split_sizes`. peft recognizes shards by the name `fsdp`: on another axis it gives a
-    linear an adapter of the size of its shard.
-    """
-    shape = mesh_shape(config, world_size)
-    names = ("replicate", "fsdp")[-len(shape) :]
-    if num_stages == 1 and not split_sizes:
-        return _shared_mesh(default_device().type, shape, names)
-    if num_stages > 1:
-        shape, names = (*shape, num_stages), (*names, STAGES)
-    shape, names = (*shape, *split_sizes), (*names, *tensor_names(len(split_sizes)))
-    return init_device_mesh(default_device().type, shape, mesh_dim_names=names)
-
-
-def _shared_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """One mesh for all engines of a layout: each group permanently costs its processes threads and connections."""
-    if _world != [dist.group.WORLD]:
-        _world[:] = [dist.group.WORLD]
-        _meshes.clear()
-    layout = device_type, shape, names
-    if layout not in _meshes:
-        _meshes[layout] = init_device_mesh(device_type, shape, mesh_dim_names=names)
-    return _meshes[layout]
-
-
-def mesh_shape(config: EngineConfig, world_size: int) -> tuple[int, ...]:
-    """The sizes of the axes of the mesh of `build_mesh`."""
-    zero = config.zero_optimization
-    shard_size = (zero.shard_size or world_size) if zero.rules.shards_optimizer else 1
-    return (world_size,) if shard_size == world_size else (world_size // shard_size, shard_size)
-
-
-def find_norm_group(mesh: DeviceMesh, is_sharded: bool) -> dist.ProcessGroup | None:
-    """The processes whose parts together are one model, found by the axes longer than one process.
-
-    With `is_sharded` the units, which are on the axis `fsdp`, shard the model among them.
-    """
-    names = mesh.mesh_dim_names or ()
-    wanted = (*(("fsdp",) if is_sharded else ()), STAGES, *tensor_axes(names))
-    axes = tuple(name for name in wanted if name in names and mesh[name].size() > 1)
-    if len(axes) > 1:
-        return mesh[axes]._flatten("model").get_group()
-    return mesh[axes[0]].get_group() if axes else None
-
-
-def check_built_shards(module: nn.Module, stage: int, mesh_shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless shards in `module` already have the layout of an engine of this stage and mesh.
-
-    An engine does not take over a model that another one has sharded and trains.
-    """
-    if can_take_over(module):
-        return
-    if any(isinstance(part, FSDPModule) for part in module.modules()):
-        raise ValueError(
-            "model: another engine has sharded it already to train it, and it stays with that engine also when the "
-            "engine is deleted; build the model again for this one, or copy.deepcopy it"
-        )
-    shards: list[Any] = [param for param in module.parameters() if _is_shard(param)]
-    if shards and not ZERO_STAGES[stage].shards_parameters:
-        raise ValueError(
-            f"zero_optimization.stage={stage} and a model built under zero.Init, which shards parameters, contradict "
-            f"each other; set the stage to 3, or build the model without zero.Init"
-        )
-    shapes = {shard.device_mesh.shape for shard in shards}
-    if shapes - {mesh_shape}:
-        raise ValueError(
-            f"model: zero.Init sharded it over processes in the shape {shapes}, the config over {mesh_shape}; give "
-            f"both the same config"
-        )
-
-
-def _is_shard(param: Any) -> bool:
-    """Whether ZeRO has sharded the parameter; a plan's parts are on other axes."""
-    return isinstance(param, DTensor) and "fsdp" in (param.device_mesh.mesh_dim_names or ())
-
-
-def take_over_evaluated(module: nn.Module, rules: StageRules, mesh_shape: tuple[int, ...]) -> None:
-    """Unwraps a model that only engines without an optimizer have sharded; collective.
-
-    It keeps its shards if they have the layout of an engine with these `rules` and this mesh.
-    """
-    shapes = {param.device_mesh.shape for param in module.parameters() if isinstance(param, DTensor)}
-    take_over(module, keeps_shards=rules.shards_parameters and shapes == {mesh_shape})
-
-
-@contextmanager
-def placeholders(module: nn.Module) -> Iterator[None]:
-    """Inside, sharded parameters are replaced by plain ones without storage; afterwards they are restored."""
-    places = [
-        (part, name, param) for part in module.modules() for name, param in part._parameters.items() if _is_shard(param)
-    ]
-    stand_ins = {id(param): _without_storage(param) for _, _, param in places}
-    for part, name, param in places:
-        part._parameters[name] = stand_ins[id(param)]
-    yield
-    for part, name, param in places:
-        part._parameters[name] = param
-    if places:
-        for part in module.modules():
-            if isinstance(part, FSDPModule):  # FSDP2 takes over the shards at the first gather
-                part.unshard()
-                part.reshard()
-
-
-def _without_storage(param: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"), param.requires_grad)
-
-
 def copy_views_in_outputs(module: nn.Module) -> None:
     """Makes `module(...)` return copies of views and parameters; to be called before FSDP2 sets its hooks."""
     module.register_forward_hook(EngineHook(_copy_after_forward))
@@ -322,3 +213,106 @@ def _memory(value: Any) -> int | None:
         value = local_tensor(value)
     is_dense = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
     return value.untyped_storage().data_ptr() if is_dense else None
+
+
+@dataclass(frozen=True)
+class LayerGroups:
+    """The parts of a module that are gathered separately."""
+
+    modules: list[nn.Module]
+    """The parts in the order in which they are registered; none is inside another."""
+    exceptions: list[str]
+    """Layers that are gathered in parts, or with the rest, because another module uses one of their parameters too."""
+
+
+def find_layers(root: nn.Module) -> list[nn.Module]:
+    """The layers of `root`, once each: the items of all lists with at least `LEAST_SHARE_OF_LIST` of its parameters.
+
+    Their classes may differ, and a model may have several such lists. Lists inside layers are not searched.
+    """
+    least = LEAST_SHARE_OF_LIST * _count([root])
+    lists = [items for items in _find_lists(root) if _count(items) >= least]
+    return list(dict.fromkeys(item for items in lists for item in items))
+
+
+def _find_lists(module: nn.Module) -> Iterator[list[nn.Module]]:
+    for child in module.children():
+        items = [item for item in child.children() if _count([item]) > 0]
+        if _holds_layers(child, items):
+            yield items
+        else:
+            yield from _find_lists(child)
+
+
+def _holds_layers(module: nn.Module, items: list[nn.Module]) -> bool:
+    """Whether `module` is a list of layers: a ModuleList, or another container of modules of one class."""
+    if isinstance(module, nn.ModuleList):
+        return bool(items)
+    if has_forward(module) and not isinstance(module, nn.Sequential):
+        return False
+    kinds = [type(item) for item in items if any(True for _ in item.children())]
+    return len(kinds) == len(items) > len(set(kinds))
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether `module` can be called; containers cannot."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
+def check_uncompiled(function: str, model: nn.Module) -> None:
+    """Raises ValueError for what `torch.compile(model)` returns, a module around the model; local."""
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise ValueError(
+            f"{function}(): model is what torch.compile() returned, which has no generate() of its own; pass the model "
+            "itself, after model.compile() if its forward should be compiled"
+        )
+
+
+def find_groups(root: nn.Module, uses: Iterable[Use] = ()) -> LayerGroups:
+    """The parts of `root` that are gathered separately.
+
+    Args:
+        root: the module, before it is wrapped.
+        uses: uses of parameters in addition to those by the modules that they are registered in.
+    """
+    users = _Users(root, uses)
+    groups, exceptions = [], []
+    for layer in find_layers(root):
+        if shared := users.find_shared(layer):
+            exceptions.append(f"{users.paths[layer][0]} ({type(layer).__name__}), whose {shared} is used elsewhere too")
+        groups += _split(layer, users)
+    return LayerGroups(list(dict.fromkeys(groups)), exceptions)
+
+
+class _Users:
+    """Finds the modules that use each parameter."""
+
+    def __init__(self, root: nn.Module, uses: Iterable[Use]) -> None:
+        self.paths: dict[nn.Module, list[str]] = {}
+        for path, module in root.named_modules(remove_duplicate=False):
+            self.paths.setdefault(module, []).append(path)
+        registered = [(module, param) for module in self.paths for param in module.parameters(recurse=False)]
+        self._users: dict[int, set[str]] = {}
+        for module, param in [*registered, *uses]:
+            self._users.setdefault(id(param), set()).update(self.paths[module])
+
+    def find_shared(self, module: nn.Module) -> str | None:
+        """The name of a parameter of `module` that is used outside of it, or None."""
+        inside = tuple(f"{path}." for path in self.paths[module])
+        for name, param in module.named_parameters():
+            if not all(f"{user}.".startswith(inside) for user in self._users[id(param)]):
+                return name
+        return None
+
+
+def _split(module: nn.Module, users: _Users) -> list[nn.Module]:
+    """`module` if it can be gathered alone, otherwise those of its parts that can."""
+    if has_forward(module) and users.find_shared(module) is None:
+        return [module]
+    children = list(module.children())
+    least = LEAST_SHARE_OF_PART * max((_count([child]) for child in children), default=0)
+    return [group for child in children if _count([child]) >= max(least, 1) for group in _split(child, users)]
+
+
+def _count(modules: Iterable[nn.Module]) -> int:
+    return sum({id(p): p.numel() for module in modules for p in module.parameters()}.values())

@@ -40,7 +40,7 @@ from hybrid_engine.rlhf.planning.widest import widest_passes
 from hybrid_engine.rlhf.runs.adapters import add_adapter
 from hybrid_engine.rlhf.runs.precision import torch_dtype
 from hybrid_engine.rlhf.runs.stages import without_dropout
-from hybrid_engine.zero.layer_groups import find_groups
+from hybrid_engine.zero.wrapping import find_groups
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,7 @@ from hybrid_engine.extensions.parallelize.module.eager_module import EagerModule
 from hybrid_engine.extensions.parallelize.module.parallel_module import ParallelModule
 from hybrid_engine.extensions.parallelize.module.reducer import Bucket
 from hybrid_engine.zero.fsdp2_private import reduce_without_empty
-from hybrid_engine.zero.layer_groups import find_groups
-from hybrid_engine.zero.wrapping import copy_views_in_outputs
+from hybrid_engine.zero.wrapping import copy_views_in_outputs, find_groups
 
 
 def shard(part: ParallelModule) -> None:

@@ -7,8 +7,8 @@ from torch import nn
 from transformers.utils import logging
 
 import hybrid_engine
-from hybrid_engine.zero.layer_groups import find_groups
 from hybrid_engine.zero.sharding import full_tensor
+from hybrid_engine.zero.wrapping import find_groups
 from tests.support.distributed import run_distributed
 
 pytestmark = pytest.mark.long
