@@ -4,6 +4,7 @@ import math
 import os
 import sys
 from collections.abc import Collection
+from difflib import get_close_matches
 from typing import Any
 
 
@@ -54,6 +55,27 @@ def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
     """Raises ValueError unless `value` is one of `choices`, and of its type."""
     if not any(value == choice and type(value) is type(choice) for choice in choices):
         raise ValueError(f"{name}: {value!r} is not one of {', '.join(map(str, choices))}; choose one of them")
+
+
+def choose_type(path: str, kind: Any, known: Collection[str], not_supported: Collection[str] = ()) -> str:
+    """The spelling in `known` of the type a user gave; like DeepSpeed, letter case does not matter."""
+    if not isinstance(kind, str):
+        raise ValueError(f"{path}.type={kind!r} must be one of {', '.join(known)}; write it as a string")
+    by_lower_case = {name.lower(): name for name in known}
+    if kind.lower() in by_lower_case:
+        return by_lower_case[kind.lower()]
+    if kind.lower() in [name.lower() for name in not_supported]:
+        raise ValueError(f"{path}.type={kind!r} is not supported; use {', '.join(known)}, or pass an instance")
+    close = find_nearest(kind, known)
+    advice = f"did you mean {close}?" if close else f"use {' or '.join(known)}"
+    raise ValueError(f"{path}.type={kind!r} is not known; {advice}")
+
+
+def find_nearest(word: str, known: Collection[str], alike: float = 0.6) -> str | None:
+    """The entry of `known` most like `word`, whatever its letter case; None when difflib's ratio is below `alike`."""
+    by_lower_case = {name.lower(): name for name in known}
+    close = get_close_matches(word.lower(), list(by_lower_case), n=1, cutoff=alike)
+    return by_lower_case[close[0]] if close else None
 
 
 def _limits(minimum: float, maximum: float) -> str:

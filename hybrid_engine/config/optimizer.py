@@ -8,9 +8,16 @@ import inspect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hybrid_engine.config.checks import check_choice, check_flag, check_integer, check_number, whole_number
+from hybrid_engine.config.checks import (
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    choose_type,
+    whole_number,
+)
 from hybrid_engine.config.keys import OPTIMIZERS_NOT_SUPPORTED
-from hybrid_engine.config.reading import child_block, choose_type, read_block
+from hybrid_engine.config.reading import child_block, read_block
 
 if TYPE_CHECKING:  # the command reads its options without torch
     import torch

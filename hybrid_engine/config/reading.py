@@ -25,11 +25,10 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from hybrid_engine.config.blocks import ZeroConfig
-from hybrid_engine.config.checks import whole_number
+from hybrid_engine.config.checks import find_nearest, whole_number
 from hybrid_engine.config.keys import (
     CALLED_ELSEWHERE,
     MISTAKEN,
@@ -154,13 +153,6 @@ def _is_of_zero(key: str) -> bool:
     return key in known or join(path, key) in OTHER_NAMES
 
 
-def find_nearest(word: str, known: Collection[str], alike: float = 0.6) -> str | None:
-    """The entry of `known` most like `word`, whatever its letter case; None when difflib's ratio is below `alike`."""
-    by_lower_case = {name.lower(): name for name in known}
-    close = get_close_matches(word.lower(), list(by_lower_case), n=1, cutoff=alike)
-    return by_lower_case[close[0]] if close else None
-
-
 def with_integers(values: dict[str, Any], cls: Any) -> dict[str, Any]:
     """`values` with an int for each whole float at an integer field of the dataclass `cls`; files have 1e3 and 16.0."""
     integers = {entry.name for entry in dataclasses.fields(cls) if entry.type in (int, int | None)}
@@ -175,20 +167,6 @@ def child_block(parent: dict[str, Any], key: str, path: str = "") -> dict[str, A
     if not isinstance(value, Mapping):
         raise ValueError(f'{join(path, key)}={value!r} must be a block of options; write it like {{"option": value}}')
     return dict(value)
-
-
-def choose_type(path: str, kind: Any, known: Collection[str], not_supported: Collection[str] = ()) -> str:
-    """The spelling in `known` of the type a user gave; like DeepSpeed, letter case does not matter."""
-    if not isinstance(kind, str):
-        raise ValueError(f"{path}.type={kind!r} must be one of {', '.join(known)}; write it as a string")
-    by_lower_case = {name.lower(): name for name in known}
-    if kind.lower() in by_lower_case:
-        return by_lower_case[kind.lower()]
-    if kind.lower() in [name.lower() for name in not_supported]:
-        raise ValueError(f"{path}.type={kind!r} is not supported; use {', '.join(known)}, or pass an instance")
-    close = find_nearest(kind, known)
-    advice = f"did you mean {close}?" if close else f"use {' or '.join(known)}"
-    raise ValueError(f"{path}.type={kind!r} is not known; {advice}")
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class FollowedError(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class ErrorNotice:
     """An error in the form that is sent to other processes."""
 
     kind: type[BaseException]
@@ -62,17 +62,17 @@ class Problem:
         return self.kind(self.errno, text) if self.errno is not None else self.kind(text)
 
 
-def describe_error(error: BaseException) -> Problem:
+def describe_error(error: BaseException) -> ErrorNotice:
     """The form of `error` that is sent to other processes."""
     if isinstance(error, OSError) and error.errno is not None:
         where = "" if error.filename is None else f": {error.filename!r}"
-        return Problem(kind=OSError, text=f"{error.strerror}{where}", errno=error.errno)
+        return ErrorNotice(kind=OSError, text=f"{error.strerror}{where}", errno=error.errno)
     is_memory = is_out_of_memory(error)
     kind = torch.OutOfMemoryError if is_memory else next(k for k in type(error).__mro__ if _is_made_of_text(k))
     text = str(error)
     if kind is not type(error) or not text:
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return Problem(kind=kind, text=text)
+    return ErrorNotice(kind=kind, text=text)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -162,7 +162,7 @@ class Partners:
         if self.highest([int(error is not None)]) == [1] or error is not None:
             raise self.exchange_errors(error)
 
-    def tell(self, problem: Problem) -> None:
+    def tell(self, problem: ErrorNotice) -> None:
         """Reports in a verdict of the others what stopped this process, which has raised it already; collective."""
         self.highest([1])
         self.exchange(problem)
@@ -173,13 +173,13 @@ class Partners:
         found = self.first_error(error, self.exchange(problem))
         return found or FollowedError("another process stopped")
 
-    def raise_first(self, error: BaseException | None, problems: list[Problem | None]) -> None:
+    def raise_first(self, error: BaseException | None, problems: list[ErrorNotice | None]) -> None:
         """Raises this process's `error`, or the first of all processes' `problems`; local."""
         found = self.first_error(error, problems)
         if found is not None:
             raise found
 
-    def first_error(self, error: BaseException | None, problems: list[Problem | None]) -> BaseException | None:
+    def first_error(self, error: BaseException | None, problems: list[ErrorNotice | None]) -> BaseException | None:
         """This process's `error`, or the first of all processes' `problems` as an error to raise here; local.
 
         A FollowedError gives way to the problem that caused it. An out-of-memory error, after which processes may start

@@ -10,7 +10,6 @@ changes are detected at the next call: new modules (an adapter), another dtype o
 their padded length, G samples of each, T the longest answer.
 """
 
-import difflib
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,6 +24,7 @@ from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hybrid_engine.config.blocks import HybridEngineConfig
+from hybrid_engine.config.checks import find_nearest
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
 from hybrid_engine.distributed.presence import naming_who_left
@@ -106,8 +106,8 @@ def _base(model: nn.Module) -> Any:
 def _read_options(model: nn.Module, options: dict[str, Any]) -> HybridEngineConfig:
     for name in options:
         if name not in OPTIONS:
-            nearest = difflib.get_close_matches(name, OPTIONS, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(OPTIONS)}"
+            nearest = find_nearest(name, OPTIONS)
+            hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(OPTIONS)}"
             raise ValueError(f"attach(): {name}={options[name]!r} is no option; {hint}")
     config: Any = model.config
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)

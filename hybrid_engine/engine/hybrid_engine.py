@@ -126,6 +126,7 @@ class HybridEngine(ZeroEngine):
         self.generator.begin(lambda: self._check_can_generate(caller))
 
     def _roll_out(self, request: Request, held: HeldInterrupts) -> torch.Tensor | GenerateOutput:
+        """Gathers, runs, and releases at the end of the block, also after an error."""
         with self._generating(), ExitStack() as release:
             with self.latency.measure("gather"):
                 kv = self.generator.gather(request, release)

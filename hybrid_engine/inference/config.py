@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.config.checks import check_flag, check_integer
-from hybrid_engine.config.reading import find_nearest, read_json
+from hybrid_engine.config.checks import check_flag, check_integer, find_nearest
+from hybrid_engine.config.reading import read_json
 
 logger = logging.getLogger("hybrid_engine")
 

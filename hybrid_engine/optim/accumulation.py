@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from hybrid_engine.distributed.verdict import Problem, attempt, everyone
+from hybrid_engine.distributed.verdict import ErrorNotice, attempt, everyone
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.zero.gathered_parameters import LATE
 from hybrid_engine.zero.passes import Passes
@@ -166,7 +166,7 @@ class GradientAccumulation:
         """Wraps a backward pass, or the rest of it; at its end all processes learn about an error on one."""
         return self._passes.agreeing(self._reduces) if self.is_collective else nullcontext()
 
-    def leave_pass(self, problem: Problem) -> None:
+    def leave_pass(self, problem: ErrorNotice) -> None:
         """Called after a backward pass that ended with an error, which this process has raised already."""
         with suppress(RuntimeError), together(self._passes.sharding.root):
             raise RuntimeError(problem.text)

@@ -25,13 +25,13 @@ from torch.autograd.variable import Variable
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import unserializable_hook
 
-from hybrid_engine.distributed.verdict import Problem
+from hybrid_engine.distributed.verdict import ErrorNotice
 from hybrid_engine.optim.accumulation import GradientAccumulation, StepCounters
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.optim.state_offload import TRAINING
 from hybrid_engine.zero.passes import Passes
 
-ENDED = Problem(kind=RuntimeError, text="loss.backward() ended there with an error, which that process has raised")
+ENDED = ErrorNotice(kind=RuntimeError, text="loss.backward() ended there with an error, which that process has raised")
 
 
 @dataclass(kw_only=True)

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.distributed.processes import gather_objects, get_rank
-from hybrid_engine.distributed.verdict import Problem, attempt, everyone
+from hybrid_engine.distributed.verdict import ErrorNotice, attempt, everyone
 from hybrid_engine.zero.fsdp2_private import (
     drop_unreduced_gradients,
     finish_backward,
@@ -225,7 +225,7 @@ class Passes:
             self._finish_pass()
         everyone().raise_together(error)
 
-    def leave(self, problem: Problem, reduces: bool) -> None:
+    def leave(self, problem: ErrorNotice, reduces: bool) -> None:
         """After a backward pass that failed here: reports it to the others at the end of theirs; collective."""
         if self._uneven is not None:
             if reduces:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.groups import host_group
-from hybrid_engine.distributed.verdict import FollowedError, LostError, Problem, attempt, describe_error
+from hybrid_engine.distributed.verdict import ErrorNotice, FollowedError, LostError, attempt, describe_error
 from hybrid_engine.generation.core import Prompt, Sequence
 from hybrid_engine.generation.guides import CompiledGuide, compile_guide, prepare_guides
 from hybrid_engine.generation.live.batches import KVBlocks, LiveBatch, Progress
@@ -122,7 +122,7 @@ class LiveLink:
             if error is not None:
                 raise error
             return result
-        problem: Problem | None = self.receive()
+        problem: ErrorNotice | None = self.receive()
         if problem is not None:
             raise problem.raised_on(self.leader)
         return None

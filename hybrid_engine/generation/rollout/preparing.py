@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from hybrid_engine.config.checks import check_integer
 from hybrid_engine.config.notices import say_once
-from hybrid_engine.distributed.verdict import Problem, attempt, describe_error
+from hybrid_engine.distributed.verdict import ErrorNotice, attempt, describe_error
 from hybrid_engine.generation.core import Sequence, prompt_digest, rank_seed, sample_keys
 from hybrid_engine.generation.in_step import NAMES as FUNCTIONS
 from hybrid_engine.generation.in_step import UserFunctions, read_functions
@@ -52,7 +52,7 @@ ROW_OPTIONS = set(NATIVE_DEFAULTS) - OF_ALL_ROWS
 class Bid:
     """Message of one process to all others about a rollout."""
 
-    problem: Problem | None
+    problem: ErrorNotice | None
     """Why it cannot start, or None."""
     fallback: str | None
     """Why only the model's own `generate()` can run on this process, or None."""

@@ -26,7 +26,7 @@ from hybrid_engine.containers import InferenceModel
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.tensor_parallel import TensorParallel
 from hybrid_engine.distributed.interrupts import holding_interrupts
-from hybrid_engine.distributed.verdict import FollowedError, LostError, Partners, Problem, attempt, describe_error
+from hybrid_engine.distributed.verdict import ErrorNotice, FollowedError, LostError, Partners, attempt, describe_error
 from hybrid_engine.generation.core import Prompt, Sequence
 from hybrid_engine.generation.decode import Choice, DecodeStep, Draw, Drawn, OpenStep, SlotTables
 from hybrid_engine.generation.model.model_group import ModelGroup, Stage
@@ -84,7 +84,7 @@ class StageLinks:
         if not self._has_sent:
             self.send_hidden(torch.empty(0, 0))
 
-    def send_drawn(self, drawn: Drawn, problems: dict[int, Problem]) -> None:
+    def send_drawn(self, drawn: Drawn, problems: dict[int, ErrorNotice]) -> None:
         """Sends the last stage's draw, and the errors of rows whose own rules failed, to all other stages."""
         ends = [0.0] * len(drawn.tokens)
         for row in drawn.ends:
@@ -107,7 +107,7 @@ class StageLinks:
         self._has_drawn = True
         self.num_awaited += 1
 
-    def receive_drawn(self) -> tuple[Drawn, dict[int, Problem]]:
+    def receive_drawn(self) -> tuple[Drawn, dict[int, ErrorNotice]]:
         """Receives the oldest draw not received yet; raises StageFailedError if the last stage failed in that turn."""
         self.num_awaited -= 1
         values = self._receive(self.stage.ranks[-1], DRAWN, torch.float64, torch.device("cpu"))
@@ -116,7 +116,7 @@ class StageLinks:
         if tops:
             pairs = list(zip(tops[::2], tops[1::2], strict=True))
             likeliest = [[(int(ids[row]), of_ids[row]) for ids, of_ids in pairs] for row in range(len(tokens))]
-        problems: dict[int, Problem] = {}
+        problems: dict[int, ErrorNotice] = {}
         if 2.0 in ends:
             sent = self._receive(self.stage.ranks[-1], DRAWN, torch.uint8, torch.device("cpu"))
             problems = pickle.loads(sent.numpy().tobytes())
