@@ -72,3 +72,12 @@ def test_the_accumulation_starts_anew_where_such_a_checkpoint_is_loaded(tmp_path
     step(resumed, 3)
     assert resumed.global_steps == 3
     assert torch.equal(resumed.module.weight, never_stopped.module.weight)
+
+
+def test_a_load_of_the_weights_alone_in_the_middle_of_a_step_begins_that_step_again(tmp_path):
+    config = {"train_batch_size": 3, "gradient_accumulation_steps": 3}
+    engine = step(linear_engine(1.0, **config), 3)
+    engine.save_checkpoint(tmp_path)
+    step(engine, 2)
+    engine.load_checkpoint(tmp_path, load_module_only=True)
+    assert [step(engine, 1).global_steps for _ in range(3)] == [1, 1, 2]
