@@ -80,7 +80,6 @@ def save_16bit_model(
 
 
 def _named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """All parameters, with tied ones under each of their names."""
     return list(module.named_parameters(remove_duplicate=False))
 
 
@@ -180,7 +179,6 @@ def _merge_adapters(skeleton: Any, module: Any, weights: dict[str, torch.Tensor]
 
 
 def _name_in_base(name: str) -> str:
-    """The name that a parameter of a `PeftModel` has in its base model."""
     wrappers = r"\.(token_adapter\.base_layer|base_layer|original_module)(?=\.)"
     return re.sub(wrappers, "", name.removeprefix("base_model.model."))
 
@@ -225,7 +223,6 @@ def _tie_what_is_equal(model: Any) -> None:
 
 
 def _merge_own_adapters(module: nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Adds the adapters that linears hold themselves to the weights of those linears."""
     for name, linear in module.named_modules():
         for adapter in active_adapters(linear, name) if carries_lora(linear) else []:
             weight = weights[f"{name}.weight"]

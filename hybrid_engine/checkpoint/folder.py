@@ -164,7 +164,6 @@ def _check_place(directory: Path, tag: str) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether the path is a checkpoint that was saved here."""
     return not folder.is_symlink() and is_manifest(folder)
 
 

@@ -205,7 +205,6 @@ def _pick(training: TrainingState, values: dict[str, Any], wanted: PartsToLoad) 
 
 
 def _check_measured(measured: Any) -> None:
-    """Raises ValueError unless `measured` maps names of metrics to None or to a mean and a maximum."""
     is_known = isinstance(measured, dict) and set(measured) <= set(MEASURED)
     if not is_known or not all(figure is None or _is_pair(figure) for figure in measured.values()):
         raise ValueError(f"measured is {measured!r}, not pairs of numbers by {', '.join(MEASURED)}")
@@ -256,7 +255,6 @@ def _take_over(training: TrainingState, opened: Opened, wanted: PartsToLoad, hel
 
 
 def _stage(training: TrainingState, opened: Opened, wanted: PartsToLoad, held: HeldInterrupts) -> Staged:
-    """Checks this process's part of the files and reads its part of the tensors into new ones; local."""
     with held.allowed():
         check_files(opened.folder, opened.checksums, training.sharding.rank, training.sharding.world_size)
         return _raising_value_errors(opened.folder, lambda: _read(training, opened, wanted))
@@ -286,7 +284,6 @@ def _allocate_optimizer_state(optimizer: ZeroOptimizer | None, index: Metadata) 
 
 
 def _commit(training: TrainingState, opened: Opened, staged: Staged, wanted: PartsToLoad, undo: Undo) -> None:
-    """Writes the staged values into the engine; local."""
     values, optimizer = opened.values, training.optimizer
     if optimizer is not None:
         optimizer.masters.renew()  # masters of weights that the checkpoint may not have

@@ -173,7 +173,6 @@ def named_param_groups(optimizer: ZeroOptimizer) -> list[dict[str, Any]]:
 
 
 def _named_optimizer_state(optimizer: ZeroOptimizer, *, tensors: bool) -> dict[str, dict[str, Any]]:
-    """The optimizer's state by parameter name: either its tensors or its other values."""
     return {
         t.name: {
             key: value
@@ -185,7 +184,6 @@ def _named_optimizer_state(optimizer: ZeroOptimizer, *, tensors: bool) -> dict[s
 
 
 def _tied_names(module: nn.Module) -> dict[str, str]:
-    """The additional names of parameters that have several, each with the first name."""
     first: dict[int, str] = {}
     named = module.named_parameters(remove_duplicate=False)
     return {name: first[id(p)] for name, p in named if first.setdefault(id(p), name) != name}

@@ -151,7 +151,6 @@ def _check_decay(path: str, value: Any) -> None:
 
 
 def _check_arguments(block: str, torch_class: type, subject: Any, params: dict[str, Any]) -> None:
-    """Raises ValueError for `params` that `torch_class` does not take, known by building one on `subject`."""
     arguments = inspect.signature(torch_class).parameters
     for name, value in params.items():
         if isinstance(arguments[name].default, bool):

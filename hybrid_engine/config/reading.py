@@ -346,7 +346,6 @@ def _explain(name: str) -> str:
 
 
 def _find(config: Any, *keys: str) -> Any:
-    """The value at the end of `keys`; None if one of them is missing."""
     for key in keys:
         config = config.get(key) if isinstance(config, dict) else None
     return config

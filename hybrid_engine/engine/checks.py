@@ -243,7 +243,6 @@ class ParameterWatch:
         self._remember(root)
 
     def _remember(self, root: nn.Module) -> None:
-        """Records the modules of `root` as checked."""
         self._root = root
         modules = list(root.modules())
         self._dicts = [held for module in modules for held in (module._modules, module._parameters)]
@@ -293,7 +292,6 @@ class ParameterWatch:
         return not all(map(is_, modules, self._modules)) or list(map(self._names.get, map(id, params))) != self._order
 
     def _find_others(self, root: nn.Module) -> list[str]:
-        """Descriptions of the problems with the parameters of `root`; empty if it can be accepted."""
         now = _find_places(root)
         found = {place: self._names.get(id(param)) for place, (_, param) in now.items()}
         if self.is_sharded:  # FSDP2 replaces parameters only in the places that it knows
@@ -336,7 +334,6 @@ class ParameterWatch:
 
 
 def _find_places(root: nn.Module) -> dict[Place, tuple[str, nn.Parameter]]:
-    """The parameter at each place, with its name in `root`."""
     return {
         (id(module), key): (f"{path}.{key}" if path else key, param)
         for path, module in root.named_modules()

@@ -69,7 +69,6 @@ class DeepSpeedHybridEngine(HybridEngine, DeepSpeedEngine):
 
     @property
     def _inference_containers(self) -> list[InferenceLayer]:
-        """The layers that generate, on views of the parameters."""
         model = self.generator.model
         return [] if model is None else model.layers
 
@@ -80,7 +79,6 @@ class DeepSpeedHybridEngine(HybridEngine, DeepSpeedEngine):
         return type(module).generate.__get__(module)
 
     def _layers(self) -> list[nn.Module]:
-        """The module's decoder layers that have containers."""
         model = self.generator.model
         return [] if model is None else list(find_decoder(model.base, model.base.config.get_text_config())[1])
 

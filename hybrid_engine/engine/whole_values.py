@@ -142,7 +142,6 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _assign(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Copies `value`, or this process's part of it, to `target`."""
     if isinstance(target, DTensor):
         value = value.to(target.device_mesh.device_type)
         value = local_tensor(distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None))

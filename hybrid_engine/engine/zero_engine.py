@@ -74,8 +74,6 @@ logger = logging.getLogger("hybrid_engine")
 
 
 def _counter(name: str) -> Any:
-    """An attribute of the engine that is an entry of its counters."""
-
     def read(engine: "ZeroEngine") -> int:
         return getattr(engine.counters, name)  # type: ignore[no-any-return]
 
@@ -619,7 +617,6 @@ class ZeroEngine(Uncopied):
         return "\n".join(lines)
 
     def _saving_activations(self) -> AbstractContextManager[Any]:
-        """Context that determines where activations saved for the backward pass are stored."""
         if not self.config.activation_checkpointing.cpu_checkpointing or self.device.type == "cpu":
             return nullcontext()
         return save_on_cpu(pin_memory=True)

@@ -139,7 +139,6 @@ def _kernels() -> Iterator[Finding]:
 
 
 def _try_kernel(name: str, device: torch.device) -> Finding:
-    """Compiles and runs a norm, and compares it with torch's."""
     op = NormOp("rms", 1e-6)
     rows, weight = torch.randn(3, 64, device=device), torch.randn(64, device=device)
     try:

@@ -159,7 +159,6 @@ class GradientAccumulation:
 
     @property
     def _reduces(self) -> bool:
-        """Whether the current backward pass reduces the gradients itself."""
         return self.is_collective and self._is_alike
 
     def agreeing(self) -> AbstractContextManager[None]:

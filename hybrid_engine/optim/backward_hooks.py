@@ -73,7 +73,6 @@ class BackwardHooks:
         self._accumulators = [self._watch_parameter(param) for param in leaves if param.requires_grad]
 
     def _watch_parameter(self, param: nn.Parameter) -> Any:
-        """Returns the graph node that accumulates the parameter's gradient."""
         param.register_hook(_weak_hook(self._divide))
         return get_gradient_edge(param).node
 
@@ -193,7 +192,6 @@ def _weak_hook(method: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor]
 
 
 def _check_scale(scale: float) -> None:
-    """Raises ValueError for a gradient in fp16 that is not multiplied by the engine's loss `scale`."""
     if scale in _under_way.scales:
         return
     if not _under_way.scales:

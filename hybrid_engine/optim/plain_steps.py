@@ -58,13 +58,11 @@ def keeps_wholes(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _stepped_by_adamw(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The DTensors that AdamW steps in a MuonWithAdamW."""
     groups = [group for group in optimizer.param_groups if group.get("use_muon") is False]
     return [param for group in groups for param in group["params"] if isinstance(param, DTensor)]
 
 
 def _step_others(optimizer: torch.optim.Optimizer) -> None:
-    """Steps the parameters that are not DTensors."""
     kept = [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = [param for param in group["params"] if not isinstance(param, DTensor)]
@@ -87,7 +85,6 @@ def _steps_shards(optimizer: torch.optim.Optimizer, masters: list[Any]) -> bool:
 
 
 def _is_whole(master: Any) -> bool:
-    """Whether every process has all of `master`."""
     sizes = zip(master.device_mesh.shape, master.placements, strict=True)
     return all(size == 1 or placement.is_replicate() for size, placement in sizes)
 

@@ -174,7 +174,6 @@ class StateOffload:
 
 
 def _replace(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replaces the storage of a master, which stays the optimizer's."""
     if isinstance(param, DTensor):  # assigning its `data` does not replace the local part
         torch.utils.swap_tensors(param, nn.Parameter(value, requires_grad=param.requires_grad))
     else:

@@ -211,7 +211,6 @@ class WeightGatherer:
         self._num_streamed += 1
 
     def _groups_in(self, layer: nn.Module) -> list[nn.Module]:
-        """The parts of `layer` that are gathered separately."""
         if layer not in self._groups:
             parts = set(layer.modules()) if self.can_stream else set()
             self._groups[layer] = [group for group in self.sharding.layers if group in parts]

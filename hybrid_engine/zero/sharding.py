@@ -208,7 +208,6 @@ class Sharding:
         return local_tensor(self._shard_of(whole, shard))
 
     def _shard_of(self, whole: torch.Tensor, shard: DTensor) -> DTensor:
-        """The same part as a DTensor."""
         assert self.mesh is not None
         over_data = shard.placements[: self.mesh.ndim]
         placements = [Shard(p.dim) if hasattr(p, "dim") else p for p in over_data]

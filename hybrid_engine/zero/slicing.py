@@ -145,13 +145,11 @@ class SliceReader:
 
 
 def _overlap(bound: tuple[int, int], ranges: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
-    """The overlap of `ranges` with `bound`."""
     pairs = [(max(start, bound[0]), min(stop, bound[1])) for start, stop in ranges]
     return [(start, stop) for start, stop in pairs if start < stop]
 
 
 def _part_of_shard(local: torch.Tensor, bound: tuple[int, int], cut: Cut, rank: int) -> torch.Tensor:
-    """The part of `rank` in the rows `bound` of a parameter, which are `local`."""
     if cut.dim > 0:
         return cut.of(local, rank)
     parts = [local[start - bound[0] : stop - bound[0]] for start, stop in _overlap(bound, cut.ranges[rank])]
@@ -159,7 +157,6 @@ def _part_of_shard(local: torch.Tensor, bound: tuple[int, int], cut: Cut, rank: 
 
 
 def _num_elements(bound: tuple[int, int], cut: Cut, rank: int, row: int, shape: torch.Size) -> int:
-    """The number of elements of a rank's part in the rows `bound`."""
     ranges = cut.ranges[rank]
     if cut.dim > 0:
         length = sum(stop - start for start, stop in ranges)
@@ -226,7 +223,6 @@ class PartReader:
         return part if is_view else self._allocate(parameter, cut, part.shape).copy_(part)
 
     def _inside(self, parameter: DTensor, cut: Cut | None, rank: int) -> Cut | None:
-        """`inside_of` for the process of `rank`."""
         names = parameter.device_mesh.mesh_dim_names or ()
         mesh = parameter.device_mesh
         held = bounds_of(
