@@ -4,10 +4,11 @@ The words are those of the command line. `PRESETS` has the choices of frameworks
 `objective.py` compute them.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from hybrid_engine.config.checks import find_nearest
 from hybrid_engine.rlhf.options.checks import check_above, check_at_least, check_between, check_count, flag
 from hybrid_engine.rlhf.options.field import option
 
@@ -277,7 +278,7 @@ class Algorithm:
         known = [field.name for field in fields(cls)]
         for name in given:
             if name not in known:
-                nearest = _nearest(name, known)
+                nearest = find_nearest(name, known)
                 advice = f"did you mean {flag(nearest)}?" if nearest else f"use {', '.join(map(flag, known))}"
                 raise ValueError(f"{flag(name)} is no choice of the algorithm; {advice}")
         return cls(**with_preset(given))
@@ -312,7 +313,7 @@ class Algorithm:
 def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
     """Raises ValueError unless the option `name` has one of the `known` words."""
     if value not in known:
-        nearest = _nearest(str(value), known)
+        nearest = find_nearest(str(value), known)
         advice = f"did you mean {nearest}?" if nearest else f"use {', '.join(known)}"
         raise ValueError(f"{flag(name)}={value!r} must be one of {', '.join(known)}; {advice}")
 
@@ -412,13 +413,7 @@ def preset_choices(preset: str | None) -> dict[str, Any]:
     if preset is None:
         return {}
     if preset not in PRESETS:
-        nearest = _nearest(preset, PRESETS)
+        nearest = find_nearest(preset, PRESETS)
         advice = f"did you mean {nearest}?" if nearest else "choose one of them"
         raise ValueError(f"--preset={preset!r} must be one of {', '.join(PRESETS)}; {advice}")
     return PRESETS[preset]
-
-
-def _nearest(word: str, known: Collection[str]) -> str | None:
-    from hybrid_engine.config.reading import find_nearest  # its package imports torch
-
-    return find_nearest(word, known)
