@@ -24,7 +24,7 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-class Part(NamedTuple):
+class MemoryPart(NamedTuple):
     """A part of a device's memory."""
 
     name: str
@@ -61,11 +61,11 @@ class RolePlan:
     """Memory of one model of a run."""
 
     name: str
-    kept: list[Part]
+    kept: list[MemoryPart]
     """Parts that exist during the whole run: weights, masters, the optimizer's state."""
-    gradients: Part
+    gradients: MemoryPart
     """Gradients, which exist from a step's first backward pass to its end."""
-    passing: list[Part] = field(default_factory=list)
+    passing: list[MemoryPart] = field(default_factory=list)
     """Parts that a forward pass stores for its backward pass."""
     pass_peak_bytes: int = 0
     """Peak bytes of a forward and backward pass beyond those that exist when it begins."""
@@ -79,7 +79,7 @@ class MemoryPlan:
     """Models in the order in which a step trains them."""
     accumulates: bool
     """Whether a step has several passes, the later of which find gradients."""
-    generation: list[Part]
+    generation: list[MemoryPart]
     """Parts that generation needs in addition to the kept ones; empty if nothing is generated."""
     has_state: bool = True
     """Whether the optimizer has its state in the largest pass; it does not in the first step."""
@@ -157,7 +157,7 @@ class MemoryPlan:
         }
 
 
-def kept_parts(shapes: Sequence[Shape], sharded: Sharded) -> list[Part]:
+def kept_parts(shapes: Sequence[Shape], sharded: Sharded) -> list[MemoryPart]:
     """Returns the weights, and the masters and Adam state of trained ones, on one process."""
     whole, values, trained = (_count(chosen) for chosen in (shapes, shapes, _trained(shapes)))
     held = _on_one_process(shapes, sharded)
@@ -165,7 +165,7 @@ def kept_parts(shapes: Sequence[Shape], sharded: Sharded) -> list[Part]:
     size, share = sharded.dtype_bytes, _share(sharded)
     if sharded.num_processes > 1 and not sharded.rules.shards_parameters and trained:
         shards = f", whole, and {held:,} of them as shards that the optimizer steps"
-        parts = [Part("weights", (whole + held) * size, f"{size} bytes x {values:,} parameters{shards}")]
+        parts = [MemoryPart("weights", (whole + held) * size, f"{size} bytes x {values:,} parameters{shards}")]
     else:
         count = held if trained and sharded.num_processes > 1 else whole
         note = share if trained else ""
@@ -173,20 +173,20 @@ def kept_parts(shapes: Sequence[Shape], sharded: Sharded) -> list[Part]:
         in_bits = sum(shape.packed_bytes or 0 for shape in packed)
         plain = count - _count(packed)
         also = f", and {_count(packed):,} quantised ones in {in_bits:,} bytes" if packed else ""
-        parts = [Part("weights", plain * size + in_bits, f"{size} bytes x {plain:,} parameters{note}{also}")]
+        parts = [MemoryPart("weights", plain * size + in_bits, f"{size} bytes x {plain:,} parameters{note}{also}")]
     if not trained:
         return parts
     if size < MASTER_BYTES:
         formula = f"{MASTER_BYTES} bytes x {trained:,} trained parameters{share}"
-        parts.append(Part("masters", trained * MASTER_BYTES, formula))
+        parts.append(MemoryPart("masters", trained * MASTER_BYTES, formula))
     state = trained * STATE_BYTES + STEP_BYTES * len(_trained(shapes))
     text = (
         f"2 moments x 4 bytes x {trained:,} trained parameters{share}, and a count for each of {len(_trained(shapes))}"
     )
-    return [*parts, Part(OPTIMIZER_STATE, state, text)]
+    return [*parts, MemoryPart(OPTIMIZER_STATE, state, text)]
 
 
-def gradient_part(shapes: Sequence[Shape], sharded: Sharded) -> Part:
+def gradient_part(shapes: Sequence[Shape], sharded: Sharded) -> MemoryPart:
     """Returns the fp32 gradients that the optimizer steps with, and whole ones that wait for their reduction."""
     trained = _on_one_process(_trained(shapes), sharded)
     num_bytes, text = trained * MASTER_BYTES, f"4 bytes x {trained:,} trained parameters{_share(sharded)}"
@@ -194,17 +194,17 @@ def gradient_part(shapes: Sequence[Shape], sharded: Sharded) -> Part:
         waiting = _count(_trained(shapes)) * sharded.dtype_bytes
         num_bytes += waiting
         text += f", and {waiting:,} bytes of whole ones that wait for their reduction"
-    return Part("gradients", num_bytes, text)
+    return MemoryPart("gradients", num_bytes, text)
 
 
-def kv_part(shape: tuple[int, ...], dtype_bytes: int, running: int) -> Part:
+def kv_part(shape: tuple[int, ...], dtype_bytes: int, running: int) -> MemoryPart:
     """Returns the KV workspace of `[L, 2, num_blocks, K, block_size, D]`, for `running` sequences at once."""
     layers, _, blocks, heads, size, width = shape
     formula = (
         f"{dtype_bytes} bytes x {layers} layers x 2 x {blocks:,} blocks of {size} tokens x {heads} heads x {width}, "
         f"{running} sequences at once"
     )
-    return Part(KV_WORKSPACE, dtype_bytes * math.prod(shape), formula)
+    return MemoryPart(KV_WORKSPACE, dtype_bytes * math.prod(shape), formula)
 
 
 def read_bytes(text: str, option: str) -> int:
@@ -228,7 +228,7 @@ def format_bytes(count: int) -> str:
     return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
 
 
-def _lines(parts: Iterable[Part]) -> Iterator[str]:
+def _lines(parts: Iterable[MemoryPart]) -> Iterator[str]:
     for part in parts:
         if part.num_bytes:
             yield f"  {part.name:<18} {format_bytes(part.num_bytes):>10}  {part.formula}"

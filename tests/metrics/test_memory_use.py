@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybrid_engine.metrics.memory_plan import MemoryPlan, Part, RolePlan
+from hybrid_engine.metrics.memory_plan import MemoryPart, MemoryPlan, RolePlan
 from hybrid_engine.metrics.memory_use import LiveBytes, MemoryUse, Pass
 from hybrid_engine.recipes import dpo, grpo, kto, sft
 from hybrid_engine.rlhf.batches import micro_batches
@@ -197,7 +197,7 @@ def test_passes_in_which_groups_share_long_prompts_are_planned_with_all_that_the
 
 GPU = torch.device("cuda")
 NOTHING = MemoryPlan(
-    roles=[RolePlan(name="model", kept=[], gradients=Part("gradients", 0, ""))], accumulates=True, generation=[]
+    roles=[RolePlan(name="model", kept=[], gradients=MemoryPart("gradients", 0, ""))], accumulates=True, generation=[]
 )
 
 
@@ -225,7 +225,11 @@ def test_on_a_gpu_the_pass_in_which_the_allocator_gave_out_more_is_planned_again
 
 
 def test_a_rollout_is_planned_as_it_is_measured():
-    generation = [Part("KV workspace", 70, ""), Part("fused adapters", 5, ""), Part("prefill", 900, "")]
+    generation = [
+        MemoryPart("KV workspace", 70, ""),
+        MemoryPart("fused adapters", 5, ""),
+        MemoryPart("prefill", 900, ""),
+    ]
     plan = replace(NOTHING, generation=generation)
     use = MemoryUse(plan, torch.device("cpu"), held=lambda: 40)
     with use.training_pass(Pass(None, has_gradients=False, has_state=True), (1,), 0):

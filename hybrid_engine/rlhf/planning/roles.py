@@ -18,8 +18,8 @@ from hybrid_engine.metrics.memory_plan import (
     LOGITS,
     OWN_CACHE,
     PREFILL,
+    MemoryPart,
     MemoryPlan,
-    Part,
     RolePlan,
     Shape,
     Sharded,
@@ -210,7 +210,7 @@ def _trained(
     note = ", layers computed again" if config.activation_checkpointing else ""
     cells = f"{shape.rows} rows x {shape.prompt + shape.response} tokens"
     passing = [
-        Part(
+        MemoryPart(
             "activations",
             found.activations,
             f"{cells} x {found.activations / shape.num_cells:,.0f} bytes, as counted on shapes{note}",
@@ -218,13 +218,13 @@ def _trained(
     ]
     if is_language:
         what = f"the head's of {shape.num_asked:,} tokens: kept tiles of logits, one more, hidden states"
-        passing.append(Part("head pieces", found.pieces, what))
+        passing.append(MemoryPart("head pieces", found.pieces, what))
     largest = (
         max((math.prod(s.dims) for s in shapes if s.packed_bytes is not None), default=0) * setting.weight.itemsize
     )
     if largest:
         passing.append(
-            Part("dequantised", largest, "the largest quantised linear as weights of --dtype, one at a time")
+            MemoryPart("dequantised", largest, "the largest quantised linear as weights of --dtype, one at a time")
         )
     gathered = _gathered_part(model, sharded)
     passing.append(gathered)
@@ -232,7 +232,7 @@ def _trained(
     new = 0 if accumulates else gradients.num_bytes
     peak = found.peak + largest + gathered.num_bytes + (new if keeps_shards else 0)
     between = max(0, peak - sum(part.num_bytes for part in passing) - new)
-    passing.append(Part("backward pass", between, "what comes and goes beside them at the fullest moment"))
+    passing.append(MemoryPart("backward pass", between, "what comes and goes beside them at the fullest moment"))
     return RolePlan(
         name=name,
         kept=kept_parts(shapes, sharded),
@@ -254,15 +254,17 @@ def _along_spans(model: Any, shape: PassShape, config: Any) -> dict[str, Spans]:
         return {"spans": Spans.of([Span(*span) for span in shape.spans])}
 
 
-def _gathered_part(model: nn.Module, sharded: Sharded) -> Part:
+def _gathered_part(model: nn.Module, sharded: Sharded) -> MemoryPart:
     """Weights that are gathered when a backward pass begins under ZeRO-3, in addition to this process's shards."""
     if not sharded.rules.shards_parameters:
-        return Part("gathered weights", 0, "none")
+        return MemoryPart("gathered weights", 0, "none")
     layers = [sum(p.numel() for p in layer.parameters()) for layer in find_groups(model).modules]
     outside = sum(p.numel() for p in model.parameters()) - sum(layers)
     values = outside + 2 * max(layers, default=0)
     what = "of what is outside the layers and of two of them, one in use and one in the buffer that it comes through"
-    return Part("gathered weights", sharded.dtype_bytes * values, f"{sharded.dtype_bytes} bytes x {values:,} {what}")
+    return MemoryPart(
+        "gathered weights", sharded.dtype_bytes * values, f"{sharded.dtype_bytes} bytes x {values:,} {what}"
+    )
 
 
 def _frozen(name: str, shapes: list[Shape], setting: Setting) -> RolePlan:
@@ -272,7 +274,7 @@ def _frozen(name: str, shapes: list[Shape], setting: Setting) -> RolePlan:
     return RolePlan(name=name, kept=kept_parts(shapes, sharded), gradients=gradient_part(shapes, sharded))
 
 
-def _generation(actor: nn.Module, prompt_tokens: int, setting: Setting, *, is_streamed: bool) -> list[Part]:
+def _generation(actor: nn.Module, prompt_tokens: int, setting: Setting, *, is_streamed: bool) -> list[MemoryPart]:
     """Memory of a rollout in addition to what is kept: the larger of training and evaluation.
 
     Prompts have `prompt_tokens` tokens. The rollout's weights are prepared before it begins, or layer by layer with
@@ -299,28 +301,30 @@ def _generation(actor: nn.Module, prompt_tokens: int, setting: Setting, *, is_st
     parts = [kv_part(model.kv_shape(demand.wanted, demand.block_size), size, demand.max_running)]
     if fused := model.buffer_bytes(is_streamed):
         what = "of one layer at a time" if is_streamed else "once more, dequantised where they are quantised"
-        parts.append(Part("fused adapters", fused, f"the linears with an adapter, {what}"))
+        parts.append(MemoryPart("fused adapters", fused, f"the linears with an adapter, {what}"))
     if config.zero_stage == 3 and setting.num_processes > 1:
         values = sum(parameter.numel() for parameter in actor.parameters())
         layers = sorted((sum(p.numel() for p in layer.module.parameters()) for layer in model.layers), reverse=True)
         values -= sum(layers[2:]) if is_streamed else 0
         how = "of what is outside the layers and of two of them" if is_streamed else "whole while it generates"
         formula = f"{size} bytes x {values:,} parameters, {how}"
-        parts.append(Part("gathered weights", values * size, formula))
+        parts.append(MemoryPart("gathered weights", values * size, formula))
     fed = min(MAX_PREFILL_TOKENS, demand.max_running * prompt_tokens)
     width = 3 * text.hidden_size + 3 * getattr(text, "intermediate_size", 4 * text.hidden_size)
     what = f"{size} bytes x {fed:,} tokens of prompts in a pass x {width} (3 times hidden and MLP size)"
-    parts.append(Part(PREFILL, size * fed * width, what))
+    parts.append(MemoryPart(PREFILL, size * fed * width, what))
     logits = 4 * demand.max_running * text.vocab_size
-    parts.append(Part(LOGITS, 2 * logits, f"2 x 4 bytes x {demand.max_running} rows x {text.vocab_size:,} tokens"))
+    parts.append(
+        MemoryPart(LOGITS, 2 * logits, f"2 x 4 bytes x {demand.max_running} rows x {text.vocab_size:,} tokens")
+    )
     return parts
 
 
-def _own_cache(text: Any, rows: int, columns: int, size: int) -> Part:
+def _own_cache(text: Any, rows: int, columns: int, size: int) -> MemoryPart:
     """Keys and values of the model's own `generate()`; none for a model without attention."""
     heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
     if heads is None:
-        return Part(OWN_CACHE, 0, "no attention, no keys and values; its states are not counted")
+        return MemoryPart(OWN_CACHE, 0, "no attention, no keys and values; its states are not counted")
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     shape = (text.num_hidden_layers, 2, rows, heads, columns, width)
     return kv_part(shape, size, rows)._replace(name=OWN_CACHE)
