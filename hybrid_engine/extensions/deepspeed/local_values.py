@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hybrid_engine.engine.whole_values import (
+from hybrid_engine.engine.deepspeed_engine import (
     _grad,
     _link,
     _master,

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from hybrid_engine.distributed.dataloader import TrainingDataLoader
 from hybrid_engine.distributed.processes import get_rank
-from hybrid_engine.engine.whole_values import (
+from hybrid_engine.engine.deepspeed_engine import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
