@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 import hybrid_engine
+from hybrid_engine.config.checks import check_divides
 from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.distributed.processes import get_rank, get_world_size, on_rank_zero
 from hybrid_engine.rl.reward_model import bradley_terry_loss, centring_loss
@@ -30,7 +31,6 @@ from hybrid_engine.rlhf.batches.passes import Items, in_passes, split
 from hybrid_engine.rlhf.batches.sequences import recompute_activations
 from hybrid_engine.rlhf.data.encoding import read_template
 from hybrid_engine.rlhf.experience.evaluation import step_means
-from hybrid_engine.rlhf.options.checks import check_divides
 from hybrid_engine.rlhf.options.reward import Config
 from hybrid_engine.rlhf.options.shared import is_due
 from hybrid_engine.rlhf.planning.following import follow_scored_pairs, write_result

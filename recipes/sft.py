@@ -21,6 +21,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import hybrid_engine
+from hybrid_engine.config.checks import check_divides
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size, on_rank_zero
 from hybrid_engine.rl.aggregation import token_mean
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, TrainingPasses, check_budget
@@ -35,7 +36,6 @@ from hybrid_engine.rlhf.batches.sequences import (
     response_logprobs,
 )
 from hybrid_engine.rlhf.data.encoding import Encoded
-from hybrid_engine.rlhf.options.checks import check_divides
 from hybrid_engine.rlhf.options.sft import Config
 from hybrid_engine.rlhf.options.shared import is_due
 from hybrid_engine.rlhf.planning.following import follow_examples, write_result

@@ -1,11 +1,19 @@
-"""Checks of single options, with errors that name the option, its value, the rule and the remedy."""
+"""Checks of single options, with errors that name the option, its value, the rule and the remedy.
+
+The first ones are for keys of a config and arguments of functions. Those from `flag` on are for options of the command,
+whose errors name the option as it is typed: `--max-new-tokens`, not `max_new_tokens`. No module of torch is imported.
+"""
 
 import math
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from typing import Any
+
+LARGEST_COUNT = 10**9
+"""Largest count of the command: more steps or rows than any run has. A typing error is refused before it takes
+memory."""
 
 
 def check_integer(name: str, value: Any, minimum: int, maximum: float = math.inf) -> None:
@@ -87,3 +95,64 @@ def _remedy(value: Any) -> str:
         return "write a number, without quotes"
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return "choose a number in that range" if is_number else "write a single number"
+
+
+def flag(name: str) -> str:
+    """The command-line option for the field `name` of a recipe's `Config`."""
+    return "--" + name.replace("_", "-")
+
+
+def check_finite(name: str, value: float) -> None:
+    """Raises ValueError if `value` of option `name` is infinite or not a number."""
+    if not math.isfinite(value):
+        raise ValueError(f"{flag(name)}={value} must be finite; give a number")
+
+
+def check_at_least(name: str, value: float | None, smallest: float) -> None:
+    """Raises ValueError unless `value` of option `name` is finite and at least `smallest`; None passes."""
+    if value is None:
+        return
+    check_finite(name, value)
+    if value < smallest:
+        raise ValueError(f"{flag(name)}={value} must be at least {smallest}; raise it")
+
+
+def check_count(name: str, value: int | None, smallest: int) -> None:
+    """Raises ValueError unless `value` of option `name` is an integer of at least `smallest`; None passes."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{flag(name)}={value!r} must be a whole number; give one")
+    check_at_least(name, value, smallest)
+    if value > LARGEST_COUNT:
+        raise ValueError(f"{flag(name)}={value} must be at most {LARGEST_COUNT}; lower it")
+
+
+def check_above(name: str, value: float | None, bound: float) -> None:
+    """Raises ValueError unless `value` of option `name` is finite and above `bound`; None passes."""
+    if value is None:
+        return
+    check_finite(name, value)
+    if value <= bound:
+        raise ValueError(f"{flag(name)}={value} must be above {bound}; raise it")
+
+
+def check_between(name: str, value: float, smallest: float, largest: float) -> None:
+    """Raises ValueError unless `value` of option `name` is from `smallest` to `largest`, both included."""
+    if not smallest <= value <= largest:
+        raise ValueError(f"{flag(name)}={value} must be from {smallest} to {largest}; choose a number in that range")
+
+
+def check_divides(name: str, value: int, divisor: int) -> None:
+    """Raises ValueError unless `value` of option `name` is a positive multiple of `divisor`."""
+    if value < 1 or value % divisor:
+        raise ValueError(
+            f"{flag(name)}={value} must be a positive multiple of {divisor}; "
+            f"use {-(-max(value, 1) // divisor) * divisor}"
+        )
+
+
+def check_one_of(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raises ValueError unless `value` of option `name` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{flag(name)}={value} must be one of {', '.join(choices)}; choose one of them")

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from hybrid_engine.config.checks import flag
 from hybrid_engine.rl.advantages import returns_to_go, token_rewards
 from hybrid_engine.rl.batch_statistics import Moments, moments, whitening_deviation, whitening_deviation_biased
 from hybrid_engine.rl.group_advantages import (
@@ -25,7 +26,6 @@ from hybrid_engine.rl.group_advantages import (
 )
 from hybrid_engine.rlhf.algorithms.objective import KL_ESTIMATORS
 from hybrid_engine.rlhf.options.algorithm import Algorithm
-from hybrid_engine.rlhf.options.checks import flag
 
 
 def _nothing(rewards: torch.Tensor) -> torch.Tensor:

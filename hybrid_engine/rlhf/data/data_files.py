@@ -19,8 +19,8 @@ from typing import Any
 from datasets import Dataset, disable_progress_bars, get_dataset_config_names, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
+from hybrid_engine.config.checks import flag
 from hybrid_engine.rlhf.data.reasoning_gym_rows import SCHEME, read_questions
-from hybrid_engine.rlhf.options.checks import flag
 from hybrid_engine.rlhf.options.columns import DataSource
 
 RowOrError = dict[str, Any] | ValueError

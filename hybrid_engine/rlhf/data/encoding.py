@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_engine.config.checks import flag
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.generation.end_tokens import answer_ends
 from hybrid_engine.rlhf.batches.packing import Prompt
@@ -29,7 +30,6 @@ from hybrid_engine.rlhf.data.rows import (
     Row,
     TextRow,
 )
-from hybrid_engine.rlhf.options.checks import flag
 from hybrid_engine.serving.tool_calls import asking_template, form_for_template
 
 RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
-from hybrid_engine.rlhf.options.checks import flag
+from hybrid_engine.config.checks import flag
 
 SCHEME, LIBRARY = "reasoning_gym", "reasoning_gym"
 TRAIN, HELD_OUT = "train", "held_out"

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_engine.config.checks import check_divides
 from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
 from hybrid_engine.rlhf.data.encoding import encode_prompt
 from hybrid_engine.rlhf.data.model_lengths import long_answer, settle_lengths
 from hybrid_engine.rlhf.data.prompts import PromptTokens, fit_prompts, load_prompt_rows
 from hybrid_engine.rlhf.data.rows import PromptRow, encode_each, told_together
 from hybrid_engine.rlhf.options import reward, sft
-from hybrid_engine.rlhf.options.checks import check_divides
 from hybrid_engine.rlhf.options.shared import AdapterOptions, ConfigT, DatasetOptions, RunOptions
 from hybrid_engine.rlhf.rewards.adapter_folder import check_reward_adapter
 from hybrid_engine.rlhf.rewards.answers import Answers, Judge

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hybrid_engine.config.checks import check_above, check_at_least, check_count, flag
 from hybrid_engine.rlhf.options.algorithm import Algorithm
-from hybrid_engine.rlhf.options.checks import check_above, check_answers, check_at_least, check_count, flag
+from hybrid_engine.rlhf.options.checks import check_answers
 from hybrid_engine.rlhf.options.field import option
 from hybrid_engine.rlhf.options.shared import LoopOptions, ResumeOptions, RolloutOptions
 

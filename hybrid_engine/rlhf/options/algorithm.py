@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hybrid_engine.config.checks import find_nearest
-from hybrid_engine.rlhf.options.checks import check_above, check_at_least, check_between, check_count, flag
+from hybrid_engine.config.checks import check_above, check_at_least, check_between, check_count, find_nearest, flag
 from hybrid_engine.rlhf.options.field import option
 
 CHOICES = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hybrid_engine.rlhf.options.checks import flag
+from hybrid_engine.config.checks import flag
 
 MISSING = object()
 _FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")

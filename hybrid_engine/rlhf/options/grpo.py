@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from hybrid_engine.config.checks import check_above, check_count, check_finite
 from hybrid_engine.rlhf.options.algorithm import Algorithm
-from hybrid_engine.rlhf.options.checks import check_above, check_answers, check_count, check_finite
+from hybrid_engine.rlhf.options.checks import check_answers
 from hybrid_engine.rlhf.options.field import option
 from hybrid_engine.rlhf.options.shared import (
     DataOptions,

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from hybrid_engine.rlhf.options.checks import check_above, check_answers, check_count, check_divides
+from hybrid_engine.config.checks import check_above, check_count, check_divides
+from hybrid_engine.rlhf.options.checks import check_answers
 from hybrid_engine.rlhf.options.field import option
 from hybrid_engine.rlhf.options.preference import PairLossOptions
 from hybrid_engine.rlhf.options.shared import (

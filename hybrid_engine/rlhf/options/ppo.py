@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_engine.rlhf.options.checks import (
+from hybrid_engine.config.checks import (
     check_above,
     check_at_least,
     check_between,

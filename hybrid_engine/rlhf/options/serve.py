@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybrid_engine.rlhf.options.checks import check_at_least, check_between, check_count, check_one_of
+from hybrid_engine.config.checks import check_at_least, check_between, check_count, check_one_of
 from hybrid_engine.rlhf.options.field import option
 from hybrid_engine.rlhf.options.generate import BaseModelOptions
 

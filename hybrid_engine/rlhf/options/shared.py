@@ -8,16 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from hybrid_engine.rlhf.options.checks import (
-    check_above,
-    check_at_least,
-    check_between,
-    check_common,
-    check_count,
-    check_one_of,
-    check_weights,
-    flag,
-)
+from hybrid_engine.config.checks import check_above, check_at_least, check_between, check_count, check_one_of, flag
+from hybrid_engine.rlhf.options.checks import check_common, check_weights
 from hybrid_engine.rlhf.options.columns import DataSource, read_names, read_prompt_template
 from hybrid_engine.rlhf.options.field import option
 

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
 from hybrid_engine.config import HybridEngineConfig
+from hybrid_engine.config.checks import check_divides
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.generation.plan import MAX_PREFILL_TOKENS, count_blocks
 from hybrid_engine.metrics.memory_plan import (
@@ -32,7 +33,6 @@ from hybrid_engine.rlhf.batches.packable import expected_layout
 from hybrid_engine.rlhf.batches.packing import Layout
 from hybrid_engine.rlhf.batches.sequences import ValueModel, recompute_activations
 from hybrid_engine.rlhf.batches.spans import ATTENTION, Span, Spans
-from hybrid_engine.rlhf.options.checks import check_divides
 from hybrid_engine.rlhf.options.shared import AdapterOptions
 from hybrid_engine.rlhf.passes.pass_memory import PassShape, count_pass
 from hybrid_engine.rlhf.planning.read import Read, packed_bytes

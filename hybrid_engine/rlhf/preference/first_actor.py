@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 import hybrid_engine
+from hybrid_engine.config.checks import check_divides
 from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
 from hybrid_engine.rlhf.batches.sequences import recompute_activations
@@ -19,7 +20,6 @@ from hybrid_engine.rlhf.experience.evaluation import Evaluation, evaluate
 from hybrid_engine.rlhf.experience.rollout import SamplingOptions
 from hybrid_engine.rlhf.experience.start import SUMMARIES
 from hybrid_engine.rlhf.options import sft
-from hybrid_engine.rlhf.options.checks import check_divides
 from hybrid_engine.rlhf.options.preference import PreferenceOptions
 from hybrid_engine.rlhf.rewards.answers import Answers
 from hybrid_engine.rlhf.rewards.scores import Scores

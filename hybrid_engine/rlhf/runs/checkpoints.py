@@ -21,8 +21,8 @@ from typing import Any
 from peft import PeftModel
 
 from hybrid_engine.checkpoint.folder import discard
+from hybrid_engine.config.checks import flag
 from hybrid_engine.distributed.processes import get_world_size, init_distributed, on_rank_zero
-from hybrid_engine.rlhf.options.checks import flag
 from hybrid_engine.rlhf.options.shared import LENGTHS, ConfigT, fit_minibatch
 from hybrid_engine.rlhf.runs.precision import AUTO, apply_tf32, choose_dtype
 from hybrid_engine.rlhf.runs.run_folder import LATEST, STAGES, check_can_resume, checkpoints_of
