@@ -39,7 +39,7 @@ from hybrid_engine.rlhf.runs.precision import torch_dtype
 from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.rlhf.runs.stages import explained, load_config
 from hybrid_engine.serving import import_serving
-from hybrid_engine.serving.address import check_free
+from hybrid_engine.serving.access import check_free
 from hybrid_engine.serving.sessions import size_of
 
 SECONDS_TO_END = 4.5

@@ -5,13 +5,13 @@ from typing import Any
 
 
 def import_serving() -> Any:
-    """Imports `of_engine.build_server` on use, because the web libraries are an optional dependency.
+    """Imports `server.build_server` on use, because the web libraries are an optional dependency.
 
     Raises:
         ValueError: one of them is not installed.
     """
     try:
-        return importlib.import_module("hybrid_engine.serving.of_engine").build_server
+        return importlib.import_module("hybrid_engine.serving.server").build_server
     except ModuleNotFoundError as error:
         if str(error.name).startswith("hybrid_engine"):
             raise

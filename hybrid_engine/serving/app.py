@@ -1,31 +1,55 @@
-"""The web application: paths, keys, limits, and whole or streamed answers.
+"""The web application: paths, keys, and the handlers of requests. `Server` makes one `App` and runs it with uvicorn.
 
-`Server` makes one `App` and runs it with uvicorn. The first line of each handler's docstring is published by
-`openapi.py`.
+The life of one chat request:
+
+1. `BoundedConnection` (`connections.py`) accepts the connection, uvicorn parses the head. Without keys `PageGuard`
+   (`access.py`) refuses what a foreign web page could have sent.
+2. `App._guarded` checks the key and turns errors into OpenAI's format; `App.chat` handles the path.
+3. `BodyReader.read` (`request_parsing.py`) receives the body and makes a `ChatRequest` of it (`protocol.py`).
+   `App._session` finds the session that the request names, `App._try_guide` tries the guide of the answer.
+4. `App._read_chat` runs on a thread: `Sessions.find_chat` (`sessions.py`) or `chat_tokens` (`request_parsing.py`) gives
+   the prompt's token ids, `read_chat` a `ParsedRequest` with its sequences, and a `ChatWriter` (`responses.py`) will
+   write the answer.
+5. `Responder.respond` (`streaming.py`) submits the sequences to the `LiveThread`, which decodes them in the live batch.
+   `ProgressRouter` carries the tokens of each step from that thread to the request.
+6. `ChatWriter.add` makes text, tool calls and reasoning of the tokens (`answer_parsing.py`, `tool_calls.py`).
+   `Responder._stream` sends them as events, or `ChatWriter.whole` makes one body at the end.
+7. The recorder of the session stores the answer (`Sessions.record`). A client that leaves cancels its sequences
+   (`Responder._while_connected`).
+
+The first line of each handler's docstring is published in the OpenAPI document, which is made from the classes of the
+request bodies, so that both always agree (https://spec.openapis.org/oas/v3.1.1). Some schemas allow more than the
+server does, which also checks several fields together. They allow everything that the server accepts.
 """
 
 import asyncio
-import contextlib
-import json
+import inspect
 import logging
-import re
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from hybrid_engine.generation.guides import prepare_guides
 from hybrid_engine.generation.live.thread import LiveThread
-from hybrid_engine.serving.answers import ChatWriter, CompletionWriter, Piece, Writer
-from hybrid_engine.serving.asked import (
+from hybrid_engine.serving.access import Keys, Pages
+from hybrid_engine.serving.errors import RequestError, broken, cut, ended
+from hybrid_engine.serving.protocol import (
+    MAX_SESSION_ID,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from hybrid_engine.serving.request_parsing import (
+    BodyReader,
     ServedModel,
     chat_tokens,
     check_tokens,
@@ -34,37 +58,97 @@ from hybrid_engine.serving.asked import (
     read_tokens,
     try_guide_of,
 )
-from hybrid_engine.serving.errors import RequestError, broken, cut, ended, wrong_body
-from hybrid_engine.serving.keys import Keys
-from hybrid_engine.serving.listening import Listening
-from hybrid_engine.serving.metrics import Metrics
-from hybrid_engine.serving.openapi import Endpoint, build_document
-from hybrid_engine.serving.pages import Pages
-from hybrid_engine.serving.protocol import (
-    MAX_SESSION_ID,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from hybrid_engine.serving.responses import ChatWriter, CompletionWriter, Writer
 from hybrid_engine.serving.sessions import Recorder, Session, Sessions, recorder_of_chat, recorder_of_tokens
+from hybrid_engine.serving.streaming import Metrics, ProgressRouter, Responder, WholeResponse
 
-MAX_BODY_BYTES = 4 * 2**20
-MAX_BODIES_BYTES = 2**28
-"""Limit for the bodies of all requests that are being read."""
-SECONDS_FOR_BODY = 30.0
-MAX_LISTS = 2**16
-"""Maximum number of lists and objects in a body: they take a hundred times as long to read as text of their length."""
-MAX_VALUES = 2**19
+REFERENCE = "#/components/schemas/{model}"
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
 NUM_THREADS = 4
 """Number of threads that read requests and write answers, in addition to the event loop."""
 NUM_TRYING = 2
 """Number of guides that are tried at once."""
 Found = TypeVar("Found")
 log = logging.getLogger(__name__)
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # json.dumps would build one per event
-_STRICT_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-_STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
+
+
+class Endpoint(NamedTuple):
+    """A path that the server answers at."""
+
+    path: str
+    handler: Callable[..., Any]
+    """Handler of the path. The first line of its docstring describes the answer: "`GET /path`: ..."."""
+    body: type[BaseModel] | None = None
+    """The class of a POST's body; None for a GET."""
+    has_events: bool = False
+    """Whether it can answer with server-sent events."""
+    is_for_metrics: bool = False
+    """Whether a key for metrics opens it."""
+    needs_key: bool = True
+    """Whether it requires a key if the server has any."""
+
+    @property
+    def method(self) -> str:
+        """The HTTP method."""
+        return "GET" if self.body is None else "POST"
+
+
+def build_document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of `endpoints`."""
+    known = list(endpoints)
+    bodies = [(each.body, "validation") for each in known if each.body is not None]
+    _, schemas = models_json_schema(bodies, ref_template=REFERENCE)  # type: ignore[arg-type]
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "hybrid-engine", "version": "1"},
+        "paths": {
+            each.path.replace(":path", ""): {each.method.lower(): _operation(each, _summary(each.handler))}
+            for each in known
+        },
+        "components": {
+            "schemas": schemas["$defs"] | {"Error": ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _summary(handler: Callable[..., Any]) -> str:
+    return (inspect.getdoc(handler) or "").partition("\n")[0].partition(": ")[2] or handler.__name__
+
+
+def _operation(endpoint: Endpoint, summary: str) -> dict[str, Any]:
+    kind = "text/plain" if endpoint.is_for_metrics else "application/json"
+    content: dict[str, Any] = {kind: {}} | ({"text/event-stream": {}} if endpoint.has_events else {})
+    error = {"application/json": {"schema": {"$ref": REFERENCE.format(model="Error")}}}
+    responses = {
+        "200": {"description": "The answer.", "content": content},
+        "default": {"description": "What is wrong.", "content": error},
+    }
+    operation: dict[str, Any] = {"summary": summary, "responses": responses}
+    if endpoint.needs_key:
+        operation["security"] = [{"key": []}]
+    if "{name" in endpoint.path:
+        named = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+        operation["parameters"] = [named]
+    if endpoint.body is not None:
+        schema = {"$ref": REFERENCE.format(model=endpoint.body.__name__)}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return operation
 
 
 class App:
@@ -73,28 +157,26 @@ class App:
     Args:
         keys: the keys that clients must send, if there are any.
         pages: the web pages that may send requests if there are no keys.
-        max_body_bytes: maximum size of a request's body.
     """
 
     def __init__(
         self,
         model: ServedModel,
         worker: LiveThread,
-        listening: Listening,
+        router: ProgressRouter,
         sessions: Sessions,
         *,
         keys: Keys,
         pages: Pages,
-        max_body_bytes: int = MAX_BODY_BYTES,
     ):
-        self.model, self.worker, self.listening, self.sessions = model, worker, listening, sessions
-        self.keys, self.max_body_bytes = keys, max_body_bytes
-        self._bodies_bytes = 0
+        self.model, self.worker, self.sessions, self.keys = model, worker, sessions, keys
         self._threads = ThreadPoolExecutor(NUM_THREADS, "hybrid-engine-request")
         self._trying = ThreadPoolExecutor(NUM_TRYING, "hybrid-engine-guide")
         prepare_guides(model.tokenizer, model.vocab_size)  # before the first request
         model.tokenizer.encode("x")  # the first call disables truncation, which is not thread-safe
         self.metrics = Metrics(worker)
+        self._bodies = BodyReader(self._on_thread)
+        self._responder = Responder(worker, router, self.metrics, self._on_thread)
         app = Starlette(routes=self._routes(), exception_handlers={404: _not_found, 405: _not_found})
         app.router.redirect_slashes = False  # a redirect would contain the host that the client sent
         self.asgi = pages.guarded(app, has_keys=bool(keys))
@@ -163,57 +245,57 @@ class App:
 
     async def completions(self, request: Request) -> Response:
         """`POST /v1/completions`: answers that go on from texts or token ids."""
-        body = await self._body(request, CompletionRequest)
+        body = await self._read_body(request, CompletionRequest)
         session = self._session(request, body)
         await self._try_guide(body)
-        return await self._answer(request, partial(self._read_completion, body, session))
+        return await self._responder.respond(request, partial(self._read_completion, body, session))
 
     def _read_completion(self, body: CompletionRequest, session: Session | None) -> tuple[Writer, Recorder | None]:
-        asked = read_completion(body, self.model)
-        record = None if session is None else recorder_of_tokens(self.sessions, session, asked)
-        return CompletionWriter(asked, self.model), record
+        parsed = read_completion(body, self.model)
+        record = None if session is None else recorder_of_tokens(self.sessions, session, parsed)
+        return CompletionWriter(parsed, self.model), record
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`: the assistant's next message of a conversation."""
-        body = await self._body(request, ChatRequest)
+        body = await self._read_body(request, ChatRequest)
         session = self._session(request, body)
         await self._try_guide(body)
-        return await self._answer(request, partial(self._read_chat, body, session))
+        return await self._responder.respond(request, partial(self._read_chat, body, session))
 
     def _read_chat(self, body: ChatRequest, session: Session | None) -> tuple[Writer, Recorder | None]:
         if session is None:
             return ChatWriter(read_chat(body, self.model, chat_tokens(body, self.model)), self.model), None
         prompt, node = self.sessions.find_chat(session, body)
-        asked = read_chat(body, self.model, prompt)
-        record = recorder_of_chat(self.sessions, session, asked, node)
-        return ChatWriter(asked, self.model), record
+        parsed = read_chat(body, self.model, prompt)
+        record = recorder_of_chat(self.sessions, session, parsed, node)
+        return ChatWriter(parsed, self.model), record
 
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`: the token ids of a prompt or a chat, as vLLM tells them."""
-        body = await self._body(request, TokenizeRequest)
-        return await self._elsewhere(partial(self._tokenized, body))
+        body = await self._read_body(request, TokenizeRequest)
+        return await self._on_thread(partial(self._tokenized, body))
 
     def _tokenized(self, body: TokenizeRequest) -> Response:
         tokens = read_tokens(body, self.model)
-        told = {"count": len(tokens), "max_model_len": self.model.longest, "tokens": tokens}
+        fields = {"count": len(tokens), "max_model_len": self.model.longest, "tokens": tokens}
         names = self.model.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-        return _WholeResponse(told | {"token_strs": names})
+        return WholeResponse(fields | {"token_strs": names})
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`: the text of token ids, special ones included."""
-        body = await self._body(request, DetokenizeRequest)
+        body = await self._read_body(request, DetokenizeRequest)
         check_tokens(body.tokens, self.model, "tokens")
-        text = await self._elsewhere(partial(self.model.tokenizer.decode, body.tokens))
+        text = await self._on_thread(partial(self.model.tokenizer.decode, body.tokens))
         return JSONResponse({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
         """`GET /tokenizer_info`: special tokens and chat template, as vLLM tells them."""
         tokenizer = self.model.tokenizer
-        told: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"))
-        told |= {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
-        told["chat_template"] = tokenizer.chat_template
+        fields: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"))
+        fields |= {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+        fields["chat_template"] = tokenizer.chat_template
         return JSONResponse(
-            told | {"tokenizer_class": type(tokenizer).__name__, "model_max_length": self.model.longest}
+            fields | {"tokenizer_class": type(tokenizer).__name__, "model_max_length": self.model.longest}
         )
 
     async def models(self, request: Request) -> Response:
@@ -268,45 +350,14 @@ class App:
                 code="model_not_found",
             )
 
-    async def _body(self, request: Request, kind: type[BaseModel]) -> Any:
-        """The body as a `kind`; raises RequestError if it is too large, not JSON, or invalid."""
-        try:
-            raw = await asyncio.wait_for(self._read(request), SECONDS_FOR_BODY)
-        except asyncio.TimeoutError as error:
-            reason = f"the body did not come within {SECONDS_FOR_BODY:g} s"
-            raise RequestError(reason, status=408, code="body_timeout", is_last=True) from error
-        try:
-            body = await self._elsewhere(partial(_read_body, raw, kind))
-        finally:
-            self._bodies_bytes -= len(raw)
-        if body.model is not None:  # type: ignore[attr-defined]
-            self._check_model(body.model)  # type: ignore[attr-defined]
+    async def _read_body(self, request: Request, kind: type[BaseModel]) -> Any:
+        """The body as a `kind`; raises RequestError if it is invalid or names another model."""
+        body = await self._bodies.read(request, kind)
+        if body.model is not None:
+            self._check_model(body.model)
         return body
 
-    async def _read(self, request: Request) -> bytes:
-        """The bytes of the body, which count toward the limit until they are parsed.
-
-        Raises RequestError if they, or those of all requests together, are too many.
-        """
-        parts: list[bytes] = []
-        size = 0
-        try:
-            async for part in request.stream():
-                parts.append(part)
-                size += len(part)
-                self._bodies_bytes += len(part)
-                if size > self.max_body_bytes:
-                    reason = f"the body is larger than {self.max_body_bytes:,} bytes"
-                    raise RequestError(reason, status=413, code="body_too_large", is_last=True)
-                if self._bodies_bytes > MAX_BODIES_BYTES:
-                    reason = "the bodies of all requests are too much at once; send the request again later"
-                    raise RequestError(reason, status=429, code="overloaded", retry_after=1, is_last=True)
-        except BaseException:
-            self._bodies_bytes -= size
-            raise
-        return b"".join(parts)
-
-    async def _elsewhere(self, work: Callable[[], Found]) -> Found:
+    async def _on_thread(self, work: Callable[[], Found]) -> Found:
         """Runs `work` on a thread, so that the event loop can serve other requests, and returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
@@ -320,151 +371,6 @@ class App:
         """Ends the threads; call it when no request is left."""
         for threads in (self._threads, self._trying):
             threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _answer(self, request: Request, reading: Callable[[], tuple[Writer, Recorder | None]]) -> Response:
-        """The response to a request. `reading`, which may take long, makes a writer from the body."""
-        writer, record = await self._unless_gone(request, self._elsewhere(reading))
-        asked = writer.asked
-        for sequence in asked.sequences:
-            sequence.share = getattr(request.state, "key_name", "")
-        self.metrics.prompt_tokens.inc(sum(map(len, asked.prompts)))
-        progress = self._measured(self.listening.run(self.worker, asked.sequences, writer.add))
-        if asked.request.stream:
-            # The first piece decides whether an error status is returned, which is impossible once a stream has begun.
-            first = await self._unless_gone(request, anext(progress, None))
-            stream = self._stream(first, progress, writer, record)
-            return StreamingResponse(stream, media_type="text/event-stream")
-        await self._unless_gone(request, _read_all(progress))
-        return await self._elsewhere(partial(_finished, writer, record))
-
-    async def _unless_gone(self, request: Request, answer: Awaitable[Found]) -> Found:
-        """The result of `answer`; if the client disconnects first, cancels it and raises ClientDisconnect."""
-        coming = asyncio.ensure_future(answer)
-        leaving = asyncio.ensure_future(_until_gone(request))
-        try:
-            await asyncio.wait({coming, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not coming.done():
-                self.metrics.cancelled.inc()
-                raise ClientDisconnect
-        finally:
-            leaving.cancel()
-            if not coming.done():
-                coming.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await coming
-        return coming.result()
-
-    async def _stream(
-        self, first: Piece | None, progress: AsyncIterator[Piece], writer: Writer, record: Recorder | None
-    ) -> AsyncIterator[str]:
-        """Server-sent events; if the client stops reading, the request ends."""
-        is_complete = False
-        try:
-            async with contextlib.aclosing(progress):  # type: ignore[type-var]
-                for opening in await self._elsewhere(partial(_opening, writer)):
-                    yield opening
-                for event in [] if first is None else writer.chunks(first):
-                    yield _event(event)
-                async for piece in progress:
-                    for event in writer.chunks(piece):
-                        yield _event(event)
-            if record is not None:
-                await self._elsewhere(partial(record, writer.choices))
-            if writer.request.usage_of_stream.include_usage:
-                yield _event(writer.usage_chunk())
-            yield "data: [DONE]\n\n"
-            is_complete = True
-        except RequestError as error:
-            yield _event(error.body)
-            is_complete = True
-        except Exception:
-            log.exception("in a stream")
-            yield _event(broken().body)
-            is_complete = True
-        finally:
-            if not is_complete:
-                self.metrics.cancelled.inc()
-
-    async def _measured(self, progress: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
-        """The pieces of `progress`, counted and timed."""
-        begin = time.perf_counter()
-        latest: dict[int, float] = {}
-        async with contextlib.aclosing(progress):  # type: ignore[type-var]
-            async for piece in progress:
-                now = time.perf_counter()
-                if piece.index not in latest:
-                    self.metrics.first_token.observe(now - begin)
-                elif piece.tokens:
-                    self.metrics.between_tokens.observe((now - latest[piece.index]) / len(piece.tokens))
-                latest[piece.index] = now
-                self.metrics.generated_tokens.inc(len(piece.tokens))
-                yield piece
-
-
-async def _read_all(progress: AsyncIterator[Piece]) -> None:
-    async with contextlib.aclosing(progress):  # type: ignore[type-var]
-        async for _ in progress:
-            pass
-
-
-def _read_body(raw: bytes, kind: type[BaseModel]) -> Any:
-    try:
-        return kind.model_validate(read_json(raw))
-    except ValidationError as error:
-        raise wrong_body(error) from error
-
-
-def _finished(writer: Writer, record: Recorder | None) -> Response:
-    whole = writer.whole()
-    if record is not None:
-        record(writer.choices)
-    return _WholeResponse(whole)
-
-
-def _opening(writer: Writer) -> list[str]:
-    """The first events of a stream, which may have whole prompts with their log-probabilities."""
-    return [f"data: {''.join(_ENCODER.iterencode(event))}\n\n" for event in writer.opening()]
-
-
-class _WholeResponse(JSONResponse):
-    """JSON that may be large: it is encoded in small parts, because no other thread can run within one."""
-
-    def render(self, content: Any) -> bytes:
-        return "".join(_STRICT_ENCODER.iterencode(content)).encode()
-
-
-def read_json(raw: bytes) -> dict[str, Any]:
-    """The JSON object in `raw`, at most 200 levels deep.
-
-    Raises RequestError for anything else, for text that UTF-8 cannot encode, and for too many lists or values.
-    """
-    _check_counts(raw)
-    try:
-        values = from_json(raw, allow_inf_nan=False)
-    except ValueError as error:
-        raise RequestError(f"the body is no JSON: {error}", code="invalid_json") from error
-    if not isinstance(values, dict):
-        raise RequestError(f"the body is a {type(values).__name__}; send a JSON object", code="invalid_json")
-    return values
-
-
-def _check_counts(raw: bytes) -> None:
-    """Raises RequestError if parsing `raw` would take long, during which no other thread can run."""
-    for limit, named, signs in ((MAX_LISTS, "lists and objects", (b"[", b"{")), (MAX_VALUES, "values", (b",",))):
-        if sum(map(raw.count, signs)) > limit:
-            count = sum(map(_STRINGS.sub(b"", raw).count, signs))  # without those in strings
-            if count > limit:
-                reason = f"the body has {count:,} {named}, and at most {limit:,} may be; send less"
-                raise RequestError(reason, code="body_too_large")
-
-
-def _event(body: dict[str, Any]) -> str:
-    return f"data: {_ENCODER.encode(body)}\n\n"
-
-
-async def _until_gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _not_found(request: Request, error: Exception) -> Response:

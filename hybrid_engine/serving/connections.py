@@ -35,13 +35,13 @@ log = logging.getLogger(__name__)
 class _Crowd:
     """Logs, at most once per interval, that there are too many connections."""
 
-    told = -math.inf
+    last_line = -math.inf
 
     def tell(self, num_open: int) -> None:
         """Logs the warning; `num_open`: number of connections that stay open."""
         now = time.monotonic()
-        if now - self.told >= SECONDS_BETWEEN_LINES:
-            self.told = now
+        if now - self.last_line >= SECONDS_BETWEEN_LINES:
+            self.last_line = now
             log.warning(
                 "serving: %d connections are open, as many as may be (at most %d, and %d open files of the process, "
                 "ulimit -n): further ones are closed",

@@ -1,8 +1,11 @@
-"""`Server`: runs the web application and a live batch on threads beside the thread that started it.
+"""`Server` runs the web application and a live batch, each on a thread of its own.
 
-`of_engine.build_server` makes one for an engine's model.
+`engine.serving()` and `hybrid-engine serve` call `build_server`, which finds name, tokenizer and end tokens where the
+model was loaded from. Processes that share the model with the leader get a `FollowingServer`. The life of a request is
+told in `app.py`.
 """
 
+import importlib
 import logging
 import socket
 import threading
@@ -16,20 +19,22 @@ from types import TracebackType
 from typing import Any
 
 import uvicorn
-from transformers import PreTrainedTokenizerBase
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybrid_engine.config.checks import check_integer, check_number
+from hybrid_engine.generation.end_tokens import end_token_ids
 from hybrid_engine.generation.live.batches import LiveBatch
-from hybrid_engine.generation.live.shared import LeadingBatch, LiveLink
+from hybrid_engine.generation.live.opening import live_batch
+from hybrid_engine.generation.live.shared import LeadingBatch, LiveFollower, LiveLink
 from hybrid_engine.generation.live.thread import LiveThread
-from hybrid_engine.serving.address import BACKLOG, bind, check_address
+from hybrid_engine.generation.memory import read_memory
+from hybrid_engine.generation.options import token_ids
+from hybrid_engine.generation.rollout.generator import Generator
+from hybrid_engine.serving.access import BACKLOG, Keys, Pages, bind, check_address
 from hybrid_engine.serving.app import App
-from hybrid_engine.serving.asked import ServedModel
-from hybrid_engine.serving.clients import build_client
 from hybrid_engine.serving.connections import SECONDS_BETWEEN_REQUESTS, SECONDS_TO_TAKE, BoundedConnection
-from hybrid_engine.serving.keys import Keys
-from hybrid_engine.serving.listening import Listening
-from hybrid_engine.serving.pages import Pages
+from hybrid_engine.serving.request_parsing import ServedModel
 from hybrid_engine.serving.sessions import (
     MAX_SESSION_BYTES,
     MAX_SESSION_TOKENS,
@@ -38,6 +43,7 @@ from hybrid_engine.serving.sessions import (
     check_session_ids,
     size_of,
 )
+from hybrid_engine.serving.streaming import ProgressRouter
 from hybrid_engine.serving.tool_calls import AUTO, choose_parser
 
 log = logging.getLogger(__name__)
@@ -61,8 +67,8 @@ class Server:
         host, port: address to listen at; port 0 takes a free one.
         tool_call_parser: parser of tool calls in answers: one of `tool_calls.PARSERS`.
         api_key: the key that clients must send. Required for every address that other machines can reach.
-        api_key_file: a file of several named keys (`keys.py`), instead; `reload_keys` reads it again.
-        allow_hosts, allow_origins: for requests without a key, see `pages.Pages`.
+        api_key_file: a file of several named keys (`access.Keys`), instead; `reload_keys` reads it again.
+        allow_hosts, allow_origins: for requests without a key, see `access.Pages`.
         max_waiting: sequences that may wait to begin; further ones are answered with 429.
         max_sessions: number of remembered conversations; beyond it the oldest are forgotten.
         max_session_tokens: the same limit for the tokens of all their answers, each counted from the start of its
@@ -126,8 +132,8 @@ class Server:
         }
         self._facts["tool_call_parser"] = choose_parser(tool_call_parser, tokenizer)
         self._link = link
-        self.listening = Listening()
-        self.worker = LiveThread(opening, self.listening.tell, max_waiting)
+        self.router = ProgressRouter()
+        self.worker = LiveThread(opening, self.router.publish, max_waiting)
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
 
@@ -157,7 +163,7 @@ class Server:
             **self._facts,
         )
         self.sessions = Sessions(model, self.version, *self._bounds)
-        self.app = App(model, self.worker, self.listening, self.sessions, keys=self.keys, pages=self._pages)
+        self.app = App(model, self.worker, self.router, self.sessions, keys=self.keys, pages=self._pages)
         config = uvicorn.Config(
             self.app.asgi,
             http=partial(BoundedConnection, stall_seconds=self.stall_seconds),  # type: ignore[arg-type]
@@ -251,3 +257,174 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class FollowingServer:
+    """Takes the place of the leader's Server: has the same address, but no web server.
+
+    Args:
+        opening: opens this process's live batch, on a separate thread.
+        name: the model's name for clients.
+        keys: the keys that the leader's clients must send.
+    """
+
+    def __init__(
+        self,
+        opening: Callable[[], AbstractContextManager[LiveBatch]],
+        link: LiveLink,
+        *,
+        name: str,
+        keys: Keys,
+    ):
+        self.name, self.keys, self.url = name, keys, ""
+        self.worker = LiveFollower(opening, link)
+        self._link = link
+        self._trajectories: list[Trajectory] | None = None
+
+    def start(self) -> "FollowingServer":
+        """Joins the leader's `Server.start`; raises the error that prevents it."""
+        self._link.led(_nothing)
+        self.url = self._link.receive()
+        self._link.share_tokenizer(None)
+        self.worker.start()
+        return self
+
+    def client(self) -> Any:
+        """An `openai.OpenAI` connected to the leader; ValueError if the package is not installed."""
+        return build_client(self.url, self.keys.first)
+
+    @property
+    def api_key(self) -> str | None:
+        """The key for clients that play episodes; None if the leader needs none."""
+        return self.keys.first
+
+    num_running = 0
+    """Number of running requests that came to this process."""
+
+    def wait(self, ending: threading.Event) -> None:
+        """Returns at once: the leader waits, and `close()` waits for the leader."""
+
+    def trajectories(self) -> list[Trajectory]:
+        """The leader's conversations, after `close()`; ValueError before."""
+        if self._trajectories is None:
+            raise ValueError(
+                f"trajectories(): they are on rank {self._link.leader}, which is asked; call it there, or after serving"
+            )
+        return self._trajectories
+
+    def close(self) -> None:
+        """Waits until the leader has ended; raises errors that occurred meanwhile."""
+        try:
+            self.worker.close()
+        finally:
+            self._link.guides.close()
+        self._trajectories = self._link.receive()
+
+    def __enter__(self) -> "FollowingServer":
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _nothing() -> None:
+    pass
+
+
+def build_server(
+    module: nn.Module,
+    generator: Generator,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    longest: int | None,
+    max_running: int | None,
+    model_name: str | None,
+    adapters: Mapping[str, str] | None = None,
+    memory: float | str | None = None,
+    **options: Any,
+) -> Server | FollowingServer:
+    """A Server that `start()` starts; `options` are its own. Collective if processes share the model.
+
+    The first of these processes serves the model, and the others get a FollowingServer.
+
+    Args:
+        module: the unmodified transformers model.
+        generator: runs the model.
+        tokenizer: None loads it from the folder or hub name that the model was loaded from.
+        longest, max_running: as `live_batch` takes them.
+        model_name: None takes the last part of that folder or hub name, or "policy".
+        adapters: maps names for clients to adapters of a `PeftModel`; None: the active adapter is the model.
+        memory: for keys and values of the answers, as `read_memory` takes it.
+
+    Raises:
+        ValueError: there is no tokenizer, or an option is out of range.
+    """
+    source = str(getattr(module.config, "name_or_path", "") or "")
+    vocab_size = module.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+    link = LiveLink(generator.group, vocab_size) if generator.group.size > 1 else None
+    name = model_name or Path(source).name or "policy"
+    check_adapters(module, adapters or {}, name)
+    shape = longest, max_running, link, tuple((adapters or {}).values())
+    limit = read_memory(memory, generator.device.type)
+    if memory is not None and generator.model is None:
+        raise ValueError(
+            f"memory={memory}: {generator.fallback_reason}, and the model's own generate() takes memory as it goes; "
+            "leave it out"
+        )
+    opening = partial(live_batch, generator, *shape, memory=limit)
+
+    def build() -> Server:
+        defaults: Any = module.generation_config
+        served = load_tokenizer(source) if tokenizer is None else tokenizer
+        return Server(
+            opening,
+            name=name,
+            tokenizer=served,
+            vocab_size=vocab_size,
+            end_tokens=end_token_ids(module, served),
+            suppressed=token_ids("suppress_tokens", defaults.suppress_tokens, vocab_size),
+            link=link,
+            adapters=adapters,
+            **options,
+        )
+
+    if link is None:
+        return build()
+    keys = Keys(options.get("api_key"), options.get("api_key_file"))
+    return link.led(build) or FollowingServer(opening, link, name=name, keys=keys)
+
+
+def check_adapters(module: nn.Module, adapters: Mapping[str, str], model_name: str) -> None:
+    """Raises ValueError if `adapters`, which maps clients' names to peft's, cannot be served with the base model."""
+    known = list(getattr(module, "peft_config", {}))
+    for name, adapter in adapters.items():
+        if adapter not in known:
+            raise ValueError(f"adapters: the model has no adapter {adapter!r}; it has {', '.join(known) or 'none'}")
+        if name == model_name:
+            raise ValueError(f"adapters: {name!r} is the name of the base model; pass another name, or model_name")
+
+
+def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of `source`, a folder or hub name; raises ValueError if it has none."""
+    if not source:
+        raise ValueError("serving(): the model was not loaded from a folder or name; pass tokenizer")
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"serving(): {source} has no tokenizer that loads ({error}); pass tokenizer") from error
+
+
+def build_client(url: str, api_key: str | None) -> Any:
+    """An `openai.OpenAI` for `url`; ValueError if the package is not installed.
+
+    It retries if the connection breaks or the server is overloaded.
+    """
+    try:
+        openai = importlib.import_module("openai")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "client(): openai is not installed; install the extra: pip install 'hybrid-engine[agents]'"
+        ) from error
+    return openai.OpenAI(base_url=url, api_key=api_key or "none")

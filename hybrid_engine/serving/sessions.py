@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.generation.core import Sequence as BatchSequence
-from hybrid_engine.serving.answers import Choice
-from hybrid_engine.serving.asked import Asked, ServedModel, chat_text, chat_tokens
 from hybrid_engine.serving.errors import RequestError
 from hybrid_engine.serving.protocol import MAX_SESSION_ID, ChatRequest
+from hybrid_engine.serving.request_parsing import ParsedRequest, ServedModel, chat_text, chat_tokens
+from hybrid_engine.serving.responses import Choice
 from hybrid_engine.serving.tool_calls import for_template
 
 REASONING = "reasoning_content"
@@ -221,14 +221,14 @@ class Sessions:
             self._continued -= set(self._nodes.pop(oldest))
             self._size = self._size.minus(self._sizes.pop(oldest))
 
-    def check_room(self, session: Session, asked: Asked, num_bytes: int = 0) -> None:
+    def check_room(self, session: Session, parsed: ParsedRequest, num_bytes: int = 0) -> None:
         """Raises RequestError if a conversation alone would take more memory than all may take.
 
         Args:
             num_bytes: memory that is added with its answers, in addition to tokens.
         """
-        num_tokens = sum(len(sequence.prompt.tokens) + asked.num_new for sequence in asked.sequences)
-        coming = size_of(len(asked.sequences), num_tokens, num_bytes)
+        num_tokens = sum(len(sequence.prompt.tokens) + parsed.num_new for sequence in parsed.sequences)
+        coming = size_of(len(parsed.sequences), num_tokens, num_bytes)
         size = self._sizes.get(session, Size()).plus(coming)
         if not size.is_within(self._most):
             raise RequestError(
@@ -353,15 +353,15 @@ Recorder = Callable[[Sequence[Choice]], None]
 """Stores the finished choices of a request."""
 
 
-def recorder_of_chat(sessions: Sessions, session: Session, asked: Asked, node: Trajectory | None) -> Recorder:
+def recorder_of_chat(sessions: Sessions, session: Session, parsed: ParsedRequest, node: Trajectory | None) -> Recorder:
     """A function that records a chat that continues `node`; RequestError if the conversation has no room."""
-    request = asked.request
+    request = parsed.request
     assert isinstance(request, ChatRequest)
     inputs = request.template_inputs
     messages = [_without_empty(message) for message in request.template_messages]
     of_request, of_each = count_bytes([messages, inputs]), sys.getsizeof(messages)
-    sessions.check_room(session, asked, of_request + of_each * len(asked.sequences))
-    keep_context(asked, [node])
+    sessions.check_room(session, parsed, of_request + of_each * len(parsed.sequences))
+    keep_context(parsed, [node])
 
     def record(choices: Sequence[Choice]) -> None:
         for choice in choices:
@@ -372,11 +372,11 @@ def recorder_of_chat(sessions: Sessions, session: Session, asked: Asked, node: T
     return record
 
 
-def recorder_of_tokens(sessions: Sessions, session: Session, asked: Asked) -> Recorder:
+def recorder_of_tokens(sessions: Sessions, session: Session, parsed: ParsedRequest) -> Recorder:
     """A function that records completions, each after the node that its prompt continues; RequestError if full."""
-    sessions.check_room(session, asked)
-    nodes = [sessions.find_tokens(session, prompt) for prompt in asked.prompts]
-    keep_context(asked, nodes)
+    sessions.check_room(session, parsed)
+    nodes = [sessions.find_tokens(session, prompt) for prompt in parsed.prompts]
+    keep_context(parsed, nodes)
 
     def record(choices: Sequence[Choice]) -> None:
         for place, choice in enumerate(choices):
@@ -385,9 +385,9 @@ def recorder_of_tokens(sessions: Sessions, session: Session, asked: Asked) -> Re
     return record
 
 
-def keep_context(asked: Asked, nodes: list[Trajectory | None]) -> None:
+def keep_context(parsed: ParsedRequest, nodes: list[Trajectory | None]) -> None:
     """Starts answers from cached keys and values of the nodes that they continue, and keeps theirs cached."""
-    for place, sequence in enumerate(asked.sequences):
-        node = nodes[place * len(nodes) // len(asked.sequences)]
+    for place, sequence in enumerate(parsed.sequences):
+        node = nodes[place * len(nodes) // len(parsed.sequences)]
         sequence.is_kept = True
         sequence.begins_from = None if node is None else node.sequence

@@ -1,7 +1,7 @@
 """Tool calls in a model's output: their forms, how they are parsed, and how they are forced.
 
 A tokenizer's `response_template`, which transformers reads, says how a model writes calls. For tokenizers without one,
-there are the three common forms. Text that looks like a call and is not one stays text (`answer_reader.py`).
+there are the three common forms. Text that looks like a call and is not one stays text (`answer_parsing.py`).
 """
 
 import json

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from hybrid_engine.recipes import serve
-from hybrid_engine.serving import asked, connections, sessions
+from hybrid_engine.serving import connections, request_parsing, sessions
 from hybrid_engine.serving import server as server_module
 from tests.serving.test_hostile import GOOD, HALF, LONG, assert_well, connect, read_all
 from tests.serving.test_server import build, until
@@ -94,8 +94,8 @@ def test_a_finished_answer_lets_its_options_and_matcher_go(opened, monkeypatch):
         made.append(weakref.ref(options))
         return options
 
-    original = asked.read_options
-    monkeypatch.setattr(asked, "read_options", read_options)
+    original = request_parsing.read_options
+    monkeypatch.setattr(request_parsing, "read_options", read_options)
     with opened() as server:
         more = {"guided_regex": "[a-z]{1,5}", "logit_bias": {str(place): 1 for place in range(50)}}
         for session in "ab":
@@ -205,7 +205,7 @@ def test_connections_leave_descriptors_for_the_rest_and_the_log_says_so(opened, 
     with opened() as server:
         assert_well(server)
         monkeypatch.setattr(connections, "SPARE_DESCRIPTORS", 8)
-        monkeypatch.setattr(connections._CROWD, "told", -float("inf"))
+        monkeypatch.setattr(connections._CROWD, "last_line", -float("inf"))
         free = os.dup(0)
         os.close(free)
         monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (free + 8 + 40, free + 8 + 40))
@@ -230,7 +230,7 @@ def test_the_end_tells_everybody_in_the_middle_of_a_turn(opened, monkeypatch):
         asks = [LONG, LONG | {"stream": True}, GOOD | {"n": 3}]
         answers = [pool.submit(send, f"{server.url}/completions", json=ask) for ask in asks]
         until(lambda: begun.is_set() and server.worker.num_waiting + server.worker.num_running >= 1)
-        until(lambda: len(server.listening._inboxes) == 5)
+        until(lambda: len(server.router._inboxes) == 5)
         with connect(server) as half:
             half.sendall(HALF)
             until(lambda: len(server._server.server_state.connections) == 4)

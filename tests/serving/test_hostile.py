@@ -15,8 +15,7 @@ import pytest
 
 from hybrid_engine.generation import guides
 from hybrid_engine.recipes.serve import told_to_end
-from hybrid_engine.serving import app, connections, sessions
-from hybrid_engine.serving import asked as asked_module
+from hybrid_engine.serving import app, connections, request_parsing, sessions, streaming
 from hybrid_engine.serving import server as server_module
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest
 from tests.serving.test_server import build, until
@@ -129,7 +128,7 @@ def test_an_error_of_the_servers_own_is_told_in_the_same_words(server, monkeypat
 
 
 def test_half_a_body_is_not_waited_for_without_end(server, monkeypatch):
-    monkeypatch.setattr(app, "SECONDS_FOR_BODY", 0.2)
+    monkeypatch.setattr(request_parsing, "SECONDS_FOR_BODY", 0.2)
     with connect(server) as slow:
         slow.sendall(HALF)
         found = read_all(slow)  # returns when the server has closed
@@ -190,7 +189,7 @@ def test_more_connections_than_may_be_are_closed_and_the_others_answered(server,
 
 
 def test_bodies_that_together_are_too_large_are_put_off(server, monkeypatch):
-    monkeypatch.setattr(app, "MAX_BODIES_BYTES", 1000)
+    monkeypatch.setattr(request_parsing, "MAX_BODIES_BYTES", 1000)
     answer = post(server, GOOD | {"prompt": "x" * 2000})
     assert answer.status_code == 429 and answer.headers["Retry-After"] == "1"
     assert_well(server)
@@ -292,19 +291,19 @@ def test_a_guide_that_is_given_up_is_the_clients_error(server):
 @pytest.mark.parametrize(
     ("place", "name", "path", "body"),
     [
-        (app, "read_json", "completions", GOOD),
+        (request_parsing, "read_json", "completions", GOOD),
         (app, "read_completion", "completions", GOOD),
         (app, "chat_tokens", "chat/completions", CHAT),
         (app, "read_tokens", "../tokenize", {"model": "tiny", "prompt": "hi"}),
         (app, "try_guide_of", "completions", GUIDED),
-        (asked_module, "read_options", "completions", GUIDED),
-        (asked_module, "compile_guide", "completions", GUIDED),
+        (request_parsing, "read_options", "completions", GUIDED),
+        (request_parsing, "compile_guide", "completions", GUIDED),
         (sessions, "count_bytes", "chat/completions", CHAT | {"session_id": "counted"}),
         (sessions, "_goes_on_from", "chat/completions", TWICE),
         (sessions.Sessions, "record", "chat/completions", CHAT | {"session_id": "recorded"}),
         (app.CompletionWriter, "whole", "completions", GOOD),
         (app.CompletionWriter, "opening", "completions", GOOD | {"stream": True}),
-        (app._WholeResponse, "render", "completions", GOOD),
+        (streaming.WholeResponse, "render", "completions", GOOD),
     ],
 )
 def test_others_are_answered_while_a_request_is_read_or_written(server, monkeypatch, place, name, path, body):
@@ -336,7 +335,7 @@ def test_others_are_answered_while_a_request_is_read_or_written(server, monkeypa
     (b"[]", 400, "lists and objects"), (b"1", 400, "values"), (b'"[{,"', 400, "bad_words"),
 ])  # fmt: skip
 def test_a_body_of_very_many_parts_is_refused_before_it_is_read(server, part, status, told):
-    count = app.MAX_VALUES + 2 if part == b"1" else app.MAX_LISTS + 2
+    count = request_parsing.MAX_VALUES + 2 if part == b"1" else request_parsing.MAX_LISTS + 2
     body = b'{"model": "tiny", "prompt": "hi", "bad_words": [' + b",".join([part] * count) + b"]}"
     answer = send(f"{server.url}/completions", content=body, headers=JSON)
     assert answer.status_code == status and told in answer.json()["error"]["message"]

@@ -45,7 +45,7 @@ def ask_models(client):
 def serve_adapters(folder, tp=1, pp=1):
     engine, tokenizer, names = serve.load(config_of(folder, tp, pp))
     with engine.serving(tokenizer, longest=160, max_running=4, model_name="base", adapters=names) as server:
-        return ask_models(server.client()) if server.num_running == 0 and hasattr(server, "listening") else None
+        return ask_models(server.client()) if server.num_running == 0 and hasattr(server, "router") else None
 
 
 def serve_one(folder, tp=1, pp=1):
@@ -56,7 +56,7 @@ def serve_one(folder, tp=1, pp=1):
         engine, tokenizer, _ = serve.load(base)
     found = []
     with engine.serving(tokenizer, longest=160, max_running=3, model_name="tiny") as server:
-        if hasattr(server, "listening"):
+        if hasattr(server, "router"):
             client = server.client()
             found = [*ask_everything(client), ask_guided(client)]
             found.append(([], ask(client, echo=True, max_tokens=0)[1][1:]))
@@ -74,7 +74,7 @@ def stop_in_turn(engine, tokenizer, rank, who):
     with Broken(GuidedTokens, "__call__", None):
         GuidedTokens.__call__ = fail  # called where tokens are drawn, on the last stage
         with engine.serving(tokenizer, **options) as server:
-            if hasattr(server, "listening"):
+            if hasattr(server, "router"):
                 client = server.client().with_options(max_retries=0)
                 with pytest.raises(openai.InternalServerError, match=r"a rule of this request failed.*no room"):
                     ask_guided(client)
@@ -90,7 +90,7 @@ def stop_in_turn(engine, tokenizer, rank, who):
     with Broken(place, name, None), pytest.raises(Exception) as raised:
         setattr(place, name, stopping)
         with engine.serving(tokenizer, **options) as server:
-            if hasattr(server, "listening"):
+            if hasattr(server, "router"):
                 client = server.client().with_options(max_retries=0)
                 with pytest.raises(openai.APIStatusError, match="no room"):
                     for _ in range(9):

@@ -5,10 +5,10 @@ import json
 import openai
 import pytest
 
-from hybrid_engine.serving.answer_reader import build_reader
-from hybrid_engine.serving.asked import ServedModel, read_chat
+from hybrid_engine.serving.answer_parsing import build_reader
 from hybrid_engine.serving.errors import RequestError
 from hybrid_engine.serving.protocol import ChatRequest
+from hybrid_engine.serving.request_parsing import ServedModel, read_chat
 from hybrid_engine.serving.sessions import Sessions
 from hybrid_engine.serving.tool_calls import FORMS, choose_parser
 from tests.serving.test_server import build

@@ -74,9 +74,7 @@ class Config(BaseModelOptions):
 
     def __post_init__(self) -> None:
         from hybrid_engine.generation.memory import read_memory  # imports torch, as others do
-        from hybrid_engine.serving.address import check_address
-        from hybrid_engine.serving.keys import Keys
-        from hybrid_engine.serving.pages import Pages
+        from hybrid_engine.serving.access import Keys, Pages, check_address
         from hybrid_engine.serving.sessions import size_of
         from hybrid_engine.serving.tool_calls import PARSERS
 

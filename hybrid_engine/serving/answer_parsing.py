@@ -1,7 +1,7 @@
 """Splits one answer into text, reasoning and tool calls while it is generated.
 
 Text that is not a complete call stays text as the model wrote it. Only white space around calls and reasoning is left
-out. `answers.py` feeds a reader with the text of each choice.
+out. `Choice` (`responses.py`) feeds a reader with the text of each answer.
 """
 
 from collections.abc import Callable, Collection

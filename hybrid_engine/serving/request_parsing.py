@@ -1,13 +1,21 @@
-"""Makes sequences from a checked request body: prompts as token ids, the engine's options, keys for sampling.
+"""Parses requests: bodies into the classes of `protocol.py`, and these into sequences that the engine runs.
 
-`app.py` calls this for completions, chats and `/tokenize`.
+`App` calls this for completions, chats and `/tokenize`. A `ParsedRequest` has prompts as token ids, the engine's
+options and the keys of the sampling noise.
 """
 
+import asyncio
 import functools
+import re
 import secrets
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+from starlette.requests import Request
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.generation.core import Prompt, Sequence, prompt_digest, sample_keys
@@ -20,7 +28,7 @@ from hybrid_engine.generation.guides import (
     try_guide,
 )
 from hybrid_engine.generation.options import GenerationOptions, read_options
-from hybrid_engine.serving.errors import RequestError, rule_failed
+from hybrid_engine.serving.errors import RequestError, rule_failed, wrong_body
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
 from hybrid_engine.serving.tool_calls import (
     NONE,
@@ -32,12 +40,100 @@ from hybrid_engine.serving.tool_calls import (
     tool_name,
 )
 
+MAX_BODY_BYTES = 4 * 2**20
+MAX_BODIES_BYTES = 2**28
+"""Limit for the bodies of all requests that are being read."""
+SECONDS_FOR_BODY = 30.0
+MAX_LISTS = 2**16
+"""Maximum number of lists and objects in a body: they take a hundred times as long to read as text of their length."""
+MAX_VALUES = 2**19
+_STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 TEXT_GUIDE = ("guided_json", "guided_whitespace_pattern")
 """Options that a `response_format` sets for an answer that is not a call."""
 MAX_ANSWERS = 1024
 """Default maximum number of answers of one request."""
 MAX_ECHOED = 2**18
 """Maximum number of log-probabilities of prompts in one answer, about 40 bytes each."""
+
+
+class BodyReader:
+    """Reads and checks the bodies of requests within the limits for one body and for all together.
+
+    Args:
+        on_thread: runs a function on a thread and returns its result; parsing would hold up the event loop.
+        max_bytes: maximum size of one body.
+    """
+
+    def __init__(self, on_thread: Callable[[Callable[[], Any]], Awaitable[Any]], max_bytes: int = MAX_BODY_BYTES):
+        self._on_thread, self.max_bytes = on_thread, max_bytes
+        self._bytes_of_all = 0
+
+    async def read(self, request: Request, kind: type[BaseModel]) -> Any:
+        """The body as a `kind`; raises RequestError if it is too large, not JSON, or invalid."""
+        try:
+            raw = await asyncio.wait_for(self._receive(request), SECONDS_FOR_BODY)
+        except asyncio.TimeoutError as error:
+            reason = f"the body did not come within {SECONDS_FOR_BODY:g} s"
+            raise RequestError(reason, status=408, code="body_timeout", is_last=True) from error
+        try:
+            return await self._on_thread(partial(_parse_body, raw, kind))
+        finally:
+            self._bytes_of_all -= len(raw)
+
+    async def _receive(self, request: Request) -> bytes:
+        """The bytes of the body, which count toward the limit until they are parsed.
+
+        Raises RequestError if they, or those of all requests together, are too many.
+        """
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async for part in request.stream():
+                parts.append(part)
+                size += len(part)
+                self._bytes_of_all += len(part)
+                if size > self.max_bytes:
+                    reason = f"the body is larger than {self.max_bytes:,} bytes"
+                    raise RequestError(reason, status=413, code="body_too_large", is_last=True)
+                if self._bytes_of_all > MAX_BODIES_BYTES:
+                    reason = "the bodies of all requests are too much at once; send the request again later"
+                    raise RequestError(reason, status=429, code="overloaded", retry_after=1, is_last=True)
+        except BaseException:
+            self._bytes_of_all -= size
+            raise
+        return b"".join(parts)
+
+
+def _parse_body(raw: bytes, kind: type[BaseModel]) -> Any:
+    try:
+        return kind.model_validate(read_json(raw))
+    except ValidationError as error:
+        raise wrong_body(error) from error
+
+
+def read_json(raw: bytes) -> dict[str, Any]:
+    """The JSON object in `raw`, at most 200 levels deep.
+
+    Raises RequestError for anything else, for text that UTF-8 cannot encode, and for too many lists or values.
+    """
+    _check_counts(raw)
+    try:
+        values = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise RequestError(f"the body is no JSON: {error}", code="invalid_json") from error
+    if not isinstance(values, dict):
+        raise RequestError(f"the body is a {type(values).__name__}; send a JSON object", code="invalid_json")
+    return values
+
+
+def _check_counts(raw: bytes) -> None:
+    """Raises RequestError if parsing `raw` would take long, during which no other thread can run."""
+    for limit, named, signs in ((MAX_LISTS, "lists and objects", (b"[", b"{")), (MAX_VALUES, "values", (b",",))):
+        if sum(map(raw.count, signs)) > limit:
+            count = sum(map(_STRINGS.sub(b"", raw).count, signs))  # without those in strings
+            if count > limit:
+                reason = f"the body has {count:,} {named}, and at most {limit:,} may be; send less"
+                raise RequestError(reason, code="body_too_large")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +169,7 @@ class ServedModel:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParsedRequest:
     """A request that can run: `n` sequences for each prompt, in the order of OpenAI's `index`."""
 
     request: SamplingFields
@@ -85,19 +181,19 @@ class Asked:
     """The compiled guides of the sequences; holding them keeps them in the cache."""
 
 
-def read_completion(request: CompletionRequest, model: ServedModel) -> Asked:
+def read_completion(request: CompletionRequest, model: ServedModel) -> ParsedRequest:
     """A runnable completion request; raises RequestError if this model cannot run it."""
     check_answers(len(request.prompts) * request.n, model)
     prompts = [_tokens(prompt, model) for prompt in request.prompts]
     longest = 16 if request.max_tokens is None else request.max_tokens
-    return _asked(request, prompts, longest, model)
+    return _parse(request, prompts, longest, model)
 
 
-def read_chat(request: ChatRequest, model: ServedModel, prompt: list[int]) -> Asked:
+def read_chat(request: ChatRequest, model: ServedModel, prompt: list[int]) -> ParsedRequest:
     """A runnable chat request for the token ids `prompt`; raises RequestError if this model cannot run it."""
     check_answers(request.n, model)
     longest = request.longest_answer
-    return _asked(request, [prompt], max(1, model.longest - len(prompt)) if longest is None else longest, model)
+    return _parse(request, [prompt], max(1, model.longest - len(prompt)) if longest is None else longest, model)
 
 
 def chat_tokens(request: ChatRequest, model: ServedModel) -> list[int]:
@@ -214,7 +310,7 @@ def check_tokens(tokens: list[int], model: ServedModel, param: str) -> None:
         )
 
 
-def _asked(request: SamplingFields, prompts: list[list[int]], num_new: int, model: ServedModel) -> Asked:
+def _parse(request: SamplingFields, prompts: list[list[int]], num_new: int, model: ServedModel) -> ParsedRequest:
     total = max(map(len, prompts)) + num_new
     if total > model.longest:
         raise RequestError(
@@ -227,7 +323,7 @@ def _asked(request: SamplingFields, prompts: list[list[int]], num_new: int, mode
     if is_scored:
         check_echo(request, prompts)
     if num_new == 0 and not is_scored:
-        return Asked(request, prompts, 0)
+        return ParsedRequest(request, prompts, 0)
     seed = secrets.randbits(62) if request.seed is None else request.seed
     keys = sample_keys(seed, [prompt_digest(prompt) for prompt in prompts], [], request.n)
     sequences, guides = [], []
@@ -238,7 +334,7 @@ def _asked(request: SamplingFields, prompts: list[list[int]], num_new: int, mode
         places = range(prompt * request.n, (prompt + 1) * request.n)
         adapter = model.adapters.get(request.model)
         sequences += [Sequence(shared, row, options, keys[row], adapter=adapter) for row in places]
-    return Asked(request, prompts, num_new, sequences, guides)
+    return ParsedRequest(request, prompts, num_new, sequences, guides)
 
 
 def try_guide_of(request: SamplingFields, model: ServedModel) -> None:

@@ -1,6 +1,6 @@
 """Builds answers in OpenAI's format, whole or as events of a stream.
 
-`app.py` makes one `Writer` per request; a `Choice` collects one answer.
+`App` makes one `Writer` per request, `Responder` feeds it; a `Choice` collects one answer.
 """
 
 import secrets
@@ -12,9 +12,9 @@ from typing import Any
 from hybrid_engine.generation.core import Sequence
 from hybrid_engine.generation.detokenize import IncrementalDetokenizer, TextOffsets, token_bytes
 from hybrid_engine.generation.live.batches import Progress
-from hybrid_engine.serving.answer_reader import AnswerReader, Shown, build_reader
-from hybrid_engine.serving.asked import Asked, ServedModel, parser_for
+from hybrid_engine.serving.answer_parsing import AnswerReader, Shown, build_reader
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest
+from hybrid_engine.serving.request_parsing import ParsedRequest, ServedModel, parser_for
 from hybrid_engine.serving.tool_calls import NONE, shown_tokens
 
 Tops = list[list[tuple[int, float]]]
@@ -58,25 +58,25 @@ class Choice:
     prompt_was_told: bool = False
     """Whether an earlier event of the stream had the prompt's tokens."""
 
-    def add(self, told: Progress) -> Piece:
+    def add(self, progress: Progress) -> Piece:
         """Adds the tokens of a step, up to a stop string or the last call, and returns what they added."""
         num_known_calls, count = len(self.calls), 0
         parts: list[Shown] = []
-        for token in told.tokens:
+        for token in progress.tokens:
             parts.append(self._show(self.detokenizer.add(token)))
             count += 1
             if self._is_stopped:
                 break
-        self.finish_reason = "stop" if self._is_stopped else told.finish_reason
+        self.finish_reason = "stop" if self._is_stopped else progress.finish_reason
         if self.finish_reason is not None:
             parts.append(self._show_rest())
         first = len(self.tokens)
         piece = Piece(
             self.index,
             "".join(part.text for part in parts),
-            told.tokens[:count],
-            told.logprobs[:count],
-            told.sequence.tops[first : first + count],
+            progress.tokens[:count],
+            progress.logprobs[:count],
+            progress.sequence.tops[first : first + count],
             self.finish_reason,
             self.calls[num_known_calls:],
             "".join(part.reasoning for part in parts),
@@ -127,7 +127,7 @@ class Choice:
             return {"role": "assistant", "content": self.text} | reasoning
         return {"role": "assistant", "content": self.text or None, "tool_calls": self.calls} | reasoning
 
-    def keep_nothing(self, told: Progress) -> Piece:
+    def keep_nothing(self, progress: Progress) -> Piece:
         """Ignores the tokens of a step: only the prompt was to be scored."""
         self.finish_reason = "length"
         return Piece(self.index, "", [], [], [], "length")
@@ -137,20 +137,20 @@ class Writer:
     """Base of the writers for completions and chats: names, usage, the order of choices.
 
     Args:
-        asked: the request.
+        parsed: the request.
     """
 
     prefix: str
     object_name: str
     chunk_name: str
 
-    def __init__(self, asked: Asked, model: ServedModel):
-        self.asked, self.model, self.request = asked, model, asked.request
+    def __init__(self, parsed: ParsedRequest, model: ServedModel):
+        self.parsed, self.model, self.request = parsed, model, parsed.request
         self.id, self.created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
-        drawn: list[tuple[list[int], Sequence | None]] = [(row.prompt.tokens, row) for row in asked.sequences]
+        drawn: list[tuple[list[int], Sequence | None]] = [(row.prompt.tokens, row) for row in parsed.sequences]
         self.choices = [
             self._choice_for(index, prompt, sequence)
-            for index, (prompt, sequence) in enumerate(drawn or [(prompt, None) for prompt in asked.prompts])
+            for index, (prompt, sequence) in enumerate(drawn or [(prompt, None) for prompt in parsed.prompts])
         ]
         self._choice_of = {choice.sequence: choice for choice in self.choices}
 
@@ -169,10 +169,10 @@ class Writer:
             min_tokens=request.min_tokens,
         )
 
-    def add(self, told: Progress) -> Piece:
-        """Adds the progress `told` to its choice, and returns what it added."""
-        choice = self._choice_of[told.sequence]
-        return choice.add(told) if self.asked.num_new else choice.keep_nothing(told)
+    def add(self, progress: Progress) -> Piece:
+        """Adds the progress `progress` to its choice, and returns what it added."""
+        choice = self._choice_of[progress.sequence]
+        return choice.add(progress) if self.parsed.num_new else choice.keep_nothing(progress)
 
     def whole(self) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
@@ -200,7 +200,7 @@ class Writer:
 
     def usage(self) -> dict[str, Any]:
         """Number of tokens of prompts and answers; a prompt counts once for any `n`."""
-        prompt = sum(map(len, self.asked.prompts))
+        prompt = sum(map(len, self.parsed.prompts))
         completion = sum(len(choice.tokens) for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
@@ -236,8 +236,8 @@ class CompletionWriter(Writer):
     prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
     request: CompletionRequest
 
-    def __init__(self, asked: Asked, model: ServedModel):
-        super().__init__(asked, model)
+    def __init__(self, parsed: ParsedRequest, model: ServedModel):
+        super().__init__(parsed, model)
         self._offsets: dict[int, TextOffsets] = {}  # text offsets in answers, by choice
 
     def opening(self) -> list[dict[str, Any]]:
@@ -330,8 +330,8 @@ class ChatWriter(Writer):
 
     def _body(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """Adds the prompt's token ids at the top level once, as vLLM does; the choices have them as in completions."""
-        told = [choice["prompt_token_ids"] for choice in choices if "prompt_token_ids" in choice]
-        return super()._body(name, choices) | ({"prompt_token_ids": told[0]} if told else {})
+        ids = [choice["prompt_token_ids"] for choice in choices if "prompt_token_ids" in choice]
+        return super()._body(name, choices) | ({"prompt_token_ids": ids[0]} if ids else {})
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         logprobs = self._logprobs(choice.tokens, choice.logprobs, choice.tops)
