@@ -1,4 +1,4 @@
-"""Docstrings, and the strings below fields and constants, name a thing or an action first."""
+"""Docstrings name a thing or an action first, and pages avoid words that are not plain English."""
 
 import ast
 import re
@@ -13,6 +13,24 @@ pytestmark = pytest.mark.quick
 FOLDERS = ("hybrid_engine", "containers", "ops", "recipes")
 # Openings that name neither.
 OPENING = re.compile(r"(Of|What|Those|Whoever|By|Such)\b")
+
+# Words that hide the subject or that this project once used in a sense of its own, with what to write.
+FORBIDDEN = {
+    r"beside\b": "in addition to, next to, compared with",
+    r"behind (?!a proxy)": "after",
+    r"anew": "again",
+    r"mend(?:s|ed|ing)?": "fix, remove",
+    r"whoever|somebody|nobody": "the caller, no process, ...",
+    r"(?:is|are) none\b(?! of)": "is not a ..., does not have a ...",
+    r"there is not (?:any|yet|one)\b": "is not supported, does not exist",
+    r"(?:has|have) not(?=[,.;:)]| \n)": "does not have",
+}
+# Pages whose sentences come from programs.
+WRITTEN_BY_PROGRAMS = {"config.md", "models.md", "robustness.md", "scaling.md", "soak.md"}
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "MIGRATION.md", "benchmarks/README.md")),
+    *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in WRITTEN_BY_PROGRAMS),
+]
 
 
 def strings_of(source: str) -> Iterator[tuple[int, str]]:
@@ -36,3 +54,27 @@ def test_no_docstring_begins_with_a_word_that_names_nothing():
 
 def test_such_openings_are_found():
     assert openings('"""What it is."""\nx = 1\n"""Of that."""\n"""The number."""\n"""Whatever."""') == [1, 3]
+
+
+def forbidden_words(page: str) -> list[str]:
+    """Each forbidden word of a page with its line and what to write; code blocks and code spans are left out."""
+    prose = re.sub(r"^```.*?^```", lambda block: "\n" * block[0].count("\n"), page, flags=re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"`[^`\n]*`", "", prose)
+    found = []
+    for pattern, remedy in FORBIDDEN.items():
+        for match in re.finditer(rf"\b(?:{pattern})", prose, re.IGNORECASE):
+            found.append(f"{prose.count(chr(10), 0, match.start()) + 1}: {match[0].strip()!r}; write {remedy}")
+    return found
+
+
+def test_no_page_has_a_forbidden_word():
+    found = [f"{page.relative_to(ROOT)}:{each}" for page in PAGES for each in forbidden_words(page.read_text())]
+    assert not found, "\n".join(found)
+
+
+def test_forbidden_words_are_found_outside_of_code():
+    assert forbidden_words("A `beside` is fine.\n```\nbeside\n```\nThis stands beside that.") == [
+        "5: 'beside'; write in addition to, next to, compared with"
+    ]
+    assert forbidden_words("It has not, and there is none of it.") != []
+    assert forbidden_words("It has not run yet. None of them is right.") == []
