@@ -1,5 +1,6 @@
-"""The README's example runs as it stands, and the tree of docs/structure.md names every folder."""
+"""The README's example runs as it stands; docs/structure.md names every folder, and functions that exist."""
 
+import ast
 import re
 
 import pytest
@@ -31,3 +32,30 @@ def test_the_tree_names_every_folder_of_the_product_and_no_other():
     present = {str(path.parent.relative_to(ROOT)) for top in product for path in (ROOT / top).rglob("*.py")}
     small = {path for path in present if path.startswith(("hybrid_engine/extensions/",)) and path.count("/") > 2}
     assert {path for path in named if path.split("/")[0] in product} - small == present - small
+
+
+NAMED = re.compile(r"`([A-Za-z_][\w.]*)`\s+\(`([\w/]+\.py)`\)")
+
+
+def defined_names(path) -> set[str]:
+    """The functions, classes and methods of a file, methods as `Class.method`."""
+    tree = ast.parse(path.read_text())
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    names = {node.name for node in tree.body if isinstance(node, kinds)}
+    for owner in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        names |= {f"{owner.name}.{node.name}" for node in owner.body if isinstance(node, kinds)}
+    return names
+
+
+def test_the_lives_name_functions_that_exist():
+    lives = NAMED.findall(STRUCTURE[STRUCTURE.index("## The life") :])
+    app = ROOT / "hybrid_engine" / "serving" / "app.py"
+    walk = ast.get_docstring(ast.parse(app.read_text())) or ""
+    lives += [(name, f"serving/{file}") for name, file in NAMED.findall(walk)]
+    assert len(lives) > 40
+    missing = []
+    for name, file in lives:
+        path = next((path for path in (ROOT / file, ROOT / "hybrid_engine" / file) if path.exists()), None)
+        if path is None or name not in defined_names(path):
+            missing.append(f"{name} in {file}")
+    assert not missing, "\n".join(missing)
