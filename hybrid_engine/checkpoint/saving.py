@@ -50,7 +50,7 @@ logger = logging.getLogger("hybrid_engine")
 
 
 class TrainingState(Protocol):
-    """What a checkpoint saves and restores; `ZeroEngine` is one."""
+    """The engine's state that a checkpoint saves and restores; `ZeroEngine` has it."""
 
     config: EngineConfig
     module: nn.Module

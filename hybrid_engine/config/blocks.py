@@ -14,7 +14,7 @@ from hybrid_engine.config.checks import (
 
 
 class StageRules(NamedTuple):
-    """What several processes do at a stage of ZeRO; `zero/sharding.py` has the table and its reasons."""
+    """The rules of a stage of ZeRO for several processes; `zero/sharding.py` has the table and its reasons."""
 
     shards_optimizer: bool
     """Whether a process has its shard of the optimizer's state only."""
@@ -105,7 +105,7 @@ class ZeroConfig:
 
     @property
     def rules(self) -> StageRules:
-        """What the stage means."""
+        """The rules of the stage."""
         return ZERO_STAGES[self.stage]
 
     @property

@@ -52,7 +52,7 @@ class Sharded(NamedTuple):
 
     @property
     def rules(self) -> StageRules:
-        """What is sharded: nothing on a single process, whatever the stage."""
+        """The rules of the stage; a single process shards nothing at any stage."""
         return ZERO_STAGES[self.stage if self.num_processes > 1 else 0]
 
 

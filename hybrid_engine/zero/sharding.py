@@ -78,7 +78,7 @@ class Sharding:
 
     @property
     def rules(self) -> StageRules:
-        """What the stage means; it says nothing about a module that is not sharded."""
+        """The rules of the stage; they do not apply to a module that is not sharded."""
         return ZERO_STAGES[self.stage]
 
     @property
