@@ -47,6 +47,8 @@ class Plan:
     max_running: int
     longest_later: int = 1
     """Number of tokens that are fed of the longest sequence added later."""
+    max_prefill_tokens: int | None = None
+    """Tokens of prompts that enter in one pass, unless one prompt alone has more; None: MAX_PREFILL_TOKENS."""
 
     @property
     def longest(self) -> int:
@@ -70,7 +72,7 @@ class Plan:
             max_running=self.max_running,
             num_blocks=self.num_blocks,
             block_size=self.block_size,
-            max_prefill_tokens=MAX_PREFILL_TOKENS,
+            max_prefill_tokens=self.max_prefill_tokens or MAX_PREFILL_TOKENS,
             longest=self.longest,
         )
 

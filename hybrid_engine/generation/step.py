@@ -34,6 +34,11 @@ CHUNK_TOKENS = 2048
 CHUNK_TOKENS_ON_CPU = 512
 
 
+def chunk_tokens(device: torch.device) -> int:
+    """Number of tokens of a long prompt in one mixed turn."""
+    return CHUNK_TOKENS_ON_CPU if device.type == "cpu" else CHUNK_TOKENS
+
+
 class TextGeneration:
     """Runs a scheduler's sequences through a model.
 
@@ -72,8 +77,7 @@ class TextGeneration:
     def turn(self) -> None:
         """Makes one pass over the layers, which is empty if there is no work."""
         self._recompute()
-        chunk_tokens = CHUNK_TOKENS_ON_CPU if self.kv.device.type == "cpu" else CHUNK_TOKENS
-        admission = self.scheduler.admit(chunk_tokens if self.mixes else None)
+        admission = self.scheduler.admit(chunk_tokens(self.kv.device) if self.mixes else None)
         if admission.prefills:
             with self.prefill_time.measure():
                 is_mixed = self._prefill(admission)

@@ -29,6 +29,7 @@ from hybrid_engine.generation.plan import BLOCK_SIZE, MAX_RUNNING, Plan, plan_ro
 from hybrid_engine.generation.rollout.container_rollouts import ContainerRollouts
 from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.generation.rollout.stages import OrderedTurns, StageRollouts
+from hybrid_engine.generation.step import chunk_tokens
 
 TURNS_AT_ONCE = 32
 
@@ -134,6 +135,10 @@ def _open(
 def _open_one(native: ContainerRollouts, plan: Plan, kv: torch.Tensor, is_recorded: bool = True) -> LiveBatch:
     model, longest = native.model, plan.longest + 1
     if not isinstance(native, StageRollouts):
+        # Of prompts that come at once, the first ones are answered before the last ones are fed. Such passes cost a
+        # CPU as much as one pass over all; see step.py.
+        if kv.device.type == "cpu" and native.mixes:
+            plan = replace(plan, max_prefill_tokens=chunk_tokens(kv.device))
         return LiveBatch(model, native.start(plan, kv, is_recorded=is_recorded), longest)
     batches = native.start_live(plan, kv)
     return StagedBatch(
