@@ -14,6 +14,8 @@ from typing import Any
 LARGEST_COUNT = 10**9
 """Largest count of the command: more steps or rows than any run has. A typing error is refused before it takes
 memory."""
+LARGEST_SIZE = 2**60
+"""Largest size of the command, in bytes."""
 
 
 def check_integer(name: str, value: Any, minimum: int, maximum: float = math.inf) -> None:
@@ -117,15 +119,15 @@ def check_at_least(name: str, value: float | None, smallest: float) -> None:
         raise ValueError(f"{flag(name)}={value} must be at least {smallest}; raise it")
 
 
-def check_count(name: str, value: int | None, smallest: int) -> None:
-    """Raises ValueError unless `value` of option `name` is an integer of at least `smallest`; None passes."""
+def check_count(name: str, value: int | None, smallest: int, largest: int = LARGEST_COUNT) -> None:
+    """Raises ValueError unless `value` of option `name` is an integer in [smallest, largest]; None passes."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{flag(name)}={value!r} must be a whole number; give one")
     check_at_least(name, value, smallest)
-    if value > LARGEST_COUNT:
-        raise ValueError(f"{flag(name)}={value} must be at most {LARGEST_COUNT}; lower it")
+    if value > largest:
+        raise ValueError(f"{flag(name)}={value} must be at most {largest}; lower it")
 
 
 def check_above(name: str, value: float | None, bound: float) -> None:

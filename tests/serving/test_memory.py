@@ -150,6 +150,12 @@ def test_options_of_a_server_are_checked_at_once(options, told):
         serve.Config(model="m", **options)
 
 
+def test_conversations_may_have_more_bytes_than_other_counts_may_be():
+    assert serve.Config(model="m").max_session_bytes == 2 * GIB
+    assert serve.Config(model="m", max_session_bytes=64 * GIB).max_session_bytes == 64 * GIB
+    assert agent.Config(max_session_bytes=64 * GIB).server_options["max_session_bytes"] == 64 * GIB
+
+
 def test_a_step_of_the_agent_is_remembered_whole():
     few, many = agent.Config(), agent.Config(rollout_size=512, group_size=16, max_new_tokens=1024)
     assert few.server_options["max_session_bytes"] == 2 * GIB

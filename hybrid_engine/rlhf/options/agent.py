@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hybrid_engine.config.checks import check_above, check_at_least, check_count, flag
+from hybrid_engine.config.checks import LARGEST_SIZE, check_above, check_at_least, check_count, flag
 from hybrid_engine.rlhf.options.algorithm import Algorithm
 from hybrid_engine.rlhf.options.checks import check_answers
 from hybrid_engine.rlhf.options.field import option
@@ -73,7 +73,7 @@ class Config(LoopOptions, RolloutOptions, ResumeOptions):
         check_answers(self.rollout_size, self.group_size)
         read_memory(self.serving_memory, "cpu", "serving_memory")
         check_at_least("stall_seconds", self.stall_seconds, 0.1)
-        check_count("max_session_bytes", self.max_session_bytes, 1)
+        check_count("max_session_bytes", self.max_session_bytes, 1, LARGEST_SIZE)
         if self.max_session_bytes is not None and self.max_session_bytes < self.largest_step.num_bytes:
             raise ValueError(
                 f"--max-session-bytes={self.max_session_bytes} is less than the {self.largest_step.num_bytes} that a "

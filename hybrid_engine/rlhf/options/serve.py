@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybrid_engine.config.checks import check_at_least, check_between, check_count, check_one_of
+from hybrid_engine.config.checks import LARGEST_SIZE, check_at_least, check_between, check_count, check_one_of
 from hybrid_engine.rlhf.options.field import option
 from hybrid_engine.rlhf.options.generate import BaseModelOptions
 
@@ -84,7 +84,7 @@ class Config(BaseModelOptions):
         for name in ("max_waiting", "max_running", "tp", "pp"):
             check_count(name, getattr(self, name), 1)
         check_count("longest", self.longest, 2)  # a prompt and its answer
-        check_count("max_session_bytes", self.max_session_bytes, size_of(1, 1, 0).num_bytes)
+        check_count("max_session_bytes", self.max_session_bytes, size_of(1, 1, 0).num_bytes, LARGEST_SIZE)
         check_at_least("stall_seconds", self.stall_seconds, 0.1)
         read_memory(self.memory, "cpu")
         if self.api_key_file is not None and self.api_key is None and self.key is not None:
