@@ -14,8 +14,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.extensions.parallelize.planning.stage_policies import random_plan
 from tests.extensions.parallelize.test_lowering import CASES, build, check_plan, expected_step
+from tests.support.random_splits import random_plan
 
 MESHES = ((2,), (4,), (2, 2))
 

@@ -28,6 +28,7 @@ from hybrid_engine.extensions.parallelize.planning.setting import Setting
 from tests.support.distributed import run_distributed
 from tests.support.parallel_nets import ADAM
 from tests.support.parity_nets import NETS, build_net, sample_for
+from tests.support.random_splits import random_plan
 
 NUM_STEPS, NUM_SAMPLES = 5, 4
 SLOW_DEVICE = Device(kind="cpu", memory_bytes=1 << 40, flops_per_s={"float32": 1e6}, bytes_per_s=1e6, op_s=0.0)
@@ -61,7 +62,12 @@ def autodist_stages(graph, config):
     return best_plan(graph, setting, Wanted(num_stages=(config.pas_config["_stages"],)))
 
 
-POLICIES = {"autodist stages": autodist_stages}
+def random_splits(graph, config):
+    """A split of each op that is drawn."""
+    return random_plan(graph, (config.plan_ngpus,), config.pas_config.get("_seed", 1))
+
+
+POLICIES = {"autodist stages": autodist_stages, "random splits": random_splits}
 
 
 def layouts_of(num_processes: int) -> list[Layout]:
@@ -75,6 +81,7 @@ def layouts_of(num_processes: int) -> list[Layout]:
             Layout(policy="dp", use_zero=use_zero),
             Layout(policy="data", **two),
             Layout(policy="tp", **two),
+            Layout(policy="random splits", **two),
             Layout(policy="pp", pas_config={"pipeline_nmicros": micros}, **two),
             Layout(
                 policy="hybrid",

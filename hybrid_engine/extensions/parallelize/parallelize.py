@@ -38,6 +38,8 @@ from hybrid_engine.extensions.parallelize.planning.plan import Plan, read_conten
 PLAN_FILE, MADE_FOR_FILE = "plan.json", "made_for.json"
 TRACE_FILE, TRACE_KEY_FILE = "graph.pt2", "graph.sha256"
 FILES = (PLAN_FILE, MADE_FOR_FILE, TRACE_FILE, TRACE_KEY_FILE)
+STORED_POLICIES = {"tp": "tensor_parallel"}
+"""Policies that a plan's folder stores by another name, since earlier releases made other plans by the same one."""
 SENDS_GRAPH = (BroadcastGenFilesStrategy.ALL, BroadcastGenFilesStrategy.NO_WEIGHTS)
 SENDS_WEIGHTS = (BroadcastGenFilesStrategy.NONE, BroadcastGenFilesStrategy.ALL)
 
@@ -240,7 +242,7 @@ def _full_name(module: nn.Module) -> str:
 
 def _planned(graph: Graph, policy: str | Policy, config: ComputeConfig, folder: Path, reuse: ReuseType) -> Kept:
     """The plan as its file stores it: the one in the folder if `reuse` allows it and it fits, otherwise a new one."""
-    name = policy if isinstance(policy, str) else name_of(policy)
+    name = STORED_POLICIES.get(policy, policy) if isinstance(policy, str) else name_of(policy)
     return kept_plan(
         folder,
         {"graph": graph.hash, "policy": name, **config.to_json()},

@@ -27,6 +27,7 @@ from tests.support.parallel_nets import (
     plain_training,
     samples_of,
 )
+from tests.support.random_splits import random_splits
 
 pytestmark = [pytest.mark.long, pytest.mark.torch_versions]
 
@@ -75,12 +76,12 @@ def merged_of(module, optimizer, folder, name):
 
 
 LAYOUTS = {
-    "random 2 x 2 ZeRO": ("tp", 2, {"use_zero": True}),
+    "random 2 x 2 ZeRO": (random_splits(), 2, {"use_zero": True}),
     "data parallel": ("dp", 1, {}),
     "batch 4": ("data", 4, {}),
     "two groups of ZeRO": ("dp", 1, {"use_zero": True, "zero_ngroups": 2}),
     "batch 2 x 2 ZeRO": ("data", 2, {"use_zero": True, "zero_use_reduce_scatter": True}),
-    "random 4": ("tp", 4, {"pas_config": {"seed": 3}}),
+    "random 4": (random_splits(3), 4, {}),
 }
 JOURNEYS = {
     "adam": ["random 2 x 2 ZeRO", "data parallel", "batch 4", "two groups of ZeRO"],
@@ -137,7 +138,7 @@ def test_a_merged_checkpoint_goes_on_in_the_module_itself(journeys, name):
 
 
 def through_the_engine(rank, world_size, folder):
-    module = make(folder, "tp", 2)
+    module = make(folder, random_splits(), 2)
     optimizer = make_optimizer(module, "adam")
     parallel_steps(module, optimizer, range(5))
     merged = merged_of(module, optimizer, folder, "parallel")
@@ -198,7 +199,7 @@ def test_a_checkpoint_goes_into_the_training_engine_and_back(tmp_path):
 
 def deduped(rank, world_size, folder):
     found = []
-    for policy, plan_ngpus, use_zero in (("tp", 2, False), ("dp", 1, True)):
+    for policy, plan_ngpus, use_zero in ((random_splits(), 2, False), ("dp", 1, True)):
         module = make(folder, policy, plan_ngpus, use_zero=use_zero)
         optimizer = make_optimizer(module, "adam")
         parallel_steps(module, optimizer, range(2))

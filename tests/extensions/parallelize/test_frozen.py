@@ -18,6 +18,7 @@ from hybrid_engine import (
 )
 from tests.extensions.parallelize.test_checkpoints import gathered
 from tests.support.distributed import leave_process_group, run_distributed
+from tests.support.random_splits import random_splits
 
 STEPS, MICROS = 3, 2
 
@@ -130,7 +131,7 @@ def journey(folder, name, frozen, groups):
     again, optimizer = build("pp")
     load_deduped_state_dict(again, deduped[0], optimizer, deduped[1])
     found.append(steps(again, optimizer, [STEPS]))
-    other, optimizer = build("tp")
+    other, optimizer = build(random_splits())
     load_merged_state_dicts(other, merged[0], optimizer, merged[1])
     found.append(steps(other, optimizer, [STEPS]))
     back, optimizer = build("pp")

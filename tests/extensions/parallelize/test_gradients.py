@@ -14,6 +14,7 @@ from hybrid_engine import ComputeConfig, Plan, build_optimizer, merge_state_dict
 from hybrid_engine.extensions.parallelize.training.gradient_sums import GradientSums
 from tests.support.distributed import leave_process_group, run_distributed
 from tests.support.raised import message
+from tests.support.random_splits import random_splits
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -285,7 +286,7 @@ def interleaved(rank, world_size, folder):
     dist.all_gather_object(states, run.state_dict())
     state = merge_state_dicts(states)[0]
     found = {
-        name: gradients(parallel(folder / name, build(FUNCTIONS[name]), "tp", 2), inputs(9).float())
+        name: gradients(parallel(folder / name, build(FUNCTIONS[name]), random_splits(), 2), inputs(9).float())
         for name in ("two results", "rrelu")
     }
     gradient = {name: p.grad for name, p in run.named_parameters()}
@@ -395,7 +396,7 @@ def test_units_clip_what_is_summed_and_have_as_many_samples_where_they_meet(tmp_
 def wrong_sizes(rank, world_size, folder):
     """The words for inputs of other sizes on rank 1: one that cannot be traced, and one that can; and in stages."""
     run = parallel(
-        folder / "tp", nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), "tp", 2, {"input": torch.randn(4, 8)}
+        folder / "tp", nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), random_splits(), 2, {"input": torch.randn(4, 8)}
     )
     words = [message(lambda shape=shape: run(torch.randn(shape))) for shape in ((4, 8 - rank), (4 + rank, 8))]
     run(torch.randn(4, 8)).sum().backward()
@@ -428,7 +429,7 @@ class Scaled(nn.Module):
 def other_beginnings(rank, world_size, folder):
     """The words where rank 1 begins a pass otherwise: by a number, by a mode, without gradients, by a size."""
     words, x = [], torch.ones(4, 8)
-    for number, (policy, lowering) in enumerate([("tp", "graph"), ("data", "eager")]):
+    for number, (policy, lowering) in enumerate([(random_splits(), "graph"), ("data", "eager")]):
         run = parallel(folder / str(number), Scaled(), policy, 2, {"x": x, "factor": 2}, lowering=lowering)
         words.append(message(partial(run, x, 2 + rank)))
         run.train(rank == 0)

@@ -17,14 +17,17 @@ from torch.utils import _pytree as pytree
 
 from hybrid_engine.extensions.parallelize.graph.graph import Graph, build_graph
 from hybrid_engine.extensions.parallelize.lowering.steps import Steps
+from hybrid_engine.extensions.parallelize.options.compute_config import ComputeConfig
 from hybrid_engine.extensions.parallelize.planning.autodist import best_plan
 from hybrid_engine.extensions.parallelize.planning.layouts import edges_of, parameter_layouts, value_layouts
 from hybrid_engine.extensions.parallelize.planning.machine import COLLECTIVES, Device, Link, Machine
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
 from hybrid_engine.extensions.parallelize.planning.setting import Setting
-from hybrid_engine.extensions.parallelize.planning.stage_policies import batch_plan, random_plan, replicated_plan
+from hybrid_engine.extensions.parallelize.planning.stage_policies import batch_plan, replicated_plan
+from hybrid_engine.extensions.parallelize.planning.tensor_parallel import tensor_parallel
 from tests.support.causal_models import CAUSAL_MODELS, build_causal, causal_batch
 from tests.support.distributed import leave_process_group
+from tests.support.random_splits import random_plan
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -191,6 +194,16 @@ def test_parts_whose_strides_are_not_those_of_the_whole_are_viewed_all_the_same(
 def test_a_random_plan_of_a_model_of_transformers_computes_what_it_computes(name):
     module, arguments, graph = build(name)
     check_plan(graph, random_plan(graph, (2,), seed=7), module, arguments, expected_step(module, arguments))
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_tensor_parallel_plans_compute_what_the_module_computes(name):
+    module, arguments, graph = build(name)
+    expected = expected_step(module, arguments)
+    for size in (2, 4):
+        plan = tensor_parallel(graph, ComputeConfig(size, size))
+        assert plan.splits or name == "experts"
+        check_plan(graph, plan, module, arguments, expected)
 
 
 SLOW_DEVICE = Device(kind="cpu", memory_bytes=1 << 40, flops_per_s={"float32": 1e6}, bytes_per_s=1e6, op_s=0.0)

@@ -24,12 +24,13 @@ def pipelined(policy, plan_ngpus, micros, use_zero=False, **options):
 
 
 def random_splits(plan_ngpus, seed, use_zero=False):
-    return Layout(policy="tp", plan_ngpus=plan_ngpus, use_zero=use_zero, pas_config={"seed": seed})
+    return Layout(policy="random splits", plan_ngpus=plan_ngpus, use_zero=use_zero, pas_config={"_seed": seed})
 
 
 CASES = {
     2: [
         ("llama", random_splits(2, 5)),
+        ("qwen2", Layout(policy="tp", plan_ngpus=2)),
         ("gpt2", pipelined("pp", 2, 4)),
         ("convolutions", Layout(policy="dp", use_zero=True)),
         ("nested", Layout(policy="data", plan_ngpus=2)),

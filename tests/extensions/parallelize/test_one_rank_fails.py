@@ -23,6 +23,7 @@ from tests.support.distributed import leave_process_group, run_distributed, run_
 from tests.support.models import padded_prompts
 from tests.support.one_rank import Broken, outcome
 from tests.support.parallel_nets import Stack, build, sample
+from tests.support.random_splits import random_splits
 
 pytestmark = pytest.mark.torch_versions
 
@@ -146,7 +147,7 @@ def test_so_is_one_of_a_process_that_shares_its_stage(tmp_path):
 def killed(rank, world_size, folder):
     """The words where rank 1 is killed before a pass."""
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
-    run = parallelize(net, {"input": torch.ones(4, 8)}, "tp", ComputeConfig(2, 2), gen_savedir=folder)
+    run = parallelize(net, {"input": torch.ones(4, 8)}, random_splits(), ComputeConfig(2, 2), gen_savedir=folder)
     run(torch.ones(4, 8))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -17,6 +17,7 @@ from hybrid_engine.extensions.parallelize.planning.plan import Plan
 from hybrid_engine.extensions.parallelize.training.optimizer import build_optimizer
 from tests.support.distributed import leave_process_group, run_distributed
 from tests.support.parallel_nets import Block
+from tests.support.random_splits import random_splits
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,7 +103,7 @@ def parallel_training(rank, world_size, folder, policy, plan_ngpus, use_zero):
     return {name: weight.detach() for name, weight in weights.items()}, norms, num_units, module.calls.item()
 
 
-LAYOUTS = [("tp", 2, False), ("data", 2, False), ("dp", 1, False), ("dp", 1, True)]
+LAYOUTS = [("tp", 2, False), (random_splits(), 2, False), ("data", 2, False), ("dp", 1, False), ("dp", 1, True)]
 
 
 class Partly(nn.Module):
@@ -163,7 +164,7 @@ def train_with(kind, rank=None, folder=None):
     if rank is None:
         return train_groups(module, lambda m, groups: kind(groups(m.named_parameters()), lr=0.01), (0,))
     compute = ComputeConfig(plan_ngpus=2, runtime_ngpus=2)
-    module.block = parallelize(module.block, {"x": torch.ones(4, 8)}, "tp", compute, gen_savedir=folder)
+    module.block = parallelize(module.block, {"x": torch.ones(4, 8)}, random_splits(), compute, gen_savedir=folder)
     return train_groups(module, lambda m, groups: build_optimizer(m, kind, lr=0.01, param_groups=groups), (0,))
 
 
@@ -351,7 +352,7 @@ class Traced(Net):
 def test_a_graph_is_traced_again_for_another_module_sample_or_user_config_alone(tmp_path, monkeypatch):
     def traced(seed, **options):
         monkeypatch.setattr(Traced, "calls_of_forward", 0)
-        options = {"config": {"pas_config": {"seed": seed}}} | options
+        options = {"config": {"pas_config": {"_seed": seed}}} | options
         module = make(tmp_path, "tp", Traced(), reuse="graph", **options)
         found = module.infer_step([sample(0)])[0]
         torch.manual_seed(0)

@@ -12,6 +12,7 @@ from hybrid_engine import ComputeConfig, build_optimizer, parallelize
 from hybrid_engine.extensions.parallelize.module.reducer import in_buckets
 from tests.support.distributed import run_distributed
 from tests.support.raised import message
+from tests.support.random_splits import random_splits
 
 pytestmark = pytest.mark.torch_versions
 
@@ -325,14 +326,14 @@ def test_an_error_of_a_hook_in_a_stage_is_raised_on_all_and_training_goes_on(tmp
 
 def units_of_two(rank, world_size, folder):
     results = {}
-    for policy, options in (("data", {}), ("tp", {}), ("pp", {"pipeline_nmicros": NUM_SAMPLES})):
+    for policy, options in (("data", {}), (random_splits(), {}), ("pp", {"pipeline_nmicros": NUM_SAMPLES})):
         make_one = {"policy": policy, "plan_ngpus": 2, "pas_config": options}
         expected = train(*make(folder, **make_one))
-        results[policy] = [same(expected, train(*make(folder, **make_one, **way))) for way in WAYS]
+        results[str(policy)] = [same(expected, train(*make(folder, **make_one, **way))) for way in WAYS]
     zero = train(*make(folder, use_zero=True))
     found = train(*make(folder, use_zero=True, use_async_reducer=True))
     results["ZeRO"] = [same(zero, found)]
-    module, _ = make(folder, "tp", 2, use_async_reducer=True)
+    module, _ = make(folder, random_splits(), 2, use_async_reducer=True)
 
     def failing(loss: Tensor) -> Tensor:
         raise FailingError("in a unit")

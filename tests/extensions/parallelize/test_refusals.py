@@ -18,6 +18,7 @@ from hybrid_engine import (
 )
 from tests.support.distributed import leave_process_group, run_to_the_end
 from tests.support.parallel_nets import Stack, build, sample
+from tests.support.random_splits import random_splits
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -94,7 +95,7 @@ def apart(folder, **options):
 
 def swapped_checkpoints(folder):
     """Each process loads what the other one saved, of which the shapes are the same."""
-    module = make(folder, build(), "tp", plan_ngpus=2)
+    module = make(folder, build(), random_splits(), plan_ngpus=2)
     mine = deduped_state_dict(module)[0]
     torch.save(mine, folder / f"{dist.get_rank()}.pt")
     dist.barrier()
@@ -133,12 +134,12 @@ REFUSED = {
         "pas_policy=.*with_one_name on rank 0 and .*with_two_names on rank 1",
     ),
     "another option of the policy on rank 1": (
-        lambda folder: linear(folder, "tp", plan_ngpus=2, pas_config={"seed": of_rank(1, 2)}),
-        r"pas_config\['seed'\]=1 on rank 0 and 2 on rank 1",
+        lambda folder: linear(folder, "pp", plan_ngpus=2, pas_config={"pipeline_nmicros": of_rank(1, 2)}),
+        r"pas_config\['pipeline_nmicros'\]=1 on rank 0 and 2 on rank 1",
     ),
     "one option more on rank 1": (
-        lambda folder: linear(folder, "tp", plan_ngpus=2, pas_config=of_rank({}, {"seed": 1})),
-        r"pas_config=a dict of \[\] on rank 0 and a dict of \['seed'\] on rank 1",
+        lambda folder: linear(folder, "pp", plan_ngpus=2, pas_config=of_rank({}, {"pipeline_nmicros": 1})),
+        r"pas_config=a dict of \[\] on rank 0 and a dict of \['pipeline_nmicros'\] on rank 1",
     ),
     "another user_config on rank 1": (
         lambda folder: linear(folder, user_config={"long": "a" * 200 + of_rank("b", "c")}),

@@ -24,6 +24,7 @@ from tests.extensions.parallelize.test_checkpoints import (
 )
 from tests.support.distributed import leave_process_group, run_distributed
 from tests.support.parallel_nets import OPTIMIZERS, Block, Stack, adam, plain_steps, samples_of
+from tests.support.random_splits import random_splits
 
 pytestmark = pytest.mark.torch_versions
 
@@ -93,18 +94,18 @@ ZERO = {"use_zero": True}
 LAYOUTS = {
     2: {
         "ZeRO": ("dp", 1, ZERO),
-        "random 2": ("tp", 2, {}),
+        "random 2": (random_splits(), 2, {}),
         "eager ZeRO": ("dp", 1, {**ZERO, "lowering": "eager"}),
         "groups of one unit": ("dp", 1, {**ZERO, "zero_ngroups": 2}),
         "data parallel": ("dp", 1, {}),
     },
     4: {
-        "random 2 x 2 ZeRO": ("tp", 2, ZERO),
+        "random 2 x 2 ZeRO": (random_splits(), 2, ZERO),
         "stages with ZeRO": ("pp", 2, {**ZERO, "pas_config": {"pipeline_nmicros": 2}}),
         "two groups of ZeRO": ("dp", 1, {**ZERO, "zero_ngroups": 2}),
         "batch 2 x 2": ("data", 2, {}),
         "eager 2 x 2 ZeRO": (megatron, 2, {**ZERO, "lowering": "eager"}),
-        "random 4": ("tp", 4, {"pas_config": {"seed": 3}}),
+        "random 4": (random_splits(3), 4, {}),
     },
 }
 OPTIMIZER = {2: "adam", 4: "sgd"}
@@ -169,7 +170,7 @@ def two_steps(rank, world_size, folder):
     for name, options in KINDS.items():
         merged = None
         for step in range(2):
-            module = make(folder, "tp", 2, ROWS.get(name, 0))
+            module = make(folder, random_splits(), 2, ROWS.get(name, 0))
             optimizer = build_optimizer(module, getattr(torch.optim, name), **options)
             if merged:
                 load_merged_state_dicts(module, merged[0], optimizer, merged[1])

@@ -131,7 +131,7 @@ def test_parameters_without_values_are_refused_unless_they_may_be_empty(tmp_path
 
 
 WRONG_OPTIONS = [
-    ("tp", {"seed": ("a", 1.5, None, True)}),
+    ("tp", {"seed": ("a", 1.5, None, True, 3)}),
     ("pp", {"pipeline_nmicros": (0, "4", 1.5, None, True), "pipeline_scheduler": (3, None, ["1f1b"], "1F1B")}),
     ("hybrid", {"pipeline_nmicros": (0, "4", True), "pipeline_scheduler": ("x", "chimera_direct", ["1f1b"])}),
     ("hybrid", {"pipeline_nstages": (0, "1", 1.0, None, True, 2)}),

@@ -21,6 +21,7 @@ from hybrid_engine.extensions.parallelize.planning.op_costs import split_degree
 from hybrid_engine.extensions.parallelize.planning.plan import Plan, nearest_paths
 from hybrid_engine.extensions.parallelize.planning.setting import Setting
 from hybrid_engine.extensions.parallelize.planning.stage_policies import batch_plan
+from hybrid_engine.extensions.parallelize.planning.tensor_parallel import is_product
 
 WHOLE = "whole"
 KEYS = {"modules", "ops", "splits"}
@@ -56,7 +57,7 @@ def eager_choices(graph: Graph, size: int) -> Callable[[Op], list[Names]]:
     them.
     """
     plan = Plan(graph=graph, mesh=(size,))
-    products = [op for op in graph.ops.values() if _is_product(op, graph)]
+    products = [op for op in graph.ops.values() if is_product(op, graph)]
     plan.splits = {op.key: ("n",) for op in products if op.rule.can_split(["n"], (size,))}
     plan.follow()
     found = {key: [names] for key, names in plan.splits.items() if graph.ops[key].rule.on_part_of(names) is None}
@@ -70,11 +71,6 @@ def eager_choices(graph: Graph, size: int) -> Callable[[Op], list[Names]]:
         if op.name in RESHAPES and rows.get(op.inputs[0]) == op.path and op.rule.can_split([SUMMED], (size,)):
             found.setdefault(op.key, []).append((SUMMED,))  # summed where it leaves the module
     return lambda op: [(None,), *found.get(op.key, [])]
-
-
-def _is_product(op: Op, graph: Graph) -> bool:
-    """Whether an op multiplies with a parameter whose columns are features."""
-    return op.name in ("linear", "addmm") and any(graph.values[key].kind == "parameter" for key in op.inputs)
 
 
 def _made(plan: Plan, op: Op) -> dict[str, Placement]:

@@ -11,7 +11,6 @@ from typing import Any
 from hybrid_engine.extensions.parallelize.graph.graph import Graph
 from hybrid_engine.extensions.parallelize.library.rules import call_of
 from hybrid_engine.extensions.parallelize.options.compute_config import ComputeConfig
-from hybrid_engine.extensions.parallelize.options.values import Rule, check
 from hybrid_engine.extensions.parallelize.planning.autodist import autodist
 from hybrid_engine.extensions.parallelize.planning.explaining import explain
 from hybrid_engine.extensions.parallelize.planning.options import OPTION_NAMES, Options
@@ -21,13 +20,12 @@ from hybrid_engine.extensions.parallelize.planning.stage_policies import (
     batch_plan,
     check_pipeline,
     check_pipeline_and_batch,
-    random_plan,
     replicated_plan,
     stages_and_batch,
     stages_of_equal_size,
 )
+from hybrid_engine.extensions.parallelize.planning.tensor_parallel import tensor_parallel
 
-SEED = Rule(lambda value: isinstance(value, int) and not isinstance(value, bool), "a whole number")
 Policy = Callable[[Graph, ComputeConfig], Plan | None]
 
 
@@ -39,19 +37,18 @@ def check_one_process(config: ComputeConfig) -> None:
         )
 
 
-def check_seed(config: ComputeConfig) -> None:
-    """Raises ValueError for a seed that is not an integer."""
-    check("seed", config.pas_config.get("seed", 1), SEED)
+def check_no_seed(config: ComputeConfig) -> None:
+    """Raises ValueError for the option `seed` of earlier releases, whose `tp` drew a random split for each op."""
+    if "seed" in config.pas_config:
+        raise ValueError(
+            f"pas_config['seed']={config.pas_config['seed']!r}: policy 'tp' is tensor parallelism (heads, columns then "
+            "rows, vocabulary) and draws nothing; leave seed out, or pass a callable that returns the Plan to try"
+        )
 
 
 def data_parallel(graph: Graph, config: ComputeConfig) -> Plan:
     """`dp`: every process has the whole module."""
     return replicated_plan(graph, (1,))
-
-
-def random_splits(graph: Graph, config: ComputeConfig) -> Plan:
-    """`tp`: every op is split along a name drawn with the option `seed`."""
-    return random_plan(graph, (config.plan_ngpus,), config.pas_config.get("seed", 1))
 
 
 def split_batch(graph: Graph, config: ComputeConfig) -> Plan:
@@ -61,7 +58,7 @@ def split_batch(graph: Graph, config: ComputeConfig) -> Plan:
 
 POLICIES: Mapping[str, Policy] = {
     "dp": data_parallel,
-    "tp": random_splits,
+    "tp": tensor_parallel,
     "data": split_batch,
     "pp": stages_of_equal_size,
     "hybrid": stages_and_batch,
@@ -69,7 +66,7 @@ POLICIES: Mapping[str, Policy] = {
 }
 CHECKS: Mapping[str, Callable[[ComputeConfig], Any]] = {
     "dp": check_one_process,
-    "tp": check_seed,
+    "tp": check_no_seed,
     "data": lambda config: None,
     "pp": check_pipeline,
     "hybrid": check_pipeline_and_batch,
@@ -78,7 +75,7 @@ CHECKS: Mapping[str, Callable[[ComputeConfig], Any]] = {
 """Checks of each policy's option values that run before a module is traced."""
 OPTIONS: Mapping[str, frozenset[str]] = {
     "dp": frozenset(),
-    "tp": frozenset({"seed"}),
+    "tp": frozenset({"seed"}),  # whose check names the remedy
     "data": frozenset(),
     "pp": STAGE_OPTIONS - {"pipeline_nstages"},
     "hybrid": STAGE_OPTIONS,

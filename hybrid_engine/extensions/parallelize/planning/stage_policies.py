@@ -1,9 +1,8 @@
 """The policies `pp` (stages of one process) and `hybrid` (stages that split the batch), and plans without a search.
 
-`replicated_plan`, `random_plan` and `batch_plan` are the plans of `dp`, `tp` and `data`.
+`replicated_plan` and `batch_plan` are the plans of `dp` and `data`.
 """
 
-import random
 from collections.abc import Sequence
 
 from torch.distributed.tensor import Placement, Shard
@@ -148,27 +147,6 @@ def _smallest_largest(sizes: Sequence[int], num_stages: int) -> list[int]:
 def replicated_plan(graph: Graph, mesh: Sequence[int]) -> Plan:
     """A plan by which every rank computes everything."""
     return Plan(graph=graph, mesh=tuple(mesh))
-
-
-def random_plan(graph: Graph, mesh: Sequence[int], seed: int = 1) -> Plan:
-    """A plan that splits every op along a name drawn with `seed`, over each axis; replicates the others.
-
-    It is a stress test of the lowering and not useful for training: nearly every edge changes a layout.
-    """
-    draw = random.Random(seed)
-    plan = replicated_plan(graph, mesh)
-    for op in graph.ops.values():
-        names: list[str | None] = [None] * len(mesh)
-        for axis in range(len(mesh)):
-            possible = [name for name in op.rule.annotation.candidates if _fits(op, names, axis, name, mesh)]
-            names[axis] = draw.choice(possible) if possible else None
-        if any(names):
-            plan.splits[op.key] = tuple(names)
-    return plan
-
-
-def _fits(op: Op, names: Sequence[str | None], axis: int, name: str, mesh: Sequence[int]) -> bool:
-    return op.rule.can_split([*names[:axis], name, *names[axis + 1 :]], mesh)
 
 
 def batch_plan(graph: Graph, mesh: Sequence[int]) -> Plan:
