@@ -38,6 +38,7 @@ from hybrid_engine.distributed.processes import broadcast_module, default_device
 from hybrid_engine.distributed.verdict import agree, attempt
 from hybrid_engine.engine.checks import CallChecks, check_loss, check_training
 from hybrid_engine.engine.faster_linears import use_faster_linears
+from hybrid_engine.engine.staged_batches import StagedBatches
 from hybrid_engine.generation.memory import describe_memory
 from hybrid_engine.metrics.memory_use import MemoryUse
 from hybrid_engine.metrics.observer import Observer
@@ -63,7 +64,7 @@ from hybrid_engine.zero.gathered_parameters import (
 )
 from hybrid_engine.zero.passes import Passes
 from hybrid_engine.zero.sharding import mesh_shape
-from hybrid_engine.zero.split_module import is_staged, num_stages_of, original_of, together, unit_size_of
+from hybrid_engine.zero.split_module import num_stages_of, original_of, together, unit_size_of
 from hybrid_engine.zero.unwrapping import Uncopied, found_sharding, take_over
 from hybrid_engine.zero.wrapping import place_module, shard_module
 
@@ -164,7 +165,8 @@ class ZeroEngine(Uncopied):
         self.backward_hooks = BackwardHooks(*parts, self.accumulation, scales_loss=config.fp16.enabled)
         self.memory_use: MemoryUse | None = None
         """Memory use of the run of this engine, if the run was planned."""
-        self.batches: Batches = model.build_batches(self.optimizer) if is_staged(model) else SuccessiveBatches()
+        is_staged = num_stages_of(model) > 1
+        self.batches: Batches = StagedBatches(self.optimizer, model) if is_staged else SuccessiveBatches()
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -1,11 +1,16 @@
-"""Protocols of modules whose parameters a plan has split over several processes, and helpers that query them."""
+"""The one interface between the engine and a module whose parameters a plan has split over several processes.
 
-from collections.abc import Sequence
+`parallelize` makes such modules. All rooms of the core ask through the functions here, which also accept modules that
+are not split; only this file reads the members of the two protocols.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
@@ -16,6 +21,18 @@ TENSOR = "tensor"
 """Prefix of the names of mesh axes over which such parameters are split."""
 STAGES = "stages"
 """The axis over which pipeline stages are distributed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchTraining:
+    """The backward passes of the micro-batches that run through stages together."""
+
+    loss: Callable[[Any, int], Tensor]
+    """The loss of a micro-batch, from the module's result and the micro-batch's index; called on the last stage."""
+    scale: Callable[[Tensor], Tensor]
+    """The value that the backward pass starts from, from the loss."""
+    parameters: Mapping[str, nn.Parameter]
+    """The trained parameters by name. Gradients of those that several stages hold are summed over the stages."""
 
 
 @runtime_checkable
@@ -35,9 +52,6 @@ class SplitModule(Protocol):
     def together(self) -> AbstractContextManager[None]:
         """Wraps a pass: an error inside is raised on all processes of the unit, which may be out of step after it."""
 
-    runs_graph: bool
-    """Whether a graph runs instead of the forward of the module that this was made from."""
-
     def original(self) -> nn.Module:
         """The module that this was made from, with this process's parameters; itself if its own forward runs.
 
@@ -54,11 +68,15 @@ class StagedModule(SplitModule, Protocol):
 
     num_stages: int
 
-    def build_batches(self, optimizer: Any) -> Any:
-        """`Batches` of `optim/accumulation.py` for an engine with this optimizer, all of a step at once. Collective."""
+    def stages_of(self, name: str) -> frozenset[int]:
+        """The stages that hold parameters of the original module's part, or the parameter, of that name."""
 
-    def stages_of(self, path: str) -> frozenset[int]:
-        """The stages that hold parameters of the original module at `path`."""
+    def run_batches(self, batches: Sequence[Any], training: BatchTraining | None = None) -> list[Any]:
+        """The results of micro-batches, all of one step; with `training` their losses instead, with backward passes.
+
+        A micro-batch is a mapping of arguments of forward by name, or its first argument. All processes of the unit get
+        the results, or losses. Collective; an error of one process is raised on all.
+        """
 
 
 def is_split_class(module_class: type) -> bool:
@@ -88,14 +106,20 @@ def together(module: nn.Module) -> AbstractContextManager[None]:
     return module.together() if isinstance(module, SplitModule) else nullcontext()
 
 
-def runs_graph(module: nn.Module) -> bool:
-    """Whether a plan's graph runs instead of the forward of the module that `module` was made from."""
-    return isinstance(module, SplitModule) and module.runs_graph
-
-
 def original_of(module: nn.Module) -> nn.Module:
     """The module that `module` was made from if a plan runs instead of its forward, else `module`."""
     return module.original() if isinstance(module, SplitModule) else module
+
+
+def split_axes_of(module: nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes of the axes over which a plan has split parameters, and the order of these axes: see `SplitModule`."""
+    return (module.split_sizes, module.split_order) if isinstance(module, SplitModule) else ((), ())
+
+
+def adopt(module: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Moves the parts of a module that is split to `mesh`, over the same processes; does nothing without a mesh."""
+    if isinstance(module, SplitModule) and mesh is not None:
+        module.adopt(mesh)
 
 
 def tensor_names(num_axes: int) -> tuple[str, ...]:
@@ -111,12 +135,18 @@ def tensor_axes(names: Sequence[str] | None) -> tuple[str, ...]:
 
 def num_stages_of(module: nn.Module | None) -> int:
     """Number of stages that `module` is distributed over; 1 if every process of a unit has a part of everything."""
-    return module.num_stages if is_staged(module) else 1
+    return module.num_stages if isinstance(module, StagedModule) else 1
 
 
-def is_staged(module: nn.Module | None) -> TypeGuard[StagedModule]:
-    """Whether `module` is distributed over more than one stage."""
-    return isinstance(module, StagedModule) and module.num_stages > 1
+def stages_of(module: nn.Module, name: str) -> frozenset[int]:
+    """The stages that hold parameters of the original module's part, or the parameter, of that name."""
+    return module.stages_of(name) if isinstance(module, StagedModule) else frozenset({0})
+
+
+def run_batches(module: nn.Module, batches: Sequence[Any], training: BatchTraining | None = None) -> list[Any]:
+    """Runs the micro-batches of one step through a module in stages: see `StagedModule`."""
+    assert isinstance(module, StagedModule), f"{type(module)=}"
+    return module.run_batches(batches, training)
 
 
 def num_copies(parameter: nn.Parameter) -> int:

@@ -36,9 +36,10 @@ from hybrid_engine.zero.passes import loss_factor
 from hybrid_engine.zero.sharding import Sharding, build_mesh, find_norm_group, local_tensor, vectors_for_scalars
 from hybrid_engine.zero.split_module import (
     STAGES,
-    SplitModule,
+    adopt,
     num_stages_of,
-    runs_graph,
+    original_of,
+    split_axes_of,
     tensor_axes,
     unit_size_of,
 )
@@ -89,8 +90,7 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
         return Sharding(root=module, stage=stage, world_size=world_size, rank=rank)
     if world_size == 1:
         join_alone()
-    split_sizes = module.split_sizes if isinstance(module, SplitModule) else ()
-    whole_mesh = build_mesh(config, num_units, num_stages, split_sizes)
+    whole_mesh = build_mesh(config, num_units, num_stages, split_axes_of(module)[0])
     names = whole_mesh.mesh_dim_names or ()
     over_parts = tensor_axes(names)
     of_units = tuple(name for name in names if name not in (STAGES, *over_parts))
@@ -98,15 +98,15 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
     tensor = whole_mesh[over_parts] if over_parts else None
     if tensor is not None and is_whole:  # where FSDP2 is used, it needs axes of one mesh
         tensor = with_own_group(tensor)
-    if isinstance(module, SplitModule) and tensor is not None:
-        module.adopt(tensor)
+    adopt(module, tensor)
     group = find_norm_group(whole_mesh, is_sharded=not is_whole)
     of_unit: dict[str, Any] = {"tensor": tensor, "unit_size": unit_size, "norm_group": group}
     if is_whole:
         return Sharding(root=module, stage=stage, world_size=world_size, rank=rank, **of_unit)
     factor = loss_factor(config, mesh)
     policy = CPUOffloadPolicy(config.zero_optimization.offload_param.pin_memory) if offloads else OffloadPolicy()
-    layers = [] if runs_graph(module) else _parts_to_wrap(module)  # a graph reads parameters at any time
+    runs_graph = original_of(module) is not module  # and may read parameters at any time
+    layers = [] if runs_graph else _parts_to_wrap(module)
     with placeholders(module), vectors_for_scalars(module, mesh):
         if config.accumulation_dtype == torch.float32:
             _expect_fp32_gradients(module)

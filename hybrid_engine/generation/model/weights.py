@@ -20,7 +20,7 @@ from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.generation.model.model_group import ModelGroup, join_model_group, join_stages
 from hybrid_engine.zero.gathering import WeightGatherer
 from hybrid_engine.zero.slicing import PartReader, places_of_ranks
-from hybrid_engine.zero.split_module import SplitModule, StagedModule, num_stages_of, original_of, unit_size_of
+from hybrid_engine.zero.split_module import num_stages_of, original_of, split_axes_of, stages_of, unit_size_of
 
 Read = Callable[[torch.Tensor, Cut | None, int, str], torch.Tensor]
 """Signature of `TensorParallel.read`: returns a rank's part of a parameter."""
@@ -151,16 +151,16 @@ def _check_containers(model: nn.Module, num_parts: int) -> None:
                 "lowering='eager' to ComputeConfig, or leave hybrid_engine out of the config"
             ) from error
         return
-    if isinstance(model, StagedModule):
+    if num_stages_of(model) > 1:
         layers_of_stages(model, root, containers)
 
 
-def layers_of_stages(model: StagedModule, root: nn.Module, containers: InferenceModel) -> tuple[range, ...]:
+def layers_of_stages(model: nn.Module, root: nn.Module, containers: InferenceModel) -> tuple[range, ...]:
     """Returns the layers of each stage of the plan; `containers` were built from `root`.
 
     Raises ValueError if rollouts cannot pass through them in the plan's stages.
     """
-    num_stages = model.num_stages
+    num_stages = num_stages_of(model)
     paths = {id(module): path for path, module in root.named_modules()}
     ends: list[tuple[Any, int]] = [
         (containers.embedding, 0),
@@ -171,13 +171,13 @@ def layers_of_stages(model: StagedModule, root: nn.Module, containers: Inference
     ends += [(containers.final_norm, num_stages - 1), (containers.lm_head, num_stages - 1)]
     for view, stage in ends:
         path = None if view is None else paths[id(view.module)]
-        if path is not None and stage not in model.stages_of(path):
+        if path is not None and stage not in stages_of(model, path):
             raise ValueError(
-                f"plan.stages: {path!r} is of stage {min(model.stages_of(path))}, and rollouts have it in stage "
+                f"plan.stages: {path!r} is of stage {min(stages_of(model, path))}, and rollouts have it in stage "
                 f"{stage}; move it there"
             )
     layers = [paths[id(layer.module)] for layer in containers.layers]
-    stages = [sorted(model.stages_of(path)) for path in layers]
+    stages = [sorted(stages_of(model, path)) for path in layers]
     for path, found in zip(layers, stages, strict=True):
         if len(found) != 1:
             raise ValueError(f"plan.stages: {path!r} lies in the stages {found}, and rollouts take it in one; join it")
@@ -197,16 +197,15 @@ def share_unit(model: nn.Module, device: torch.device) -> ModelGroup:
     Of several axes, the one that splits most is the outermost for tensor parallelism, so that the weights a process
     generates with are among those that it trains.
     """
-    assert isinstance(model, SplitModule)
-    root = original_of(model)
-    if isinstance(model, StagedModule):
+    root, size, num_stages = original_of(model), unit_size_of(model), num_stages_of(model)
+    if num_stages > 1:
         bounds = layers_of_stages(model, root, InferenceModel(root))
-        group = join_stages(model.unit_size // model.num_stages, model.num_stages, device, OPTION, bounds)
+        group = join_stages(size // num_stages, num_stages, device, OPTION, bounds)
         group = replace(group, stage_option=OPTION)
     else:
-        group = join_model_group(model.unit_size, device, OPTION)
-    sizes = model.split_sizes
-    places = places_of_ranks(sizes, model.split_order)
+        group = join_model_group(size, device, OPTION)
+    sizes, order = split_axes_of(model)
+    places = places_of_ranks(sizes, order)
     if len(sizes) > 1:
         group = group.in_order(places)
     parts = PartReader(places)

@@ -1,12 +1,9 @@
-"""A module whose plan has stages: this process holds the parameters of its stages, and samples run through all stages.
-
-`StagedBatches` runs such a module in a training engine.
-"""
+"""A module whose plan has stages: a process holds the parameters of its stages, and samples run through all stages."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hybrid_engine.config import EngineConfig
-from hybrid_engine.distributed.interrupts import restoring_modes
+from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.extensions.parallelize.graph.graph import Graph
 from hybrid_engine.extensions.parallelize.graph.stage_ops import StageOps, divide
@@ -22,12 +19,7 @@ from hybrid_engine.extensions.parallelize.lowering.pipeline import Pipeline, Sta
 from hybrid_engine.extensions.parallelize.module import engine_checks
 from hybrid_engine.extensions.parallelize.module.parallel_module import Latest, ParallelModule
 from hybrid_engine.extensions.parallelize.module.reducer import Reducer
-from hybrid_engine.optim.accumulation import Batches, LossFunction, loss_of, next_batches, split_batch
-from hybrid_engine.optim.optimizer import ZeroOptimizer
-from hybrid_engine.optim.state_offload import TRAINING
-
-if TYPE_CHECKING:
-    from hybrid_engine.engine.zero_engine import ZeroEngine
+from hybrid_engine.zero.split_module import BatchTraining
 
 
 class StagedModule(ParallelModule):
@@ -66,13 +58,10 @@ class StagedModule(ParallelModule):
         engine_checks.check_dtype(self.plan, config)
         engine_checks.check_options(self.compute_config, self.plan, config.zero_optimization.stage)
 
-    def build_batches(self, optimizer: ZeroOptimizer | None) -> Batches:
-        """Runs the micro-batches of an engine that trains this module, all of a step at once. Collective."""
-        return StagedBatches(optimizer, self)
-
-    def stages_of(self, path: str) -> frozenset[int]:
-        """The stages that hold parameters of the original's module at `path`."""
-        names = {self.canonical(f"{path}.{name}") for name, _ in self._original.get_submodule(path).named_parameters()}
+    def stages_of(self, name: str) -> frozenset[int]:
+        """The stages that hold parameters of the original's module, or the parameter, of that name."""
+        every = [one for one, _ in self._original.named_parameters(remove_duplicate=False)]
+        names = {self.canonical(one) for one in every if one == name or one.startswith(f"{name}.")}
         stages = divide(self.plan.graph, self.plan.stages)
         return frozenset(number for number, stage in enumerate(stages) if stage.held & names)
 
@@ -125,22 +114,32 @@ class StagedModule(ParallelModule):
     def _run_samples(self, samples: Sequence[Any], loss: Callable[[Any, int], Tensor] | None) -> list[Any]:
         return self._run_together(lambda: [self._arguments(sample) for sample in samples], loss)
 
-    def run_batches(
-        self, batches: Sequence[Any], loss: Callable[[Any, int], Tensor] | None, returns_results: bool = True
-    ) -> list[Any]:
-        """The results of `batches`, one per micro-batch, on all processes; with `loss`, gradients are accumulated.
+    def run_batches(self, batches: Sequence[Any], training: BatchTraining | None = None) -> list[Any]:
+        """The results of `batches`, one per micro-batch, on all processes; with `training` their losses in fp32.
 
-        Each batch is a mapping of arguments of the original's forward by name, or its first argument. `loss` maps a
-        result and its index to the value that the backward pass starts from, on the last stage. Without
-        `returns_results` the list is empty. Collective; an error of one process is raised on all.
+        Each batch is a mapping of arguments of the original's forward by name, or its first argument. Losses are
+        computed on the last stage, and their gradients accumulated. Collective; an error of one process is raised on
+        all.
         """
-        return self._run_together(
-            lambda: [
-                self._arguments(**batch) if isinstance(batch, Mapping) else self._arguments(batch) for batch in batches
-            ],
-            loss,
-            returns_results,
-        )
+
+        def arguments() -> list[dict[str, Any]]:
+            return [self._arguments(**one) if isinstance(one, Mapping) else self._arguments(one) for one in batches]
+
+        if training is None:
+            return self._run_together(arguments, None)
+        losses = torch.zeros(len(batches), device=default_device())
+
+        def scaled(result: Any, place: int) -> Tensor:
+            loss = training.loss(result, place)
+            losses[place] = loss.detach()
+            return training.scale(loss)
+
+        self._run_together(arguments, scaled, returns_results=False)
+        for names, group in self.groups_of_holders():
+            Reducer([p for name, p in training.parameters.items() if self.canonical(name) in names], group).reduce()
+        assert self.meshes.stages is not None
+        dist.broadcast(losses, group_src=self.num_stages - 1, group=self.meshes.stages.get_group())
+        return list(losses.unbind())
 
     def _run_together(
         self,
@@ -190,69 +189,3 @@ class StagedModule(ParallelModule):
             return Pipeline(graph, plan, self.meshes, runners, self), graph
 
         return self._pipelines.get_or(self._key(arguments), made)
-
-
-class StagedBatches:
-    """Runs the micro-batches of one engine, all of a step at once. An error of one process is raised on all."""
-
-    def __init__(self, optimizer: ZeroOptimizer | None, module: "StagedModule") -> None:
-        """`optimizer` and `module`, in stages, are those of the engine; collective."""
-        self._module = module
-        self._reducers = []
-        parameters = optimizer.parameters if optimizer is not None else []
-        for names, group in module.groups_of_holders():
-            shared = [t for t in parameters if self._module.canonical(t.name) in names]
-            if shared and optimizer is not None:
-                self._reducers.append(Reducer([t.param for t in shared], group))
-                optimizer.norms.count_holders({t.name: dist.get_world_size(group) for t in shared})
-
-    def train(self, engine: "ZeroEngine", batches: Iterable[Any], loss_fn: LossFunction | None) -> Tensor:
-        """Runs the micro-batches through the stages, and the step. See `Batches`; an error drops gradients."""
-        given = agree(lambda: self._checked(engine, batches))
-        try:
-            observed = engine.observer.forward(engine.counters.global_steps, True)
-            with restoring_modes(), observed, engine.backward_hooks.own_pass(1.0):
-                losses = self._run(engine, given, loss_fn)
-        except BaseException:
-            engine.drop_accumulation()
-            engine.sharding.settle()
-            raise
-        with engine.observer.backward():
-            engine.accumulation.end_pass()
-        engine.counters.add_loss(losses.sum())
-        engine.counters.num_pending_micro_batches = len(given) - 1
-        engine.counters.micro_steps += len(given) - 1
-        engine.step()
-        return losses.mean()
-
-    def evaluate(self, engine: "ZeroEngine", batches: Iterable[Any]) -> list[Any]:
-        """The results of the last stage for each batch, on all processes of the unit. See `Batches`."""
-        given = agree(lambda: next_batches(batches, engine.counters.num_micro_batches))
-        return self._module.run_batches([split_batch(batch)[0] for batch in given], None)
-
-    def _checked(self, engine: "ZeroEngine", batches: Iterable[Any]) -> list[Any]:
-        engine.checks.check_whole("train_batch()", *TRAINING)
-        engine.checks.check_parameters(engine.module)
-        return next_batches(batches, engine.counters.num_micro_batches)
-
-    def _run(self, engine: "ZeroEngine", batches: Sequence[Any], loss_fn: LossFunction | None) -> Tensor:
-        """The losses `[micro-batches]` fp32, on all processes of the unit; accumulates their gradients."""
-        optimizer = engine.optimizer
-        assert optimizer is not None
-        losses = torch.zeros(len(batches), device=engine.device)
-        factor = engine.passes.loss_factor / len(batches)
-
-        def scaled(result: Any, place: int) -> Tensor:
-            loss = loss_of(result, split_batch(batches[place])[1], loss_fn)
-            losses[place] = loss.detach()
-            return optimizer.scale_loss(loss.float() * factor)
-
-        engine.passes.expect_gradients(True)
-        self._module.run_batches([split_batch(batch)[0] for batch in batches], scaled, returns_results=False)
-        for reducer in self._reducers:
-            reducer.reduce()
-        optimizer.accumulate_gradients()
-        stages = self._module.meshes.stages
-        assert stages is not None
-        dist.broadcast(losses, group_src=stages.size() - 1, group=stages.get_group())
-        return losses
