@@ -28,9 +28,9 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
 from hybrid_engine.distributed.processes import get_rank, get_world_size
-from hybrid_engine.extensions.parallelize.options.compute_config import ComputeConfig
+from hybrid_engine.extensions.parallelize.graph.compute_config import ComputeConfig
+from hybrid_engine.extensions.parallelize.optimizer import build_optimizer
 from hybrid_engine.extensions.parallelize.parallelize import parallelize
-from hybrid_engine.extensions.parallelize.training.optimizer import build_optimizer
 
 TOKENS = {"full": (8, 128), "small": (2, 32)}
 KINDS = ("ours", "plain")

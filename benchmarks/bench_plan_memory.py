@@ -18,11 +18,11 @@ import torch
 from planned_training import TOKENS, on_meta, train
 from processes import run_fresh
 
+from hybrid_engine.extensions.parallelize.graph.compute_config import ComputeConfig
 from hybrid_engine.extensions.parallelize.graph.graph import build_graph
-from hybrid_engine.extensions.parallelize.options.compute_config import ComputeConfig
+from hybrid_engine.extensions.parallelize.planning.autodist import plan_costs
 from hybrid_engine.extensions.parallelize.planning.machine import Machine
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
-from hybrid_engine.extensions.parallelize.planning.plan_costs import plan_costs
 from hybrid_engine.extensions.parallelize.planning.setting import Setting
 
 AUTODIST_GB = 0.5

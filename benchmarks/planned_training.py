@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hybrid_engine.extensions.parallelize.graph.compute_config import ComputeConfig
 from hybrid_engine.extensions.parallelize.graph.graph import Graph
-from hybrid_engine.extensions.parallelize.options.compute_config import ComputeConfig
+from hybrid_engine.extensions.parallelize.optimizer import build_optimizer
 from hybrid_engine.extensions.parallelize.parallelize import parallelize
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
-from hybrid_engine.extensions.parallelize.training.optimizer import build_optimizer
 
 SHAPES = {
     "full": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 8192},

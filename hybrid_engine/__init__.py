@@ -33,19 +33,19 @@ _NAMES_OF = {
     f"{_DEEPSPEED}.presence": ("enable_compat",),
     f"{_DEEPSPEED}.utils": ("DeepSpeedDataLoader", "OnDevice", "log_dist", "logger"),
     f"{_DEEPSPEED}.version_names": ("__git_branch__", "__git_hash__"),
-    f"{_PARALLELIZE}.checkpoints.deduplicating": (
+    f"{_PARALLELIZE}.checkpoints": (
         "broadcast_weights",
         "deduped_state_dict",
         "load_deduped_state_dict",
+        "load_merged_state_dicts",
+        "merge_state_dicts",
     ),
-    f"{_PARALLELIZE}.checkpoints.merging": ("load_merged_state_dicts", "merge_state_dicts"),
-    f"{_PARALLELIZE}.options.compute_config": ("BroadcastGenFilesStrategy", "ComputeConfig", "ReuseType"),
-    f"{_PARALLELIZE}.graph.registering": ("register_op",),
-    f"{_PARALLELIZE}.graph.verifying": ("verify_op",),
-    f"{_PARALLELIZE}.training.optimizer": ("build_optimizer",),
+    f"{_PARALLELIZE}.graph.compute_config": ("BroadcastGenFilesStrategy", "ComputeConfig", "ReuseType"),
+    f"{_PARALLELIZE}.graph.register_op": ("register_op", "verify_op"),
+    f"{_PARALLELIZE}.optimizer": ("build_optimizer",),
     f"{_PARALLELIZE}.module.parallel_module": ("ParallelModule",),
     f"{_PARALLELIZE}.parallelize": ("parallelize",),
-    f"{_PARALLELIZE}.planning.explaining": ("explain",),
+    f"{_PARALLELIZE}.planning.autodist": ("explain",),
     f"{_PARALLELIZE}.planning.plan": ("Plan",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}

@@ -21,25 +21,25 @@ from hybrid_engine.extensions.deepspeed.utils import log_dist as log_dist
 from hybrid_engine.extensions.deepspeed.utils import logger as logger
 from hybrid_engine.extensions.deepspeed.version_names import __git_branch__ as __git_branch__
 from hybrid_engine.extensions.deepspeed.version_names import __git_hash__ as __git_hash__
-from hybrid_engine.extensions.parallelize.checkpoints.deduplicating import broadcast_weights as broadcast_weights
-from hybrid_engine.extensions.parallelize.checkpoints.deduplicating import deduped_state_dict as deduped_state_dict
-from hybrid_engine.extensions.parallelize.checkpoints.deduplicating import (
+from hybrid_engine.extensions.parallelize.checkpoints import broadcast_weights as broadcast_weights
+from hybrid_engine.extensions.parallelize.checkpoints import deduped_state_dict as deduped_state_dict
+from hybrid_engine.extensions.parallelize.checkpoints import (
     load_deduped_state_dict as load_deduped_state_dict,
 )
-from hybrid_engine.extensions.parallelize.checkpoints.merging import load_merged_state_dicts as load_merged_state_dicts
-from hybrid_engine.extensions.parallelize.checkpoints.merging import merge_state_dicts as merge_state_dicts
-from hybrid_engine.extensions.parallelize.graph.registering import register_op as register_op
-from hybrid_engine.extensions.parallelize.graph.verifying import verify_op as verify_op
-from hybrid_engine.extensions.parallelize.module.parallel_module import ParallelModule as ParallelModule
-from hybrid_engine.extensions.parallelize.options.compute_config import (
+from hybrid_engine.extensions.parallelize.checkpoints import load_merged_state_dicts as load_merged_state_dicts
+from hybrid_engine.extensions.parallelize.checkpoints import merge_state_dicts as merge_state_dicts
+from hybrid_engine.extensions.parallelize.graph.compute_config import (
     BroadcastGenFilesStrategy as BroadcastGenFilesStrategy,
 )
-from hybrid_engine.extensions.parallelize.options.compute_config import ComputeConfig as ComputeConfig
-from hybrid_engine.extensions.parallelize.options.compute_config import ReuseType as ReuseType
+from hybrid_engine.extensions.parallelize.graph.compute_config import ComputeConfig as ComputeConfig
+from hybrid_engine.extensions.parallelize.graph.compute_config import ReuseType as ReuseType
+from hybrid_engine.extensions.parallelize.graph.register_op import register_op as register_op
+from hybrid_engine.extensions.parallelize.graph.register_op import verify_op as verify_op
+from hybrid_engine.extensions.parallelize.module.parallel_module import ParallelModule as ParallelModule
+from hybrid_engine.extensions.parallelize.optimizer import build_optimizer as build_optimizer
 from hybrid_engine.extensions.parallelize.parallelize import parallelize as parallelize
-from hybrid_engine.extensions.parallelize.planning.explaining import explain as explain
+from hybrid_engine.extensions.parallelize.planning.autodist import explain as explain
 from hybrid_engine.extensions.parallelize.planning.plan import Plan as Plan
-from hybrid_engine.extensions.parallelize.training.optimizer import build_optimizer as build_optimizer
 from hybrid_engine.inference.build import init_inference as init_inference
 from hybrid_engine.inference.config import DeepSpeedInferenceConfig as DeepSpeedInferenceConfig
 from hybrid_engine.inference.config import InferenceConfig as InferenceConfig

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError(f"--repeats={options.repeats} must be at least 1")
     measuring = importlib.import_module("hybrid_engine.extensions.parallelize.planning.machine")  # needs torch
     processes = importlib.import_module("hybrid_engine.distributed.processes")
-    measured_path = importlib.import_module("hybrid_engine.extensions.parallelize.planning.options").measured_path
+    measured_path = importlib.import_module("hybrid_engine.extensions.parallelize.planning.setting").measured_path
     processes.init_distributed()
     machine = measuring.measure_machine(int(options.megabytes * 1e6), options.repeats)
     if processes.get_rank() == 0:

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hybrid_engine.extensions.parallelize.options.compute_config import ComputeConfig
+from hybrid_engine.extensions.parallelize.graph.compute_config import ComputeConfig
+from hybrid_engine.extensions.parallelize.optimizer import build_optimizer
 from hybrid_engine.extensions.parallelize.parallelize import parallelize
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
-from hybrid_engine.extensions.parallelize.training.optimizer import build_optimizer
 from tests.support.causal_models import CAUSAL_MODELS, build_causal, causal_batch
 from tests.support.parallel_nets import ADAM, Block
 

@@ -5,10 +5,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from hybrid_engine.extensions.parallelize.graph.registering import register_op
-from hybrid_engine.extensions.parallelize.graph.verifying import verify_op
-from hybrid_engine.extensions.parallelize.library.annotations import parse
-from hybrid_engine.extensions.parallelize.library.shapes import view_texts
+from hybrid_engine.extensions.parallelize.graph.annotations import parse
+from hybrid_engine.extensions.parallelize.graph.library import view_texts
+from hybrid_engine.extensions.parallelize.graph.register_op import register_op, verify_op
 
 pytestmark = pytest.mark.quick
 

@@ -14,16 +14,14 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybrid_engine.cli import cli
+from hybrid_engine.extensions.parallelize.arguments import plan_by
+from hybrid_engine.extensions.parallelize.graph.compute_config import ComputeConfig
 from hybrid_engine.extensions.parallelize.graph.graph import build_graph
-from hybrid_engine.extensions.parallelize.options.compute_config import ComputeConfig
-from hybrid_engine.extensions.parallelize.planning.autodist import Wanted, best_plan
-from hybrid_engine.extensions.parallelize.planning.choices import all_choices
-from hybrid_engine.extensions.parallelize.planning.explaining import explain
+from hybrid_engine.extensions.parallelize.planning.autodist import Wanted, best_plan, best_stages, explain, plan_costs
 from hybrid_engine.extensions.parallelize.planning.machine import COLLECTIVES, Link, Machine, measure_machine
-from hybrid_engine.extensions.parallelize.planning.named_policies import plan_by
-from hybrid_engine.extensions.parallelize.planning.op_costs import token_bytes
+from hybrid_engine.extensions.parallelize.planning.op_classes import token_bytes
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
-from hybrid_engine.extensions.parallelize.planning.plan_costs import best_stages, plan_costs
+from hybrid_engine.extensions.parallelize.planning.policies import all_choices
 from hybrid_engine.extensions.parallelize.planning.programme import Infeasible, solve
 from hybrid_engine.extensions.parallelize.planning.setting import Cost, Generation, Setting, Weights, peaks
 from hybrid_engine.extensions.parallelize.planning.space import Space, evaluate_plan

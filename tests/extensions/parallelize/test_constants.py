@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid_engine import ComputeConfig, build_optimizer, parallelize
 from hybrid_engine.extensions.parallelize.graph.graph import build_graph
-from hybrid_engine.extensions.parallelize.lowering.steps import Steps
-from hybrid_engine.extensions.parallelize.planning.stage_policies import replicated_plan
+from hybrid_engine.extensions.parallelize.module.steps import Steps
+from hybrid_engine.extensions.parallelize.planning.policies import replicated_plan
 from tests.extensions.parallelize.test_lowering import check_plan, expected_step
 from tests.support.distributed import leave_process_group
 from tests.support.random_splits import random_plan

@@ -12,8 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybrid_engine
 from hybrid_engine import ComputeConfig, Plan
-from hybrid_engine.extensions.parallelize.planning.autodist import autodist
-from hybrid_engine.extensions.parallelize.planning.plan_costs import plan_costs
+from hybrid_engine.extensions.parallelize.planning.autodist import autodist, plan_costs
 from hybrid_engine.extensions.parallelize.planning.setting import Generation, Setting
 from hybrid_engine.zero.sharding import full_tensor
 from tests.support.distributed import leave_process_group, run_distributed

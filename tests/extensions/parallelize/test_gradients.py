@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_full_backward_hook
 
 from hybrid_engine import ComputeConfig, Plan, build_optimizer, merge_state_dicts, parallelize, register_op
-from hybrid_engine.extensions.parallelize.training.gradient_sums import GradientSums
+from hybrid_engine.extensions.parallelize.module.reducer import GradientSums
 from tests.support.distributed import leave_process_group, run_distributed
 from tests.support.raised import message
 from tests.support.random_splits import random_splits

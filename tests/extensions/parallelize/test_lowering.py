@@ -15,16 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 
+from hybrid_engine.extensions.parallelize.graph.compute_config import ComputeConfig
 from hybrid_engine.extensions.parallelize.graph.graph import Graph, build_graph
-from hybrid_engine.extensions.parallelize.lowering.steps import Steps
-from hybrid_engine.extensions.parallelize.options.compute_config import ComputeConfig
+from hybrid_engine.extensions.parallelize.module.steps import Steps
 from hybrid_engine.extensions.parallelize.planning.autodist import best_plan
 from hybrid_engine.extensions.parallelize.planning.layouts import edges_of, parameter_layouts, value_layouts
 from hybrid_engine.extensions.parallelize.planning.machine import COLLECTIVES, Device, Link, Machine
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
+from hybrid_engine.extensions.parallelize.planning.policies import batch_plan, replicated_plan, tensor_parallel
 from hybrid_engine.extensions.parallelize.planning.setting import Setting
-from hybrid_engine.extensions.parallelize.planning.stage_policies import batch_plan, replicated_plan
-from hybrid_engine.extensions.parallelize.planning.tensor_parallel import tensor_parallel
 from tests.support.causal_models import CAUSAL_MODELS, build_causal, causal_batch
 from tests.support.distributed import leave_process_group
 from tests.support.random_splits import random_plan

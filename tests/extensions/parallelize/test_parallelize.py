@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hybrid_engine.extensions.parallelize.checkpoints.deduplicating import broadcast_weights
+from hybrid_engine.extensions.parallelize.checkpoints import broadcast_weights
+from hybrid_engine.extensions.parallelize.graph.compute_config import ComputeConfig
 from hybrid_engine.extensions.parallelize.module.parallel_module import ParallelModule
-from hybrid_engine.extensions.parallelize.options.compute_config import ComputeConfig
+from hybrid_engine.extensions.parallelize.optimizer import build_optimizer
 from hybrid_engine.extensions.parallelize.parallelize import parallelize
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
-from hybrid_engine.extensions.parallelize.training.optimizer import build_optimizer
 from tests.support.distributed import leave_process_group, run_distributed
 from tests.support.parallel_nets import Block
 from tests.support.random_splits import random_splits
@@ -270,7 +270,7 @@ def test_a_plan_is_used_again_for_the_same_model_and_config_alone(tmp_path):
     made = []
 
     def policy(graph, compute_config):
-        from hybrid_engine.extensions.parallelize.planning.stage_policies import replicated_plan
+        from hybrid_engine.extensions.parallelize.planning.policies import replicated_plan
 
         made.append(1)
         return replicated_plan(graph, (1,))

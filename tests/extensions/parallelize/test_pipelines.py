@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybrid_engine import ComputeConfig, deduped_state_dict, load_merged_state_dicts, parallelize
 from hybrid_engine.extensions.parallelize.graph.graph import build_graph
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
-from hybrid_engine.extensions.parallelize.planning.stage_policies import equal_stages, replicated_plan
+from hybrid_engine.extensions.parallelize.planning.policies import equal_stages, replicated_plan
 from tests.extensions.parallelize.test_checkpoints import gathered, make_optimizer, parallel_steps
 from tests.support.distributed import leave_process_group, run_distributed
 from tests.support.parallel_nets import Stack, build, plain_training, sample, samples_of

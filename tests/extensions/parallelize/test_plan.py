@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybrid_engine.extensions.parallelize.graph.graph import build_graph
-from hybrid_engine.extensions.parallelize.module.engine_checks import check_axes
+from hybrid_engine.extensions.parallelize.module.parallel_module import check_axes
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
 
 pytestmark = pytest.mark.quick

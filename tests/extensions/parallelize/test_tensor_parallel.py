@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from hybrid_engine.extensions.parallelize.graph.compute_config import ComputeConfig
 from hybrid_engine.extensions.parallelize.graph.graph import build_graph
-from hybrid_engine.extensions.parallelize.options.compute_config import ComputeConfig
 from hybrid_engine.extensions.parallelize.parallelize import parallelize
-from hybrid_engine.extensions.parallelize.planning.tensor_parallel import tensor_parallel
+from hybrid_engine.extensions.parallelize.planning.policies import tensor_parallel
 from tests.support.distributed import leave_process_group, run_distributed
 from tests.support.eager_plans import MODELS, megatron, train_alone, train_parallel
 

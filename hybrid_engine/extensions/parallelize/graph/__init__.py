@@ -1,1 +1,1 @@
-"""The graph of ops of a module's forward pass, traced from the module and divided into stages."""
+"""The graph of a module's ops, traced and divided into stages, how each op can be split, and `ComputeConfig`."""

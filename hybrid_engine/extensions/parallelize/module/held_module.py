@@ -1,24 +1,124 @@
-"""A module as one process holds it: its parts of the parameters, under the names of the original module.
+"""A module as one process holds it: its parts of the parameters, the processes that share it, and their passes.
 
-`HeldModule` is the base of `ParallelModule` and handles copies, state dicts and extra state.
+`HeldModule` is the base of `ParallelModule`. `JointPasses` raises an error inside a pass of a unit on all its processes
+within seconds. If a plan changes layouts, the processes of a unit communicate in the middle of forward and backward
+passes. A process with an error would not reach the next collective, and the others would wait until the time limit.
+Therefore it writes its error into the store of the process group. If the others do not stop too, as they do for bad
+input, which all of them have, it closes its connections in the unit. The collectives that the others wait in then fail,
+and they raise its error. The unit's processes are then at different points and must be restarted. Closing connections
+interrupts waiting on gloo. NCCL collectives run on the device and do not notice it: there the wait ends at the time
+limit.
 """
 
 import copy
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+import time
+import traceback
+import weakref
+import zlib
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import count
+from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils import _pytree as pytree
 
+from hybrid_engine.distributed.groups import axis_name, close_groups, default_store, with_own_group
+from hybrid_engine.distributed.presence import LOST
+from hybrid_engine.distributed.processes import default_device, gather_objects
+from hybrid_engine.distributed.verdict import Partners
+from hybrid_engine.extensions.parallelize.graph.compute_config import ComputeConfig
 from hybrid_engine.extensions.parallelize.graph.graph import without_weights
-from hybrid_engine.extensions.parallelize.graph.kept_state import copy_trace_state, plain_attributes
-from hybrid_engine.extensions.parallelize.lowering.meshes import Meshes
-from hybrid_engine.extensions.parallelize.planning.layouts import parameter_layouts, split_order
-from hybrid_engine.extensions.parallelize.planning.moving import Layout
+from hybrid_engine.extensions.parallelize.graph.tracing import PLAIN, copy_trace_state, plain_attributes
+from hybrid_engine.extensions.parallelize.planning.layouts import Layout, parameter_layouts, split_order
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
+
+_numbers_of_meshes: dict[Hashable, int] = {}
+"""Number of meshes made, by layout."""
+_world: list[dist.ProcessGroup] = []
+"""The world group to which `_free` and `_numbers` belong."""
+SECONDS_FOR_OTHERS = 3.0
+"""Seconds that a stopped process waits for the others to stop too."""
+LONGEST_WORDS = 500
+# All processes of a unit make their modules in the same order.
+_numbers = count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meshes:
+    """The meshes that contain this process; None for a mesh of one process."""
+
+    unit: DeviceMesh | None = None
+    """The processes that hold one stage of a unit, by the axes of the plan."""
+    data: DeviceMesh | None = None
+    """The processes that hold the same part in all units."""
+    zero: DeviceMesh | None = None
+    """The processes of `data` for ZeRO. With `zero_ngroups`, the axes are the groups and the units of one group."""
+    stages: DeviceMesh | None = None
+    """The processes that hold the same part in all stages of this unit."""
+    groups: dict[Hashable, dist.ProcessGroup] = field(default_factory=dict)
+    """Other groups of these processes, keyed by their purpose."""
+    lease: "Lease | None" = None
+    """As long as it exists, no other module uses the groups of these meshes."""
+
+
+class Lease:
+    """Meshes that the owner of this object uses; they become free when the object is deleted."""
+
+    def __init__(self, key: Hashable, number: int, meshes: Meshes):
+        self._end = weakref.finalize(self, _free.setdefault(key, {}).__setitem__, number, meshes)
+        self._end.atexit = False
+
+    def drop(self) -> None:
+        """Records that the groups are closed and cannot be reused."""
+        self._end.detach()
+
+
+_free: dict[Hashable, dict[int, Meshes]] = {}
+"""Meshes that no module uses, keyed by layout and by number; all processes number them alike."""
+
+
+def build_meshes(plan: Plan, config: ComputeConfig) -> Meshes:
+    """The meshes of this process: those of a deleted module, or new ones; collective."""
+    if config.runtime_ngpus == 1:
+        return Meshes()
+    if _world != [dist.group.WORLD]:
+        _world[:] = [dist.group.WORLD]
+        _free.clear()
+        _numbers_of_meshes.clear()
+    # DTensor treats equal meshes as one, so that none made before a mesh was closed is used again.
+    layout = (*plan.mesh, config.plan_ngpus, config.zero_ngroups)
+    key = (default_device().type, axis_name(""), layout)
+    free = set.intersection(*map(set, gather_objects(list(_free.get(key, {})))))
+    if free:
+        number = min(free)
+        meshes = _free[key].pop(number)
+    else:
+        number = _numbers_of_meshes[layout] = _numbers_of_meshes.get(layout, 0) + 1
+        meshes = _made(plan, config)
+    return replace(meshes, lease=Lease(key, number, meshes))
+
+
+def _made(plan: Plan, config: ComputeConfig) -> Meshes:
+    num_processes = prod(plan.mesh)
+    groups = {"groups": config.zero_ngroups, "members": config.num_units // config.zero_ngroups}
+    units = groups if config.zero_ngroups > 1 else {"units": config.num_units}
+    parts = {axis_name(f"part{axis}"): size for axis, size in enumerate(plan.mesh)}
+    sizes = {**units, "stages": config.plan_ngpus // num_processes, **parts}
+    mesh = init_device_mesh(default_device().type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    zero = mesh[tuple(units)] if config.num_units > 1 else None
+    return Meshes(
+        unit=with_own_group(mesh[tuple(parts)]) if num_processes > 1 else None,
+        data=zero if zero is None or zero.ndim == 1 else zero._flatten("units"),
+        zero=zero,
+        stages=mesh["stages"] if sizes["stages"] > 1 else None,
+    )
 
 
 class HeldModule(nn.Module):
@@ -196,3 +296,112 @@ def moved_to(parameter: DTensor, mesh: DeviceMesh) -> nn.Parameter:
     whole_size = {"shape": parameter.shape, "stride": parameter.stride()}
     moved = DTensor.from_local(parameter.detach().to_local(), mesh, parameter.placements, run_check=False, **whole_size)
     return nn.Parameter(moved, parameter.requires_grad)
+
+
+class JointPasses:
+    """The passes of one module over the processes of a unit."""
+
+    def __init__(self, meshes: Meshes):
+        assert meshes.unit is not None, f"{meshes=}"
+        self._meshes, self._lease = [meshes.unit], meshes.lease
+        self._ranks: list[int] = meshes.unit.mesh.flatten().tolist()
+        self._key = f"hybrid_engine/passes/{next(_numbers)}"
+        self._num_errors = 0
+        self._is_inside = False
+        self._is_parted = False
+
+    def adopt(self, mesh: DeviceMesh) -> None:
+        """Adds another mesh of the same processes. DTensor may still use the groups of earlier, equal meshes."""
+        self._meshes.append(mesh)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Context around a pass or a part of one: an error inside is raised on all processes of the unit.
+
+        Raises:
+            RuntimeError: another process stopped, which is named; or one of them did in an earlier pass.
+        """
+        if self._is_inside:
+            yield
+            return
+        if self._is_parted:
+            raise RuntimeError("an error of one process has parted those that compute this module; start them again")
+        self._is_inside = True
+        try:
+            yield
+        except BaseException as error:
+            self._stop(error)
+            raise
+        finally:
+            self._is_inside = False
+
+    def _stop(self, error: BaseException) -> None:
+        """Tells the other processes about the error, and closes the connections if they do not stop too."""
+        lost = isinstance(error, RuntimeError) and any(words in str(error) for words in LOST)
+        number, self._num_errors = self._num_errors, self._num_errors + 1
+        store = dist.PrefixStore(f"{self._key}/{number}", default_store())
+        me = dist.get_rank()
+        store.set(f"lost {me}" if lost else str(me), f"{type(error).__name__}: {error}"[:LONGEST_WORDS])
+        others = [str(rank) for rank in self._ranks if rank != me]
+        end = time.monotonic() + SECONDS_FOR_OTHERS
+        while not (came := [rank for rank in others if store.check([rank])]) or (len(came) < len(others) and not lost):
+            if time.monotonic() > end:
+                break
+            time.sleep(0.02)
+        if len(came) == len(others) and not lost:
+            return
+        self._is_parted = True
+        words = [f"rank {rank}: {store.get(rank).decode()}" for rank in came]
+        silent = [rank for rank in others if rank not in came and not store.check([f"lost {rank}"])]
+        words += [f"rank {rank} is gone, or never came" for rank in silent]
+        if self._lease is not None:
+            self._lease.drop()
+        traceback.clear_frames(error.__traceback__)
+        for mesh in self._meshes:
+            close_groups(mesh)
+        if lost and words:
+            raise RuntimeError(
+                f"{'; '.join(words)}; the {len(self._ranks)} processes of a unit are in different places now: "
+                "start them again"
+            ) from error
+
+
+def check_same_input(arguments: Any, module: nn.Module, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Raises ValueError on all processes that compute one pass of `module` unless they begin it alike; collective.
+
+    `groups` are those along each axis of these processes. Different shapes, numbers among `arguments` or modes would
+    make the processes' collectives or ops differ in the middle of the pass. The values of tensors are not compared.
+    """
+    partners = [Partners(size=dist.get_world_size(g), rank=dist.get_rank(g), group=g) for g in groups]
+    own = _beginning(arguments, module)
+    number = zlib.crc32(repr(own).encode())
+    highest = [number, -number]
+    for along_axis in partners:
+        highest = along_axis.highest(highest)
+    if highest[0] == -highest[1]:
+        return
+    given = [own]
+    for along_axis in partners:
+        given = [entry for entries in along_axis.exchange(given) for entry in entries]
+    what, values = next((what, said) for what in own if len(said := dict.fromkeys(entry[what] for entry in given)) > 1)
+    raise ValueError(
+        f"the processes of a unit are given {what} {' and '.join(values)}; give all of a unit the same input"
+    )
+
+
+def _beginning(arguments: Any, module: nn.Module) -> dict[str, str]:
+    """A description of the state that a pass begins with."""
+    leaves = pytree.tree_leaves(arguments)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    num_training, is_recorded = sum(part.training for part in module.modules()), torch.is_grad_enabled()
+    return {
+        "tensors of shapes": str([list(tensor.shape) for tensor in tensors]),
+        "tensors of dtypes": str([str(tensor.dtype) for tensor in tensors]),
+        "other arguments": str([leaf for leaf in leaves if leaf is None or type(leaf) in PLAIN]),
+        "modes": f"({num_training} parts in training, gradients {'on' if is_recorded else 'off'})",
+    }
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This process's part, which shares the tensor's memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -11,9 +11,9 @@ from itertools import product
 
 import numpy as np
 
-from hybrid_engine.extensions.parallelize.graph.code import SHARED
-from hybrid_engine.extensions.parallelize.planning.classes import Reader, State, TensorClass
-from hybrid_engine.extensions.parallelize.planning.moving import Layout, kept_layout
+from hybrid_engine.extensions.parallelize.graph.graph import SHARED
+from hybrid_engine.extensions.parallelize.planning.layouts import Layout, kept_layout
+from hybrid_engine.extensions.parallelize.planning.op_classes import Reader, State, TensorClass
 from hybrid_engine.extensions.parallelize.planning.setting import Cost, peaks
 from hybrid_engine.extensions.parallelize.planning.space import Space
 

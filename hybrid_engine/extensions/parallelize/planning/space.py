@@ -9,34 +9,30 @@ from math import prod
 
 from torch.distributed.tensor import Replicate
 
-from hybrid_engine.extensions.parallelize.graph.code import END, FREE, SHARED, Code
-from hybrid_engine.extensions.parallelize.graph.graph import Graph, Op, Value
-from hybrid_engine.extensions.parallelize.planning.choices import choices_of
-from hybrid_engine.extensions.parallelize.planning.classes import (
-    OpClass,
-    Reader,
-    State,
-    TensorClass,
-    kind_of,
-    reused_parameters,
-)
-from hybrid_engine.extensions.parallelize.planning.following import Names
-from hybrid_engine.extensions.parallelize.planning.moving import (
+from hybrid_engine.extensions.parallelize.graph.graph import END, FREE, SHARED, Code, Graph, Op, Value
+from hybrid_engine.extensions.parallelize.planning.layouts import (
     Copies,
     Layout,
     gradient_layout,
     kept_layout,
     local_elements,
 )
-from hybrid_engine.extensions.parallelize.planning.op_costs import (
+from hybrid_engine.extensions.parallelize.planning.op_classes import (
     Kept,
+    OpClass,
+    Reader,
+    State,
+    TensorClass,
     differentiable,
     exchange_seconds,
     is_alias,
     kept_by,
+    kind_of,
+    reused_parameters,
     work,
 )
-from hybrid_engine.extensions.parallelize.planning.plan import Plan
+from hybrid_engine.extensions.parallelize.planning.plan import Names, Plan
+from hybrid_engine.extensions.parallelize.planning.policies import choices_of
 from hybrid_engine.extensions.parallelize.planning.setting import ZERO, Cost, Setting
 
 

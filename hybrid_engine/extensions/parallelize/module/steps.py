@@ -19,11 +19,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from hybrid_engine.extensions.parallelize.graph.annotations import Part, arguments_of, tensors_in
 from hybrid_engine.extensions.parallelize.graph.graph import Graph, Op
-from hybrid_engine.extensions.parallelize.library.rules import Part, arguments_of, tensors_in
-from hybrid_engine.extensions.parallelize.lowering.borders import reachable, term_of_sum
-from hybrid_engine.extensions.parallelize.planning.layouts import Edge, edges_of, value_layouts, whole
-from hybrid_engine.extensions.parallelize.planning.moving import Layout, gradient_layout
+from hybrid_engine.extensions.parallelize.module.borders import reachable, term_of_sum
+from hybrid_engine.extensions.parallelize.planning.layouts import (
+    Edge,
+    Layout,
+    edges_of,
+    gradient_layout,
+    value_layouts,
+    whole,
+)
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
 
 

@@ -15,10 +15,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from hybrid_engine.extensions.parallelize.graph.code import Code
-from hybrid_engine.extensions.parallelize.graph.graph import Graph, Op
-from hybrid_engine.extensions.parallelize.planning.layouts import Edge, edges_of, value_layouts, whole
-from hybrid_engine.extensions.parallelize.planning.moving import Layout, gradient_layout
+from hybrid_engine.extensions.parallelize.graph.graph import Code, Graph, Op
+from hybrid_engine.extensions.parallelize.planning.layouts import (
+    Edge,
+    Layout,
+    edges_of,
+    gradient_layout,
+    value_layouts,
+    whole,
+)
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
 
 REMEDY = "split both alike (plan.follow), or pass lowering='graph'"

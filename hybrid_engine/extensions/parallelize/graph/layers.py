@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid_engine.extensions.parallelize.library.annotations import TensorPattern
-from hybrid_engine.extensions.parallelize.library.entries import aligned, annotate, letters, of_text, op_name, whole
-from hybrid_engine.extensions.parallelize.library.rules import Call, OnPart, OpRule, Part
+from hybrid_engine.extensions.parallelize.graph.annotations import Call, OnPart, OpRule, Part, TensorPattern
+from hybrid_engine.extensions.parallelize.graph.library import aligned, annotate, letters, of_text, op_name, whole
 
 NLL = OnPart(lambda self, target, **arguments: nll_on_part(self, target, **arguments))
 

@@ -1,1 +1,0 @@
-"""Checkpoints of parallel modules, which can be loaded under any plan and into the original module."""

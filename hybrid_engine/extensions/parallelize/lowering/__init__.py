@@ -1,1 +1,0 @@
-"""Turns plans into code that computes on parts of tensors."""

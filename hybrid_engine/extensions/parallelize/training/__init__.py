@@ -1,1 +1,0 @@
-"""`build_optimizer`: any optimizer for parallel modules, with gradients summed over units and ZeRO over units."""
