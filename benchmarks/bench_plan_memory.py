@@ -23,7 +23,7 @@ from hybrid_engine.extensions.parallelize.graph.graph import build_graph
 from hybrid_engine.extensions.parallelize.planning.autodist import plan_costs
 from hybrid_engine.extensions.parallelize.planning.machine import Machine
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
-from hybrid_engine.extensions.parallelize.planning.setting import Setting
+from hybrid_engine.extensions.parallelize.planning.setting import PlanSetting
 
 AUTODIST_GB = 0.5
 """Little enough that weights are split."""
@@ -45,7 +45,7 @@ def predict(plan: dict[str, Any], config: ComputeConfig, shape: str, num_samples
     """The bytes that the planner predicts for a process of each stage."""
     graph = build_graph(on_meta(shape), {"sample": torch.zeros(TOKENS[shape], dtype=torch.long)})
     table = Machine.named("h100")
-    setting = Setting(
+    setting = PlanSetting(
         machine=replace(table, device=replace(table.device, kind="cpu")),
         plan_ngpus=config.plan_ngpus,
         num_units=config.num_units,

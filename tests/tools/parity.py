@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from hybrid_engine import ComputeConfig, build_optimizer, parallelize
-from hybrid_engine.extensions.parallelize.planning.autodist import Wanted, best_plan
+from hybrid_engine.extensions.parallelize.planning.autodist import PlanRequest, best_plan
 from hybrid_engine.extensions.parallelize.planning.machine import COLLECTIVES, Device, Link, Machine
-from hybrid_engine.extensions.parallelize.planning.setting import Setting
+from hybrid_engine.extensions.parallelize.planning.setting import PlanSetting
 from tests.support.distributed import run_distributed
 from tests.support.parallel_nets import ADAM
 from tests.support.parity_nets import NETS, build_net, sample_for
@@ -58,8 +58,8 @@ class Layout:
 
 def autodist_stages(graph, config):
     """Stages as `autodist` makes them, as many as `_stages`, and splits in them."""
-    setting = Setting(machine=MACHINE, plan_ngpus=config.plan_ngpus, num_micro_batches=config.pas_config["_micros"])
-    return best_plan(graph, setting, Wanted(num_stages=(config.pas_config["_stages"],)))
+    setting = PlanSetting(machine=MACHINE, plan_ngpus=config.plan_ngpus, num_micro_batches=config.pas_config["_micros"])
+    return best_plan(graph, setting, PlanRequest(num_stages=(config.pas_config["_stages"],)))
 
 
 def random_splits(graph, config):

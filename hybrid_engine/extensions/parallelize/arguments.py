@@ -21,7 +21,7 @@ from hybrid_engine.extensions.parallelize.graph.compute_config import (
     BroadcastGenFilesStrategy,
     ComputeConfig,
     ReuseType,
-    Rule,
+    ValueRule,
     check,
     check_alike,
     has_names,
@@ -201,19 +201,19 @@ def _is_folder_name(value: Any) -> bool:
     return value is None or (isinstance(value, str) and bool(value) and value not in (".", "..") and "/" not in value)
 
 
-RULES: Mapping[str, Rule] = {
-    "module_or_module_class": Rule(_is_module, "a torch.nn.Module or a class of such"),
-    "dummy_forward_args": Rule(has_names, "a dict of sample values by the names of forward's arguments"),
-    "pas_policy": Rule(_is_policy, f"one of {sorted(POLICIES)}, or a callable (graph, config) -> Plan"),
-    "compute_config": Rule(lambda value: isinstance(value, ComputeConfig), "a hybrid_engine.ComputeConfig"),
-    "gen_savedir": Rule(_is_path, "the path of a folder, which is made where there is none"),
-    "instance_name": Rule(_is_folder_name, "the name of a folder, without '/', or None"),
+RULES: Mapping[str, ValueRule] = {
+    "module_or_module_class": ValueRule(_is_module, "a torch.nn.Module or a class of such"),
+    "dummy_forward_args": ValueRule(has_names, "a dict of sample values by the names of forward's arguments"),
+    "pas_policy": ValueRule(_is_policy, f"one of {sorted(POLICIES)}, or a callable (graph, config) -> Plan"),
+    "compute_config": ValueRule(lambda value: isinstance(value, ComputeConfig), "a hybrid_engine.ComputeConfig"),
+    "gen_savedir": ValueRule(_is_path, "the path of a folder, which is made where there is none"),
+    "instance_name": ValueRule(_is_folder_name, "the name of a folder, without '/', or None"),
     "load_module": SWITCH,
-    "module_dtype": Rule(
+    "module_dtype": ValueRule(
         lambda value: value is None or (isinstance(value, torch.dtype) and value.is_floating_point),
         "a dtype of floating-point numbers, as torch.bfloat16, or None",
     ),
-    "module_fn": Rule(
+    "module_fn": ValueRule(
         lambda value: value is None or (callable(value) and not isinstance(value, nn.Module)),
         "a callable that builds the module, or None",
     ),

@@ -15,7 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size
 from hybrid_engine.distributed.verdict import agree
-from hybrid_engine.extensions.parallelize.graph.compute_config import COUNT, Rule, check, has_names, is_list_of, shown
+from hybrid_engine.extensions.parallelize.graph.compute_config import (
+    COUNT,
+    ValueRule,
+    check,
+    has_names,
+    is_list_of,
+    shown,
+)
 from hybrid_engine.extensions.parallelize.module.held_module import has_extra_state, local_part
 from hybrid_engine.extensions.parallelize.module.parallel_module import ParallelModule
 from hybrid_engine.extensions.parallelize.optimizer_states import (
@@ -38,15 +45,15 @@ from hybrid_engine.optim import plain_steps
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 
 StateDict = dict[str, Any]
-MODULE = Rule(lambda value: isinstance(value, nn.Module) or hasattr(value, "sharding"), "a module, or an engine")
-STATE_DICT = Rule(has_names, "a state dict of a module")
-OPTIMIZER = Rule(
+MODULE = ValueRule(lambda value: isinstance(value, nn.Module) or hasattr(value, "sharding"), "a module, or an engine")
+STATE_DICT = ValueRule(has_names, "a state dict of a module")
+OPTIMIZER = ValueRule(
     lambda value: isinstance(value, torch.optim.Optimizer), "an optimizer of build_optimizer or initialize"
 )
-STATE_DICTS = Rule(
+STATE_DICTS = ValueRule(
     lambda value: is_list_of(value, has_names) and len(value) > 0, "a list of the modules' state dicts of all processes"
 )
-OPTIMIZER_STATE_DICTS = Rule(
+OPTIMIZER_STATE_DICTS = ValueRule(
     lambda value: is_list_of(value, _is_optimizer_state) and len(value) > 0,
     "a list of the optimizers' state dicts of all processes, each with 'state' and 'param_groups'",
 )
@@ -150,10 +157,10 @@ def _is_optimizer_state(value: Any) -> bool:
     return is_list_of(value["param_groups"], lambda group: has_names(group) and isinstance(group.get("params"), list))
 
 
-OPTIMIZER_STATE_DICT = Rule(_is_optimizer_state, "a state dict of an optimizer, with 'state' and 'param_groups'")
+OPTIMIZER_STATE_DICT = ValueRule(_is_optimizer_state, "a state dict of an optimizer, with 'state' and 'param_groups'")
 
 
-DEVICE = Rule(_is_device, "a device of torch, as 'cpu' or 'cuda:0'")
+DEVICE = ValueRule(_is_device, "a device of torch, as 'cpu' or 'cuda:0'")
 
 
 @contextmanager
@@ -231,7 +238,7 @@ def _load(module: nn.Module, name: str, tensor: Tensor, whole: Tensor) -> None:
     module.get_submodule(path)._buffers[last] = whole.clone()  # a buffer on meta; parameters are always initialized
 
 
-class Copies(NamedTuple):
+class CopyGroup(NamedTuple):
     """The group of processes along one axis that hold copies of the same tensor or part."""
 
     group: dist.ProcessGroup | None
@@ -419,7 +426,7 @@ def broadcast_weights(module: nn.Module, stride: int) -> None:
     which may shard weights over units. Raises ValueError for another stride, for a module without parallel parts, and
     after `build_optimizer` has sharded the module.
     """
-    check("module", module, Rule(lambda value: isinstance(value, nn.Module), "a torch.nn.Module"))
+    check("module", module, ValueRule(lambda value: isinstance(value, nn.Module), "a torch.nn.Module"))
     check("stride", stride, COUNT)
     if not _parallel_parts(module):
         raise ValueError("module has no parallel part, and no units; call parallelize before")
@@ -451,7 +458,7 @@ def _part_of(module: nn.Module, tensor: Tensor) -> ParallelModule | None:
     return None
 
 
-def _copies(module: Any, tensor: Tensor) -> Iterator[Copies]:
+def _copies(module: Any, tensor: Tensor) -> Iterator[CopyGroup]:
     """The groups of processes, one per axis, that hold copies of this process's part of a tensor."""
     inner: nn.Module = module.module if hasattr(module, "sharding") else module
     part = _part_of(inner, tensor)
@@ -459,16 +466,16 @@ def _copies(module: Any, tensor: Tensor) -> Iterator[Copies]:
         mesh = tensor.device_mesh
         for axis, placement in enumerate(tensor.placements):
             if placement.is_replicate():
-                yield Copies(mesh.get_group(axis), mesh.get_local_rank(axis) == 0)
+                yield CopyGroup(mesh.get_group(axis), mesh.get_local_rank(axis) == 0)
     elif part is None:
-        yield Copies(None, get_rank() == 0)
+        yield CopyGroup(None, get_rank() == 0)
     elif part.meshes.unit is not None:
         unit = part.meshes.unit
-        yield from (Copies(unit.get_group(axis), unit.get_local_rank(axis) == 0) for axis in range(unit.ndim))
+        yield from (CopyGroup(unit.get_group(axis), unit.get_local_rank(axis) == 0) for axis in range(unit.ndim))
     # ZeRO does not shard parameters without a dimension.
     is_over_units = isinstance(part, FSDPModule) and isinstance(tensor, DTensor) and tensor.dim() > 0
     if part is not None and part.meshes.data is not None and not is_over_units:
-        yield Copies(part.meshes.data.get_group(), part.meshes.data.get_local_rank() == 0)
+        yield CopyGroup(part.meshes.data.get_group(), part.meshes.data.get_local_rank() == 0)
 
 
 def _send(module: Any, parameter: Tensor, value: Tensor) -> None:

@@ -21,7 +21,7 @@ from hybrid_engine.distributed.processes import default_device, gather_objects
 from hybrid_engine.distributed.verdict import agree, everyone
 from hybrid_engine.extensions.parallelize.graph.compute_config import (
     CALLABLE,
-    Rule,
+    ValueRule,
     check,
     check_alike,
     is_list_of,
@@ -32,7 +32,13 @@ from hybrid_engine.extensions.parallelize.graph.compute_config import (
 )
 from hybrid_engine.extensions.parallelize.module.eager_module import EagerModule
 from hybrid_engine.extensions.parallelize.module.parallel_module import ParallelModule
-from hybrid_engine.extensions.parallelize.module.reducer import Bucket, GradientSums, Hook, OverlappingReducer, Reducer
+from hybrid_engine.extensions.parallelize.module.reducer import (
+    GradientBucket,
+    GradientSums,
+    Hook,
+    OverlappingReducer,
+    Reducer,
+)
 from hybrid_engine.extensions.parallelize.optimizer_states import GROUP, NAMES, NUMBERS
 from hybrid_engine.optim import plain_steps
 from hybrid_engine.zero.fsdp2_private import reduce_without_empty
@@ -41,8 +47,8 @@ from hybrid_engine.zero.wrapping import copy_views_in_outputs
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 AT_LEAST_0 = "a number of at least 0, or None"
-MODULE = Rule(lambda value: isinstance(value, nn.Module), "a torch.nn.Module")
-GROUPS = Rule(
+MODULE = ValueRule(lambda value: isinstance(value, nn.Module), "a torch.nn.Module")
+GROUPS = ValueRule(
     lambda value: is_list_of(value, lambda group: isinstance(group, dict) and "params" in group) and len(value) > 0,
     "a list of dicts with 'params'",
 )
@@ -182,7 +188,7 @@ class _Additions:
     ):
         self.optimizer, self.reducers, self.parameters = optimizer, reducers, parameters
         self.sums = GradientSums(module, parameters, [p for reducer in reducers for p in reducer.parameters])
-        self.hooked: list[Bucket] = list(reducers)  # with the reductions of FSDP2
+        self.hooked: list[GradientBucket] = list(reducers)  # with the reductions of FSDP2
         self._is_stepping = False
         self.after: list[Reducer] = []  # for parameters that several stages hold
         self.stages: DeviceMesh | None = None
@@ -253,7 +259,11 @@ class _Additions:
 
     def scale_grads(self, factor: float) -> None:
         """Multiplies all gradients; ValueError before they are synced, because units would then sum scaled terms."""
-        check("factor", factor, Rule(lambda v: is_number(v) or (isinstance(v, Tensor) and v.numel() == 1), "a number"))
+        check(
+            "factor",
+            factor,
+            ValueRule(lambda v: is_number(v) or (isinstance(v, Tensor) and v.numel() == 1), "a number"),
+        )
         if not self.sums.are_there:
             raise ValueError("scale_grads before the gradients are synced; call sync_shard_grad() first")
         with self.sums.entering():  # they remain sums after a step, which another may follow
@@ -267,7 +277,7 @@ class _Additions:
 
         0 and None leave the gradients unchanged.
         """
-        rule = Rule(
+        rule = ValueRule(
             lambda value: value is None or value == float("inf") or (is_number(value) and value >= 0), AT_LEAST_0
         )
         check("max_norm", max_norm, rule)
@@ -422,7 +432,7 @@ def sharded_parameters(part: ParallelModule) -> list[nn.Parameter]:
     return [p for p in part.parameters() if p.dim()] if isinstance(part, FSDPModule) else []
 
 
-class ZeroBucket(Bucket):
+class ZeroBucket(GradientBucket):
     """The parameters that FSDP2 reduces together, and the collective that it uses, with hooks around it.
 
     FSDP2 passes gradients in the order of the collective: first the part for the first process of a group, then the

@@ -25,7 +25,7 @@ HOW_WITHOUT = "give what was saved; of one that was never stepped the state is {
 
 
 @dataclass
-class Group:
+class MergedGroup:
     """A parameter group as the user passed it."""
 
     options: dict[str, Any]
@@ -60,11 +60,11 @@ def merge_optimizer_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any
     """
     for state in states:
         check_group_names(state["param_groups"], "optimizer_state_dicts", "what optimizers of build_optimizer gave")
-    groups: dict[int, Group] = {}
+    groups: dict[int, MergedGroup] = {}
     found: dict[str, dict[str, list[Any]]] = {}
     for state in states:
         for position, group in enumerate(state["param_groups"]):
-            merged = groups.setdefault(group.get(GROUP, position), Group(_options(group)))
+            merged = groups.setdefault(group.get(GROUP, position), MergedGroup(_options(group)))
             numbers = group.get(NUMBERS, range(len(merged.numbers), len(merged.numbers) + len(group[NAMES])))
             for key, name, number in zip(group["params"], group[NAMES], numbers, strict=True):
                 merged.numbers.setdefault(name, number)

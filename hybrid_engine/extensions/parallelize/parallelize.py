@@ -43,10 +43,10 @@ from hybrid_engine.extensions.parallelize.graph.compute_config import (
 from hybrid_engine.extensions.parallelize.graph.graph import Graph, build_graph, graph_of_trace
 from hybrid_engine.extensions.parallelize.graph.register_op import FUNCTIONS, check_hooks
 from hybrid_engine.extensions.parallelize.graph.tracing import autocast_dtype, trace
-from hybrid_engine.extensions.parallelize.module.eager_module import Carried, EagerModule, class_of, lower_eagerly
+from hybrid_engine.extensions.parallelize.module.eager_module import EagerModule, HookPlan, class_of, lower_eagerly
 from hybrid_engine.extensions.parallelize.module.held_module import build_meshes
 from hybrid_engine.extensions.parallelize.module.parallel_module import ParallelModule
-from hybrid_engine.extensions.parallelize.module.staged_module import StagedModule
+from hybrid_engine.extensions.parallelize.module.staged_module import StagedParallelModule
 from hybrid_engine.extensions.parallelize.planning.plan import Plan, read_content
 
 PLAN_FILE, MADE_FOR_FILE = "plan.json", "made_for.json"
@@ -59,7 +59,7 @@ SENDS_WEIGHTS = (BroadcastGenFilesStrategy.NONE, BroadcastGenFilesStrategy.ALL)
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredPlan:
     """A plan as its file stores it."""
 
     content: dict[str, Any]
@@ -74,7 +74,7 @@ def kept_plan(
     reuse: ReuseType,
     check: Callable[[Any, str], dict[str, Any]],
     make: Callable[[], dict[str, Any]],
-) -> Kept:
+) -> StoredPlan:
     """The plan to use: the stored one or a new one.
 
     The plan in the folder is used if `reuse` allows it and it was made for the same thing; `check(content, file)`
@@ -87,14 +87,14 @@ def kept_plan(
         differing = [key for key in made_for if before.get(key) != made_for[key]]
         if not differing:
             content = read_content(folder / PLAN_FILE)
-            return Kept(check(content, str(folder / PLAN_FILE)), made_for, is_new=False)
+            return StoredPlan(check(content, str(folder / PLAN_FILE)), made_for, is_new=False)
         if reuse is ReuseType.MATCH:
             raise ValueError(
                 f"{folder} holds a plan for another {', '.join(differing)}; pass reuse='moo' to make it anew, or "
                 "another instance_name to keep both"
             )
     _remove_plan(folder)
-    found = Kept(make(), made_for, is_new=True)
+    found = StoredPlan(make(), made_for, is_new=True)
     write_plan(folder, found)
     return found
 
@@ -115,7 +115,7 @@ def _remove_plan(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def write_plan(folder: Path, kept: Kept) -> None:
+def write_plan(folder: Path, kept: StoredPlan) -> None:
     """Writes the files of a plan. `made_for.json` comes last, so that an interrupted write leaves no valid plan."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MADE_FOR_FILE).unlink(missing_ok=True)
@@ -221,7 +221,7 @@ def parallelize(
     )
     plan = agree(lambda: Plan.from_json(kept.content, graph))  # all ranks refuse a plan of another model
     is_eager = compute_config.lowering == "eager"
-    carried = agree(lambda: Carried(traced, dummy_forward_args, plan)) if is_eager else None
+    carried = agree(lambda: HookPlan(traced, dummy_forward_args, plan)) if is_eager else None
     if not load_module:
         return None
 
@@ -239,7 +239,7 @@ def parallelize(
 
 
 def _class_for(plan: Plan) -> type[ParallelModule]:
-    return StagedModule if plan.stages else ParallelModule
+    return StagedParallelModule if plan.stages else ParallelModule
 
 
 def _traced(build: Callable[[], nn.Module], is_class: bool, dtype: torch.dtype | None) -> nn.Module:
@@ -254,7 +254,7 @@ def _full_name(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}".replace("<locals>", "_")
 
 
-def _planned(graph: Graph, policy: str | Policy, config: ComputeConfig, folder: Path, reuse: ReuseType) -> Kept:
+def _planned(graph: Graph, policy: str | Policy, config: ComputeConfig, folder: Path, reuse: ReuseType) -> StoredPlan:
     """The plan as its file stores it: the one in the folder if `reuse` allows it and it fits, otherwise a new one."""
     name = STORED_POLICIES.get(policy, policy) if isinstance(policy, str) else name_of(policy)
     return kept_plan(
@@ -294,7 +294,7 @@ def _trace_of(
 
 
 def _send_to_nodes(
-    strategy: BroadcastGenFilesStrategy, folder: Path, kept: Kept, key: str, content: bytes | None
+    strategy: BroadcastGenFilesStrategy, folder: Path, kept: StoredPlan, key: str, content: bytes | None
 ) -> None:
     """Writes new files into the folder of every other node; the first process of the node writes them."""
     if strategy is BroadcastGenFilesStrategy.NONE or not kept.is_new or get_rank() == 0:
@@ -336,7 +336,7 @@ def _subclass(
     build: Callable[[], nn.Module],
     plan: Plan,
     config: ComputeConfig,
-    carried: Carried | None,
+    carried: HookPlan | None,
     sample: Mapping[str, Any],
 ) -> type[ParallelModule]:
     """A class whose instances are the parallelized module, each built by its own call of `build`."""

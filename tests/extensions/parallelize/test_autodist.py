@@ -17,13 +17,19 @@ from hybrid_engine.cli import cli
 from hybrid_engine.extensions.parallelize.arguments import plan_by
 from hybrid_engine.extensions.parallelize.graph.compute_config import ComputeConfig
 from hybrid_engine.extensions.parallelize.graph.graph import build_graph
-from hybrid_engine.extensions.parallelize.planning.autodist import Wanted, best_plan, best_stages, explain, plan_costs
+from hybrid_engine.extensions.parallelize.planning.autodist import (
+    PlanRequest,
+    best_plan,
+    best_stages,
+    explain,
+    plan_costs,
+)
 from hybrid_engine.extensions.parallelize.planning.machine import COLLECTIVES, Link, Machine, measure_machine
 from hybrid_engine.extensions.parallelize.planning.op_classes import token_bytes
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
 from hybrid_engine.extensions.parallelize.planning.policies import all_choices
 from hybrid_engine.extensions.parallelize.planning.programme import Infeasible, solve
-from hybrid_engine.extensions.parallelize.planning.setting import Cost, Generation, Setting, Weights, peaks
+from hybrid_engine.extensions.parallelize.planning.setting import Cost, Generation, PlanSetting, WeightFormat, peaks
 from hybrid_engine.extensions.parallelize.planning.space import Space, evaluate_plan
 from tests.support.distributed import leave_process_group, run_distributed
 
@@ -115,7 +121,7 @@ def all_plans(space):
 @pytest.mark.parametrize("num_units", [1, 2])
 def test_the_programme_finds_the_optimum_of_all_plans(name, num_units):
     graph = build_graph(*SMALL[name]())
-    setting = Setting(machine=H100, plan_ngpus=2, num_units=num_units, num_micro_batches=num_units)
+    setting = PlanSetting(machine=H100, plan_ngpus=2, num_units=num_units, num_micro_batches=num_units)
     space = Space(graph, (2,), setting, all_choices((2,), setting))
     free = solve(space)
     cost, largest = space.evaluate(free)
@@ -136,7 +142,7 @@ def test_the_programme_finds_the_optimum_of_all_plans(name, num_units):
 
 
 def test_a_space_of_shared_choices_costs_what_its_plan_costs_op_by_op(blocks):
-    setting = Setting(machine=H100, plan_ngpus=4, num_units=2, use_zero=True, weights=Weights(is_16_bit=True))
+    setting = PlanSetting(machine=H100, plan_ngpus=4, num_units=2, use_zero=True, weights=WeightFormat(is_16_bit=True))
     space = Space(blocks, (2, 2), setting, all_choices((2, 2), setting))
     assignment = [len(one.choices) // 2 for one in space.classes]
     shared, largest = space.evaluate(assignment)
@@ -148,13 +154,13 @@ def test_a_space_of_shared_choices_costs_what_its_plan_costs_op_by_op(blocks):
 
 def shards(plan):
     """The bytes of parameters that each rank has under a plan."""
-    cost, _ = evaluate_plan(plan, Setting(machine=H100, plan_ngpus=plan.plan_ngpus))
+    cost, _ = evaluate_plan(plan, PlanSetting(machine=H100, plan_ngpus=plan.plan_ngpus))
     return cost.resident_bytes
 
 
 def test_less_memory_gives_more_splitting_until_nothing_fits():
     graph = build_graph(on_meta(lambda: Blocks(2)), {"x": torch.zeros(64, 128, 1024, device="meta")})
-    setting = Setting(machine=H100, plan_ngpus=4)
+    setting = PlanSetting(machine=H100, plan_ngpus=4)
 
     def peak(plan):
         cost, largest = evaluate_plan(plan, setting)
@@ -180,8 +186,8 @@ def test_slower_links_give_less_communication(blocks):
     sent = []
     for slower in (1, 30, 1000, 1e6):
         links = dict.fromkeys(COLLECTIVES, Link(10e-6 * slower, 450e9 / slower))
-        plan = best_plan(blocks, Setting(machine=replace(H100, near=links), plan_ngpus=4))
-        cost, _ = evaluate_plan(plan, Setting(machine=H100, plan_ngpus=4))
+        plan = best_plan(blocks, PlanSetting(machine=replace(H100, near=links), plan_ngpus=4))
+        cost, _ = evaluate_plan(plan, PlanSetting(machine=H100, plan_ngpus=4))
         sent.append(cost.communication_s)
     assert sent == sorted(sent, reverse=True)
     assert sent[0] > 0
@@ -189,7 +195,7 @@ def test_slower_links_give_less_communication(blocks):
 
 
 def test_one_device_gives_one_stage_and_no_split(blocks):
-    plan = best_plan(blocks, Setting(machine=H100))
+    plan = best_plan(blocks, PlanSetting(machine=H100))
     assert plan.splits == {}
     assert plan.stages == ()
     assert plan.mesh == (1,)
@@ -201,8 +207,8 @@ def config(plan_ngpus=2, **options):
 
 def pipelined(graph, num_stages, micro=8, **options):
     """A plan of that many stages."""
-    setting = Setting(machine=H100, plan_ngpus=4, num_micro_batches=micro, **options)
-    return best_plan(graph, setting, Wanted(num_stages=(num_stages,)))
+    setting = PlanSetting(machine=H100, plan_ngpus=4, num_micro_batches=micro, **options)
+    return best_plan(graph, setting, PlanRequest(num_stages=(num_stages,)))
 
 
 def test_stages_are_the_best_of_all_divisions():
@@ -233,7 +239,7 @@ def test_a_pipeline_cuts_the_layers_evenly_and_counts_its_fill(blocks):
     assert plan.mesh == (1,)
     assert plan.num_micro_batches == 8
     assert [len(stage) for stage in plan.stages] == [1, 1, 1, 1]
-    setting = Setting(machine=H100, plan_ngpus=4, num_micro_batches=8)
+    setting = PlanSetting(machine=H100, plan_ngpus=4, num_micro_batches=8)
     costs = plan_costs(plan, setting)
     times = [stage.seconds for stage in costs.stages]
     assert costs.seconds == pytest.approx(sum(times) + 7 * max(times))
@@ -243,16 +249,16 @@ def test_a_pipeline_cuts_the_layers_evenly_and_counts_its_fill(blocks):
 
 def test_exploring_takes_stages_where_links_are_slow(blocks):
     slow = replace(H100, near=dict.fromkeys(COLLECTIVES, Link(10e-6, 20e9)))
-    options = Wanted(num_stages=(1, 2, 4))
-    plan = best_plan(blocks, Setting(machine=slow, plan_ngpus=4, num_micro_batches=16), options)
+    options = PlanRequest(num_stages=(1, 2, 4))
+    plan = best_plan(blocks, PlanSetting(machine=slow, plan_ngpus=4, num_micro_batches=16), options)
     assert len(plan.stages) == plan.plan_ngpus == 4
     # One micro-batch fills no pipeline.
-    assert best_plan(blocks, Setting(machine=slow, plan_ngpus=4), options).stages == ()
+    assert best_plan(blocks, PlanSetting(machine=slow, plan_ngpus=4), options).stages == ()
 
 
 def test_layers_are_recomputed_where_memory_is_short_and_as_few_as_must():
     graph = build_graph(on_meta(Blocks), {"x": torch.zeros(64, 128, 1024, device="meta")})
-    setting = Setting(machine=H100)
+    setting = PlanSetting(machine=H100)
     free = plan_costs(best_plan(graph, setting), setting)
     numbers, seconds = [], []
     for share in (1.01, 0.85, 0.7):
@@ -269,7 +275,7 @@ def test_generation_limits_memory_where_it_needs_more_than_training(blocks):
     weights = sum(value.num_bytes for value in blocks.of_kind("parameter").values())
     for use_zero, num_parts in ((False, 1), (True, 1), (False, 2), (True, 2)):
         generation = Generation(num_tokens=1, tensor_parallel=num_parts)
-        setting = Setting(machine=H100, plan_ngpus=2, num_units=2, use_zero=use_zero, generation=generation)
+        setting = PlanSetting(machine=H100, plan_ngpus=2, num_units=2, use_zero=use_zero, generation=generation)
         stage = plan_costs(best_plan(blocks, setting), setting).stages[0]
         gathered = 0 if num_parts == 2 else weights  # a process holds its half; with ZeRO that is among its weights
         assert stage.peaks["generation"] == pytest.approx(stage.cost.resident_bytes + gathered)
@@ -282,8 +288,10 @@ def test_keys_and_values_are_counted_before_they_are_repeated():
     ids = torch.zeros(2, 8, dtype=torch.long)
     graph = build_graph(on_meta(lambda: LlamaForCausalLM(config)), {"input_ids": ids, "use_cache": False})
     ops = list(graph.ops.values())
-    assert token_bytes(graph, Setting(machine=H100), ops) == 3 * 2 * 2 * 16 * 4
-    assert token_bytes(graph, Setting(machine=H100), [op for op in ops if ".layers.0." in op.path]) == 2 * 2 * 16 * 4
+    assert token_bytes(graph, PlanSetting(machine=H100), ops) == 3 * 2 * 2 * 16 * 4
+    assert (
+        token_bytes(graph, PlanSetting(machine=H100), [op for op in ops if ".layers.0." in op.path]) == 2 * 2 * 16 * 4
+    )
 
 
 def test_constraints_by_glob_hold_and_wrong_ones_are_refused(blocks, tmp_path):
@@ -325,7 +333,7 @@ def test_a_plan_explains_itself_and_names_the_runner_up(blocks, capsys):
     plan = plan_by("autodist", blocks, options)
     text = explain(plan, options)
     assert capsys.readouterr().out == text + "\n"
-    costs = plan_costs(plan, Setting(machine=H100, plan_ngpus=4, memory_bytes=2e9))
+    costs = plan_costs(plan, PlanSetting(machine=H100, plan_ngpus=4, memory_bytes=2e9))
     assert (
         f"a step takes {1e3 * costs.seconds:.4g} ms, the most memory is {costs.peak_bytes / 1e9:.4g} GB of 2 GB" in text
     )

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hybrid_engine
 from hybrid_engine import ComputeConfig, Plan
 from hybrid_engine.extensions.parallelize.planning.autodist import autodist, plan_costs
-from hybrid_engine.extensions.parallelize.planning.setting import Generation, Setting
+from hybrid_engine.extensions.parallelize.planning.setting import Generation, PlanSetting
 from hybrid_engine.zero.sharding import full_tensor
 from tests.support.distributed import leave_process_group, run_distributed
 from tests.support.eager_plans import megatron
@@ -125,7 +125,7 @@ def counted_copies(parts):
 def planned_copies(module):
     """The bytes that the planner counts for what a process of a unit copies while it generates."""
     generation = Generation(num_tokens=1, tensor_parallel=math.prod(module.plan.mesh))
-    setting = Setting(machine=MACHINE, plan_ngpus=module.compute_config.plan_ngpus, generation=generation)
+    setting = PlanSetting(machine=MACHINE, plan_ngpus=module.compute_config.plan_ngpus, generation=generation)
     return max(stage.cost.copied_bytes for stage in plan_costs(module.plan, setting).stages)
 
 

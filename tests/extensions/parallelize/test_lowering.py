@@ -23,7 +23,7 @@ from hybrid_engine.extensions.parallelize.planning.layouts import edges_of, para
 from hybrid_engine.extensions.parallelize.planning.machine import COLLECTIVES, Device, Link, Machine
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
 from hybrid_engine.extensions.parallelize.planning.policies import batch_plan, replicated_plan, tensor_parallel
-from hybrid_engine.extensions.parallelize.planning.setting import Setting
+from hybrid_engine.extensions.parallelize.planning.setting import PlanSetting
 from tests.support.causal_models import CAUSAL_MODELS, build_causal, causal_batch
 from tests.support.distributed import leave_process_group
 from tests.support.random_splits import random_plan
@@ -214,7 +214,7 @@ def test_plans_of_autodist_compute_what_the_module_computes(name):
     module, arguments, graph = build(name)
     expected = expected_step(module, arguments)
     machine = Machine(name="", source="", device=SLOW_DEVICE, processes_per_node=4, near=FAST_LINKS, far=FAST_LINKS)
-    setting = Setting(machine=machine, plan_ngpus=4)
+    setting = PlanSetting(machine=machine, plan_ngpus=4)
     plans = [best_plan(graph, setting), best_plan(graph, replace(setting, max_partition_degree=2))]
     assert [len(plan.mesh) for plan in plans][1] == 2
     for plan in plans:

@@ -229,7 +229,7 @@ def _leading_dims(num_dims: int | None, others: int, num_leading: list[int], tex
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class OpPart:
     """The position of a process among those that hold equal parts of one dimension."""
 
     index: int
@@ -327,7 +327,7 @@ def local_shape(shape: Sequence[int], placements: Sequence[Placement], mesh: Seq
 
 
 @dataclass(frozen=True)
-class Call:
+class OpCall:
     """The arguments of one call, including defaults. Tensors are fake: they have only shapes and dtypes."""
 
     op: torch._ops.OpOverload
@@ -374,10 +374,10 @@ def arguments_of(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
     return found
 
 
-def call_of(node: fx.Node) -> Call:
+def call_of(node: fx.Node) -> OpCall:
     """The call that a node of the graph makes."""
     assert isinstance(node.target, torch._ops.OpOverload), f"{node.target=}"
     arguments = arguments_of(node.target, node.args, dict(node.kwargs))
     values = fx.node.map_arg(arguments, lambda entry: entry.meta["val"])
     outputs = tuple(tensors_in([node.meta["val"]]))
-    return Call(node.target, dict(values), outputs)
+    return OpCall(node.target, dict(values), outputs)

@@ -24,7 +24,7 @@ ASYNC_BUCKET_MB = 25.0
 """Default size of a bucket of gradients that are reduced during the backward pass, in MB."""
 
 
-class Rule(NamedTuple):
+class ValueRule(NamedTuple):
     """A check of a value and its description for the error."""
 
     accepts: Callable[[Any], bool]
@@ -76,19 +76,19 @@ def takes(function: Any, num_arguments: int) -> bool:
     return True
 
 
-COUNT = Rule(is_count, "a number of at least 1")
+COUNT = ValueRule(is_count, "a number of at least 1")
 
 
-SWITCH = Rule(is_switch, "True or False")
+SWITCH = ValueRule(is_switch, "True or False")
 
 
-TEXT = Rule(is_text, "a text")
+TEXT = ValueRule(is_text, "a text")
 
 
-CALLABLE = Rule(callable, "a callable")
+CALLABLE = ValueRule(callable, "a callable")
 
 
-def check(name: str, value: Any, rule: Rule) -> None:
+def check(name: str, value: Any, rule: ValueRule) -> None:
     """Raises ValueError with the option, its value and the rule, unless the rule accepts the value."""
     if not rule.accepts(value):
         raise ValueError(f"{name}={shown(value)} must be {rule.words}")
@@ -154,10 +154,12 @@ def _differing(one: str, other: str) -> tuple[str, str]:
     return f"...{cut[0]}...", f"...{cut[1]}..."
 
 
-OPTIONS_BY_NAME = Rule(has_names, "a dict whose keys are texts")
+OPTIONS_BY_NAME = ValueRule(has_names, "a dict whose keys are texts")
 
 
-BUCKET_SIZE = Rule(lambda value: value is None or (is_number(value) and value >= 0), "a number of at least 0, or None")
+BUCKET_SIZE = ValueRule(
+    lambda value: value is None or (is_number(value) and value >= 0), "a number of at least 0, or None"
+)
 
 
 class ReuseType(Enum):

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
 from hybrid_engine.extensions.parallelize.graph import layers  # noqa: F401  # its rules enter LIBRARY
-from hybrid_engine.extensions.parallelize.graph.annotations import Call, OpRule, arguments_of, call_of, tensors_in
+from hybrid_engine.extensions.parallelize.graph.annotations import OpCall, OpRule, arguments_of, call_of, tensors_in
 from hybrid_engine.extensions.parallelize.graph.library import op_name, rule_for
 from hybrid_engine.extensions.parallelize.graph.tracing import trace, trace_state
 
@@ -37,6 +37,7 @@ MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKi
 aten = torch.ops.aten
 DROPPED = ("_assert_tensor_metadata", "_assert_async", "_assert_scalar")
 """Checks of conditions that tracing has already fixed."""
+Entry = TypeVar("Entry")
 RESHAPES = ("view", "reshape", "_unsafe_view")
 FREE, FIXED, RESHAPED, SHARED, END = WAYS = ("free", "fixed", "reshaped", "shared", "end")
 """How an op can read a tensor: in any layout (free); in the layout in which it was made (fixed); the same, but each
@@ -78,6 +79,10 @@ class Op:
     """Keys of the results."""
     node: fx.Node
     """The node of the graph that calls the op."""
+
+    def by_result(self, entries: Sequence[Entry]) -> dict[str, Entry]:
+        """The `entries`, one for each of the op's results, by the keys of those results that are tensors."""
+        return {key: entries[int(key.rsplit("/", 1)[1])] for key in self.outputs}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +252,7 @@ def _enter_op(
     )
 
 
-def _rule_for(call: Call, key: str) -> OpRule:
+def _rule_for(call: OpCall, key: str) -> OpRule:
     try:
         return rule_for(call)
     except GuardOnDataDependentSymNode as error:
@@ -366,6 +371,17 @@ def _call(graph: fx.Graph, like: fx.Node, op: torch._ops.OpOverload, *args: Any)
 def _replace(graph: fx.Graph, node: fx.Node, result: fx.Node) -> None:
     node.replace_all_uses_with(result)
     graph.erase_node(node)
+
+
+def paths_around(path: str) -> list[str]:
+    """The paths of a module and of all modules around it, the outermost without a name excepted."""
+    parts = path.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+
+
+def layer_of(path: str) -> str | None:
+    """The path of the outermost list layer (`layers.3`) that contains `path`; None if there is none."""
+    return next((around for around in paths_around(path) if around.rpartition(".")[2].isdigit()), None)
 
 
 @dataclass(frozen=True)

@@ -11,32 +11,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid_engine.extensions.parallelize.graph.annotations import Call, OnPart, OpRule, Part, TensorPattern
+from hybrid_engine.extensions.parallelize.graph.annotations import OnPart, OpCall, OpPart, OpRule, TensorPattern
 from hybrid_engine.extensions.parallelize.graph.library import aligned, annotate, letters, of_text, op_name, whole
 
 NLL = OnPart(lambda self, target, **arguments: nll_on_part(self, target, **arguments))
 
 
 @annotate("layer_norm", "rms_norm")
-def norm(call: Call) -> OpRule:
+def norm(call: OpCall) -> OpRule:
     shape = call["normalized_shape"]
     inner = " ".join(f"n{position}^" for position in range(len(shape)))
     return of_text(call, ", ".join([f"* {inner}"] + [inner] * (len(call.tensors) - 1)) + f" -> * {inner}")
 
 
 @annotate("group_norm")
-def group_norm(call: Call) -> OpRule:
+def group_norm(call: OpCall) -> OpRule:
     rest = " ".join(f"{letter}^" for letter in ascii_lowercase[3 : 1 + len(call.shapes[0])])
     return of_text(call, ", ".join([f"n c^ {rest}"] + ["c^"] * (len(call.tensors) - 1)) + f" -> n c^ {rest}")
 
 
 @annotate("batch_norm")
-def batch_norm(call: Call) -> OpRule:
+def batch_norm(call: OpCall) -> OpRule:
     return whole(call)
 
 
 @annotate("_native_batch_norm_legit_functional", "_native_batch_norm_legit")
-def batch_norm_in_training(call: Call) -> OpRule:
+def batch_norm_in_training(call: OpCall) -> OpRule:
     """Only channels can be split, as statistics cover all samples: result, mean, deviation, two running ones."""
     rest = " ".join(f"{letter}^" for letter in ascii_lowercase[3 : 1 + len(call.shapes[0])])
     results = ", c" * (len(call.outputs) - 1)
@@ -44,7 +44,7 @@ def batch_norm_in_training(call: Call) -> OpRule:
 
 
 @annotate("_native_batch_norm_legit_no_training")
-def batch_norm_in_evaluation(call: Call) -> OpRule:
+def batch_norm_in_evaluation(call: OpCall) -> OpRule:
     """Each element is computed independently; the second and third results are empty."""
     rest = " ".join(ascii_lowercase[3 : 1 + len(call.shapes[0])])
     rule = of_text(call, f"n c {rest}{', c' * (len(call.tensors) - 1)} -> n c {rest}")
@@ -53,7 +53,7 @@ def batch_norm_in_evaluation(call: Call) -> OpRule:
 
 
 @annotate("log_softmax")
-def log_softmax(call: Call) -> OpRule:
+def log_softmax(call: OpCall) -> OpRule:
     """Can also be split along its dimension; the parts then exchange the maximum and the sum."""
     if not call.shapes[0]:
         return whole(call)
@@ -63,7 +63,7 @@ def log_softmax(call: Call) -> OpRule:
 
 @annotate("softmax", "_softmax", "_log_softmax", "cumsum", "flip", "sort", "argsort", "topk", "cumprod")
 @annotate("glu", "logcumsumexp", "cummax", "cummin", "roll", "tril", "triu")
-def along_one_dim(call: Call) -> OpRule:
+def along_one_dim(call: OpCall) -> OpRule:
     """Works along one dimension (`tril`: the last two; `flip` and `roll`: several); the others are batch dimensions."""
     num_dims = len(call.shapes[0])
     dims = call.arguments.get("dim", call.arguments.get("dims", [-1, -2]))
@@ -75,7 +75,7 @@ def along_one_dim(call: Call) -> OpRule:
 
 
 @annotate("native_dropout", "dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
-def dropout(call: Call) -> OpRule:
+def dropout(call: OpCall) -> OpRule:
     """Not split in training, so that all ranks draw the same noise under any plan."""
     if call["train"] and call["p"]:
         return whole(call)
@@ -84,21 +84,21 @@ def dropout(call: Call) -> OpRule:
 
 
 @annotate("prelu")
-def prelu(call: Call) -> OpRule:
+def prelu(call: OpCall) -> OpRule:
     names = letters(len(call.shapes[0]))
     slopes = names[1] if call.shapes[1] != [1] else "1"
     return of_text(call, f"{' '.join(names)}, {slopes} -> {' '.join(names)}")
 
 
 @annotate("embedding")
-def embedding(call: Call) -> OpRule:
+def embedding(call: OpCall) -> OpRule:
     if call["scale_grad_by_freq"] or call["sparse"]:
         return whole(call)
     return of_text(call, "v+ e, * -> * e", on_part={"v": EMBEDDING})
 
 
 @annotate("cross_entropy_loss", "nll_loss_nd", "nll_loss")
-def cross_entropy(call: Call) -> OpRule:
+def cross_entropy(call: OpCall) -> OpRule:
     """Samples can be split if the loss is a sum or not reduced; `normalise` rewrites most means as sums.
 
     Classes can be split too if all of them have the same weight.
@@ -118,7 +118,7 @@ def cross_entropy(call: Call) -> OpRule:
 
 @annotate("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "kl_div")
 @annotate("binary_cross_entropy", "soft_margin_loss")
-def pointwise_loss(call: Call) -> OpRule:
+def pointwise_loss(call: OpCall) -> OpRule:
     names = letters(len(call.shapes[0]), "+" if call["reduction"] == 2 else "")
     if call["reduction"] == 1 or any(shape != call.shapes[0] for shape in call.shapes):
         return whole(call)
@@ -127,7 +127,7 @@ def pointwise_loss(call: Call) -> OpRule:
 
 
 @annotate("conv1d", "conv2d", "conv3d", "convolution")
-def convolution(call: Call) -> OpRule:
+def convolution(call: OpCall) -> OpRule:
     """Can be split along samples, output channels and (as a sum) input channels; not along image dimensions."""
     num_dims = len(call["weight"].shape)
     if call.arguments.get("transposed") or len(call.shapes[0]) != num_dims:
@@ -140,7 +140,7 @@ def convolution(call: Call) -> OpRule:
 
 
 @annotate("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-def transposed_convolution(call: Call) -> OpRule:
+def transposed_convolution(call: OpCall) -> OpRule:
     """Can be split along samples, output channels and (as a sum) input channels; with groups along samples only."""
     num_dims = len(call["weight"].shape)
     if len(call.shapes[0]) != num_dims:
@@ -155,14 +155,14 @@ def transposed_convolution(call: Call) -> OpRule:
 @annotate("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d")
 @annotate("adaptive_avg_pool2d", "adaptive_max_pool2d", "upsample_nearest2d", "upsample_bilinear2d")
 @annotate("adaptive_avg_pool3d", "adaptive_max_pool1d", "upsample_nearest1d", "upsample_linear1d")
-def pooled(call: Call) -> OpRule:
+def pooled(call: OpCall) -> OpRule:
     num_images = {"1": 1, "2": 2, "3": 3}[op_name(call.op).rstrip("d")[-1]]
     lead = len(call.shapes[0]) - num_images
     names = [name + "^" * (position >= lead) for position, name in enumerate(letters(len(call.shapes[0])))]
     return of_text(call, f"{' '.join(names)} -> {', '.join([' '.join(names)] * len(call.outputs))}")
 
 
-def embedding_on_part(weight: Tensor, indices: Tensor, *, part: Part, padding_idx: int = -1, **_: Any) -> Tensor:
+def embedding_on_part(weight: Tensor, indices: Tensor, *, part: OpPart, padding_idx: int = -1, **_: Any) -> Tensor:
     """The rows `indices` of the whole weight, zeros for rows of other parts; IndexError if no part has one.
 
     The row `padding_idx` gets no gradient.
@@ -175,7 +175,7 @@ def embedding_on_part(weight: Tensor, indices: Tensor, *, part: Part, padding_id
 
 
 def nll_on_part(
-    log_probs: Tensor, target: Tensor, *, part: Part, reduction: int, ignore_index: int, **_: Any
+    log_probs: Tensor, target: Tensor, *, part: OpPart, reduction: int, ignore_index: int, **_: Any
 ) -> Tensor:
     """The losses of the targets in this part of the classes, 0 for other targets; their sum if `reduction` is 2.
 
@@ -188,7 +188,7 @@ def nll_on_part(
     return losses.sum() if reduction == 2 else losses
 
 
-def log_softmax_on_part(self: Tensor, dim: int, *, part: Part, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+def log_softmax_on_part(self: Tensor, dim: int, *, part: OpPart, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     """The log-softmax along `dim`, of which each process holds a part. Collective."""
     logits = self if dtype is None else self.to(dtype)
     is_short = logits.dtype in (torch.float16, torch.bfloat16)
@@ -196,7 +196,7 @@ def log_softmax_on_part(self: Tensor, dim: int, *, part: Part, dtype: torch.dtyp
     return found.to(logits.dtype) if is_short else found
 
 
-def cross_entropy_on_part(self: Tensor, target: Tensor, *, part: Part, **arguments: Any) -> Tensor:
+def cross_entropy_on_part(self: Tensor, target: Tensor, *, part: OpPart, **arguments: Any) -> Tensor:
     """This part's term of the losses; the logits [m, c] are a part of the classes. Collective."""
     return nll_on_part(log_softmax_on_part(self, 1, part=part), target, part=part, **arguments)
 
@@ -210,7 +210,7 @@ LOG_SOFTMAX = OnPart(log_softmax_on_part, num_reductions=3)
 CROSS_ENTROPY = OnPart(cross_entropy_on_part, num_reductions=3)
 
 
-def _place(indices: Tensor, size: int, part: Part) -> tuple[Tensor, Tensor]:
+def _place(indices: Tensor, size: int, part: OpPart) -> tuple[Tensor, Tensor]:
     """The position of each index in this part of `size` (0 if it is in another part), and whether it is in this part.
 
     An index outside all parts is unchanged and too large for any part, so that looking it up raises an error, as on one
@@ -226,7 +226,7 @@ class _LogSoftmax(torch.autograd.Function):
     """log_softmax along a dimension that is split over processes; saves only its result, as PyTorch's does."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, dim: int, part: Part) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, dim: int, part: OpPart) -> Tensor:
         assert part.all_reduce is not None, f"{part=}"
         shifted = logits - part.all_reduce(logits.amax(dim, keepdim=True), "max")
         total = part.all_reduce(shifted.exp().sum(dim, keepdim=True), "sum")
@@ -243,7 +243,7 @@ class _LogSoftmax(torch.autograd.Function):
 
 
 @annotate("lstm", "gru", "rnn_tanh", "rnn_relu")
-def recurrent(call: Call) -> OpRule:
+def recurrent(call: OpCall) -> OpRule:
     """Not split: packed sequences, a single sequence, and layers with dropout between them in training."""
     is_packed = "batch_first" not in call.arguments
     if is_packed or len(call.shapes[0]) != 3 or (call["train"] and call["dropout"]):
@@ -256,36 +256,36 @@ def recurrent(call: Call) -> OpRule:
 
 
 @annotate("linear")
-def linear(call: Call) -> OpRule:
+def linear(call: OpCall) -> OpRule:
     weight = "n k+" if call["weight"].dim() == 2 else "k+"
     result = "* n" if call["weight"].dim() == 2 else "*"
     return of_text(call, f"* k+, {weight}{', n +' if call['bias'] is not None else ''} -> {result}")
 
 
 @annotate("addmm")
-def addmm(call: Call) -> OpRule:
+def addmm(call: OpCall) -> OpRule:
     bias = aligned(call.shapes[0], list(call.outputs[0].shape), ["m", "n"])
     return of_text(call, f"{bias} +, m k+, k+ n -> m n")
 
 
 @annotate("mm")
-def mm(call: Call) -> OpRule:
+def mm(call: OpCall) -> OpRule:
     return of_text(call, "m k+, k+ n -> m n")
 
 
 @annotate("bmm")
-def bmm(call: Call) -> OpRule:
+def bmm(call: OpCall) -> OpRule:
     return of_text(call, "b m k+, b k+ n -> b m n")
 
 
 @annotate("baddbmm")
-def baddbmm(call: Call) -> OpRule:
+def baddbmm(call: OpCall) -> OpRule:
     added = aligned(call.shapes[0], list(call.outputs[0].shape), ["b", "m", "n"])
     return of_text(call, f"{added} +, b m k+, b k+ n -> b m n")
 
 
 @annotate("_grouped_mm", "grouped_mm_fallback")
-def grouped_mm(call: Call) -> OpRule:
+def grouped_mm(call: OpCall) -> OpRule:
     """Rows sorted by expert, each multiplied by its expert's matrix, as in transformers' mixtures of experts."""
     if [len(shape) for shape in call.shapes] != [2, 3, 1]:
         return whole(call)
@@ -293,7 +293,7 @@ def grouped_mm(call: Call) -> OpRule:
 
 
 @annotate("matmul")
-def matmul(call: Call) -> OpRule:
+def matmul(call: OpCall) -> OpRule:
     left, right = call.shapes
     if len(left) == 1 or len(right) == 1:
         first = "k+" if len(left) == 1 else "* k+"
@@ -307,7 +307,7 @@ def matmul(call: Call) -> OpRule:
 
 
 @annotate("einsum")
-def einsum(call: Call) -> OpRule:
+def einsum(call: OpCall) -> OpRule:
     equation = call["equation"].replace(" ", "")
     if "." in equation or "->" not in equation:
         return whole(call)
@@ -320,7 +320,7 @@ def einsum(call: Call) -> OpRule:
 
 
 @annotate("scaled_dot_product_attention")
-def attention(call: Call) -> OpRule:
+def attention(call: OpCall) -> OpRule:
     """Queries `* l d`, keys `* s d`, values `* s e`: split along samples, heads, and queries if not causal."""
     if call["dropout_p"]:
         return whole(call)

@@ -12,9 +12,9 @@ from string import ascii_lowercase
 
 import torch
 
-from hybrid_engine.extensions.parallelize.graph.annotations import Call, OnPart, OpRule, parse
+from hybrid_engine.extensions.parallelize.graph.annotations import OnPart, OpCall, OpRule, parse
 
-MakeRule = Callable[[Call], OpRule]
+MakeRule = Callable[[OpCall], OpRule]
 LIBRARY: dict[str, MakeRule] = {}
 """Rules keyed by the name of an op without its namespace and overload: `linear` for aten.linear.default."""
 NOT_SPLIT = """
@@ -63,7 +63,7 @@ Factors = list[list[int]]
 """For each dimension of a shape, the numbers of the common factors that it is made of, outermost first."""
 
 
-def rule_for(call: Call) -> OpRule:
+def rule_for(call: OpCall) -> OpRule:
     """The rule of `call`; ValueError for an op without annotation."""
     rule = _entry(call.op)
     if rule is None:
@@ -93,7 +93,7 @@ def op_name(op: torch._ops.OpOverload) -> str:
 
 
 def of_text(
-    call: Call,
+    call: OpCall,
     text: str,
     sizes: dict[str, int] | None = None,
     shape_argument: str | None = None,
@@ -120,7 +120,7 @@ def letters(num_dims: int, mark: str = "") -> list[str]:
     return [letter + mark for letter in ascii_lowercase[:num_dims]]
 
 
-def whole(call: Call) -> OpRule:
+def whole(call: OpCall) -> OpRule:
     """The rule of an op that is not split: each rank computes all of it."""
     inputs = ["?"] * len(call.tensors)
     return of_text(call, f"{', '.join(inputs)} -> {', '.join('?' for _ in call.outputs)}")
@@ -138,34 +138,34 @@ annotate(*NOT_SPLIT.split())(whole)
 
 
 @annotate(*ELEMENTWISE.split())
-def elementwise(call: Call) -> OpRule:
+def elementwise(call: OpCall) -> OpRule:
     if op_name(call.op) == "to" and len(call.tensors) == 2:
         return whole(call)
     return of_text(call, _broadcast_text(call, [""] * len(call.tensors), ""))
 
 
 @annotate(*LINEAR_IN_ALL)
-def linear_in_all(call: Call) -> OpRule:
+def linear_in_all(call: OpCall) -> OpRule:
     takes_numbers = any(isinstance(call.arguments.get(name), int | float) for name in ("other",))
     term = "" if takes_numbers or not call.outputs[0].is_floating_point() else " +"
     return of_text(call, _broadcast_text(call, [term] * len(call.tensors), term))
 
 
 @annotate(*LINEAR_IN_FIRST)
-def linear_in_first(call: Call) -> OpRule:
+def linear_in_first(call: OpCall) -> OpRule:
     is_linear = call.outputs[0].is_floating_point() and call.arguments.get("rounding_mode") is None
     terms = [" +" if is_linear and position == 0 else "" for position in range(len(call.tensors))]
     return of_text(call, _broadcast_text(call, terms, terms[0]))
 
 
-def _broadcast_text(call: Call, terms: Sequence[str], result_term: str) -> str:
+def _broadcast_text(call: OpCall, terms: Sequence[str], result_term: str) -> str:
     shape = list(call.outputs[0].shape)
     names = letters(len(shape))
     sides = [aligned(operand, shape, names) + term for operand, term in zip(call.shapes, terms, strict=True)]
     return f"{', '.join(sides)} -> {aligned(shape, shape, names)}{result_term}"
 
 
-def _reduced(call: Call, mark: str) -> OpRule:
+def _reduced(call: OpCall, mark: str) -> OpRule:
     """The rule of a reduction over `dim` (none: over all); reduced dimensions get `mark`."""
     num_dims = len(call.shapes[0])
     dims = call.arguments.get("dim")
@@ -179,7 +179,7 @@ def _reduced(call: Call, mark: str) -> OpRule:
 
 
 @annotate("sum")
-def summed(call: Call) -> OpRule:
+def summed(call: OpCall) -> OpRule:
     return _reduced(
         call, "+" if call.outputs[0].dtype.is_floating_point or call.outputs[0].dtype == torch.int64 else "^"
     )
@@ -187,12 +187,12 @@ def summed(call: Call) -> OpRule:
 
 @annotate("mean", "amax", "amin", "max", "min", "argmax", "argmin", "prod", "logsumexp", "var", "std", "all", "any")
 @annotate("norm", "linalg_vector_norm", "var_mean", "std_mean", "median", "nanmedian", "mode", "nansum", "kthvalue")
-def reduced(call: Call) -> OpRule:
+def reduced(call: OpCall) -> OpRule:
     return elementwise(call) if len(call.tensors) == 2 else _reduced(call, "^")
 
 
 @annotate("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
-def viewed(call: Call) -> OpRule:
+def viewed(call: OpCall) -> OpRule:
     """Can be split along dimensions of both input and result, also as the outer factor of another dimension."""
     before, after, sizes = view_texts(call.shapes[0], list(call.outputs[0].shape))
     name = op_name(call.op)
@@ -205,7 +205,7 @@ def viewed(call: Call) -> OpRule:
     return whole(call)
 
 
-def _drops_all_it_names(call: Call) -> bool:
+def _drops_all_it_names(call: OpCall) -> bool:
     """Whether a squeeze names only dimensions of size 1; any other could get size 1 on each rank when it is split."""
     dims = call.arguments.get("dim")
     if dims is None or not call.shapes[0]:
@@ -214,7 +214,7 @@ def _drops_all_it_names(call: Call) -> bool:
 
 
 @annotate("transpose", "permute", "t")
-def permuted(call: Call) -> OpRule:
+def permuted(call: OpCall) -> OpRule:
     num_dims = len(call.shapes[0])
     name = op_name(call.op)
     order = list(range(num_dims))
@@ -231,7 +231,7 @@ def permuted(call: Call) -> OpRule:
 
 
 @annotate("expand", "broadcast_to")
-def expanded(call: Call) -> OpRule:
+def expanded(call: OpCall) -> OpRule:
     shape = list(call.outputs[0].shape)
     names = letters(len(shape))
     sizes = dict(zip(names, shape, strict=True))
@@ -240,7 +240,7 @@ def expanded(call: Call) -> OpRule:
 
 
 @annotate("broadcast_tensors")
-def broadcast(call: Call) -> OpRule:
+def broadcast(call: OpCall) -> OpRule:
     shape = list(call.outputs[0].shape)
     names = letters(len(shape))
     sides = [aligned(operand, shape, names) for operand in call.shapes]
@@ -248,7 +248,7 @@ def broadcast(call: Call) -> OpRule:
 
 
 @annotate("zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "new_empty")
-def filled(call: Call) -> OpRule:
+def filled(call: OpCall) -> OpRule:
     """A tensor of one value, of which each rank can make its part. An operand for dtype and device is not split."""
     shape = list(call.outputs[0].shape)
     names = letters(len(shape))
@@ -256,7 +256,7 @@ def filled(call: Call) -> OpRule:
     return of_text(call, f"{operands} -> {' '.join(names)}", dict(zip(names, shape, strict=True)), "size")
 
 
-def _cut_along(call: Call, dims: Iterable[int], drops: bool = False) -> OpRule:
+def _cut_along(call: OpCall, dims: Iterable[int], drops: bool = False) -> OpRule:
     """The rule of ops that take or join pieces along `dims`, which are not split; `drops`: results do not have them.
 
     Joined operands each have their own name for the joined dimension, because its sizes may differ.
@@ -276,7 +276,7 @@ def _cut_along(call: Call, dims: Iterable[int], drops: bool = False) -> OpRule:
     "slice", "split", "split_with_sizes", "chunk", "cat", "narrow", "select", "unbind", "tensor_split", "index_select",
     "unsafe_split", "unsafe_chunk",
 )  # fmt: skip
-def pieces(call: Call) -> OpRule:
+def pieces(call: OpCall) -> OpRule:
     name = op_name(call.op)
     if name == "cat" and any(len(shape) != len(call.shapes[0]) for shape in call.shapes):
         return whole(call)
@@ -288,7 +288,7 @@ def pieces(call: Call) -> OpRule:
 
 
 @annotate("stack")
-def stacked(call: Call) -> OpRule:
+def stacked(call: OpCall) -> OpRule:
     names = letters(len(call.shapes[0]))
     position = call["dim"] % (len(names) + 1)
     result = " ".join([*names[:position], "1" if len(call.tensors) == 1 else "z^", *names[position:]])
@@ -297,7 +297,7 @@ def stacked(call: Call) -> OpRule:
 
 
 @annotate("select_scatter", "slice_scatter")
-def written(call: Call) -> OpRule:
+def written(call: OpCall) -> OpRule:
     cut = call.dim()
     names = [name + "^" * (position == cut) for position, name in enumerate(letters(len(call.shapes[0])))]
     piece = names if op_name(call.op) == "slice_scatter" else [name for name in names if not name.endswith("^")]
@@ -307,7 +307,7 @@ def written(call: Call) -> OpRule:
 
 
 @annotate("gather", "scatter", "scatter_add", "take_along_dim")
-def gathered(call: Call) -> OpRule:
+def gathered(call: OpCall) -> OpRule:
     """Indexes along `dim`. Can be split only if all shapes are equal in the other dimensions."""
     cut = call.dim()
     shapes = call.shapes
@@ -324,12 +324,12 @@ def gathered(call: Call) -> OpRule:
 
 
 @annotate("one_hot")
-def one_hot(call: Call) -> OpRule:
+def one_hot(call: OpCall) -> OpRule:
     return of_text(call, "* -> * z^")
 
 
 @annotate("constant_pad_nd", "pad")
-def padded(call: Call) -> OpRule:
+def padded(call: OpCall) -> OpRule:
     num_dims = len(call.shapes[0])
     count = len(call["pad"]) // 2
     names = [name + "^" * (position >= num_dims - count) for position, name in enumerate(letters(num_dims))]
@@ -340,7 +340,7 @@ def padded(call: Call) -> OpRule:
     "index", "index_put", "masked_scatter", "index_add", "masked_select", "repeat", "repeat_interleave", "index_copy",
     "index_fill", "index_reduce", "scatter_reduce",
 )  # fmt: skip
-def indexed(call: Call) -> OpRule:
+def indexed(call: OpCall) -> OpRule:
     return whole(call)
 
 

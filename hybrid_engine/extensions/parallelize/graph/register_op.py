@@ -24,9 +24,9 @@ from torch.utils import _pytree as pytree
 from hybrid_engine.extensions.parallelize.graph import layers  # noqa: F401  # its rules enter LIBRARY
 from hybrid_engine.extensions.parallelize.graph.annotations import (
     Annotation,
-    Call,
+    OpCall,
+    OpPart,
     OpRule,
-    Part,
     arguments_of,
     parse,
     tensors_in,
@@ -34,7 +34,7 @@ from hybrid_engine.extensions.parallelize.graph.annotations import (
 from hybrid_engine.extensions.parallelize.graph.compute_config import (
     CALLABLE,
     TEXT,
-    Rule,
+    ValueRule,
     check,
     is_count,
     is_list_of,
@@ -45,7 +45,7 @@ from hybrid_engine.extensions.parallelize.graph.library import LIBRARY, MakeRule
 
 NAMESPACE = "hybrid_engine_ops"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
-SHAPES = Rule(
+SHAPES = ValueRule(
     lambda value: is_list_of(
         value, lambda shape: shape is None or isinstance(shape, Tensor) or is_list_of(shape, is_size)
     ),
@@ -140,7 +140,7 @@ def annotated_by_text(text: str) -> MakeRule:
     return lambda call: _registered(call, text)
 
 
-def _registered(call: Call, text: str) -> OpRule:
+def _registered(call: OpCall, text: str) -> OpRule:
     sides = text.split("->")[0].split(",")
     values = list(call.arguments.items())
     if len(sides) > len(values):
@@ -182,8 +182,8 @@ def verify_op(
     if overload is None:
         raise ValueError(f"verify_op: {op} is no registered op; decorate it with register_op")
     check("shapes", shapes, SHAPES)
-    check("num_parts", num_parts, Rule(lambda value: is_count(value) and value > 1, "a number of at least 2"))
-    check("tolerance", tolerance, Rule(lambda value: is_number(value) and value >= 0, "a number of at least 0"))
+    check("num_parts", num_parts, ValueRule(lambda value: is_count(value) and value > 1, "a number of at least 2"))
+    check("tolerance", tolerance, ValueRule(lambda value: is_number(value) and value >= 0, "a number of at least 0"))
     generator = torch.Generator().manual_seed(0)
     operands = [_operand(shape, generator) for shape in shapes]
     try:
@@ -206,7 +206,7 @@ def rule_of_arguments(op: torch._ops.OpOverload, arguments: dict[str, Any]) -> O
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         fakes = pytree.tree_map_only(Tensor, mode.from_tensor, arguments)
         results = op(**fakes)
-    return rule_for(Call(op, fakes, tuple(tensors_in([results]))))
+    return rule_for(OpCall(op, fakes, tuple(tensors_in([results]))))
 
 
 def _operand(shape: Sequence[int] | Tensor | None, generator: torch.Generator) -> Tensor | None:
@@ -235,7 +235,7 @@ def _run_split(
         local = pytree.tree_map_only(Tensor, lambda t, r=rank, p=placements: _part(t, next(p), r, num_parts), arguments)
         local |= rule.local_arguments(arguments, shapes[0], [name], [num_parts])
         on_part = rule.on_part.get(name)
-        own = op if on_part is None else partial(on_part.function, part=Part(index=rank, count=num_parts))
+        own = op if on_part is None else partial(on_part.function, part=OpPart(index=rank, count=num_parts))
         parts.append(_run(own, local))
     results = [placements[0] for placements in rule.output_placements([name])]
     return [_joined(pieces, where) for pieces, where in zip(zip(*parts, strict=True), results, strict=True)]

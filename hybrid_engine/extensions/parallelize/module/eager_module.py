@@ -25,7 +25,7 @@ from hybrid_engine.extensions.parallelize.graph.library import annotate
 from hybrid_engine.extensions.parallelize.graph.library import whole as whole_op
 from hybrid_engine.extensions.parallelize.module import parallel_module
 from hybrid_engine.extensions.parallelize.module.borders import Border, Relay, borders_of, term_of_sum
-from hybrid_engine.extensions.parallelize.module.held_module import JointPasses, Meshes, check_same_input, part_of
+from hybrid_engine.extensions.parallelize.module.held_module import Meshes, UnitPasses, check_same_input, part_of
 from hybrid_engine.extensions.parallelize.module.parallel_module import Latest, ParallelModule
 from hybrid_engine.extensions.parallelize.planning.layouts import parameter_layouts, value_layouts, whole
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
@@ -278,7 +278,7 @@ class EagerModule(ParallelModule):
         self._check_runs()
 
 
-class Carried:
+class HookPlan:
     """A plan that hooks can carry out, with the hooks' changes, computed before anything is changed."""
 
     def __init__(self, module: nn.Module, arguments: Mapping[str, Any], plan: Plan):
@@ -299,7 +299,7 @@ def lower_eagerly(
     plan: Plan,
     config: ComputeConfig,
     meshes: Meshes,
-    carried: Carried,
+    carried: HookPlan,
     kind: type[EagerModule] | None = None,
 ) -> EagerModule:
     """A copy of `module` on this process's parts, of the class `kind`; collective."""
@@ -312,6 +312,6 @@ def lower_eagerly(
     held.plan, held.compute_config, held.meshes = plan, config, meshes
     held.__dict__["_steps"], held.__dict__["_is_in_step"] = Latest(), False
     held.register_forward_pre_hook(held._check_forward)
-    held.joint_passes = None if meshes.unit is None else JointPasses(meshes)
+    held.joint_passes = None if meshes.unit is None else UnitPasses(meshes)
     held.hooks = None if meshes.unit is None else Hooks(held, meshes.unit, carried.borders, carried.sizes)
     return held  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
 """A module as one process holds it: its parts of the parameters, the processes that share it, and their passes.
 
-`HeldModule` is the base of `ParallelModule`. `JointPasses` raises an error inside a pass of a unit on all its processes
+`HeldModule` is the base of `ParallelModule`. `UnitPasses` raises an error inside a pass of a unit on all its processes
 within seconds. If a plan changes layouts, the processes of a unit communicate in the middle of forward and backward
 passes. A process with an error would not reach the next collective, and the others would wait until the time limit.
 Therefore it writes its error into the store of the process group. If the others do not stop too, as they do for bad
@@ -298,7 +298,7 @@ def moved_to(parameter: DTensor, mesh: DeviceMesh) -> nn.Parameter:
     return nn.Parameter(moved, parameter.requires_grad)
 
 
-class JointPasses:
+class UnitPasses:
     """The passes of one module over the processes of a unit."""
 
     def __init__(self, meshes: Meshes):

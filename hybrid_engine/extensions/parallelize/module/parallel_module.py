@@ -19,7 +19,7 @@ from hybrid_engine.distributed.processes import gather_objects
 from hybrid_engine.distributed.verdict import agree, everyone
 from hybrid_engine.extensions.parallelize.graph.compute_config import (
     ComputeConfig,
-    Rule,
+    ValueRule,
     check,
     is_list_of,
     is_switch,
@@ -34,16 +34,18 @@ from hybrid_engine.extensions.parallelize.graph.tracing import (
     copy_trace_state,
     trace_state,
 )
-from hybrid_engine.extensions.parallelize.module.held_module import HeldModule, JointPasses, Meshes, check_same_input
+from hybrid_engine.extensions.parallelize.module.held_module import HeldModule, Meshes, UnitPasses, check_same_input
 from hybrid_engine.extensions.parallelize.module.reducer import OverlappingReducer
 from hybrid_engine.extensions.parallelize.module.steps import Steps
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
 
 MOST_GRAPHS = 32
 """Maximum number of graphs that a module keeps: those of the most recent shapes."""
-SAMPLES = Rule(lambda value: isinstance(value, list | tuple), "a list of samples, each the first argument of forward")
-SCALE = Rule(lambda value: takes(value, 1), "a callable of one argument, the loss, or None")
-DUMMIES = Rule(lambda value: is_list_of(value, is_switch), "a list of True or False")
+SAMPLES = ValueRule(
+    lambda value: isinstance(value, list | tuple), "a list of samples, each the first argument of forward"
+)
+SCALE = ValueRule(lambda value: takes(value, 1), "a callable of one argument, the loss, or None")
+DUMMIES = ValueRule(lambda value: is_list_of(value, is_switch), "a list of True or False")
 MOST_ZERO_WITH_STAGES = 1
 """A process keeps the gradients of all micro-batches of its stage, and reads its weights for each."""
 MOST_AXES = 2
@@ -69,7 +71,7 @@ class ParallelModule(HeldModule):
     """
 
     compute_config: ComputeConfig
-    joint_passes: JointPasses | None
+    joint_passes: UnitPasses | None
     """The passes of the processes over which ops are split; None if each process computes whole ops."""
     overlapping_reducer: OverlappingReducer | None = None
     """The reducer that sums gradients during the last backward pass of `train_step`; set by `build_optimizer`."""
@@ -78,7 +80,7 @@ class ParallelModule(HeldModule):
     def __init__(self, module: nn.Module, plan: Plan, config: ComputeConfig, meshes: Meshes, sample: Mapping[str, Any]):
         super().__init__(module, plan, meshes)
         self.compute_config = config
-        self.joint_passes = None if meshes.unit is None else JointPasses(meshes)
+        self.joint_passes = None if meshes.unit is None else UnitPasses(meshes)
         self.__dict__["_steps"], self.__dict__["_is_in_step"] = Latest(), False
         # The graph is for another module or state if a factory returned another module, or if autocast differs here.
         is_of_this = trace_state(module) == plan.graph.trace_state

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from hybrid_engine.distributed.verdict import attempt, everyone
 from hybrid_engine.extensions.parallelize.module.held_module import local_part
 
-Hook = Callable[["Bucket", Tensor], None]
+Hook = Callable[["GradientBucket", Tensor], None]
 TRAINED = "_is_trained_by_build_optimizer"
 """Attribute that is set on parameters of an optimizer of `build_optimizer`."""
 
 
-class Bucket:
+class GradientBucket:
     """Parameters whose gradients are summed together over one group of processes, and the hooks that see them.
 
     An error in a hook does not stop a sum, in which other processes would wait for this one. It is kept for
@@ -57,7 +57,7 @@ class Bucket:
         return error
 
 
-class Reducer(Bucket):
+class Reducer(GradientBucket):
     """Parameters whose gradients are summed after the backward pass by processes that all hold the same parts."""
 
     def __init__(

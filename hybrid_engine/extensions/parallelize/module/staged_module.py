@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.distributed.verdict import agree, everyone
+from hybrid_engine.extensions.parallelize.graph.annotations import local_shape
 from hybrid_engine.extensions.parallelize.graph.graph import Graph
 from hybrid_engine.extensions.parallelize.graph.stage_ops import StageOps, build_schedule, divide
 from hybrid_engine.extensions.parallelize.module import parallel_module
@@ -25,7 +26,6 @@ from hybrid_engine.extensions.parallelize.module.held_module import Meshes, loca
 from hybrid_engine.extensions.parallelize.module.parallel_module import Latest, ParallelModule
 from hybrid_engine.extensions.parallelize.module.reducer import Reducer
 from hybrid_engine.extensions.parallelize.module.steps import Steps
-from hybrid_engine.extensions.parallelize.planning.layouts import Layout
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
 from hybrid_engine.zero.split_module import BatchTraining
 
@@ -122,7 +122,7 @@ class StageRunner(nn.Module):
         found = []
         for key in keys:
             value = self.graph.values[key]
-            shape = _local_shape(value.shape, self.mesh_sizes, self.steps.layouts[key])
+            shape = local_shape(value.shape, self.steps.layouts[key], self.mesh_sizes)
             is_float = value.dtype.is_floating_point
             found.append(torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=is_float))
         return tuple(found)
@@ -140,14 +140,6 @@ def _nothing_of(tensors: Iterable[Tensor]) -> Tensor:
     """
     trained = [local_part(tensor) for tensor in tensors if tensor.requires_grad]
     return torch.zeros((), device=default_device(), requires_grad=True) + sum(t.sum() * 0 for t in trained)
-
-
-def _local_shape(shape: Sequence[int], sizes: Sequence[int], layout: Layout) -> list[int]:
-    local = list(shape)
-    for size, placement in zip(sizes, layout, strict=True):
-        if placement.is_shard():
-            local[placement.dim] //= size  # type: ignore[attr-defined]
-    return local
 
 
 class _Stage(PipelineStage):
@@ -265,7 +257,7 @@ class Pipeline:
         return results
 
 
-class StagedModule(ParallelModule):
+class StagedParallelModule(ParallelModule):
     """A `ParallelModule` in stages; `train_step`, `infer_step` or an engine's `train_batch` runs it."""
 
     def __init__(self, *parts: Any):

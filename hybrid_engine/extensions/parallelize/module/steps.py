@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from hybrid_engine.extensions.parallelize.graph.annotations import Part, arguments_of, tensors_in
+from hybrid_engine.extensions.parallelize.graph.annotations import OpPart, arguments_of, tensors_in
 from hybrid_engine.extensions.parallelize.graph.graph import Graph, Op
 from hybrid_engine.extensions.parallelize.module.borders import reachable, term_of_sum
 from hybrid_engine.extensions.parallelize.planning.layouts import (
@@ -291,7 +291,7 @@ def _is_factory(overload: torch._ops.OpOverload) -> bool:
     return overload.namespace == "aten" and (name.endswith("_like") or name.startswith("new_"))
 
 
-def _part_of(mesh: DeviceMesh, axes: Sequence[int]) -> Part:
+def _part_of(mesh: DeviceMesh, axes: Sequence[int]) -> OpPart:
     """This process's position in a dimension that is cut over some axes, the first one outermost."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, f"{mesh=}"
@@ -304,7 +304,7 @@ def _part_of(mesh: DeviceMesh, axes: Sequence[int]) -> Part:
             tensor = funcol.wait_tensor(funcol.all_reduce(tensor, kind, (mesh, axis)))
         return tensor
 
-    return Part(index=index, count=prod(mesh.size(axis) for axis in axes), all_reduce=all_reduce)
+    return OpPart(index=index, count=prod(mesh.size(axis) for axis in axes), all_reduce=all_reduce)
 
 
 def _template(value: Any, slots: Any) -> Any:

@@ -32,7 +32,7 @@ from hybrid_engine.extensions.parallelize.planning.policies import (
     read_constraints,
 )
 from hybrid_engine.extensions.parallelize.planning.programme import Infeasible, frugal, solve
-from hybrid_engine.extensions.parallelize.planning.setting import OPTION_NAMES, ZERO, Cost, Options, Setting, peaks
+from hybrid_engine.extensions.parallelize.planning.setting import OPTION_NAMES, ZERO, Cost, Options, PlanSetting, peaks
 from hybrid_engine.extensions.parallelize.planning.space import Space
 
 Seconds = Callable[[int, int, int], float | None]
@@ -40,7 +40,7 @@ Seconds = Callable[[int, int, int], float | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class PlanRequest:
     """The user's requirements on the plan."""
 
     constraints: Sequence[Constraint] = ()
@@ -77,10 +77,10 @@ def _loaded(path: str, graph: Graph) -> Plan:
         raise ValueError(f"load_plan_path={path!r}: {error}") from error
 
 
-def _wanted(graph: Graph, options: Options, plan_ngpus: int) -> Wanted:
+def _wanted(graph: Graph, options: Options, plan_ngpus: int) -> PlanRequest:
     path = options.partition_constraints_path
     stages = [n for n in range(1, plan_ngpus + 1) if plan_ngpus % n == 0] if options.explore_pipeline else [1]
-    return Wanted(
+    return PlanRequest(
         constraints=() if path is None else read_constraints(path, graph),
         recompute=_names(options.recompute_modules),
         num_stages=tuple(stages),
@@ -93,12 +93,12 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def best_plan(graph: Graph, setting: Setting, wanted: Wanted | None = None) -> Plan:
+def best_plan(graph: Graph, setting: PlanSetting, wanted: PlanRequest | None = None) -> Plan:
     """The fastest plan that fits. If none fits, the plan that recomputes as few layers as necessary.
 
     Raises ValueError with the minimum memory that a plan needs if no plan fits even with recomputation.
     """
-    planner = _Planner(graph, setting, wanted or Wanted())
+    planner = _Planner(graph, setting, wanted or PlanRequest())
     plan = planner.fastest(planner.wanted.recompute)
     layers = layers_of(graph)
     if plan is None and setting.trains and layers and not planner.wanted.recompute and not setting.is_eager:
@@ -131,8 +131,8 @@ def _fewest(planner: "_Planner", layers: Sequence[str], plan: Plan) -> Plan:
 @dataclass
 class _Planner:
     graph: Graph
-    setting: Setting
-    wanted: Wanted
+    setting: PlanSetting
+    wanted: PlanRequest
     least: list[float] = field(default_factory=list)
     """Bytes that each plan that did not fit would have needed."""
 
@@ -149,7 +149,7 @@ class _Planner:
                     found.append(plan_costs(plan, self.setting))
         return min(found, key=lambda one: one.seconds).plan if found else None
 
-    def _space(self, mesh: tuple[int, ...], setting: Setting, recompute: tuple[str, ...]) -> Space:
+    def _space(self, mesh: tuple[int, ...], setting: PlanSetting, recompute: tuple[str, ...]) -> Space:
         choices = constrained(choices_on(self.graph, mesh, setting), self.wanted.constraints, mesh)
         return Space(self.graph, mesh, setting, choices, recomputed=recomputed_ops(self.graph, recompute))
 
@@ -232,7 +232,7 @@ def _joined(
     return joined
 
 
-def meshes(size: int, setting: Setting) -> list[tuple[int, ...]]:
+def meshes(size: int, setting: PlanSetting) -> list[tuple[int, ...]]:
     """One axis for any split, and all pairs of axes whose first axis splits the batch. Eager: one axis only."""
     limit = setting.max_partition_degree
     if setting.is_eager:
@@ -242,7 +242,7 @@ def meshes(size: int, setting: Setting) -> list[tuple[int, ...]]:
     return [*one_axis, *pairs] or [(size,)]
 
 
-def choices_on(graph: Graph, mesh: Sequence[int], setting: Setting) -> Callable[[Op], list[Names]]:
+def choices_on(graph: Graph, mesh: Sequence[int], setting: PlanSetting) -> Callable[[Op], list[Names]]:
     """The splits that `autodist` tries for each op on a mesh."""
     if setting.is_eager:
         return eager_choices(graph, mesh[0])
@@ -278,7 +278,7 @@ class PlanCosts:
         return max(max(stage.peaks.values()) for stage in self.stages)
 
 
-def plan_costs(plan: Plan, setting: Setting) -> PlanCosts:
+def plan_costs(plan: Plan, setting: PlanSetting) -> PlanCosts:
     """The costs of a plan, computed op by op."""
     recomputed = recomputed_ops(plan.graph, plan.recompute)
     groups = stage_ops(plan)
@@ -314,7 +314,7 @@ def in_flight(schedule: str, num_stages: int, stage: int, num_micro_batches: int
     return num_micro_batches if schedule == "gpipe" else min(num_stages - stage, num_micro_batches)
 
 
-def transfer_seconds(graph: Graph, setting: Setting, ops: Sequence[Op], gradients: frozenset[str]) -> float:
+def transfer_seconds(graph: Graph, setting: PlanSetting, ops: Sequence[Op], gradients: frozenset[str]) -> float:
     """Seconds to receive the operands of `ops`, a stage, from other stages and to send their gradients back."""
     made = {key for op in ops for key in op.outputs}
     values = {key: graph.values[key] for op in ops for key in op.inputs if key not in made}
@@ -386,7 +386,7 @@ def explain(plan: Plan, config: ComputeConfig | None = None) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _summary(costs: PlanCosts, setting: Setting) -> str:
+def _summary(costs: PlanCosts, setting: PlanSetting) -> str:
     plan = costs.plan
     layout = f"mesh {list(plan.mesh)}" + (f", {len(plan.stages)} stages" if plan.stages else "")
     lines = [
@@ -420,7 +420,7 @@ def _gb(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.4g} GB"
 
 
-def _blocks(costs: PlanCosts, setting: Setting) -> str:
+def _blocks(costs: PlanCosts, setting: PlanSetting) -> str:
     """A paragraph for each kind of block: blocks of one pattern whose main ops are split alike."""
     plan = costs.plan
     by_op: dict[str, Cost] = {}
@@ -465,7 +465,7 @@ def _is_main(graph: Graph, op: Op) -> bool:
     return op.name == ATTENTION or any(value.kind == "parameter" and len(value.shape) > 1 for value in values)
 
 
-def _why(costs: PlanCosts, setting: Setting, ops: Sequence[Op]) -> str:
+def _why(costs: PlanCosts, setting: PlanSetting, ops: Sequence[Op]) -> str:
     """The change in time and memory if every rank computes these ops whole."""
     plan = costs.plan
     kept = {key: names for key, names in plan.splits.items() if key not in {op.key for op in ops}}
@@ -475,7 +475,7 @@ def _why(costs: PlanCosts, setting: Setting, ops: Sequence[Op]) -> str:
     return f"why: computed whole by every rank, a step is {seconds * 1e3:+.4g} ms and {num_bytes / 1e9:+.4g} GB{fits}"
 
 
-def _runner_up(costs: PlanCosts, setting: Setting) -> str:
+def _runner_up(costs: PlanCosts, setting: PlanSetting) -> str:
     """The fastest plan that splits a main op differently or, with stages, has another number of stages."""
     plan = costs.plan
     if plan.plan_ngpus == 1:
@@ -501,7 +501,7 @@ def _percent(seconds: float, than: float) -> str:
     return f"{100 * (seconds / than - 1):+.2g}%"
 
 
-def _other_splits(plan: Plan, setting: Setting) -> Plan | None:
+def _other_splits(plan: Plan, setting: PlanSetting) -> Plan | None:
     graph = plan.graph
     choices = choices_on(graph, plan.mesh, setting)
     space = Space(
@@ -522,10 +522,10 @@ def _other_splits(plan: Plan, setting: Setting) -> Plan | None:
         return None
 
 
-def _other_stages(plan: Plan, setting: Setting) -> Plan | None:
+def _other_stages(plan: Plan, setting: PlanSetting) -> Plan | None:
     size = plan.plan_ngpus
     numbers = tuple(n for n in range(1, size + 1) if size % n == 0 and n != len(plan.stages))
     try:
-        return best_plan(plan.graph, setting, Wanted(num_stages=numbers))
+        return best_plan(plan.graph, setting, PlanRequest(num_stages=numbers))
     except ValueError:
         return None

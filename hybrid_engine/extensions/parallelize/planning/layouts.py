@@ -1,7 +1,7 @@
 """Layouts of tensors under a plan, the collectives that change them, and the blocks and stages of a graph.
 
-Planner and lowering share these layouts. The moves are those of DTensor's redistribution; `Copies` are what generation
-needs in addition.
+Planner and lowering share these layouts. The moves are those of DTensor's redistribution; `GenerationCopies`
+are what generation needs in addition.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,8 @@ from torch.distributed.tensor import Placement, Replicate
 
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.containers.tensor_parallel import Cut, TensorParallel
-from hybrid_engine.extensions.parallelize.graph.graph import Graph, Op
+from hybrid_engine.extensions.parallelize.graph.graph import Graph, Op, layer_of, paths_around
+from hybrid_engine.extensions.parallelize.graph.stage_ops import stage_of_path
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
 from hybrid_engine.zero.slicing import bounds_of, inside_of, part_shape, places_of_ranks
 
@@ -47,7 +48,7 @@ def kept_layout(wanted: Iterable[Layout], whole: Layout) -> Layout:
     return max(layouts, key=lambda layout: sum(p.is_shard() for p in layout), default=whole)
 
 
-def local_elements(shape: Sequence[int], layout: Layout, mesh: Sequence[int]) -> float:
+def local_elements(shape: Sequence[int], layout: Sequence[Placement], mesh: Sequence[int]) -> float:
     """Number of elements of one rank's part."""
     parts = prod(size for placement, size in zip(layout, mesh, strict=True) if placement.is_shard())
     return prod(shape) / parts
@@ -67,7 +68,7 @@ def moves(num_elements: int, source: Layout, target: Layout, mesh: tuple[int, ..
         wanted = target[axis]
         if wanted.is_partial() and not current[axis].is_partial():
             _change(found, num_elements, current, axis, Replicate(), mesh)
-            found.append(Move("copy", axis, _elements(num_elements, current, mesh)))
+            found.append(Move("copy", axis, local_elements((num_elements,), current, mesh)))
             current[axis] = wanted
         else:
             _change(found, num_elements, current, axis, wanted, mesh)
@@ -77,10 +78,6 @@ def moves(num_elements: int, source: Layout, target: Layout, mesh: tuple[int, ..
 def _cutting(layout: Layout, placement: Placement) -> list[int]:
     """The axes that cut the dimension of `placement`; empty for a mesh of one axis, where the order does not matter."""
     return [axis for axis, other in enumerate(layout) if other == placement] if len(layout) > 1 else []
-
-
-def _elements(num_elements: int, layout: Sequence[Placement], mesh: Sequence[int]) -> float:
-    return num_elements / prod(size for p, size in zip(layout, mesh, strict=True) if p.is_shard())
 
 
 def _change(
@@ -95,7 +92,7 @@ def _change(
     if before == wanted or mesh[axis] == 1:
         current[axis] = wanted
         return
-    local = _elements(num_elements, current, mesh)
+    local = local_elements((num_elements,), current, mesh)
     current[axis] = wanted
     if before.is_shard() and wanted.is_replicate():
         found.append(Move("all_gather", axis, local * mesh[axis]))
@@ -107,7 +104,7 @@ def _change(
         found.append(Move("copy", axis, local / mesh[axis]))
 
 
-class Copies:
+class GenerationCopies:
     """The copies that processes need if they generate together from the parts that they train.
 
     The processes form a mesh of these sizes. `order` lists its axes; the first is the outermost for tensor parallelism.
@@ -201,7 +198,7 @@ def value_layouts(graph: Graph, plan: Plan) -> dict[str, Layout]:
     layouts = {key: whole(plan) for key in graph.values} | parameter_layouts(graph, plan)
     for op in graph.ops.values():
         given = op.rule.output_placements(plan.split_of(op))
-        layouts |= {key: given[int(key.rsplit("/", 1)[1])] for key in op.outputs}
+        layouts |= op.by_result(given)
     return layouts
 
 
@@ -211,8 +208,8 @@ def blocks_of(graph: Graph) -> dict[str, str]:
     A block is a layer of a list (`layers.3`), or the outermost module that contains no layer. Ops of a module around
     layers belong to the block that runs before them; the first ones belong to the block that runs next.
     """
-    found = {key: _layer(op.path) for key, op in graph.ops.items()}
-    around = {ancestor for path in found.values() if path for ancestor in _ancestors(path)}
+    found = {key: layer_of(op.path) for key, op in graph.ops.items()}
+    around = {ancestor for path in found.values() if path for ancestor in ("", *paths_around(path)[:-1])}
     blocks: dict[str, str] = {}
     last = next((_block(op.path, found[key], around) for key, op in graph.ops.items() if op.path not in around), "")
     for key, op in graph.ops.items():
@@ -221,29 +218,15 @@ def blocks_of(graph: Graph) -> dict[str, str]:
     return blocks
 
 
-def _layer(path: str) -> str | None:
-    """The path of the outermost list layer that contains `path`; None if there is none."""
-    parts = path.split(".")
-    for number, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: number + 1])
-    return None
-
-
-def _ancestors(path: str) -> list[str]:
-    parts = path.split(".")
-    return ["", *(".".join(parts[:number]) for number in range(1, len(parts)))]
-
-
 def _block(path: str, layer: str | None, around: set[str]) -> str:
     if layer is not None:
         return layer
-    return next((prefix for prefix in [*_ancestors(path)[1:], path] if prefix not in around), path)
+    return next((prefix for prefix in paths_around(path) if prefix not in around), path)
 
 
 def layers_of(graph: Graph) -> list[str]:
     """The blocks that are layers of lists, in execution order."""
-    return [block for block in dict.fromkeys(blocks_of(graph).values()) if block == _layer(block)]
+    return [block for block in dict.fromkeys(blocks_of(graph).values()) if block == layer_of(block)]
 
 
 def segments_of(graph: Graph) -> list[tuple[tuple[str, ...], list[Op]]]:
@@ -268,11 +251,11 @@ def stage_ops(plan: Plan) -> list[list[Op]]:
     """The ops of each stage. An op that no stage's module contains runs where the op before it runs."""
     if not plan.stages:
         return [list(plan.graph.ops.values())]
-    number_of = {path: number for number, stage in enumerate(plan.stages) for path in stage}
     found: list[list[Op]] = [[] for _ in plan.stages]
     number = 0
     for op in plan.graph.ops.values():
-        number = next((number_of[p] for p in [op.path, *_ancestors(op.path)[::-1]] if p in number_of), number)
+        own = stage_of_path(op.path, plan.stages)
+        number = number if own is None else own
         found[number].append(op)
     return found
 
@@ -282,7 +265,7 @@ def recomputed_ops(graph: Graph, patterns: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     unused = set(patterns)
     for key, op in graph.ops.items():
-        for path in [*_ancestors(op.path)[1:], op.path]:
+        for path in paths_around(op.path):
             matching = [one for one in patterns if path and fnmatchcase(path, one)]
             unused -= set(matching)
             if matching:

@@ -18,7 +18,7 @@ from hybrid_engine.extensions.parallelize.graph.annotations import OpRule, local
 from hybrid_engine.extensions.parallelize.graph.graph import END, FIXED, FREE, RESHAPED, Graph, Op, Value
 from hybrid_engine.extensions.parallelize.planning.layouts import Layout, gradient_layout
 from hybrid_engine.extensions.parallelize.planning.plan import Names
-from hybrid_engine.extensions.parallelize.planning.setting import Cost, Setting
+from hybrid_engine.extensions.parallelize.planning.setting import Cost, PlanSetting
 
 State = tuple[Layout, Layout]
 """The layout in which an op needs an operand, and the layout of the gradient that it returns for it."""
@@ -132,7 +132,7 @@ def reused_parameters(graph: Graph, ops: Sequence[Op]) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedTensors:
     """The tensors that an op saves for its backward pass."""
 
     operands: frozenset[int] = frozenset()
@@ -141,7 +141,7 @@ class Kept:
     """Additional bytes for each element of the first operand."""
 
 
-NOTHING = Kept()
+NOTHING = SavedTensors()
 
 
 def differentiable(graph: Graph, trains: bool) -> frozenset[str]:
@@ -153,27 +153,27 @@ def differentiable(graph: Graph, trains: bool) -> frozenset[str]:
     return frozenset(found)
 
 
-def kept_by(op: Op, graph: Graph, with_gradient: frozenset[str]) -> Kept:
+def kept_by(op: Op, graph: Graph, with_gradient: frozenset[str]) -> SavedTensors:
     """The tensors that `op` saves; by default floating-point operands and, outside aten, results."""
     if not any(key in with_gradient for key in op.outputs) or is_alias(op):
         return NOTHING
     if op.name == ATTENTION:
-        return Kept(frozenset({0, 1, 2}), results=True)
+        return SavedTensors(frozenset({0, 1, 2}), results=True)
     if op.name in ("cross_entropy_loss", "nll_loss_nd"):
-        return Kept(extra_bytes_per_element=4.0)  # the log-probabilities
+        return SavedTensors(extra_bytes_per_element=4.0)  # the log-probabilities
     if op.name in ("native_dropout", "dropout"):
-        return Kept(extra_bytes_per_element=1.0)
+        return SavedTensors(extra_bytes_per_element=1.0)
     if op.name in KEEPS_MASK:
-        return Kept(frozenset({KEEPS_MASK[op.name]}))
+        return SavedTensors(frozenset({KEEPS_MASK[op.name]}))
     if op.name in KEEPS_RESULTS:
-        return Kept(results=True)
+        return SavedTensors(results=True)
     if op.name in KEEPS_NOTHING:
         return NOTHING
     floating = [position for position, key in enumerate(op.inputs) if graph.values[key].dtype.is_floating_point]
     if op.name not in KEEPS_OTHERS:
-        return Kept(frozenset(floating), results="::" in op.name)
+        return SavedTensors(frozenset(floating), results="::" in op.name)
     factors = _factors(op)
-    return Kept(frozenset(p for p in factors if any(op.inputs[q] in with_gradient for q in factors if q != p)))
+    return SavedTensors(frozenset(p for p in factors if any(op.inputs[q] in with_gradient for q in factors if q != p)))
 
 
 def _factors(op: Op) -> range:
@@ -204,7 +204,9 @@ class Work:
     largest_bytes: float
 
 
-def work(op: Op, graph: Graph, names: Names, mesh: Sequence[int], setting: Setting, gradients: frozenset[str]) -> Work:
+def work(
+    op: Op, graph: Graph, names: Names, mesh: Sequence[int], setting: PlanSetting, gradients: frozenset[str]
+) -> Work:
     """The work of one rank for `op`, split along `names`; `gradients` are the tensors that have a gradient."""
     weights, device = setting.weights, setting.machine.device
     reads, writes = op.rule.input_placements(names), op.rule.output_placements(names)
@@ -234,7 +236,7 @@ def work(op: Op, graph: Graph, names: Names, mesh: Sequence[int], setting: Setti
     return Work(forward, backward, largest)
 
 
-def exchange_seconds(op: Op, graph: Graph, names: Names, mesh: Sequence[int], setting: Setting) -> float:
+def exchange_seconds(op: Op, graph: Graph, names: Names, mesh: Sequence[int], setting: PlanSetting) -> float:
     """The time of the communication between parts of an op while it runs, forward and backward."""
     on_part = op.rule.on_part_of(names)
     if on_part is None or not on_part[0].num_reductions:
@@ -275,7 +277,7 @@ def _has(pattern: object, name: str) -> bool:
     return any(name in dim.names for dim in getattr(pattern, "dims", None) or ())
 
 
-def generation_bytes(graph: Graph, setting: Setting, ops: Sequence[Op], num_parts: int) -> float:
+def generation_bytes(graph: Graph, setting: PlanSetting, ops: Sequence[Op], num_parts: int) -> float:
     """Bytes that one process needs to generate with the layers of `ops`, in addition to its part of their parameters.
 
     `num_parts` processes share the parameters. If all of them generate together, each uses its own part and copies
@@ -292,7 +294,7 @@ def generation_bytes(graph: Graph, setting: Setting, ops: Sequence[Op], num_part
     return needed / generation.tensor_parallel
 
 
-def token_bytes(graph: Graph, setting: Setting, ops: Sequence[Op]) -> float:
+def token_bytes(graph: Graph, setting: PlanSetting, ops: Sequence[Op]) -> float:
     """Bytes of the keys and values of one token in the layers of `ops`."""
     makers = {key: op for op in graph.ops.values() for key in op.outputs}
     total = 0.0

@@ -22,7 +22,7 @@ from hybrid_engine.extensions.parallelize.graph.annotations import SUMMED
 from hybrid_engine.extensions.parallelize.graph.compute_config import (
     COUNT,
     TEXT,
-    Rule,
+    ValueRule,
     check,
     has_names,
     is_count,
@@ -30,7 +30,7 @@ from hybrid_engine.extensions.parallelize.graph.compute_config import (
     is_text,
     shown,
 )
-from hybrid_engine.extensions.parallelize.graph.graph import RESHAPES, Graph, Op
+from hybrid_engine.extensions.parallelize.graph.graph import RESHAPES, Graph, Op, paths_around
 from hybrid_engine.extensions.parallelize.graph.stage_ops import check_schedule, divide, stages_each
 
 Names = tuple[str | None, ...]
@@ -95,7 +95,7 @@ def follow(plan: "Plan", ops: Collection[Op]) -> dict[str, Names]:
                     found.setdefault(op.key, list(plan.split_of(op)))[axis] = name
             if name is not None:
                 given = op.rule.annotation.output_placements(name)
-                made = {key: given[int(key.rsplit("/", 1)[1])] for key in op.outputs}
+                made = op.by_result(given)
                 placements |= {key: placement for key, placement in made.items() if placement.is_shard()}
                 sums |= {key for key, placement in made.items() if placement.is_partial()}
     return {key: tuple(names) for key, names in found.items() if plan.graph.ops[key].rule.can_split(names, plan.mesh)}
@@ -188,13 +188,13 @@ class Plan:
         elif self.schedule != "1f1b":
             raise ValueError(f"the plan has schedule={self.schedule!r} and no stages; name them, or leave it at '1f1b'")
         for path in self.recompute:
-            if not any(fnmatchcase(around, path) for op in self.graph.ops.values() for around in _around(op.path)):
+            if not any(fnmatchcase(around, path) for op in self.graph.ops.values() for around in paths_around(op.path)):
                 raise ValueError(f"recompute={path!r} is no module of the graph; {nearest_paths(self.graph, path)}")
 
     def _check_stages(self) -> None:
         """Raises ValueError for a path of a stage that is not a module, or that two stages have."""
         known = {path for path, _ in self.graph.original.named_modules()}
-        known |= {around for op in self.graph.ops.values() for around in _around(op.path)}
+        known |= {around for op in self.graph.ops.values() for around in paths_around(op.path)}
         stage_of: dict[str, int] = {}
         for number, paths in enumerate(self.stages):
             for path in paths:
@@ -293,12 +293,6 @@ def _uses_of_weights(graph: Graph) -> dict[str, set[tuple[str, Sequence[int]]]]:
     return found
 
 
-def _around(path: str) -> list[str]:
-    """The paths of a module and of all modules around it."""
-    parts = path.split(".")
-    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
-
-
 def _fits(op: Op, names: Names, mesh: Sequence[int]) -> bool:
     known = all(name is None or name in op.rule.annotation.candidates for name in names)
     return known and op.rule.can_split(names, mesh)
@@ -340,23 +334,23 @@ def _is_json(value: Any) -> bool:
         return False
 
 
-RULES: Mapping[str, Rule] = {
-    "mesh": Rule(
+RULES: Mapping[str, ValueRule] = {
+    "mesh": ValueRule(
         lambda value: is_list_of(value, is_count) and len(value) > 0,
         "numbers of processes, one for each axis, at least 1 each",
     ),
-    "splits": Rule(
+    "splits": ValueRule(
         lambda value: has_names(value) and all(_is_names(names) for names in value.values()),
         "by the keys of ops a list of names or null, one for each axis of the mesh",
     ),
-    "stages": Rule(
+    "stages": ValueRule(
         lambda value: is_list_of(value, lambda stage: is_list_of(stage, is_text) and len(stage) > 0),
         "a list of module paths, at least one, for each stage",
     ),
-    "recompute": Rule(lambda value: is_list_of(value, is_text), "a list of globs of module paths"),
+    "recompute": ValueRule(lambda value: is_list_of(value, is_text), "a list of globs of module paths"),
     "num_micro_batches": COUNT,
     "schedule": TEXT,
-    "notes": Rule(_is_json, "a dict that JSON can hold"),
+    "notes": ValueRule(_is_json, "a dict that JSON can hold"),
 }
 """Rules for the decisions of a plan."""
 

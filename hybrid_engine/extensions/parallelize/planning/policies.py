@@ -18,11 +18,11 @@ from torch.distributed.tensor import Placement, Shard
 
 from hybrid_engine.extensions.parallelize.graph.annotations import SUMMED
 from hybrid_engine.extensions.parallelize.graph.compute_config import COUNT, ComputeConfig, check
-from hybrid_engine.extensions.parallelize.graph.graph import RESHAPES, Graph, Op
+from hybrid_engine.extensions.parallelize.graph.graph import RESHAPES, Graph, Op, layer_of
 from hybrid_engine.extensions.parallelize.graph.stage_ops import check_name, check_schedule, stage_of_path, stages_each
 from hybrid_engine.extensions.parallelize.planning.op_classes import ATTENTION, split_degree
 from hybrid_engine.extensions.parallelize.planning.plan import Names, Plan, following, nearest_paths
-from hybrid_engine.extensions.parallelize.planning.setting import Setting
+from hybrid_engine.extensions.parallelize.planning.setting import PlanSetting
 
 STAGE_OPTIONS = frozenset({"pipeline_nmicros", "pipeline_scheduler", "pipeline_nstages"})
 WHOLE = "whole"
@@ -125,20 +125,13 @@ def _sizes(graph: Graph) -> dict[str, int]:
         if not reads:
             continue
         is_made_of_parameters |= set(op.outputs)
-        path = _layer(op)
+        path = layer_of(op.path) or op.path
         if path:
             new = {key for key in op.inputs if graph.values[key].kind == "parameter"} - seen
             seen |= new
             sizes[path] = sizes.get(path, 0) + 1 + sum(graph.values[key].num_bytes for key in new)
     # An op of a module around others runs where its operands are.
     return {path: size for path, size in sizes.items() if not any(other.startswith(f"{path}.") for other in sizes)}
-
-
-def _layer(op: Op) -> str:
-    """The path up to its first number."""
-    parts = op.path.split(".")
-    numbers = [position for position, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbers[0] + 1]) if numbers else op.path
 
 
 def _smallest_largest(sizes: Sequence[int], num_stages: int) -> list[int]:
@@ -179,7 +172,7 @@ def batch_plan(graph: Graph, mesh: Sequence[int]) -> Plan:
             names: Names = (name, *(None for _ in mesh[1:]))
             plan.splits[op.key] = names
             given = op.rule.annotation.output_placements(name)
-            placements |= {key: given[int(key.rsplit("/", 1)[1])] for key in op.outputs}
+            placements |= op.by_result(given)
     return plan
 
 
@@ -288,15 +281,14 @@ class _Walk:
         if is_columns and not is_logits:
             sources = {op.key}
         made = op.rule.annotation.output_placements(name)
-        for key in op.outputs:
-            placement = made[int(key.rsplit("/", 1)[1])]
+        for key, placement in op.by_result(made).items():
             if placement.is_partial():
                 self.sums[key] = op.path
             if placement.is_shard() and not (is_logits and self.is_eager):
                 self.parts[key], self.sources[key] = placement, sources
 
 
-def all_choices(mesh: Sequence[int], setting: Setting) -> Callable[[Op], list[Names]]:
+def all_choices(mesh: Sequence[int], setting: PlanSetting) -> Callable[[Op], list[Names]]:
     """All splits of an op over a mesh that divide its sizes and make no more parts than allowed."""
 
     def choices(op: Op) -> list[Names]:
@@ -308,7 +300,7 @@ def all_choices(mesh: Sequence[int], setting: Setting) -> Callable[[Op], list[Na
     return choices
 
 
-def batch_choices(graph: Graph, mesh: Sequence[int], setting: Setting) -> Callable[[Op], list[Names]]:
+def batch_choices(graph: Graph, mesh: Sequence[int], setting: PlanSetting) -> Callable[[Op], list[Names]]:
     """Splits that put the batch on the first axis of the mesh where possible, with all splits over the other axes."""
     splits_of_batch, anything = batch_plan(graph, mesh), all_choices(mesh, setting)
 
@@ -344,8 +336,7 @@ def eager_choices(graph: Graph, size: int) -> Callable[[Op], list[Names]]:
 
 def _made(plan: Plan, op: Op) -> dict[str, Placement]:
     given = op.rule.output_placements(plan.split_of(op))
-    made = {key: given[int(key.rsplit("/", 1)[1])][0] for key in op.outputs}
-    return {key: placement for key, placement in made.items() if placement.is_shard()}
+    return {key: layout[0] for key, layout in op.by_result(given).items() if layout[0].is_shard()}
 
 
 def choices_of(plan: Plan) -> Callable[[Op], list[Names]]:

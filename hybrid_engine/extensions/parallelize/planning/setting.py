@@ -1,6 +1,6 @@
 """The options of `autodist`, the conditions that they describe (machine, processes, weights, memory), and costs.
 
-All cost functions of the planner take a `Setting` and return a `Cost`.
+All cost functions of the planner take a `PlanSetting` and return a `Cost`.
 """
 
 import os
@@ -17,7 +17,7 @@ from hybrid_engine.extensions.parallelize.graph.compute_config import (
     SWITCH,
     TEXT,
     ComputeConfig,
-    Rule,
+    ValueRule,
     check,
     is_count,
     is_number,
@@ -29,8 +29,8 @@ ADAM_STATES = 2
 """Number of tensors of a parameter's size that the optimizer keeps."""
 SCHEDULERS = ("1f1b", "gpipe")
 """Schedules whose time and memory the planner can compute: those that fill and drain a pipeline."""
-ABOVE_ZERO = Rule(lambda value: is_number(value) and value > 0, "a number above 0")
-KINDS: Mapping[Any, Rule] = {
+ABOVE_ZERO = ValueRule(lambda value: is_number(value) and value > 0, "a number above 0")
+KINDS: Mapping[Any, ValueRule] = {
     int: COUNT,
     int | None: COUNT,
     float: ABOVE_ZERO,
@@ -47,7 +47,7 @@ DEFAULT_TABLE = "h100"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weights:
+class WeightFormat:
     """How parameters are stored and stepped."""
 
     is_16_bit: bool = False
@@ -83,7 +83,7 @@ class Generation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class PlanSetting:
     """Everything that a plan's cost depends on, apart from the graph and the plan."""
 
     machine: Machine
@@ -91,7 +91,7 @@ class Setting:
     num_units: int = 1
     use_zero: bool = False
     trains: bool = True
-    weights: Weights = Weights()
+    weights: WeightFormat = WeightFormat()
     num_micro_batches: int = 1
     """Forward and backward passes before each optimizer step."""
     in_flight: int = 1
@@ -171,7 +171,7 @@ FIELDS = tuple(f.name for f in fields(Cost))
 ZERO = Cost()
 
 
-def peaks(cost: Cost, largest: float, setting: Setting, constants: float = 0.0) -> dict[str, float]:
+def peaks(cost: Cost, largest: float, setting: PlanSetting, constants: float = 0.0) -> dict[str, float]:
     """Peak bytes of one rank by moment of a step. `constants`: additional bytes of generation."""
     if not setting.trains:
         return {"forward": cost.resident_bytes + setting.transient_coefficient * largest}
@@ -283,9 +283,9 @@ class Options:
         return cls(**{name: value for name, value in pas_config.items() if not name.startswith("_")})
 
     @property
-    def weights(self) -> Weights:
+    def weights(self) -> WeightFormat:
         """The dtypes of parameters, fp32 copies and optimizer states."""
-        return Weights(
+        return WeightFormat(
             is_16_bit=any(getattr(self, name) for name in SIXTEEN_BITS),
             has_masters=self.use_fp16 or self.use_bf16,
             keeps_remainders=self.use_apex_fused_adam_v2,
@@ -304,7 +304,7 @@ class Options:
             return Machine.load(path) if path.is_file() else Machine.named(DEFAULT_TABLE)
         return Machine.named(self.costs) if self.costs in TABLES or "." not in self.costs else Machine.load(self.costs)
 
-    def setting(self, config: ComputeConfig, machine: Machine) -> Setting:
+    def setting(self, config: ComputeConfig, machine: Machine) -> PlanSetting:
         """The setting that plans are made for; ValueError for options that do not go with the config."""
         for name in ("explore_pipeline", "recompute_modules") if config.lowering == "eager" else ():
             if value := getattr(self, name):
@@ -321,7 +321,7 @@ class Options:
                     f"plan_ngpus={config.plan_ngpus}; change either"
                 )
         memory = machine.device.memory_bytes if self.mem_constraint is None else self.mem_constraint * 1e9
-        return Setting(
+        return PlanSetting(
             machine=machine,
             plan_ngpus=config.plan_ngpus,
             num_units=config.num_units,

@@ -11,16 +11,16 @@ from torch.distributed.tensor import Replicate
 
 from hybrid_engine.extensions.parallelize.graph.graph import END, FREE, SHARED, Code, Graph, Op, Value
 from hybrid_engine.extensions.parallelize.planning.layouts import (
-    Copies,
+    GenerationCopies,
     Layout,
     gradient_layout,
     kept_layout,
     local_elements,
 )
 from hybrid_engine.extensions.parallelize.planning.op_classes import (
-    Kept,
     OpClass,
     Reader,
+    SavedTensors,
     State,
     TensorClass,
     differentiable,
@@ -33,7 +33,7 @@ from hybrid_engine.extensions.parallelize.planning.op_classes import (
 )
 from hybrid_engine.extensions.parallelize.planning.plan import Names, Plan
 from hybrid_engine.extensions.parallelize.planning.policies import choices_of
-from hybrid_engine.extensions.parallelize.planning.setting import ZERO, Cost, Setting
+from hybrid_engine.extensions.parallelize.planning.setting import ZERO, Cost, PlanSetting
 
 
 class Space:
@@ -48,7 +48,7 @@ class Space:
         self,
         graph: Graph,
         mesh: Sequence[int],
-        setting: Setting,
+        setting: PlanSetting,
         choices: Callable[[Op], Iterable[Names]],
         *,
         ops: Sequence[Op] | None = None,
@@ -69,12 +69,14 @@ class Space:
         self._make_classes(shares, choices)
         self.tensors = self._make_tensors()
 
-    def _copies(self, order: Sequence[int] | None) -> Copies | None:
+    def _copies(self, order: Sequence[int] | None) -> GenerationCopies | None:
         """The parameter copies of generation; None if generation does not run on the trained parts."""
         num_parts, generation = prod(self.mesh), self.setting.generation
         if generation is None or num_parts == 1 or generation.tensor_parallel != num_parts:
             return None
-        return Copies(self.graph, self.mesh, tuple(reversed(range(len(self.mesh)))) if order is None else order)
+        return GenerationCopies(
+            self.graph, self.mesh, tuple(reversed(range(len(self.mesh)))) if order is None else order
+        )
 
     def _make_classes(self, shares: bool, choices: Callable[[Op], Iterable[Names]]) -> None:
         numbers: dict[object, int] = {}
@@ -157,7 +159,7 @@ class Space:
         self.members = list(counted.values())
         return [replace(one, count=len(keys)) for one, keys in counted.items()]
 
-    def _held(self, kept: Mapping[str, Kept], views: set[str]) -> set[str]:
+    def _held(self, kept: Mapping[str, SavedTensors], views: set[str]) -> set[str]:
         """Tensors whose memory is kept until the backward pass, for themselves or for a view of them."""
         held: set[str] = set()
         for op in reversed(self.ops):
@@ -167,7 +169,9 @@ class Space:
                 held |= set(op.inputs[:1])
         return held
 
-    def _readers(self, kept: Mapping[str, Kept], views: set[str], held: set[str]) -> dict[str, tuple[Reader, ...]]:
+    def _readers(
+        self, kept: Mapping[str, SavedTensors], views: set[str], held: set[str]
+    ) -> dict[str, tuple[Reader, ...]]:
         """The readers of each tensor."""
         found: dict[str, dict[Reader, None]] = {}
         self._reading: dict[str, list[str]] = {}
@@ -263,7 +267,7 @@ class Space:
         )
 
 
-def evaluate_plan(plan: Plan, setting: Setting, recomputed: Mapping[str, str] | None = None) -> tuple[Cost, float]:
+def evaluate_plan(plan: Plan, setting: PlanSetting, recomputed: Mapping[str, str] | None = None) -> tuple[Cost, float]:
     """The cost of a plan of one stage, op by op, and the bytes of its largest tensor."""
     space = Space(plan.graph, plan.mesh, setting, choices_of(plan), shares=False, recomputed=recomputed)
     return space.evaluate([0] * len(space.classes))
@@ -275,7 +279,9 @@ class TensorCosts:
     `copies` are those of generation; None if there are none.
     """
 
-    def __init__(self, mesh: Sequence[int], setting: Setting, num_recomputed: int, copies: Copies | None = None):
+    def __init__(
+        self, mesh: Sequence[int], setting: PlanSetting, num_recomputed: int, copies: GenerationCopies | None = None
+    ):
         self.mesh, self.setting, self.num_recomputed, self.copies = tuple(mesh), setting, num_recomputed, copies
 
     def move(self, tensor: TensorClass, source: Layout, state: State) -> Cost:
