@@ -149,7 +149,6 @@ def check_runs(plan: Plan, config: ComputeConfig) -> None:
 
 
 def _check_gradients(plan: Plan, config: ComputeConfig) -> None:
-    """Raises ValueError for sparse gradients that would have to be summed or split."""
     if config.inference_only:
         return
     is_alone = config.num_units == 1 and (plan.plan_ngpus == len(plan.stages) or plan.plan_ngpus == 1)

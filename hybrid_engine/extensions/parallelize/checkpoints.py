@@ -310,7 +310,6 @@ def load_deduped_state_dict(
 
 
 def _check_own(module: Any, live: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
-    """Raises ValueError unless `given` has the names and parts that `deduped_state_dict` returns here; local."""
     instead = (
         "give each process what deduped_state_dict gave on it under this plan; merge_state_dicts goes between plans"
     )
@@ -358,7 +357,6 @@ def _check_groups(module: Any, optimizer: torch.optim.Optimizer, given: Mapping[
 
 
 def _check_all_states(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
-    """Raises ValueError if a parameter lacks entries that others of its group have; local."""
     names = [(number, name) for number, group in enumerate(given["param_groups"]) for name in group[NAMES]]
     found = zip(names, _parameters(optimizer, given), strict=True)
     check_states(
@@ -490,7 +488,6 @@ def _is_like(value: Any, parameter: Tensor) -> bool:
 
 
 def _parameters(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[int, nn.Parameter]]:
-    """Pairs of a parameter's key in a state dict and the parameter."""
     live = optimizer.inner if isinstance(optimizer, ZeroOptimizer) else optimizer
     for group, own in zip(state["param_groups"], live.param_groups, strict=True):
         yield from zip(group["params"], own["params"], strict=True)

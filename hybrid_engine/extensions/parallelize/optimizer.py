@@ -126,7 +126,6 @@ def build_optimizer(
 def _reducer_of(
     parts: Sequence[ParallelModule], parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None
 ) -> Reducer:
-    """The reducer of the parallel parts' gradients over units, as the config says."""
     config = parts[0].compute_config
     if not config.use_async_reducer:
         return Reducer(parameters, group, config.bucket_bytes)
@@ -194,7 +193,6 @@ class _Additions:
         self.stages: DeviceMesh | None = None
 
     def attach(self) -> None:
-        """Adds the methods to the optimizer, and makes `step` sync first."""
         optimizer: Any = self.optimizer
         optimizer.sync_shard_grad = self.sync_shard_grad
         optimizer.scale_grads = self.scale_grads

@@ -375,7 +375,6 @@ def check_states(found: Iterable[Given], *, parts_elsewhere: bool) -> None:
 
 
 def _form(given: Given, entry: str, value: Any) -> str:
-    """A description of the kind of value that an optimizer keeps for a parameter."""
     if isinstance(value, Tensor):
         kind = kind_of(value.dtype)
         if kind == "complex" and kind_of(given.parameter.dtype) != kind:

@@ -267,7 +267,6 @@ def _planned(graph: Graph, policy: str | Policy, config: ComputeConfig, folder: 
 
 
 def _edited(content: Any, graph: Graph, config: ComputeConfig, file: str) -> Plan:
-    """The plan that is stored in the folder, which the user may have edited."""
     plan = Plan.from_json(content, graph, file)
     try:
         check_runs(plan, config)
@@ -306,7 +305,6 @@ def _send_to_nodes(
 
 
 def _check_initialised(module: nn.Module, init_module_params: bool) -> None:
-    """Raises ValueError for parameters without values if values are required."""
     missing = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     if missing and init_module_params:
         raise ValueError(

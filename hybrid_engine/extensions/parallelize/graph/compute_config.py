@@ -270,7 +270,6 @@ class ComputeConfig:
                 raise ValueError(f"{name}={getattr(self, name)} needs use_zero=True; set it, or leave {name} out")
 
     def _check_kinds(self) -> None:
-        """Raises ValueError for values of the wrong type."""
         for name in ("plan_ngpus", "runtime_ngpus", "zero_ngroups"):
             check(name, getattr(self, name), COUNT)
         for one in fields(self):

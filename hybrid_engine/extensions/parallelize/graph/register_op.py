@@ -106,7 +106,6 @@ def overload_of(op: Any) -> torch._ops.OpOverload | None:
 
 
 def _check_text(annotation: str) -> None:
-    """Raises ValueError for an annotation that is invalid for any operands."""
     operands = annotation.split("->")[0].split(",")
     parse(annotation, [None if part.strip() == "?" else _num_dims(part) for part in operands])
 
@@ -265,7 +264,6 @@ def _compare(
     joined: Sequence[Tensor],
     tolerance: float,
 ) -> None:
-    """Raises ValueError unless results and gradients are equal up to `tolerance`."""
     leaves = [t for t in tensors_in(list(arguments.values())) if t.requires_grad]
     for position, (expected, found) in enumerate(zip(whole, joined, strict=True)):
         _check_equal(op, rule, name, f"result {position}", expected, found, tolerance)

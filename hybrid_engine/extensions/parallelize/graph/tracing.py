@@ -380,7 +380,6 @@ def _shown(buffer: Tensor | None) -> str:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Plain attributes, keyed by their paths."""
     return {
         f"{path}.{name}".removeprefix("."): value
         for path, part in module.named_modules()

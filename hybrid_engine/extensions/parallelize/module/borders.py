@@ -210,7 +210,6 @@ class _Reading:
         )
 
     def border(self, path: str) -> Border:
-        """The border of one module."""
         ops = [op for op in self.graph.ops.values() if op.path == path]
         if path not in self.leaves:
             return Border(parameters=self._parameters(path, ops))

@@ -272,7 +272,6 @@ class EagerModule(ParallelModule):
         parallel_module.check_options(self.compute_config, self.plan, config.zero_optimization.stage)
 
     def _check_forward(self, *_: Any) -> None:
-        """Runs before each forward: ValueError if none is allowed."""
         if self.compute_config.use_end2end and not self._is_in_step:
             raise ValueError("an end-to-end module has no forward of its own; call train_step or infer_step")
         self._check_runs()

@@ -258,7 +258,6 @@ class _WithExtraState(HeldModule):
     """A module whose original has extra state in addition to tensors, which the original reads and sets."""
 
     def get_extra_state(self) -> Any:
-        """The original's extra state."""
         return self.original().get_extra_state()
 
     def set_extra_state(self, state: Any) -> None:
@@ -390,7 +389,6 @@ def check_same_input(arguments: Any, module: nn.Module, groups: Sequence[dist.Pr
 
 
 def _beginning(arguments: Any, module: nn.Module) -> dict[str, str]:
-    """A description of the state that a pass begins with."""
     leaves = pytree.tree_leaves(arguments)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     num_training, is_recorded = sum(part.training for part in module.modules()), torch.is_grad_enabled()

@@ -126,7 +126,6 @@ class ParallelModule(HeldModule):
         return []
 
     def _check_runs(self) -> None:
-        """Raises ValueError if no forward pass is allowed now."""
         uninitialised = [name for name, buffer in self.named_buffers() if buffer.is_meta]
         if uninitialised:
             raise ValueError(f"buffers {uninitialised} were never initialised; load a state dict that has them")
@@ -216,7 +215,6 @@ class ParallelModule(HeldModule):
         return self._run_samples(samples, backward_from)
 
     def _overlapping(self, num_samples: int) -> AbstractContextManager[None]:
-        """Context around the backward passes of a step."""
         if self.overlapping_reducer is None:
             return nullcontext()
         return self.overlapping_reducer.overlapping(num_samples, self._fails_on_all(), self._times_read())
@@ -280,7 +278,6 @@ class ParallelModule(HeldModule):
         return results
 
     def _call(self, sample: Any) -> Any:
-        """The forward pass of an end-to-end module, through the hooks of FSDP2."""
         self.__dict__["_is_in_step"] = True
         try:
             return self(sample)
@@ -294,7 +291,6 @@ class ParallelModule(HeldModule):
 
 
 def _updated(tensors: dict[str, Tensor], others: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A copy of `tensors` in which entries of `others` replace those of the same name."""
     return {name: others.get(name, tensor) for name, tensor in tensors.items()}
 
 

@@ -150,7 +150,6 @@ class _Stage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
-        """The gradients of the tensors that the stage received."""
         try:
             with self.runner.together():
                 return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
@@ -331,7 +330,6 @@ class StagedParallelModule(ParallelModule):
         return super().forward(*args, **kwargs) if self._runner is None else self._runner(*args, **kwargs)
 
     def _own_stages(self, graph: Graph) -> dict[int, StageOps]:
-        """The stages of this process by their numbers."""
         assert self.meshes.stages is not None
         stages = divide(graph, self.plan.stages)
         return {
@@ -412,8 +410,6 @@ class StagedParallelModule(ParallelModule):
         return arguments, *self._pipeline_for(arguments[0])
 
     def _pipeline_for(self, arguments: dict[str, Any]) -> tuple[Pipeline, Graph]:
-        """The stages of this process for samples of these shapes."""
-
         def made() -> tuple[Pipeline, Graph]:
             plan, graph = self._planned(arguments)
             folds = self.compute_config.constant_folding

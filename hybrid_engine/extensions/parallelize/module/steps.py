@@ -262,7 +262,6 @@ class Values:
 
 
 def _memory(tensor: Tensor) -> int | None:
-    """Address of the tensor's storage; None for tensor subclasses."""
     return tensor.untyped_storage().data_ptr() if type(tensor) is Tensor else None
 
 

@@ -140,7 +140,6 @@ class _Planner:
         self.segments = _joined(segments_of(self.graph), self.wanted.pivots)
 
     def fastest(self, recompute: tuple[str, ...]) -> Plan | None:
-        """The fastest plan that fits and recomputes these modules; None if no plan fits."""
         found: list[PlanCosts] = []
         for num_stages in self.wanted.num_stages:
             for mesh in meshes(self.setting.plan_ngpus // num_stages, self.setting):
@@ -154,7 +153,6 @@ class _Planner:
         return Space(self.graph, mesh, setting, choices, recomputed=recomputed_ops(self.graph, recompute))
 
     def _whole(self, mesh: tuple[int, ...], recompute: tuple[str, ...]) -> Plan | None:
-        """The best plan of one stage; None if no plan fits."""
         constants = generation_bytes(self.graph, self.setting, list(self.graph.ops.values()), prod(mesh))
         space = self._space(mesh, self.setting, recompute)
         try:
@@ -448,7 +446,6 @@ def _costs(cost: Cost) -> str:
 
 
 def _splits(plan: Plan, ops: Sequence[Op], block: str) -> str:
-    """How the ops that read parameters, and attention, are split."""
     words = []
     for op in ops:
         if _is_main(plan.graph, op):

@@ -234,7 +234,6 @@ def measure_links(group: dist.ProcessGroup | None, num_bytes: int, repeats: int)
 
 
 def _collective(kind: str, num_bytes: int, size: int, group: dist.ProcessGroup | None) -> Callable[[], object]:
-    """A function that runs one collective; `num_bytes` is the size of the whole tensor for each kind."""
     device = default_device()
     part = torch.ones(max(num_bytes // 4 // size, 1), device=device)
     whole = torch.ones(part.numel() * size, device=device)
@@ -249,7 +248,6 @@ def _collective(kind: str, num_bytes: int, size: int, group: dist.ProcessGroup |
 
 
 def _seconds(call: Callable[[], object], repeats: int) -> float:
-    """Median of `repeats` calls, after one warm-up call."""
     taken = []
     for _ in range(repeats + 1):
         _wait()

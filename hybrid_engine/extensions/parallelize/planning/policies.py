@@ -240,7 +240,6 @@ class _Walk:
     """Columns whose parts an op has to gather."""
 
     def plan(self) -> Plan:
-        """The plan with these columns."""
         found = Plan(graph=self.graph, mesh=(self.size,))
         activations = {key for key, value in self.graph.values.items() if value.kind in ("result", "input")}
         for op in self.graph.ops.values():

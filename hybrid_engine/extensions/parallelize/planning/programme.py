@@ -153,7 +153,6 @@ def _memory_rows(programme: Programme, space: Space, largest: int, constants: fl
 
 
 def _enter_largest(programme: Programme, space: Space, chosen: list[list[int]]) -> int:
-    """A variable that is at least the GB of the largest tensor."""
     largest = programme.variable()
     floor = max((min(one.largest) for one in space.classes), default=0.0)
     for one, variables in zip(space.classes, chosen, strict=True):
@@ -284,7 +283,6 @@ def _parameter_ways(programme: Programme, space: Space, tensor: TensorClass, cho
 
 
 def _least(programme: Programme, memory: Limits) -> tuple[np.ndarray, float]:
-    """The plan that needs the least memory, and its bytes."""
     peak = programme.variable()
     objective = np.zeros(len(programme.costs))
     objective[peak] = 1.0

@@ -93,7 +93,6 @@ class Space:
             self._fill(one)
 
     def _fill(self, one: OpClass) -> None:
-        """Computes the cost of each choice of a class."""
         op = one.ops[0]
         variants = list(self._variants(one.ops))
         for names in one.choices:
@@ -172,7 +171,6 @@ class Space:
     def _readers(
         self, kept: Mapping[str, SavedTensors], views: set[str], held: set[str]
     ) -> dict[str, tuple[Reader, ...]]:
-        """The readers of each tensor."""
         found: dict[str, dict[Reader, None]] = {}
         self._reading: dict[str, list[str]] = {}
         inside = {op.key for op in self.ops}
