@@ -19,14 +19,13 @@ setup(
     + [f"hybrid_engine.{name}" for name in find_packages("hybrid_engine")]
     + [name for folder in MAPPED_FOLDERS for name in mapped_packages(folder)],
     package_dir={"hybrid_engine": "hybrid_engine"} | {f"hybrid_engine.{folder}": folder for folder in MAPPED_FOLDERS},
-    # Two folders are no packages of ours: one for Python's path, where `import deepspeed` finds its package, and one
-    # for `hybrid_engine.__path__`, with DeepSpeed's modules.
+    # The folder `paths` is no package of ours: it is on `hybrid_engine.__path__`, with DeepSpeed's modules. Its
+    # `deepspeed_path` is for Python's path, where `import deepspeed` finds its package.
     package_data={
         "hybrid_engine": [
             "*.pyi",
             "py.typed",
-            "extensions/deepspeed/deepspeed_path/*.dist-info/METADATA",
-            "extensions/deepspeed/deepspeed_path/**/*.py",
+            "extensions/deepspeed/paths/deepspeed_path/*.dist-info/METADATA",
             "extensions/deepspeed/paths/**/*.py",
         ],
         "hybrid_engine.ops": ["*.c", "*.h"],

@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import hybrid_engine
-from hybrid_engine.extensions.deepspeed.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from hybrid_engine.extensions.deepspeed.partitioned_parameters import OffloadDeviceEnum, OffloadStateTypeEnum
 from hybrid_engine.zero.sharding import local_tensor
 from tests.optim.test_torch_style_backward import build, masters
 from tests.support.distributed import run_distributed

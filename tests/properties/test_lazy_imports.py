@@ -30,7 +30,7 @@ def module_files():
     for folder, package in folders.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            if not {"paths", "deepspeed_path"} & set(parts):
+            if "paths" not in parts:
                 yield ".".join([package, *(part for part in parts if part != "__init__")]), path
 
 
@@ -151,7 +151,7 @@ def test_every_absent_module_has_its_file_and_every_such_file_its_reason():
 def test_a_path_of_deepspeed_hides_no_module_of_ours():
     names = {path.stem for path in PATHS.iterdir()}
     assert not names & {name.split(".")[1] for name in FILES if "." in name}
-    for room in ("checkpoint", "inference", "ops", "zero"):
+    for room in ("checkpoint", "inference", "ops", "recipes", "zero"):
         below = {path.stem for path in (PATHS / f"below_{room}").iterdir()}
         assert below and not below & {name.split(".")[2] for name in FILES if name.startswith(f"hybrid_engine.{room}.")}
 
@@ -169,6 +169,24 @@ def test_an_old_path_runs_with_a_warning(old, arguments, words):
     result = fresh_python.run_python("-m", f"hybrid_engine.{old}", *arguments)
     assert words in result.stdout
     assert "FutureWarning: this module goes with the next version; use hybrid_engine." in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name"),
+    [
+        ("recipes.rewards.loading", "rlhf.rewards.loading", "load_rewards"),
+        ("recipes.rewards.answers", "rlhf.rewards.answers", "Answers"),
+        ("recipes.tasks.small_llama", "rlhf.tasks.small_llama", "build_small_llama"),
+        ("inference.megatron.loading", "extensions.megatron.checkpoints.loading", "load_megatron_gpt"),
+    ],
+)
+def test_an_old_path_is_imported_with_a_warning(old, new, name):
+    code = (
+        f"from hybrid_engine.{old} import {name} as old; from hybrid_engine.{new} import {name}; assert old is {name}"
+    )
+    result = fresh_python.run_python("-W", "default", "-c", code)
+    assert result.returncode == 0, result.stderr
+    assert f"DeprecationWarning: hybrid_engine.{old} goes with the next version; import hybrid_engine." in result.stderr
 
 
 def test_the_places_of_deepspeeds_modules_are_folders_of_this_repository():

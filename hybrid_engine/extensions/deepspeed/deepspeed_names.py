@@ -1,22 +1,28 @@
-"""Runs a script that imports `deepspeed`, which it and all processes that it starts find here; no line is changed.
+"""`import deepspeed` means this engine: `enable_compat()` for this process, or a command for a script and all it starts.
 
     python -m hybrid_engine.extensions.deepspeed.deepspeed_names train.py --deepspeed_config ds.json
     python -m hybrid_engine.extensions.deepspeed.deepspeed_names -m package.module --steps 3
 
 Python starts once more with a folder on its path in which there is a package `deepspeed`, and its metadata, which
-transformers and accelerate look at. `hybrid-engine launch --deepspeed-names` does so on several processes.
+transformers and accelerate look at. `hybrid-engine launch --deepspeed-names` does so on several processes. Both decide
+while they are imported, which has happened by the time of `enable_compat()`; what they left out then is made up for
+there.
 """
 
+import importlib
+import inspect
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-FOLDER = Path(__file__).parent / "deepspeed_path"
+FOLDER = Path(__file__).parent / "paths/deepspeed_path"
 USAGE = "usage: python -m hybrid_engine.extensions.deepspeed.deepspeed_names [-m] SCRIPT [ARGUMENTS]"
-
 IGNORED = "hybrid_engine.extensions.deepspeed.deepspeed_names: python -E and -I ignore PYTHONPATH; leave them out"
+VERSION = "0.19.8"
+"""The version of DeepSpeed whose surface this is."""
+__git_hash__ = __git_branch__ = "unknown"
 
 
 def environment_with_names(environment: Mapping[str, str]) -> dict[str, str]:
@@ -51,3 +57,43 @@ def _flags_of_python(num_arguments: int) -> list[str]:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def enable_compat() -> None:
+    """Makes `import deepspeed` and its submodules mean this engine, for code that cannot be changed.
+
+    That is also what transformers' ZeRO-3 loading (`HfDeepSpeedConfig`), its Trainer and accelerate need. Python finds
+    the package `deepspeed` and its metadata in a folder that is put on its path.
+
+    Raises:
+        ValueError: the real DeepSpeed was imported before; what holds its objects would go on with them.
+    """
+    imported = sys.modules.get("deepspeed")
+    if imported is not None and getattr(imported, "__file__", None) != str(FOLDER / "deepspeed/__init__.py"):
+        raise ValueError(
+            "enable_compat(): the real deepspeed is already imported; call enable_compat() before anything imports it"
+        )
+    if not is_announced():
+        sys.path.insert(0, str(FOLDER))
+        importlib.invalidate_caches()
+        _complete_imports()
+    importlib.import_module("deepspeed")
+
+
+def is_announced() -> bool:
+    """Whether this engine is the package "deepspeed" of this process."""
+    return str(FOLDER) in sys.path
+
+
+def _complete_imports() -> None:
+    """Gives modules that found no `deepspeed` what they leave out without one."""
+    source = importlib.import_module("accelerate.utils.deepspeed")
+    own = {name: value for name, value in vars(source).items() if inspect.getmodule(value) is source}
+    for name in ("accelerate.utils", "accelerate.accelerator", "transformers.trainer"):
+        if name in sys.modules:
+            vars(sys.modules[name]).update(own)
+    # Its HfDeepSpeedConfig derives from accelerate's only where there is a deepspeed. Functions imported from it look
+    # names up in the module, so they see the new ones.
+    integration = sys.modules.get("transformers.integrations.deepspeed")
+    if integration is not None:
+        importlib.reload(integration)

@@ -1,13 +1,27 @@
-"""`deepspeed.init_distributed`."""
+"""`deepspeed.init_distributed`, `utils.groups`, `launcher.runner` and `add_config_arguments`: how processes start and meet.
 
+All processes are one data parallel group. Of every kind of model parallelism there is one process to a group: this one
+alone.
+"""
+
+import argparse
+import importlib
 import os
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hybrid_engine.distributed import processes
-from hybrid_engine.distributed.processes import describe_process
+from hybrid_engine.distributed.processes import describe_process, get_rank, get_world_size
+
+DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
+mpu = None
+mesh_device = None
+expert_tensor_parallel_world_size = 1
 
 
 def init_distributed(
@@ -81,3 +95,102 @@ def _describe_process_as(known: dict[str, str]) -> None:
     os.environ.update(RANK=known["RANK"], WORLD_SIZE=known["WORLD_SIZE"])
     # As all processes of a machine have the first numbers on one machine, each gets a GPU of its own there.
     os.environ.setdefault("LOCAL_RANK", str(int(known["RANK"]) % max(1, torch.cuda.device_count())))
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Starts a script as `hybrid-engine launch` does; returns its exit status."""
+    status: int = importlib.import_module("hybrid_engine.cli.launcher").main(args)
+    return status
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds `--deepspeed`, `--deepspeed_config` and their old names to `parser`, and returns it.
+
+    DeepSpeed's launcher passes `--local_rank` to every process; torchrun sets LOCAL_RANK instead, which becomes the
+    default of that argument if the parser has it.
+    """
+    group = parser.add_argument_group("DeepSpeed", "configuration of the engine")
+    group.add_argument("--deepspeed", action="store_true", help="train with the engine; for the script to read")
+    group.add_argument("--deepspeed_config", type=str, default=None, help="path of the config, a JSON file")
+    group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--deepscale_config", type=str, default=None, help=argparse.SUPPRESS)
+    has_local_rank = any(action.dest == "local_rank" for action in parser._actions)
+    if has_local_rank and "LOCAL_RANK" in os.environ:
+        parser.set_defaults(local_rank=int(os.environ["LOCAL_RANK"]))
+    return parser
+
+
+def get_data_parallel_group() -> Any:
+    """All processes; None where there is no process group."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def get_data_parallel_world_size() -> int:
+    """The number of processes."""
+    return get_world_size()
+
+
+def get_data_parallel_rank() -> int:
+    """This process's number."""
+    return get_rank()
+
+
+def get_tensor_model_parallel_group() -> Any:
+    """This process alone; None where there is no process group."""
+    return _alone() if dist.is_initialized() else None
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """1: training has no tensor parallelism."""
+    return 1
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """0: training has no tensor parallelism."""
+    return 0
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """This process's number: it is the first of its group."""
+    return get_rank()
+
+
+@cache
+def _alone() -> Any:
+    # Nobody else comes to this call.
+    return dist.new_group([get_rank()], use_local_synchronization=True)
+
+
+def _get_data_parallel_group_ranks() -> list[int]:
+    return list(range(get_world_size()))
+
+
+get_model_parallel_group = get_tensor_model_parallel_group
+
+
+get_model_parallel_world_size = get_tensor_model_parallel_world_size
+
+
+get_model_parallel_rank = get_tensor_model_parallel_rank
+
+
+# DeepSpeed's own names for clients: its names with an underscore are what public code calls.
+_get_world_group = get_data_parallel_group
+
+
+_get_data_parallel_group = _get_sequence_data_parallel_group = get_data_parallel_group
+
+
+_get_data_parallel_world_size = _get_sequence_data_parallel_world_size = get_data_parallel_world_size
+
+
+_get_data_parallel_rank = _get_sequence_data_parallel_rank = get_data_parallel_rank
+
+
+_get_model_parallel_group = _get_sequence_parallel_group = get_tensor_model_parallel_group
+
+
+_get_model_parallel_world_size = _get_sequence_parallel_world_size = get_tensor_model_parallel_world_size
+
+
+_get_model_parallel_rank = _get_sequence_parallel_rank = get_tensor_model_parallel_rank

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from hybrid_engine.extensions.deepspeed import deepspeed_names
-from hybrid_engine.extensions.deepspeed.presence import VERSION
+from hybrid_engine.extensions.deepspeed.deepspeed_names import VERSION
 from tests.support.distributed import free_port
 from tests.support.fresh_python import run_python
 

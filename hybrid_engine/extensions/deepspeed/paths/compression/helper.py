@@ -1,3 +1,3 @@
 """`deepspeed.compression.helper`."""
 
-from hybrid_engine.extensions.deepspeed.compression_helper import *
+from hybrid_engine.extensions.deepspeed.utils import *

@@ -1,3 +1,3 @@
 """`deepspeed.launcher.runner`."""
 
-from hybrid_engine.extensions.deepspeed.launcher_names import *
+from hybrid_engine.extensions.deepspeed.distributed import *

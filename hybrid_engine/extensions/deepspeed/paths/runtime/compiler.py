@@ -1,3 +1,5 @@
 """`deepspeed.runtime.compiler`."""
 
-from hybrid_engine.extensions.deepspeed.compiler_names import *
+from torch.compiler import disable, is_compiling
+
+from hybrid_engine.extensions.deepspeed.utils import is_compile_supported

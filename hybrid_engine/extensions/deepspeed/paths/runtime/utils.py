@@ -1,6 +1,6 @@
 """`deepspeed.runtime.utils`."""
 
 from hybrid_engine.extensions.deepspeed.absent import attributes_of
-from hybrid_engine.extensions.deepspeed.runtime_utils import *
+from hybrid_engine.extensions.deepspeed.utils import *
 
 __getattr__ = attributes_of(__name__)

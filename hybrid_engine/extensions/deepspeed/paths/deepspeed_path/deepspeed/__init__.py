@@ -5,18 +5,18 @@ module of its own at that path.
 """
 
 import hybrid_engine
-from hybrid_engine.extensions.deepspeed import version_names
+from hybrid_engine import git_version_info
 from hybrid_engine.lazy import import_below
 
 __all__ = hybrid_engine.__all__
 __path__.append(hybrid_engine.__path__[-1])
-__version__ = version_names.version
+__version__ = git_version_info.version
 
 
 def __getattr__(name):
     """A name of DeepSpeed's version or of `hybrid_engine`, or a module below this package."""
-    if name in vars(version_names):
-        return getattr(version_names, name)
+    if name in vars(git_version_info):
+        return getattr(git_version_info, name)
     if name in (*hybrid_engine.__all__, *hybrid_engine._ABSENT):
         return getattr(hybrid_engine, name)
     return import_below(__name__, name)
