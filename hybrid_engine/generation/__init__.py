@@ -1,19 +1,19 @@
 """Generation, from a request to its responses: plans, the scheduler, decode steps and sampling.
 
-The three public levels, each of which can be customized alone, follow Megatron and lie in
-`extensions/megatron/levels/`. This module exports their names lazily.
+The three public levels, each of which can be customized alone, follow Megatron and lie in `extensions/megatron/`. This
+module exports their names lazily.
 """
 
 from hybrid_engine.lazy import lazy_attributes
 
-LEVELS = "hybrid_engine.extensions.megatron.levels"
+LEVELS = "hybrid_engine.extensions.megatron"
 MODULE_OF = {
     "AbstractBackend": "backends",
     "AbstractModelInferenceWrapper": "wrapped_model",
     "CommonInferenceParams": "parameters",
     "GPTInferenceWrapper": "wrapped_model",
     "NativeBackend": "backends",
-    "SimpleTextGenerationStrategy": "strategy",
+    "SimpleTextGenerationStrategy": "backends",
     "TransformersBackend": "backends",
     "choose_backend": "backends",
     "common_generate": "backends",

@@ -36,7 +36,7 @@ Bounds = tuple[tuple[int, int], ...]
 NUM_LISTED = 10
 # Buffers that older releases of transformers saved and newer ones compute.
 COMPUTED = re.compile(r"(rotary_emb\.inv_freq|masked_bias|attn\.bias|attention\.bias|embeddings\.position_ids)$")
-FORMATS = ("hybrid_engine.extensions.megatron.checkpoints.loading",)
+FORMATS = ("hybrid_engine.extensions.megatron.loading",)
 """Modules that implement `CheckpointFormat`."""
 
 

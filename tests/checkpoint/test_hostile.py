@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from hybrid_engine.extensions.megatron.checkpoints.loading import MegatronCheckpoint
+from hybrid_engine.extensions.megatron.loading import MegatronCheckpoint
 from hybrid_engine.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.support.checkpoint_files import MANIFEST, as_format_1, is_same, linear_engine, replace_index, snapshot, step
 

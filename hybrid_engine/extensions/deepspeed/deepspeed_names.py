@@ -1,4 +1,4 @@
-"""`import deepspeed` means this engine: `enable_compat()` for this process, or a command for a script and all it starts.
+"""`import deepspeed` means this engine: `enable_compat()` for this process, a command for a script and its processes.
 
     python -m hybrid_engine.extensions.deepspeed.deepspeed_names train.py --deepspeed_config ds.json
     python -m hybrid_engine.extensions.deepspeed.deepspeed_names -m package.module --steps 3

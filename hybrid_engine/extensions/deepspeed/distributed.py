@@ -1,4 +1,4 @@
-"""`deepspeed.init_distributed`, `utils.groups`, `launcher.runner` and `add_config_arguments`: how processes start and meet.
+"""How processes meet: `deepspeed.init_distributed`, `utils.groups`, `launcher.runner`, `add_config_arguments`.
 
 All processes are one data parallel group. Of every kind of model parallelism there is one process to a group: this one
 alone.

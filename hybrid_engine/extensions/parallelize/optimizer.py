@@ -42,8 +42,7 @@ from hybrid_engine.extensions.parallelize.module.reducer import (
 from hybrid_engine.extensions.parallelize.optimizer_states import GROUP, NAMES, NUMBERS
 from hybrid_engine.optim import plain_steps
 from hybrid_engine.zero.fsdp2_private import reduce_without_empty
-from hybrid_engine.zero.layer_groups import find_groups
-from hybrid_engine.zero.wrapping import copy_views_in_outputs
+from hybrid_engine.zero.wrapping import copy_views_in_outputs, find_groups
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 AT_LEAST_0 = "a number of at least 0, or None"

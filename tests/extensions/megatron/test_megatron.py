@@ -7,8 +7,8 @@ import torch
 
 import hybrid_engine
 from hybrid_engine.containers import InferenceModel
-from hybrid_engine.extensions.megatron.checkpoints.gpt import MegatronGPT, MegatronGPTConfig
-from hybrid_engine.extensions.megatron.checkpoints.loading import load_megatron_gpt
+from hybrid_engine.extensions.megatron.gpt import MegatronGPT, MegatronGPTConfig
+from hybrid_engine.extensions.megatron.loading import load_megatron_gpt
 from hybrid_engine.ops import PrefillBatch
 from tests.containers.test_lora import adapt
 from tests.support.megatron_model import VOCAB, build_oracle, oracle_generate, save_megatron

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hybrid_engine.extensions.megatron.checkpoints.loading import build_empty_megatron_gpt, load_megatron_gpt
+from hybrid_engine.extensions.megatron.loading import build_empty_megatron_gpt, load_megatron_gpt
 from hybrid_engine.inference import init_inference
 from tests.generation.test_pipeline_stages import build_gpt2
 from tests.support.distributed import run_distributed

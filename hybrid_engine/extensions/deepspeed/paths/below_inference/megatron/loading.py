@@ -1,11 +1,8 @@
-"""`hybrid_engine.inference.megatron.loading` for one version; the module is `hybrid_engine.extensions.megatron.checkpoints.loading` now."""
+"""`hybrid_engine.inference.megatron.loading` for one version; the module's path is `NEW` now."""
 
 import warnings
 
-from hybrid_engine.extensions.megatron.checkpoints.loading import *
+from hybrid_engine.extensions.megatron.loading import *
 
-warnings.warn(
-    "hybrid_engine.inference.megatron.loading goes with the next version; import hybrid_engine.extensions.megatron.checkpoints.loading",
-    DeprecationWarning,
-    stacklevel=2,
-)
+NEW = "hybrid_engine.extensions.megatron.loading"
+warnings.warn(f"{__name__} goes with the next version; import {NEW}", DeprecationWarning, stacklevel=2)

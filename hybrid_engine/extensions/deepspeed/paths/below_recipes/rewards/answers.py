@@ -1,11 +1,8 @@
-"""`hybrid_engine.recipes.rewards.answers` for one version; the module is `hybrid_engine.rlhf.rewards.answers` now."""
+"""`hybrid_engine.recipes.rewards.answers` for one version; the module's path is `NEW` now."""
 
 import warnings
 
 from hybrid_engine.rlhf.rewards.answers import *
 
-warnings.warn(
-    "hybrid_engine.recipes.rewards.answers goes with the next version; import hybrid_engine.rlhf.rewards.answers",
-    DeprecationWarning,
-    stacklevel=2,
-)
+NEW = "hybrid_engine.rlhf.rewards.answers"
+warnings.warn(f"{__name__} goes with the next version; import {NEW}", DeprecationWarning, stacklevel=2)

@@ -1,11 +1,8 @@
-"""`hybrid_engine.recipes.rewards.loading` for one version; the module is `hybrid_engine.rlhf.rewards.loading` now."""
+"""`hybrid_engine.recipes.rewards.loading` for one version; the module's path is `NEW` now."""
 
 import warnings
 
 from hybrid_engine.rlhf.rewards.loading import *
 
-warnings.warn(
-    "hybrid_engine.recipes.rewards.loading goes with the next version; import hybrid_engine.rlhf.rewards.loading",
-    DeprecationWarning,
-    stacklevel=2,
-)
+NEW = "hybrid_engine.rlhf.rewards.loading"
+warnings.warn(f"{__name__} goes with the next version; import {NEW}", DeprecationWarning, stacklevel=2)

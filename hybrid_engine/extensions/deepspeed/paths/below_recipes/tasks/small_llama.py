@@ -1,11 +1,8 @@
-"""`hybrid_engine.recipes.tasks.small_llama` for one version; the module is `hybrid_engine.rlhf.tasks.small_llama` now."""
+"""`hybrid_engine.recipes.tasks.small_llama` for one version; the module's path is `NEW` now."""
 
 import warnings
 
 from hybrid_engine.rlhf.tasks.small_llama import *
 
-warnings.warn(
-    "hybrid_engine.recipes.tasks.small_llama goes with the next version; import hybrid_engine.rlhf.tasks.small_llama",
-    DeprecationWarning,
-    stacklevel=2,
-)
+NEW = "hybrid_engine.rlhf.tasks.small_llama"
+warnings.warn(f"{__name__} goes with the next version; import {NEW}", DeprecationWarning, stacklevel=2)

@@ -17,18 +17,24 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hybrid_engine.extensions.megatron.checkpoints.distributed import is_distributed, read_distributed
-from hybrid_engine.extensions.megatron.checkpoints.gpt import MegatronGPT, MegatronGPTConfig
-from hybrid_engine.extensions.megatron.checkpoints.llama import is_llama_like, llama_sources, read_llama_config
-from hybrid_engine.extensions.megatron.checkpoints.rank_files import (
+from hybrid_engine.extensions.megatron.gpt import (
+    MegatronGPT,
+    MegatronGPTConfig,
+    is_llama_like,
+    llama_sources,
+    read_llama_config,
+)
+from hybrid_engine.extensions.megatron.rank_files import (
     LAYERS,
     common_name,
     find_iteration,
     find_rank_files,
     has_rank_files,
+    is_distributed,
     layer_of,
     load_mapped,
     read_arguments,
+    read_distributed,
     with_layer,
 )
 from hybrid_engine.inference.checkpoint import Joined, Rows, Source, compute_buffers, open_checkpoint_of

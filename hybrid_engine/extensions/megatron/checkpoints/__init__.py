@@ -1,1 +1,0 @@
-"""Reads Megatron-LM's GPT checkpoints, and provides a model that runs them."""
