@@ -16,12 +16,11 @@ import torch
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils.checkpoint import checkpoint
 
 from hybrid_engine.extensions.parallelize.graph.annotations import OpPart, arguments_of, tensors_in
 from hybrid_engine.extensions.parallelize.graph.graph import Graph, Op
-from hybrid_engine.extensions.parallelize.module.borders import reachable, term_of_sum
 from hybrid_engine.extensions.parallelize.planning.layouts import (
     Edge,
     Layout,
@@ -349,3 +348,27 @@ def _last_uses(graph: Graph, ops: Sequence[str], kept: Collection[str]) -> dict[
         if value not in kept and graph.values[value].kind == "result":
             found.setdefault(op_key, []).append(value)
     return found
+
+
+def reachable(wanted: Placement, placement: Placement) -> Placement:
+    """The placement to redistribute to for `wanted`: DTensor does not make partial sums of other placements."""
+    return Replicate() if wanted.is_partial() and not placement.is_partial() else wanted
+
+
+def term_of_sum(local: Tensor, mesh: DeviceMesh, wanted: Sequence[Placement], reached: Sequence[Placement]) -> Tensor:
+    """`local` divided into terms of a partial sum along the axes where `wanted` is partial and `reached` is not."""
+    pairs = enumerate(zip(wanted, reached, strict=True))
+    num_terms = prod(mesh.size(axis) for axis, (one, other) in pairs if one != other)
+    return local if num_terms == 1 else _Term.apply(local, num_terms)
+
+
+class _Term(torch.autograd.Function):
+    """A tensor that every rank holds, as a sum over ranks. Every rank has the sum's gradient, which is the tensor's."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, num_terms: int) -> Tensor:
+        return tensor / num_terms
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
