@@ -26,6 +26,7 @@ from hybrid_engine.extensions.megatron.rank_files import LAYERS, layer_of
 from hybrid_engine.inference.checkpoint import Rows, Source
 from hybrid_engine.ops.activation import ACTIVATIONS
 
+LlamaForm = LlamaConfig | Qwen2Config | Qwen3Config
 NEEDED = {
     "swiglu": True,
     "normalization": "RMSNorm",
@@ -283,7 +284,7 @@ def is_llama_like(arguments: Mapping[str, Any]) -> bool:
 
 def read_llama_config(
     arguments: Mapping[str, Any], sources: Mapping[str, Source], num_layers: int, folder: Path
-) -> PreTrainedConfig:
+) -> LlamaForm:
     """The model's config: sizes from the shapes, the rest from the options. ValueError for an unsupported form."""
     for name, wanted in NEEDED.items():
         value = arguments.get(name, wanted)
@@ -300,7 +301,7 @@ def read_llama_config(
         factor = float(arguments.get("rope_scaling_factor") or 8.0)
         rope |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         rope["original_max_position_embeddings"] = 8192
-    kind: type[PreTrainedConfig] = LlamaConfig
+    kind: type[LlamaForm] = LlamaConfig
     has_bias = f"{LAYERS}0.self_attention.dense.bias" in sources
     options: dict[str, Any] = {"attention_bias": has_bias, "mlp_bias": has_bias}
     if f"{LAYERS}0.self_attention.q_layernorm.weight" in sources:
@@ -323,7 +324,7 @@ def read_llama_config(
     )
 
 
-def llama_sources(sources: Mapping[str, Source], config: Any) -> dict[str, Source]:
+def llama_sources(sources: Mapping[str, Source], config: LlamaForm) -> dict[str, Source]:
     """The weights under transformers' names; fused projections are split."""
     result: dict[str, Source] = {}
     for name, source in sources.items():
@@ -345,7 +346,7 @@ def llama_sources(sources: Mapping[str, Source], config: Any) -> dict[str, Sourc
     return result
 
 
-def _head_rows(config: Any) -> tuple[tuple[tuple[int, int], ...], ...]:
+def _head_rows(config: LlamaForm) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Rows of the queries, keys and values of all heads in the fused projection `[K * (Q / K + 2) * D, E]`."""
     dim, num_queries = config.head_dim, config.num_attention_heads // config.num_key_value_heads
     starts = [group * (num_queries + 2) * dim for group in range(config.num_key_value_heads)]

@@ -27,13 +27,19 @@ from hybrid_engine.extensions.parallelize.planning.autodist import (
 from hybrid_engine.extensions.parallelize.planning.machine import COLLECTIVES, Link, Machine, measure_machine
 from hybrid_engine.extensions.parallelize.planning.op_classes import token_bytes
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
-from hybrid_engine.extensions.parallelize.planning.policies import all_choices
+from hybrid_engine.extensions.parallelize.planning.policies import all_choices, choices_of
 from hybrid_engine.extensions.parallelize.planning.programme import Infeasible, solve
 from hybrid_engine.extensions.parallelize.planning.setting import Cost, Generation, PlanSetting, WeightFormat, peaks
-from hybrid_engine.extensions.parallelize.planning.space import Space, evaluate_plan
+from hybrid_engine.extensions.parallelize.planning.space import Space
 from tests.support.distributed import leave_process_group, run_distributed
 
 H100 = Machine.named("h100")
+
+
+def evaluate_plan(plan, setting, recomputed=None):
+    """The cost of a plan of one stage, op by op, and the bytes of its largest tensor."""
+    space = Space(plan.graph, plan.mesh, setting, choices_of(plan), shares=False, recomputed=recomputed)
+    return space.evaluate([0] * len(space.classes))
 
 
 class Tied(nn.Module):

@@ -32,7 +32,6 @@ from hybrid_engine.extensions.parallelize.planning.op_classes import (
     work,
 )
 from hybrid_engine.extensions.parallelize.planning.plan import Names, Plan
-from hybrid_engine.extensions.parallelize.planning.policies import choices_of
 from hybrid_engine.extensions.parallelize.planning.setting import ZERO, Cost, PlanSetting
 
 
@@ -263,12 +262,6 @@ class Space:
         return Plan(
             graph=self.graph, mesh=self.mesh, splits={key: names for key, names in chosen.items() if any(names)}
         )
-
-
-def evaluate_plan(plan: Plan, setting: PlanSetting, recomputed: Mapping[str, str] | None = None) -> tuple[Cost, float]:
-    """The cost of a plan of one stage, op by op, and the bytes of its largest tensor."""
-    space = Space(plan.graph, plan.mesh, setting, choices_of(plan), shares=False, recomputed=recomputed)
-    return space.evaluate([0] * len(space.classes))
 
 
 class TensorCosts:
