@@ -198,7 +198,7 @@ def _last_products(graph: Graph) -> set[str]:
     """Keys of the products from whose results no other product is computed: those that give logits."""
     read: set[str] = set()
     last: set[str] = set()
-    for op in reversed(graph.ops.values()):
+    for op in reversed(list(graph.ops.values())):
         is_read = any(key in read for key in op.outputs)
         if is_product(op, graph) and not is_read:
             last.add(op.key)
