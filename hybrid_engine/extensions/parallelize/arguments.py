@@ -4,7 +4,6 @@ import inspect
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hybrid_engine.config.checks import find_nearest
 from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.extensions.parallelize.graph.annotations import call_of
@@ -176,8 +176,8 @@ def _check_names(policy: str, options: Mapping[str, Any]) -> None:
         raise ValueError(f"pas_policy={policy!r} must be one of {sorted(POLICIES)}, or a callable")
     for name in options:
         if not name.startswith("_") and name not in OPTIONS[policy]:
-            near = get_close_matches(name, OPTIONS[policy], 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            near = find_nearest(name, OPTIONS[policy])
+            hint = f"did you mean {near!r}? " if near else ""
             known = sorted(OPTIONS[policy])
             raise ValueError(
                 f"pas_config[{name!r}] is no option of {policy!r}; {hint}it has {known}; free ones begin with _"

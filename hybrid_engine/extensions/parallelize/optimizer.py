@@ -5,7 +5,6 @@ With `use_zero` FSDP2 shards the parameters over units and sums their gradients,
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from types import MethodType
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from hybrid_engine.config.checks import find_nearest
 from hybrid_engine.distributed.groups import reduce_scatter_single
 from hybrid_engine.distributed.processes import default_device, gather_objects
 from hybrid_engine.distributed.verdict import agree, everyone
@@ -329,8 +329,8 @@ def _check_options(optimizer_fn: Any, args: Sequence[Any], kwargs: Mapping[str, 
     options = named[1:] if named and inspect.Parameter.POSITIONAL_ONLY not in kinds else named
     for name, value in kwargs.items() if inspect.Parameter.VAR_KEYWORD not in kinds else ():
         if name not in options:
-            near = get_close_matches(name, options, 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            near = find_nearest(name, options)
+            hint = f"did you mean {near!r}? " if near else ""
             raise ValueError(
                 f"{name}={shown(value)} is no option of optimizer_fn={name_of(optimizer_fn)}; {hint}it has {options}"
             )
