@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils.checkpoint import checkpoint
 
 from hybrid_engine.extensions.parallelize.graph.annotations import OpPart, arguments_of, tensors_in
-from hybrid_engine.extensions.parallelize.graph.graph import Graph, Op
+from hybrid_engine.extensions.parallelize.graph.graph import Graph, Op, paths_around
 from hybrid_engine.extensions.parallelize.planning.layouts import (
     Edge,
     Layout,
@@ -62,9 +62,7 @@ def blocks_of(graph: Graph, ops: Sequence[str], globs: Sequence[str], kept: Iter
 
 def _module(path: str, globs: Sequence[str]) -> str | None:
     """The outermost module around `path` that matches; None if none does."""
-    parts = path.split(".")
-    around = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-    return next((module for module in around if any(fnmatchcase(module, glob) for glob in globs)), None)
+    return next((module for module in paths_around(path) if any(fnmatchcase(module, glob) for glob in globs)), None)
 
 
 def _reshape(self: Tensor, size: Sequence[int]) -> Tensor:
