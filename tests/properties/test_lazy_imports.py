@@ -61,7 +61,7 @@ def test_no_module_imports_itself_through_others():
         order = list(TopologicalSorter({name: imported_at_once(name) for name in FILES}).static_order())
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
-    assert len(order) > 400
+    assert len(order) > 250  # so that none is overlooked
 
 
 def test_a_module_of_each_room_may_be_imported_before_all_others():
@@ -182,7 +182,7 @@ def test_an_old_path_runs_with_a_warning(old, arguments, words):
 )
 def test_an_old_path_is_imported_with_a_warning(old, new, name):
     code = f"from hybrid_engine.{old} import {name} as old; import hybrid_engine.{new} as new; assert old is new.{name}"
-    result = fresh_python.run_python("-W", "default", "-c", code)
+    result = fresh_python.run_python("-c", f"import warnings; warnings.simplefilter('default'); {code}")
     assert result.returncode == 0, result.stderr
     assert f"DeprecationWarning: hybrid_engine.{old} goes with the next version; import hybrid_engine." in result.stderr
 
