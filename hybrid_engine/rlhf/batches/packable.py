@@ -13,6 +13,7 @@ from hybrid_engine.rlhf.batches.packing import Layout, set_layout
 from hybrid_engine.rlhf.batches.passes import limit_rows
 from hybrid_engine.rlhf.batches.sequences import Sequences, ValueModel, build_sequences, model_inputs, packed_rows
 from hybrid_engine.rlhf.batches.spans import ATTENTION
+from hybrid_engine.rlhf.options.shared import TrainingOptions
 from hybrid_engine.rlhf.runs.run_log import say
 
 LENGTHS = (5, 2, 7, 3, 6)
@@ -26,7 +27,7 @@ ALLOWED_IN_16_BITS = 3e-2
 
 
 @torch.no_grad()
-def pack_where_exact(model: nn.Module, config: Any) -> Layout:
+def pack_where_exact(model: nn.Module, config: TrainingOptions) -> Layout:
     """Packs the passes of `model` from now on, under `--tokens-per-micro-batch`; logs why where it does not.
 
     Passes without gradients have at most `--rows-per-pass` rows. Collective: rows are packed if every process finds
@@ -40,7 +41,7 @@ def pack_where_exact(model: nn.Module, config: Any) -> Layout:
     if not config.tokens_per_micro_batch:
         return Layout.PADDED
     reason, layout = None, Layout.PADDED
-    if getattr(config, "exact", False):
+    if config.exact:
         reason = "exact mode computes rows in fixed shapes"
     elif _takes_spans(model):
         layout = Layout.SPANS
@@ -55,9 +56,9 @@ def pack_where_exact(model: nn.Module, config: Any) -> Layout:
     return layout
 
 
-def expected_layout(config: Any, model: PretrainedConfig) -> Layout:
+def expected_layout(config: TrainingOptions, model: PretrainedConfig) -> Layout:
     """The layout of passes under `--tokens-per-micro-batch`, predicted from the model's config alone."""
-    if getattr(config, "exact", False):
+    if config.exact:
         return Layout.PADDED
     if not supports_attention_backend(model):
         return Layout.PADDED

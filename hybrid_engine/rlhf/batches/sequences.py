@@ -19,6 +19,7 @@ from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.rlhf.batches.packing import Layout, Packed, layout_of, pack, prompts_of
 from hybrid_engine.rlhf.batches.passes import ROWS_PER_PASS, Items, in_passes
+from hybrid_engine.rlhf.options.shared import RunOptions
 from hybrid_engine.rlhf.passes.head_log_probs import Asked, TokenLogProbs, token_log_probs
 
 ROWS_PER_PASS_ON_CPU = 8
@@ -317,7 +318,7 @@ def epochs_of_similar_length(
     return [batch for epoch in epochs for batch in epoch]
 
 
-def recompute_activations(model: nn.Module, config: Any) -> nn.Module:
+def recompute_activations(model: nn.Module, config: RunOptions) -> nn.Module:
     """`model`, whose layers store only their inputs if `config.activation_checkpointing` is set.
 
     Raises:

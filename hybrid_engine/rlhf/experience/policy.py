@@ -30,7 +30,9 @@ from hybrid_engine.rlhf.batches.sequences import (
 from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, PassRule, evaluate, global_means
 from hybrid_engine.rlhf.experience.rollout import SamplingOptions
+from hybrid_engine.rlhf.options import grpo
 from hybrid_engine.rlhf.options.algorithm import Algorithm
+from hybrid_engine.rlhf.options.shared import RolloutRunOptions
 from hybrid_engine.rlhf.rewards.rewards import Rewards
 from hybrid_engine.rlhf.runs.adapters import add_adapter
 from hybrid_engine.rlhf.runs.engine_config import build_engine_config, largest_micro_batch
@@ -85,7 +87,9 @@ class Policy:
         return logprobs, global_means({"difference": (float(distance) * count if count else 0.0, count)})["difference"]
 
 
-def build_policy(config: Any, source: str, learning_rate: float, schedule: Schedule, keeps_reference: bool) -> Policy:
+def build_policy(
+    config: RolloutRunOptions, source: str, learning_rate: float, schedule: Schedule, keeps_reference: bool
+) -> Policy:
     """The actor in `source`, without dropout, with an engine as configured by a recipe's `Config`. Collective.
 
     Args:
@@ -113,7 +117,7 @@ def build_policy(config: Any, source: str, learning_rate: float, schedule: Sched
     return Policy(actor=actor, tokenizer=tokenizer, reference=reference, refers_to_base=refers_to_base)
 
 
-def evaluate_policy(policy: Policy, rows: Sequence[PromptRow], rewards: Rewards, config: Any) -> Evaluation:
+def evaluate_policy(policy: Policy, rows: Sequence[PromptRow], rewards: Rewards, config: grpo.Config) -> Evaluation:
     """Answers and scores held-out prompts, always with the same seed; collective.
 
     Args:
@@ -127,11 +131,11 @@ def evaluate_policy(policy: Policy, rows: Sequence[PromptRow], rewards: Rewards,
     return evaluate(policy.actor, policy.tokenizer, rows, rewards, options, passes=passes)
 
 
-def engine_config_of(config: Any, learning_rate: float, *, generates: bool) -> dict[str, Any]:
+def engine_config_of(config: RolloutRunOptions, learning_rate: float, *, generates: bool) -> dict[str, Any]:
     """The DeepSpeed config of a role that is trained on rollouts: the actor, which generates, or its critic."""
     return build_engine_config(
-        batch_size=config.minibatch_size,
-        micro_batch_size=largest_micro_batch(config.minibatch_size // get_world_size(), config.micro_batch_size),
+        batch_size=config.update_size,
+        micro_batch_size=largest_micro_batch(config.update_size // get_world_size(), config.micro_batch_size),
         learning_rate=learning_rate,
         zero_stage=config.zero_stage,
         dtype=config.dtype,

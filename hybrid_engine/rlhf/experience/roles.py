@@ -32,6 +32,7 @@ from hybrid_engine.rlhf.experience.evaluation import Evaluation, Sums, answer_su
 from hybrid_engine.rlhf.experience.policy import Policy, build_policy, engine_config_of, playing
 from hybrid_engine.rlhf.experience.rollout import Rollout, SamplingOptions
 from hybrid_engine.rlhf.experience.start import Start
+from hybrid_engine.rlhf.options import ppo
 from hybrid_engine.rlhf.passes.head_log_probs import token_values
 from hybrid_engine.rlhf.rewards.adapter_folder import RewardAdapter, read_reward_adapter
 from hybrid_engine.rlhf.rewards.answers import Answers
@@ -83,7 +84,7 @@ class Roles:
 
 
 def build_roles(
-    config: Any,
+    config: ppo.Config,
     start: Start,
     actor_rate: float,
     critic_rate: float,
@@ -176,7 +177,7 @@ class SharedReward:
         return [score for part in parts for score in part][: len(answers)]
 
 
-def build_shared_base(source: str, adapters: Mapping[str, RewardAdapter], config: Any) -> PeftModel:
+def build_shared_base(source: str, adapters: Mapping[str, RewardAdapter], config: ppo.Config) -> PeftModel:
     """The model in `source`, frozen, with adapters `actor`, `critic` and one per reward, all but `actor` with a head.
 
     The critic begins as the first of the rewards, or as the base with a head of 0.
@@ -251,7 +252,13 @@ def parameter_groups(model: PeftModel, actor_rate: float, critic_rate: float) ->
 
 
 def build_roles_on_shared_base(
-    config: Any, source: str, rewards: Rewards, rates: tuple[float, float], schedule: Schedule, *, fuses_at_once: bool
+    config: ppo.Config,
+    source: str,
+    rewards: Rewards,
+    rates: tuple[float, float],
+    schedule: Schedule,
+    *,
+    fuses_at_once: bool,
 ) -> tuple[Policy, AdapterRole, Rewards]:
     """The actor with its reference, the critic and the rewards. Collective.
 
@@ -284,7 +291,7 @@ def _shared_reward(engine: Any, spec: str, role: str, source: str) -> SharedRewa
     return SharedReward(LearnedReward(spec, AdapterRole(engine, role), load_tokenizer(source), positions))
 
 
-def judge(roles: Roles, config: Any, answers: Answers) -> Scores:
+def judge(roles: Roles, config: ppo.Config, answers: Answers) -> Scores:
     """The rewards of `answers`; `missing_eos_penalty` is subtracted for answers that were cut off."""
     scores = roles.rewards(answers)
     if config.missing_eos_score is not None:
@@ -292,13 +299,13 @@ def judge(roles: Roles, config: Any, answers: Answers) -> Scores:
     return penalise_cut_off(scores, answers, config.missing_eos_penalty)
 
 
-def rollout_sums(rollout: Rollout, logprobs_ref: torch.Tensor, config: Any) -> Sums:
+def rollout_sums(rollout: Rollout, logprobs_ref: torch.Tensor, config: ppo.Config) -> Sums:
     """Sums for the figures of a rollout: its own, those against the reference, and the judge's where it applies."""
     sums = answer_sums(rollout) | reference_sums(rollout, logprobs_ref)
     return sums | judge_sums(rollout) if config.dataset is None else sums
 
 
-def evaluate_held_out(roles: Roles, start: Start, config: Any) -> Evaluation:
+def evaluate_held_out(roles: Roles, start: Start, config: ppo.Config) -> Evaluation:
     """Answers each held-out prompt once."""
     policy = roles.policy
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,7 +15,7 @@ from hybrid_engine.rlhf.data.model_lengths import long_answer, settle_lengths
 from hybrid_engine.rlhf.data.prompts import PromptTokens, fit_prompts, load_prompt_rows
 from hybrid_engine.rlhf.data.rows import PromptRow, encode_each, told_together
 from hybrid_engine.rlhf.options import reward, sft
-from hybrid_engine.rlhf.options.shared import AdapterOptions, ConfigT, DatasetOptions, RunOptions
+from hybrid_engine.rlhf.options.shared import AdapterOptions, ConfigT, DatasetOptions, PromptRunOptions, RunOptions
 from hybrid_engine.rlhf.rewards.adapter_folder import check_reward_adapter
 from hybrid_engine.rlhf.rewards.answers import Answers, Judge
 from hybrid_engine.rlhf.rewards.learned import LearnedReward, critic_source
@@ -28,6 +28,8 @@ from hybrid_engine.rlhf.runs.stages import load_config, load_tokenizer, move_asi
 from hybrid_engine.rlhf.tasks import arithmetic
 from hybrid_engine.rlhf.tasks.small_llama import MAX_POSITIONS
 from hybrid_engine.rlhf.tasks.stdlib_docs import split, stdlib_examples
+
+RunT = TypeVar("RunT", bound=PromptRunOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +96,10 @@ SUMS = OwnTask(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class Start(Generic[RunT]):
     """The prepared start of a run."""
 
-    config: Any
+    config: RunT
     """The run's options, with lengths that fit the prompts."""
     source: str
     """Hugging Face name or folder of the first actor."""
@@ -115,7 +117,7 @@ class Stages(NamedTuple):
     train_reward: Callable[[reward.Config], Path]
 
 
-def prepare(config: Any, stages: Stages, task: OwnTask = SUMS, *, has_critic: bool = False) -> Start:
+def prepare(config: RunT, stages: Stages, task: OwnTask = SUMS, *, has_critic: bool = False) -> Start[RunT]:
     """Checks a `Config` of a recipe that learns from its own answers, and trains the actor and reward that are missing.
 
     Collective.
@@ -144,7 +146,7 @@ def prepare(config: Any, stages: Stages, task: OwnTask = SUMS, *, has_critic: bo
     source = config.model or (str(folder / "sft") if (folder / "sft").exists() else None)
     check_model(source, config)
     load_judge = partial(LearnedReward.load, most_rows=config.rows_per_pass, dtype=torch_dtype(config.dtype))
-    load_model = _on_shared_base(source) if getattr(config, "shared_base", False) else load_judge
+    load_model = _on_shared_base(source) if config.shared_base else load_judge
     rewards = load_named_rewards(config, task, load_model)
 
     tokenizer = load_tokenizer(source) if source is not None else None
@@ -163,7 +165,7 @@ def prepare(config: Any, stages: Stages, task: OwnTask = SUMS, *, has_critic: bo
         move_aside(folder, RUN_RESULTS)
     actor = config.model or str(stages.train_actor(task.actor_stage(config)))
     if rewards is None:
-        is_shared = getattr(config, "shared_base", False)
+        is_shared = config.shared_base
         adapter = {option.name: getattr(config, option.name) for option in fields(AdapterOptions)} if is_shared else {}
         made = stages.train_reward(reward.Config(**stage_options(config), **adapter, model=config.model))
         load_model = _on_shared_base(actor) if is_shared else load_judge
@@ -193,7 +195,7 @@ def judge_nothing(answers: Answers) -> None:
     raise AssertionError("a reward model that is not loaded judges nothing")
 
 
-def check_given_together(config: Any, task: OwnTask) -> None:
+def check_given_together(config: PromptRunOptions, task: OwnTask) -> None:
     """Raises ValueError for a data set without a model or rewards, if those of `task` do not apply to its prompts."""
     for name, reason in (
         ("model", "the model that is made without --model adds numbers"),
@@ -203,12 +205,12 @@ def check_given_together(config: Any, task: OwnTask) -> None:
             raise ValueError(f"--dataset={config.dataset!r} has prompts of its own, and {reason}; give --{name}")
 
 
-def reward_specs(config: Any, task: OwnTask) -> Sequence[str]:
+def reward_specs(config: PromptRunOptions, task: OwnTask) -> Sequence[str]:
     """The specs of `--reward`, or that of `task`; empty if a reward model is still to be trained."""
     return config.reward or ((task.reward,) if task.reward else ())
 
 
-def load_named_rewards(config: Any, task: OwnTask, load_model: Callable[[str], Judge]) -> Rewards | None:
+def load_named_rewards(config: PromptRunOptions, task: OwnTask, load_model: Callable[[str], Judge]) -> Rewards | None:
     """The rewards that `reward_specs` name; None if it names none.
 
     Args:
@@ -234,7 +236,7 @@ class UsablePrompts(NamedTuple):
 
 @told_together()
 def load_usable_prompts(
-    config: Any, task: OwnTask, tokenizer: PreTrainedTokenizerBase | None, rewards: Rewards | None
+    config: PromptRunOptions, task: OwnTask, tokenizer: PreTrainedTokenizerBase | None, rewards: Rewards | None
 ) -> UsablePrompts:
     """The prompts that a run answers, from `--dataset` or from `task`; a plan counts the same ones.
 
@@ -294,7 +296,7 @@ def keep_usable(
     return encode_each(config, rows, measure)
 
 
-def check_longest(config: Any, source: str | None, longest: int, critics: Sequence[str]) -> None:
+def check_longest(config: PromptRunOptions, source: str | None, longest: int, critics: Sequence[str]) -> None:
     """Raises ValueError if actor or critic lack positions for the longest prompt and an answer to it.
 
     Args:

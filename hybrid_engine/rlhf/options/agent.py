@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.config.checks import LARGEST_SIZE, check_above, check_at_least, check_count, flag
 from hybrid_engine.rlhf.options.algorithm import Algorithm
-from hybrid_engine.rlhf.options.checks import check_answers
-from hybrid_engine.rlhf.options.field import option
-from hybrid_engine.rlhf.options.shared import LoopOptions, ResumeOptions, RolloutOptions
+from hybrid_engine.rlhf.options.checks import check_answers, option
+from hybrid_engine.rlhf.options.shared import RolloutOptions, RolloutRunOptions
 
 if TYPE_CHECKING:
     from hybrid_engine.serving.sessions import Size
@@ -21,7 +20,7 @@ MESSAGES_BYTES = 2**14
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(LoopOptions, RolloutOptions, ResumeOptions):
+class Config(RolloutOptions, RolloutRunOptions):
     """Trains a language model in episodes of several turns: it learns to use a calculator.
 
         hybrid-engine agent
@@ -63,9 +62,8 @@ class Config(LoopOptions, RolloutOptions, ResumeOptions):
     def __post_init__(self) -> None:
         from hybrid_engine.generation.memory import read_memory  # imports torch
 
-        ResumeOptions.__post_init__(self)
+        RolloutRunOptions.__post_init__(self)
         RolloutOptions.__post_init__(self)
-        LoopOptions.__post_init__(self)
         for name in ("group_size", "num_clients"):
             check_count(name, getattr(self, name), 1)
         if self.learning_rate is not None:

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from hybrid_engine.config.checks import check_at_least, check_between, check_count, check_finite
-from hybrid_engine.rlhf.options.checks import LARGEST_SEED, check_texts
-from hybrid_engine.rlhf.options.field import option
+from hybrid_engine.rlhf.options.checks import LARGEST_SEED, check_texts, option
 from hybrid_engine.rlhf.options.shared import LENGTHS, DatasetOptions, DtypeOptions, RewardOptions
 
 

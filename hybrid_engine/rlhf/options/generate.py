@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 from hybrid_engine.config.checks import check_at_least, check_between, check_count, flag
-from hybrid_engine.rlhf.options.checks import LARGEST_SEED
+from hybrid_engine.rlhf.options.checks import LARGEST_SEED, option
 from hybrid_engine.rlhf.options.columns import DataSource, template_columns
-from hybrid_engine.rlhf.options.field import option
 from hybrid_engine.rlhf.options.shared import DtypeOptions, RowOptions
 
 TERMINAL = "-"

@@ -4,20 +4,16 @@ from dataclasses import dataclass
 
 from hybrid_engine.config.checks import check_above, check_count, check_finite
 from hybrid_engine.rlhf.options.algorithm import Algorithm
-from hybrid_engine.rlhf.options.checks import check_answers
-from hybrid_engine.rlhf.options.field import option
+from hybrid_engine.rlhf.options.checks import check_answers, option
 from hybrid_engine.rlhf.options.shared import (
-    DataOptions,
-    LoopOptions,
-    ResumeOptions,
-    RewardOptions,
+    PromptRunOptions,
     RolloutOptions,
     derive_minibatch,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOptions):
+class Config(RolloutOptions, PromptRunOptions):
     """Trains a language model by GRPO: it answers each prompt several times, and the better answers become likelier.
 
         hybrid-engine grpo
@@ -64,11 +60,8 @@ class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOpti
     algorithm: Algorithm = Algorithm()  # noqa: RUF009  frozen
 
     def __post_init__(self) -> None:
-        ResumeOptions.__post_init__(self)
+        PromptRunOptions.__post_init__(self)
         RolloutOptions.__post_init__(self)
-        RewardOptions.__post_init__(self)
-        DataOptions.__post_init__(self)
-        LoopOptions.__post_init__(self)
         derive_minibatch(self, self.rollout_size * self.group_size, 256)
         for name in ("group_size", "minibatch_size", "epochs", "eval_samples"):
             check_count(name, getattr(self, name), 1)
@@ -82,3 +75,8 @@ class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOpti
                 f"answers of a step, --rollout-size={self.rollout_size} times --group-size={self.group_size}; "
                 "change one of them"
             )
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the run keeps the first weights in addition to the actor's."""
+        return not self.lora_rank and (self.measure_kl or self.algorithm.needs_reference)

@@ -3,21 +3,16 @@
 from dataclasses import dataclass
 
 from hybrid_engine.config.checks import check_above, check_count, check_divides
-from hybrid_engine.rlhf.options.checks import check_answers
-from hybrid_engine.rlhf.options.field import option
+from hybrid_engine.rlhf.options.checks import check_answers, option
 from hybrid_engine.rlhf.options.preference import PairLossOptions
 from hybrid_engine.rlhf.options.shared import (
-    AnswerOptions,
-    DataOptions,
-    LoopOptions,
-    ResumeOptions,
-    RewardOptions,
+    PromptRunOptions,
     derive_minibatch,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(LoopOptions, PairLossOptions, RewardOptions, AnswerOptions, DataOptions, ResumeOptions):
+class Config(PairLossOptions, PromptRunOptions):
     """Trains a language model by online DPO: of its own answers to a prompt the best becomes likelier than the worst.
 
         hybrid-engine online-dpo
@@ -65,12 +60,8 @@ class Config(LoopOptions, PairLossOptions, RewardOptions, AnswerOptions, DataOpt
     def __post_init__(self) -> None:
         from hybrid_engine.rlhf.batches.micro_batches import check_budget  # imports torch
 
-        ResumeOptions.__post_init__(self)
-        AnswerOptions.__post_init__(self)
-        RewardOptions.__post_init__(self)
-        DataOptions.__post_init__(self)
+        PromptRunOptions.__post_init__(self)
         PairLossOptions.__post_init__(self)
-        LoopOptions.__post_init__(self)
         derive_minibatch(self, self.rollout_size, 64)
         check_count("minibatch_size", self.minibatch_size, 1)
         for name in ("beta", "learning_rate"):

@@ -1,7 +1,6 @@
 """Options of `hybrid-engine ppo`."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from hybrid_engine.config.checks import (
     check_above,
@@ -13,17 +12,14 @@ from hybrid_engine.config.checks import (
 )
 from hybrid_engine.rlhf.options.field import option
 from hybrid_engine.rlhf.options.shared import (
-    DataOptions,
-    LoopOptions,
-    ResumeOptions,
-    RewardOptions,
+    PromptRunOptions,
     RolloutOptions,
     derive_minibatch,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOptions):
+class Config(RolloutOptions, PromptRunOptions):
     """Trains a language model by PPO: it answers prompts, the answers are scored, its weights follow the scores.
 
         hybrid-engine ppo --out runs/docs
@@ -80,11 +76,8 @@ class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOpti
     )
 
     def __post_init__(self) -> None:
-        ResumeOptions.__post_init__(self)
+        PromptRunOptions.__post_init__(self)
         RolloutOptions.__post_init__(self)
-        RewardOptions.__post_init__(self)
-        DataOptions.__post_init__(self)
-        LoopOptions.__post_init__(self)
         derive_minibatch(self, self.rollout_size, 32)
         check_shared_base(self)
         for name in ("minibatch_size", "ppo_epochs"):
@@ -110,7 +103,7 @@ class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOpti
         return self.steps * self.ppo_epochs * (self.rollout_size // self.minibatch_size)
 
 
-def check_shared_base(config: Any) -> None:
+def check_shared_base(config: "Config") -> None:
     """Raises ValueError for roles on one base without adapters, or in exact mode."""
     if config.shared_base and not config.lora_rank:
         raise ValueError("--shared-base: the roles are adapters on one base; give --lora-rank, such as --lora-rank 8")

@@ -5,14 +5,19 @@ from typing import TYPE_CHECKING
 
 from hybrid_engine.config.checks import check_above, check_at_least, check_count, check_one_of
 from hybrid_engine.rlhf.options.field import option
-from hybrid_engine.rlhf.options.shared import AdapterOptions, AnswerOptions, DataOptions, ResumeOptions, suitable_rate
+from hybrid_engine.rlhf.options.shared import (
+    AnswerOptions,
+    DataOptions,
+    TrainingOptions,
+    suitable_rate,
+)
 
 if TYPE_CHECKING:
     from hybrid_engine.rl.preferences import PairLoss
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceOptions(AdapterOptions, DataOptions, AnswerOptions, ResumeOptions):
+class PreferenceOptions(DataOptions, AnswerOptions):
     """The trained model, its reference, and how it is evaluated."""
 
     model: str | None = option(
@@ -21,6 +26,7 @@ class PreferenceOptions(AdapterOptions, DataOptions, AnswerOptions, ResumeOption
         "if missing",
     )
     beta: float = option(0.1, "how strongly the actor is held to the reference")
+    epochs: int = 1
     batch_size: int = option(32, "samples of an optimizer step over all processes")
     micro_batch_size: int = option(16, "samples of a forward pass on one process, at most")
     learning_rate: float | None = option(
@@ -37,10 +43,9 @@ class PreferenceOptions(AdapterOptions, DataOptions, AnswerOptions, ResumeOption
         return self.learning_rate or suitable_rate(self, small=1e-4)
 
     def __post_init__(self) -> None:
-        ResumeOptions.__post_init__(self)
+        TrainingOptions.__post_init__(self)
         AnswerOptions.__post_init__(self)
         DataOptions.__post_init__(self)
-        AdapterOptions.__post_init__(self)
         for name in ("batch_size", "micro_batch_size", "eval_rows"):
             check_count(name, getattr(self, name), 1)
         for name in ("beta", "learning_rate"):

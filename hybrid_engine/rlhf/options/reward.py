@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from hybrid_engine.config.checks import check_above, check_at_least, check_count
 from hybrid_engine.rlhf.options.field import option
-from hybrid_engine.rlhf.options.shared import AdapterOptions, DataOptions, ResumeOptions
+from hybrid_engine.rlhf.options.shared import DataOptions, TrainingOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AdapterOptions, DataOptions, ResumeOptions):
+class Config(DataOptions, TrainingOptions):
     """Trains a reward model on preference pairs; by default of summary lines, one of which follows PEP 257.
 
         hybrid-engine reward --out runs/docs
@@ -63,9 +63,8 @@ class Config(AdapterOptions, DataOptions, ResumeOptions):
     )
 
     def __post_init__(self) -> None:
-        ResumeOptions.__post_init__(self)
+        TrainingOptions.__post_init__(self)
         DataOptions.__post_init__(self)
-        AdapterOptions.__post_init__(self)
         for name in ("epochs", "batch_size", "micro_batch_size", "max_tokens"):
             check_count(name, getattr(self, name), 1)
         for name in ("max_examples", "eval_every", "max_pairs"):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from hybrid_engine.config.checks import check_above, check_count, check_divides, check_one_of
 from hybrid_engine.rlhf.options.field import option
-from hybrid_engine.rlhf.options.shared import AdapterOptions, DataOptions, ResumeOptions
+from hybrid_engine.rlhf.options.shared import DataOptions, TrainingOptions
 
 TASKS = ("docs", "sums", "calculator")
 """Tasks that need no data set; `tasks/corpus.py` has their rows."""
@@ -13,7 +13,7 @@ LARGEST_SIZE = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(AdapterOptions, DataOptions, ResumeOptions):
+class Config(DataOptions, TrainingOptions):
     """Trains a model to write what a data set shows; by default a small one to summarise a function's signature.
 
         hybrid-engine sft --out runs/docs
@@ -75,9 +75,8 @@ class Config(AdapterOptions, DataOptions, ResumeOptions):
     max_examples: int = option(0, "use only so many training examples; 0 uses all")
 
     def __post_init__(self) -> None:
-        ResumeOptions.__post_init__(self)
+        TrainingOptions.__post_init__(self)
         DataOptions.__post_init__(self)
-        AdapterOptions.__post_init__(self)
         for name in ("num_layers", "epochs", "batch_size", "micro_batch_size", "max_tokens"):
             check_count(name, getattr(self, name), 1)
         check_count("vocab_size", self.vocab_size, 300)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from hybrid_engine.config.checks import check_above, check_at_least, check_between, check_count, check_one_of, flag
-from hybrid_engine.rlhf.options.checks import check_common, check_weights
+from hybrid_engine.rlhf.options.checks import check_common, check_weights, option
 from hybrid_engine.rlhf.options.columns import DataSource, read_names, read_prompt_template
-from hybrid_engine.rlhf.options.field import option
 
 ConfigT = TypeVar("ConfigT")
 
@@ -282,10 +281,6 @@ class DatasetOptions(RowOptions):
         )
 
 
-LENGTHS = ("max_prompt_tokens", "max_new_tokens")
-"""Options that `model_lengths.py` derives from data and model where they are 0."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(DatasetOptions):
     """Options of the data that a run trains on, and is measured on."""
@@ -334,62 +329,6 @@ class DataOptions(DatasetOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerOptions:
-    """How an actor answers, and how many held-out prompts."""
-
-    OWN_LENGTHS = (96, 40)
-    """`max_prompt_tokens` and `max_new_tokens` for the small model that is trained without `--model`."""
-    ANSWERS_IN_PASS = 1
-    """Number of answers, each with its prompt, that a pass of `--tokens-per-micro-batch` must hold together."""
-
-    max_prompt_tokens: int = option(
-        0,
-        "longer prompts lose their beginning; 0: the longest of the data, as far as the model's positions allow, "
-        "without --model 96",
-    )
-    max_new_tokens: int = option(
-        0,
-        "longest response; 0: 256, or more where the data has longer answers, as far as the model's positions allow, "
-        "without --model 40 (grpo and online-dpo: 48)",
-    )
-    temperature: float = option(1.0, "of sampling and of every log-probability alike")
-    eval_prompts: int = option(256, "held-out prompts that are answered before, after and, with --eval-every, between")
-    max_running: int = option(
-        0,
-        "answers that are decoded at once on a process, for which there is a KV workspace; 0: what suits the device",
-    )
-
-    def __post_init__(self) -> None:
-        for name, own in zip(LENGTHS, self.OWN_LENGTHS, strict=True):
-            check_count(name, getattr(self, name), 0)
-            if getattr(self, name) == 0 and getattr(self, "model", None) is None:
-                object.__setattr__(self, name, own)
-        check_count("eval_prompts", self.eval_prompts, 1)
-        check_count("max_running", self.max_running, 0)
-        check_above("temperature", self.temperature, 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutOptions(AnswerOptions):
-    """How an actor answers, in training and in evaluation, if it learns from its own answers."""
-
-    logprob_bound: float = option(
-        1e-3,
-        "mean difference of rollout and trainer log-probabilities up to which the rollout's serve as the old ones",
-    )
-    exact: bool = option(
-        False,
-        "make the rollout's log-probabilities the trainer's to the bit, which takes longer (docs/exact.md)",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least("logprob_bound", self.logprob_bound, 0)
-        if self.exact and getattr(self, "activation_checkpointing", False):
-            raise ValueError("--exact trains by a forward of its own, which keeps activations; leave one of them out")
-
-
-@dataclass(frozen=True, kw_only=True)
 class AdapterOptions:
     """A LoRA adapter that is trained in place of all weights."""
 
@@ -419,7 +358,79 @@ class AdapterOptions:
                 raise ValueError(f"{flag(name)}={shown} is of an adapter; give --lora-rank, such as 8, or leave it out")
 
 
-def check_rollout_budget(config: Any) -> None:
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(AdapterOptions, ResumeOptions):
+    """A run that trains `--model`. The plain attributes stand for options that only some recipes have."""
+
+    LENGTH = "epochs"
+    """The option that says how long the run is."""
+    UPDATE = "batch_size"
+    """The option with the samples of an optimizer step over all processes."""
+    exact = False
+    shared_base = False
+    measure_kl = False
+    group_size = 1
+    eval_samples = 1
+
+    model: str | None = None
+    micro_batch_size: int = 1
+
+    def __post_init__(self) -> None:
+        ResumeOptions.__post_init__(self)
+        AdapterOptions.__post_init__(self)
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether a rollout run keeps the first weights in addition to the actor's."""
+        return False
+
+    @property
+    def update_size(self) -> int:
+        """Samples of an optimizer step over all processes."""
+        return int(getattr(self, self.UPDATE))
+
+
+LENGTHS = ("max_prompt_tokens", "max_new_tokens")
+"""Options that `model_lengths.py` derives from data and model where they are 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions(TrainingOptions):
+    """How an actor answers, and how many held-out prompts."""
+
+    OWN_LENGTHS = (96, 40)
+    """`max_prompt_tokens` and `max_new_tokens` for the small model that is trained without `--model`."""
+    ANSWERS_IN_PASS = 1
+    """Number of answers, each with its prompt, that a pass of `--tokens-per-micro-batch` must hold together."""
+
+    max_prompt_tokens: int = option(
+        0,
+        "longer prompts lose their beginning; 0: the longest of the data, as far as the model's positions allow, "
+        "without --model 96",
+    )
+    max_new_tokens: int = option(
+        0,
+        "longest response; 0: 256, or more where the data has longer answers, as far as the model's positions allow, "
+        "without --model 40 (grpo and online-dpo: 48)",
+    )
+    temperature: float = option(1.0, "of sampling and of every log-probability alike")
+    eval_prompts: int = option(256, "held-out prompts that are answered before, after and, with --eval-every, between")
+    max_running: int = option(
+        0,
+        "answers that are decoded at once on a process, for which there is a KV workspace; 0: what suits the device",
+    )
+
+    def __post_init__(self) -> None:
+        for name, own in zip(LENGTHS, self.OWN_LENGTHS, strict=True):
+            check_count(name, getattr(self, name), 0)
+            if getattr(self, name) == 0 and self.model is None:
+                object.__setattr__(self, name, own)
+        check_count("eval_prompts", self.eval_prompts, 1)
+        check_count("max_running", self.max_running, 0)
+        check_above("temperature", self.temperature, 0)
+
+
+def check_rollout_budget(config: "RolloutRunOptions") -> None:
     """Raises ValueError if the longest prompt with the longest answer exceeds `--tokens-per-micro-batch`."""
     longest = config.max_prompt_tokens + config.max_new_tokens
     if 0 < config.tokens_per_micro_batch < longest:
@@ -430,9 +441,10 @@ def check_rollout_budget(config: Any) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopOptions(AdapterOptions):
+class LoopOptions(TrainingOptions):
     """A loop of rollouts and updates: how many, how large, and how often it is evaluated."""
 
+    LENGTH = "steps"
     HAS_RATIOS = True
     """Whether an update compares answers' log-probabilities with those of their rollout."""
 
@@ -448,14 +460,44 @@ class LoopOptions(AdapterOptions):
         for name in ("steps", "rollout_size", "micro_batch_size"):
             check_count(name, getattr(self, name), 1)
         check_count("eval_every", self.eval_every, 0)
-        AdapterOptions.__post_init__(self)
+        TrainingOptions.__post_init__(self)
         if self.HAS_RATIOS and self.lora_dropout:
             raise ValueError(
                 f"--lora-dropout={self.lora_dropout} would make the ratios of an update those of two different "
                 "networks, since a rollout has no dropout: first_ratio would not be 1, and clipping act on noise; "
                 "leave it out"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRunOptions(LoopOptions, AnswerOptions):
+    """A run whose model learns from its own answers."""
+
+    UPDATE = "minibatch_size"
+
+    def __post_init__(self) -> None:
+        AnswerOptions.__post_init__(self)
+        LoopOptions.__post_init__(self)
         check_rollout_budget(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutOptions(RolloutRunOptions):
+    """How an actor answers, in training and in evaluation, if it learns from its own answers."""
+
+    logprob_bound: float = option(
+        1e-3,
+        "mean difference of rollout and trainer log-probabilities up to which the rollout's serve as the old ones",
+    )
+    exact: bool = option(
+        False,
+        "make the rollout's log-probabilities the trainer's to the bit, which takes longer (docs/exact.md)",
+    )
+
+    def __post_init__(self) -> None:
+        check_at_least("logprob_bound", self.logprob_bound, 0)
+        if self.exact and self.activation_checkpointing:
+            raise ValueError("--exact trains by a forward of its own, which keeps activations; leave one of them out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -479,12 +521,27 @@ class RewardOptions:
         check_weights(len(self.reward), self.reward_weights or None)
 
 
-def derive_minibatch(config: Any, num_samples: int, most: int) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PromptRunOptions(RewardOptions, DataOptions, RolloutRunOptions):
+    """A run whose model answers the prompts of a data set, and whose answers get rewards."""
+
+    def __post_init__(self) -> None:
+        RewardOptions.__post_init__(self)
+        DataOptions.__post_init__(self)
+        RolloutRunOptions.__post_init__(self)
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the run keeps the first weights in addition to the actor's."""
+        return not self.lora_rank
+
+
+def derive_minibatch(config: RolloutRunOptions, num_samples: int, most: int) -> None:
     """Fills in a `minibatch_size` of 0 of a new `Config`: the largest divisor of `num_samples` up to `most`.
 
     The number of processes is not known yet: `fit_minibatch` derives it again from the arguments stored here.
     """
-    if config.minibatch_size == 0:
+    if config.update_size == 0:
         object.__setattr__(config, "minibatch_size", largest_divisor(num_samples, most))
         object.__setattr__(config, "_minibatch_derived_from", (num_samples, most))
 
@@ -507,7 +564,7 @@ def fit_minibatch(config: ConfigT, num_processes: int, saved_size: int | None = 
     return replace(options, minibatch_size=size)
 
 
-def suitable_rate(config: Any, *, small: float, trained: float = 1e-6, adapter: float = 1e-5) -> float:
+def suitable_rate(config: TrainingOptions, *, small: float, trained: float = 1e-6, adapter: float = 1e-5) -> float:
     """The default peak of a learning rate: a pretrained model takes smaller steps than one trained from scratch.
 
     Args:

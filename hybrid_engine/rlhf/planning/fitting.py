@@ -8,7 +8,7 @@ from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.generation.memory import free_and_total_bytes
 from hybrid_engine.generation.plan import MAX_RUNNING
 from hybrid_engine.metrics.memory_plan import MemoryPlan, format_bytes, read_bytes
-from hybrid_engine.rlhf.options.shared import fit_minibatch
+from hybrid_engine.rlhf.options.shared import AnswerOptions, TrainingOptions, fit_minibatch
 from hybrid_engine.rlhf.planning.read import Read, check_one_process
 from hybrid_engine.rlhf.planning.reading import read_run
 from hybrid_engine.rlhf.planning.roles import Setting, plan_memory
@@ -74,7 +74,7 @@ class Fitted:
             yield "  no option of this recipe makes it smaller; take a smaller model"
 
 
-def plan(recipe: str, config: Any, wishes: Any) -> Fitted:
+def plan(recipe: str, config: TrainingOptions, wishes: Any) -> Fitted:
     """The plan of a recipe with its `Config`; reads data and configs, but no weights.
 
     Args:
@@ -96,7 +96,7 @@ def plan(recipe: str, config: Any, wishes: Any) -> Fitted:
     found = plan_memory(read, setting)
     processes = f"{wishes.processes} process{'es' * (wishes.processes > 1)}"
     lengths = ""
-    if read.answered is not None:
+    if isinstance(config, AnswerOptions):
         lengths = f", prompts of up to {config.max_prompt_tokens} tokens, answers of up to {config.max_new_tokens},"
     title = f"{recipe}{lengths} on {processes}, a {device.type} each, {choose_dtype(config.dtype, device.type)}"
     remedies = [] if found.peak_bytes <= memory else _remedies(read, setting, found, memory)
@@ -123,7 +123,9 @@ def _changes(setting: Setting, generates_much: bool) -> Iterator[tuple[str, str,
     def changed(**options: Any) -> Setting:
         return replace(setting, config=replace(config, **options))
 
-    most = (config.max_running or MAX_RUNNING.get(setting.device, 256)) if generates_much else 1
+    most = 1
+    if generates_much and isinstance(config, AnswerOptions):
+        most = config.max_running or MAX_RUNNING.get(setting.device, 256)
     fewer = [most >> n for n in range(1, most.bit_length())]
     for rows in fewer:
         yield "rows", f"--max-running {rows}", changed(max_running=rows)
@@ -131,7 +133,7 @@ def _changes(setting: Setting, generates_much: bool) -> Iterator[tuple[str, str,
     while not config.tokens_per_micro_batch and size > 1:
         size //= 2
         yield "size", f"--micro-batch-size {size}", changed(micro_batch_size=size)
-    if not (config.activation_checkpointing or getattr(config, "exact", False)):
+    if not (config.activation_checkpointing or config.exact):
         yield "again", "--activation-checkpointing", changed(activation_checkpointing=True)
         if not config.tokens_per_micro_batch:
             both = {"activation_checkpointing": True, "micro_batch_size": 1}
@@ -139,17 +141,18 @@ def _changes(setting: Setting, generates_much: bool) -> Iterator[tuple[str, str,
             yield TOGETHER, words, changed(**both)
             for rows in fewer[1::3]:  # each is a plan of its own, which takes a second
                 yield TOGETHER, f"{words} --max-running {rows}", changed(**both, max_running=rows)
-    if getattr(config, "measure_kl", False) and not config.algorithm.needs_reference and not config.lora_rank:
-        yield "reference", "--no-measure-kl", changed(measure_kl=False)
+    if config.measure_kl and config.keeps_reference:
+        unmeasured = changed(measure_kl=False)
+        if not unmeasured.config.keeps_reference:
+            yield "reference", "--no-measure-kl", unmeasured
     if config.model and not config.lora_rank:
         change = f"--lora-rank {ADAPTER_RANK}"
         yield "adapter", change, changed(lora_rank=ADAPTER_RANK)
-        if not getattr(config, "exact", False):
+        if not config.exact:
             all_of_it = changed(lora_rank=ADAPTER_RANK, activation_checkpointing=True)
             yield TOGETHER, f"{change} --activation-checkpointing", all_of_it
-    batch_size = config.batch_size if hasattr(config, "batch_size") else config.minibatch_size
     processes = 2 * setting.num_processes
-    while processes <= min(MOST_PROCESSES, batch_size) and batch_size % processes == 0:
+    while processes <= min(MOST_PROCESSES, config.update_size) and config.update_size % processes == 0:
         sharded = replace(changed(zero_stage=3), num_processes=processes)
         yield "processes", f"--zero-stage 3 on {processes} processes", sharded
         processes *= 2

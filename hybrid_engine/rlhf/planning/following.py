@@ -15,6 +15,8 @@ from hybrid_engine.metrics.memory_plan import MemoryPlan
 from hybrid_engine.metrics.memory_use import MemoryUse, Pass
 from hybrid_engine.rlhf.batches.passes import Items
 from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
+from hybrid_engine.rlhf.options.preference import PreferenceOptions
+from hybrid_engine.rlhf.options.shared import TrainingOptions
 from hybrid_engine.rlhf.planning.read import Learned, Read, read_answers, read_preferences
 from hybrid_engine.rlhf.planning.roles import Setting, plan_memory
 from hybrid_engine.rlhf.runs.run_log import say, write_json
@@ -22,24 +24,28 @@ from hybrid_engine.rlhf.tasks.corpus import PairCorpus
 from hybrid_engine.zero.fsdp2_private import gathered_storages
 
 
-def follow_examples(config: Any, engine: Any, examples: Sequence[Encoded], batches: list[list[int]]) -> None:
+def follow_examples(
+    config: TrainingOptions, engine: Any, examples: Sequence[Encoded], batches: list[list[int]]
+) -> None:
     """Follows a run of sft; `batches` are the indices of `examples` by step."""
     read = Read(first=engine.module.config, learned=Learned.of(Items.of(examples), batches))
     follow_memory("sft", config, read, [engine])
 
 
-def follow_scored_pairs(config: Any, engine: Any, corpus: PairCorpus) -> None:
+def follow_scored_pairs(config: TrainingOptions, engine: Any, corpus: PairCorpus) -> None:
     """Follows a run of reward."""
     read = Read(first=engine.module.config, learned=Learned.of(Items.of(corpus.train), corpus.batches))
     follow_memory("reward", config, read, [engine])
 
 
-def follow_preferences(recipe: str, config: Any, engine: Any, learned: Sequence[Encoded | EncodedPair]) -> None:
+def follow_preferences(
+    recipe: str, config: PreferenceOptions, engine: Any, learned: Sequence[Encoded | EncodedPair]
+) -> None:
     """Follows a run that learns from given answers and answers some of their prompts."""
     follow_memory(recipe, config, read_preferences(config, engine.module.config, learned), [engine])
 
 
-def follow_answers(recipe: str, config: Any, start: Any, policy: Any, critic: Any = None) -> None:
+def follow_answers(recipe: str, config: TrainingOptions, start: Any, policy: Any, critic: Any = None) -> None:
     """Follows a run that learns from its own answers.
 
     Args:
@@ -56,7 +62,7 @@ def follow_answers(recipe: str, config: Any, start: Any, policy: Any, critic: An
     follow_memory(recipe, config, read, engines, frozen)
 
 
-def fuses_at_once(recipe: str, config: Any, start: Any, first: PretrainedConfig) -> bool:
+def fuses_at_once(recipe: str, config: TrainingOptions, start: Any, first: PretrainedConfig) -> bool:
     """Whether rollouts on a shared base fit into the memory of training if all linears are fused at once.
 
     Returns False if a model cannot be counted on shapes alone; the same on all processes.
@@ -75,7 +81,7 @@ def fuses_at_once(recipe: str, config: Any, start: Any, first: PretrainedConfig)
 
 
 def follow_memory(
-    recipe: str, config: Any, read: Read, engines: Sequence[Any], frozen: Iterable[nn.Module | None] = ()
+    recipe: str, config: TrainingOptions, read: Read, engines: Sequence[Any], frozen: Iterable[nn.Module | None] = ()
 ) -> None:
     """Plans the run, and makes its engines report the plan and measure their memory; local.
 

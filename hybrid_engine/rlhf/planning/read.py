@@ -11,7 +11,8 @@ from hybrid_engine.rlhf.batches.passes import Items
 from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
 from hybrid_engine.rlhf.data.prompts import PromptTokens, select_prompts
 from hybrid_engine.rlhf.options import agent
-from hybrid_engine.rlhf.options.shared import AdapterOptions
+from hybrid_engine.rlhf.options.preference import PreferenceOptions
+from hybrid_engine.rlhf.options.shared import AdapterOptions, TrainingOptions
 from hybrid_engine.rlhf.rewards.adapter_folder import read_reward_adapter
 from hybrid_engine.rlhf.rewards.learned import critic_source, names_model
 from hybrid_engine.rlhf.runs.adapters import IS_PACKED
@@ -61,7 +62,9 @@ class Read:
     """Whether an answer continues after turns of others, up to the length of the longest prompt and its answer."""
 
 
-def read_preferences(config: Any, first: PretrainedConfig, learned: Sequence[Encoded | EncodedPair]) -> Read:
+def read_preferences(
+    config: PreferenceOptions, first: PretrainedConfig, learned: Sequence[Encoded | EncodedPair]
+) -> Read:
     """Plan inputs of a recipe that learns from given answers, whose batches are drawn by `select_prompts`.
 
     Args:
@@ -80,7 +83,7 @@ def read_preferences(config: Any, first: PretrainedConfig, learned: Sequence[Enc
 
 
 def read_answers(
-    config: Any,
+    config: TrainingOptions,
     specs: Sequence[str],
     first: PretrainedConfig,
     answered: PromptTokens,
@@ -99,10 +102,10 @@ def read_answers(
         has_critic: whether there is a critic.
     """
     models = [spec for spec in specs if names_model(spec)]
-    if getattr(config, "shared_base", False):
-        adapters = (
-            [AdapterOptions(lora_rank=read_reward_adapter(spec).config.r) for spec in models] if specs else [config]
-        )
+    if config.shared_base:
+        adapters: list[AdapterOptions] = [config]
+        if specs:
+            adapters = [AdapterOptions(lora_rank=read_reward_adapter(spec).config.r) for spec in models]
         return Read(first=first, adapters=adapters, answered=answered)
     critic = None
     if has_critic:

@@ -26,6 +26,8 @@ from hybrid_engine.rlhf.experience.start import (
     reward_specs,
 )
 from hybrid_engine.rlhf.options import agent, dpo, kto, reward, sft
+from hybrid_engine.rlhf.options.preference import PreferenceOptions
+from hybrid_engine.rlhf.options.shared import PromptRunOptions, TrainingOptions
 from hybrid_engine.rlhf.planning.read import Learned, Read, read_answers, read_episodes, read_preferences
 from hybrid_engine.rlhf.preference import first_actor
 from hybrid_engine.rlhf.preference.answers import load_answers
@@ -44,10 +46,10 @@ class ReadRun(NamedTuple):
     """The data of a run, and its `Config` with the lengths that it will have."""
 
     read: Read
-    config: Any
+    config: TrainingOptions
 
 
-def read_run(recipe: str, config: Any) -> ReadRun:
+def read_run(recipe: str, config: TrainingOptions) -> ReadRun:
     """The data and model configs of a recipe with this `Config`, and the lengths that it will have.
 
     Raises:
@@ -75,7 +77,7 @@ def _read_reward(config: reward.Config) -> ReadRun:
     return ReadRun(Read(first=_adapted(config, load_config(source)), learned=learned), config)
 
 
-def _read_answers(config: Any, task: OwnTask, *, has_critic: bool = False) -> ReadRun:
+def _read_answers(config: PromptRunOptions, task: OwnTask, *, has_critic: bool = False) -> ReadRun:
     """Plan inputs of a recipe that learns from its own answers."""
     first, tokenizer = _first_actor(config, task)
     specs = reward_specs(config, task)
@@ -83,10 +85,10 @@ def _read_answers(config: Any, task: OwnTask, *, has_critic: bool = False) -> Re
     train, held_out, lengths = load_usable_prompts(config, task, tokenizer, rewards)
     config = start.with_lengths(config, [*train, *held_out], lengths, tokenizer, is_said=False)
     answered = PromptTokens.of(lengths, config.max_prompt_tokens)
-    if getattr(config, "shared_base", False):
+    if config.shared_base:
         for spec in filter(names_model, specs):
             check_reward_adapter(spec, config.model or str(Path(config.out) / "sft"))
-    if specs or getattr(config, "shared_base", False):
+    if specs or config.shared_base:
         read = read_answers(config, specs, first, answered, config.model, has_critic=has_critic)
         return ReadRun(read, config)
     made = Path(config.out) / "reward"  # the stage makes a model of the actor's size
@@ -136,7 +138,7 @@ READERS: dict[str, Callable[[Any], ReadRun]] = {
 }
 
 
-def _first_actor(config: Any, task: OwnTask) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
+def _first_actor(config: TrainingOptions, task: OwnTask) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
     """Config and tokenizer of the first actor; a small one if its stage is still to be run."""
     stage = Path(config.out) / "sft"
     source = config.model or (str(stage) if stage.exists() else None)
@@ -152,13 +154,13 @@ def _small_config(config: sft.Config, tokenizer: PreTrainedTokenizerBase) -> Pre
         return build_small_llama(tokenizer, config.hidden_size, config.num_layers).config
 
 
-def _adapted(config: Any, model: PretrainedConfig) -> PretrainedConfig:
+def _adapted(config: TrainingOptions, model: PretrainedConfig) -> PretrainedConfig:
     check_trainable(config, model, config.model or config.out)
     return model
 
 
 def _that_fit(
-    config: Any,
+    config: PreferenceOptions,
     first: PretrainedConfig,
     parts: tuple[Sequence[R], Sequence[R]],
     encode: Callable[[R], T],

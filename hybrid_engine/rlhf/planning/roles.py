@@ -33,7 +33,7 @@ from hybrid_engine.rlhf.batches.packable import expected_layout
 from hybrid_engine.rlhf.batches.packing import Layout
 from hybrid_engine.rlhf.batches.sequences import ValueModel, recompute_activations
 from hybrid_engine.rlhf.batches.spans import ATTENTION, Span, Spans
-from hybrid_engine.rlhf.options.shared import AdapterOptions
+from hybrid_engine.rlhf.options.shared import AdapterOptions, AnswerOptions, RolloutRunOptions, TrainingOptions
 from hybrid_engine.rlhf.passes.pass_memory import PassShape, count_pass
 from hybrid_engine.rlhf.planning.read import Read, packed_bytes
 from hybrid_engine.rlhf.planning.widest import widest_passes
@@ -48,7 +48,7 @@ class Setting:
     """The processes and devices of a run, with its options."""
 
     recipe: str
-    config: Any
+    config: TrainingOptions
     num_processes: int
     device: str
     """Type of the devices."""
@@ -64,11 +64,8 @@ class Setting:
 def plan_memory(read: Read, setting: Setting) -> MemoryPlan:
     """The parts and peaks of a run on one of its devices."""
     config = setting.config
-    batch_size = config.batch_size if hasattr(config, "batch_size") else config.minibatch_size
-    check_divides(
-        "batch_size" if hasattr(config, "batch_size") else "minibatch_size", batch_size, setting.num_processes
-    )
-    per_process = batch_size // setting.num_processes
+    check_divides(config.UPDATE, config.update_size, setting.num_processes)
+    per_process = config.update_size // setting.num_processes
     ran, where = setting.ran, (setting.num_processes, setting.device)
     passes = [ran] if ran is not None else widest_passes(read, config, per_process, *where)
     plans = (_plan_of(read, setting, one) for one in passes)
@@ -86,7 +83,7 @@ def _plan_of(read: Read, setting: Setting, largest: Pass) -> MemoryPlan:
         at_once = _generation(actor, read.answered.longest, setting, is_streamed=False)
         # On a shared base a rollout may not exceed training, which uses no memory meanwhile.
         room = plan.training_peak_bytes - plan.kept_bytes
-        if getattr(config, "shared_base", False) and sum(part.num_bytes for part in at_once) > room:
+        if config.shared_base and sum(part.num_bytes for part in at_once) > room:
             generation = _generation(actor, read.answered.longest, setting, is_streamed=True)
             return replace(plan, generation=generation, fuses_at_once=False)
     return replace(plan, generation=at_once)
@@ -101,10 +98,10 @@ def _roles(read: Read, setting: Setting, shape: PassShape, accumulates: bool) ->
         model = add_adapter(recompute_activations(model, config), config, "SEQ_CLS")
         return [_trained("reward model", model, _base(model).score, **counted)], model
     actor = _build(AutoModelForCausalLM, read.first, setting.weight)
-    if getattr(config, "shared_base", False):
+    if config.shared_base:
         return _on_shared_base(actor, read, **counted)
     frozen = []
-    if _keeps_reference(recipe, config):
+    if config.keeps_reference:
         frozen.append(_frozen("reference", _shapes(actor), setting))
     actor = add_adapter(recompute_activations(actor, config), config)
     trained = [
@@ -142,13 +139,6 @@ def _value_adapter(config: PretrainedConfig, adapter: AdapterOptions, setting: S
     prefix = f"{model.backbone.base_model_prefix}."  # of the body's names in a causal model
     adapter = replace(adapter, lora_targets=tuple(name.removeprefix(prefix) for name in adapter.lora_targets))
     return ValueModel(add_adapter(model.backbone, adapter, "FEATURE_EXTRACTION"), model.head).train()
-
-
-def _keeps_reference(recipe: str, config: Any) -> bool:
-    """Whether the first weights are kept in addition to the actor's."""
-    if config.lora_rank or recipe not in ("grpo", "ppo", "online-dpo"):
-        return False
-    return recipe != "grpo" or config.measure_kl or config.algorithm.needs_reference
 
 
 def _build(auto_class: Any, config: PretrainedConfig, dtype: torch.dtype, **options: Any) -> Any:
@@ -242,7 +232,7 @@ def _trained(
     )
 
 
-def _along_spans(model: Any, shape: PassShape, config: Any) -> dict[str, Spans]:
+def _along_spans(model: Any, shape: PassShape, config: TrainingOptions) -> dict[str, Spans]:
     """Attention inputs of `model`, which uses spans from now on; empty if attention does not go along spans."""
     module = _base(model.backbone if isinstance(model, ValueModel) else model)
     kinds = [parameter.kind for parameter in inspect.signature(module.base_model.forward).parameters.values()]
@@ -281,12 +271,12 @@ def _generation(actor: nn.Module, prompt_tokens: int, setting: Setting, *, is_st
     `is_streamed`.
     """
     config, size = setting.config, setting.weight.itemsize
+    assert isinstance(config, AnswerOptions), setting.recipe
     longest = prompt_tokens + config.max_new_tokens - 1  # the last token drawn is never fed
     options = HybridEngineConfig(enabled=True, max_running=config.max_running)
-    rollouts = [(config.eval_prompts, getattr(config, "eval_samples", 1))] if hasattr(config, "eval_prompts") else []
-    if hasattr(config, "rollout_size"):
-        group = getattr(config, "group_size", 2 if hasattr(config, "loss") else 1)
-        rollouts.append((config.rollout_size, group))
+    rollouts = [(config.eval_prompts, config.eval_samples)]
+    if isinstance(config, RolloutRunOptions):
+        rollouts.append((config.rollout_size, config.group_size))
     demands = []
     for num_prompts, group in rollouts:
         prompts = -(-num_prompts // setting.num_processes)

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformers import PretrainedConfig
 
@@ -14,6 +14,7 @@ from hybrid_engine.rlhf.batches.packable import expected_layout, supports_attent
 from hybrid_engine.rlhf.batches.packing import Layout, Prompt
 from hybrid_engine.rlhf.batches.passes import Extent, Items, extent_of
 from hybrid_engine.rlhf.batches.spans import TOGETHER
+from hybrid_engine.rlhf.options.shared import AnswerOptions, TrainingOptions
 from hybrid_engine.rlhf.passes.pass_memory import PassShape
 from hybrid_engine.rlhf.planning.read import Learned, Read
 from hybrid_engine.rlhf.runs.engine_config import largest_micro_batch
@@ -30,7 +31,7 @@ MOST_COUNTED = 4
 Estimate = Callable[[Extent], float]
 
 
-def widest_passes(read: Read, config: Any, per_process: int, num_processes: int, device: str) -> list[Pass]:
+def widest_passes(read: Read, config: TrainingOptions, per_process: int, num_processes: int, device: str) -> list[Pass]:
     """Passes of a run of which one is the largest; the first has the largest estimate.
 
     Args:
@@ -43,6 +44,7 @@ def widest_passes(read: Read, config: Any, per_process: int, num_processes: int,
     layout = expected_layout(config, read.first) if config.tokens_per_micro_batch else Layout.PADDED
     estimate = estimate_of(read.first, config, device)
     if read.learned is None:
+        assert isinstance(config, AnswerOptions)
         shapes, accumulates = _drawn_passes(read, config, layout, per_process)
         return _passes(_largest(shapes, estimate), accumulates, has_state=True)
     batches = read.learned.batches
@@ -81,7 +83,9 @@ def _steps(learned: Learned, num_processes: int) -> list[Items]:
     return [learned.items.take(batch[rank::num_processes]) for batch in learned.batches for rank in ranks]
 
 
-def _passes_of(steps: list[Items], config: Any, layout: Layout, per_process: int) -> tuple[Iterator[PassShape], bool]:
+def _passes_of(
+    steps: list[Items], config: TrainingOptions, layout: Layout, per_process: int
+) -> tuple[Iterator[PassShape], bool]:
     """The passes of `steps`, divided as in the run, and whether a step has several."""
     budget = config.tokens_per_micro_batch
     if budget:
@@ -107,7 +111,9 @@ def _likely(steps: list[Items], budget: int) -> list[Items]:
     return list(chain.from_iterable(group[:most] for group in alike.values()))
 
 
-def _drawn_passes(read: Read, config: Any, layout: Layout, per_process: int) -> tuple[Iterator[PassShape], bool]:
+def _drawn_passes(
+    read: Read, config: AnswerOptions, layout: Layout, per_process: int
+) -> tuple[Iterator[PassShape], bool]:
     """Passes over answers that are still to be sampled, one of which is the largest; and whether a step has several."""
     drawn, budget = _Drawn.of(read, config), config.tokens_per_micro_batch
     prompt = drawn.prompts[-1]
@@ -134,12 +140,12 @@ class _Drawn(NamedTuple):
     """Items with the same prompt."""
 
     @classmethod
-    def of(cls, read: Read, config: Any) -> "_Drawn":
+    def of(cls, read: Read, config: AnswerOptions) -> "_Drawn":
         """The answers for `read` and the config of its recipe."""
         assert read.answered is not None
         shortest, longest = read.answered
-        pair = 2 if hasattr(config, "loss") else 1
-        group = 1 if pair == 2 else getattr(config, "group_size", 1)
+        pair = config.ANSWERS_IN_PASS
+        group = 1 if pair == 2 else config.group_size
         # After longer prompts there is room for fewer answers, and a copy of a shorter one serves several of them.
         most_copied = int(config.max_new_tokens / TOGETHER)
         most_masked = config.tokens_per_micro_batch - group * pair * (config.max_new_tokens + 1)
@@ -192,7 +198,7 @@ class _Drawn(NamedTuple):
         return step if answer < 1 else self.step(more, width - answer, answer, 1)
 
 
-def estimate_of(model: PretrainedConfig, config: Any, device: str) -> Callable[[Extent], float]:
+def estimate_of(model: PretrainedConfig, config: TrainingOptions, device: str) -> Callable[[Extent], float]:
     """Estimates the bytes of a pass of a causal model, given its extent.
 
     A layer stores some 8 E + 4 I values per token: the inputs and outputs of its two norms, four projections, attention

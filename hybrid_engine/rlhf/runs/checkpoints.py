@@ -23,7 +23,8 @@ from peft import PeftModel
 from hybrid_engine.checkpoint.folder import discard
 from hybrid_engine.config.checks import flag
 from hybrid_engine.distributed.processes import get_world_size, init_distributed, on_rank_zero
-from hybrid_engine.rlhf.options.shared import LENGTHS, ConfigT, fit_minibatch
+from hybrid_engine.rlhf.options import sft
+from hybrid_engine.rlhf.options.shared import LENGTHS, ConfigT, TrainingOptions, fit_minibatch
 from hybrid_engine.rlhf.runs.precision import AUTO, apply_tf32, choose_dtype
 from hybrid_engine.rlhf.runs.run_folder import LATEST, STAGES, check_can_resume, checkpoints_of
 from hybrid_engine.rlhf.runs.run_lock import check_not_running
@@ -42,7 +43,6 @@ _OTHER_DEFAULT = ("missing_eos_score",)
 """Options that had another default: a resumed run keeps the value that it began with."""
 _OPEN = (None, AUTO, 0)
 """Values of options that a run replaces as it begins."""
-_LENGTHS = ("steps", "epochs")
 """Options for the length of a run, of which the first that a recipe has counts: `--resume` may raise it."""
 
 
@@ -77,7 +77,7 @@ def begin_run(config: ConfigT, recipe: str) -> ConfigT:
 
 
 def save_checkpoints(
-    engines: Mapping[str, Any], folder: Path, step: int, config: Any, state: Mapping[str, Any] | None = None
+    engines: Mapping[str, Any], folder: Path, step: int, config: TrainingOptions, state: Mapping[str, Any] | None = None
 ) -> None:
     """Saves `engines` after `step` steps, each in a folder with its name, and then removes older tags; collective.
 
@@ -105,7 +105,7 @@ def save_checkpoints(
     on_rank_zero(finish)
 
 
-def load_checkpoints(engines: Mapping[str, Any], folder: Path, config: Any) -> SavedRun:
+def load_checkpoints(engines: Mapping[str, Any], folder: Path, config: TrainingOptions) -> SavedRun:
     """Loads the last checkpoint into `engines`, with every random state; collective.
 
     If the run is longer now, the learning rates are those of its schedule at this step over the new length.
@@ -125,7 +125,7 @@ def load_checkpoints(engines: Mapping[str, Any], folder: Path, config: Any) -> S
     return SavedRun(step=saved["step"], state=saved["state"])
 
 
-def is_lengthened(config: Any, recipe: str) -> bool:
+def is_lengthened(config: TrainingOptions, recipe: str) -> bool:
     """Whether `--resume` makes the run of the stage `recipe` longer than its saved model's; collective.
 
     The options next to the checkpoints are not sufficient: a longer run that was interrupted has its new length there,
@@ -135,17 +135,17 @@ def is_lengthened(config: Any, recipe: str) -> bool:
     return saved is not None and _is_longer(saved, config)
 
 
-def mark_finished(config: Any, recipe: str) -> None:
+def mark_finished(config: TrainingOptions, recipe: str) -> None:
     """Records how long the saved model of the stage `recipe` was trained; collective."""
     on_rank_zero(lambda: _write_finished(config, recipe))
 
 
-def _write_finished(config: Any, recipe: str) -> None:
-    finished = {_length_option(config): _length(config)}
+def _write_finished(config: TrainingOptions, recipe: str) -> None:
+    finished = {config.LENGTH: _length(config)}
     _write(Path(config.out) / f"{recipe}-log" / FINISHED, json.dumps(finished) + "\n")
 
 
-def _read_finished(config: Any, recipe: str) -> dict[str, Any] | None:
+def _read_finished(config: TrainingOptions, recipe: str) -> dict[str, Any] | None:
     """The length of the run that produced the model of a stage.
 
     Earlier versions wrote only its options, which a longer run overwrites, so the length is stored before that.
@@ -155,34 +155,34 @@ def _read_finished(config: Any, recipe: str) -> dict[str, Any] | None:
         return dict(json.loads(path.read_text()))
     saved = _read_options(Path(config.out) / checkpoints_of(recipe))
     if saved is not None and (Path(config.out) / recipe).exists():
-        name = _length_option(config)
-        _write_finished(replace(config, **{name: saved.get(name)}), recipe)
+        _write_finished(_of_length(config, saved), recipe)
     return saved
 
 
-def _is_longer(saved: dict[str, Any], config: Any) -> bool:
-    name = _length_option(config)
-    return _length(config) > _length(replace(config, **{name: saved.get(name)}))
+def _is_longer(saved: dict[str, Any], config: TrainingOptions) -> bool:
+    return _length(config) > _length(_of_length(config, saved))
 
 
-def _length_option(config: Any) -> str:
-    return next(name for name in _LENGTHS if hasattr(config, name))
+def _of_length(config: TrainingOptions, saved: Mapping[str, Any]) -> TrainingOptions:
+    """`config` with the length of the run whose options are `saved`."""
+    length: dict[str, Any] = {config.LENGTH: saved.get(config.LENGTH)}
+    return replace(config, **length)
 
 
-def _length(config: Any) -> int:
+def _length(config: TrainingOptions) -> int:
     """Steps or passes of a run; sft may leave its passes open."""
-    given = getattr(config, _length_option(config))
-    return int(config.num_epochs if given is None else given)
+    given = getattr(config, config.LENGTH)
+    return int(config.num_epochs if isinstance(config, sft.Config) else given)
 
 
-def _lengthen(name: str, engine: Any, schedule: dict[str, Any], config: Any) -> None:
+def _lengthen(name: str, engine: Any, schedule: dict[str, Any], config: TrainingOptions) -> None:
     """Sets `engine` to where its new, longer `schedule` is after as many steps."""
     scheduler = engine.lr_scheduler
     before = engine.get_lr()[0]
     scheduler.load_state_dict(schedule | {"last_epoch": scheduler.last_epoch - 1, "_step_count": scheduler._step_count})
     scheduler.step()
     if config.lr_scheduler_type != WITHOUT_WARMUP:
-        option, kind = _length_option(config), config.lr_scheduler_type
+        option, kind = config.LENGTH, config.lr_scheduler_type
         say(
             f"{flag(option)}={getattr(config, option)} makes the run longer: the {kind} schedule of the {name} is now "
             f"over all of it, and its learning rate goes on at {engine.get_lr()[0]:.3g}, after {before:.3g}; figures "
@@ -190,7 +190,7 @@ def _lengthen(name: str, engine: Any, schedule: dict[str, Any], config: Any) -> 
         )
 
 
-def check_resume(folder: Path, config: Any, recipe: str) -> None:
+def check_resume(folder: Path, config: TrainingOptions, recipe: str) -> None:
     """Checks that `--resume` can continue the run of `recipe` in `folder`; for one process.
 
     Raises:
@@ -205,7 +205,7 @@ def check_resume(folder: Path, config: Any, recipe: str) -> None:
         check_saved_options(folder / checkpoints_of(recipe), config)
 
 
-def check_saved_options(folder: Path, config: Any) -> None:
+def check_saved_options(folder: Path, config: TrainingOptions) -> None:
     """Checks that the run with checkpoints in `folder` had the same options: as `load_checkpoints` does, but early.
 
     Raises:
@@ -249,8 +249,8 @@ def _write(path: Path, text: str) -> None:
     writing.replace(path)
 
 
-def _check_options(saved: dict[str, Any], config: Any) -> None:
-    given, unset, length = _options(config), _unset(config), _length_option(config)
+def _check_options(saved: dict[str, Any], config: TrainingOptions) -> None:
+    given, unset, length = _options(config), _unset(config), config.LENGTH
     for name in sorted(given.keys() - _MAY_DIFFER):
         if name not in saved and given[name] == _EARLIER.get(name, unset.get(name)):
             continue  # saved before the option existed

@@ -2,19 +2,31 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from transformers import LlamaConfig
 
 from hybrid_engine.distributed.processes import get_world_size
-from hybrid_engine.rlhf.options.shared import AdapterOptions
+from hybrid_engine.rlhf.options.shared import AdapterOptions, TrainingOptions
 from hybrid_engine.rlhf.runs.adapters import check_targets, check_trainable
 from hybrid_engine.rlhf.runs.checkpoints import check_resume
 from hybrid_engine.rlhf.runs.run_folder import RUN_RESULTS, check_nothing_is_lost, check_out
 from hybrid_engine.rlhf.runs.stages import load_config, load_tokenizer
 
 
-def check_folder(folder: Path, config: Any) -> None:
+class AnswerLengths(Protocol):
+    """Options of a recipe that answers prompts."""
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens of the longest prompt."""
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens of the longest answer."""
+
+
+def check_folder(folder: Path, config: TrainingOptions) -> None:
     """Checks that the run may write to `folder`, and resumes or moves aside its content; for one process."""
     check_out(config.out)
     check_resume(folder, config, "ppo")
@@ -24,7 +36,7 @@ def check_folder(folder: Path, config: Any) -> None:
         check_nothing_is_lost(folder)
 
 
-def check_sources_stay(folder: Path, config: Any) -> None:
+def check_sources_stay(folder: Path, config: TrainingOptions) -> None:
     """Raises ValueError if `--restart` would move aside an input of the run."""
     dataset = getattr(config, "dataset", None)
     sources = [("model", config.model), ("held-out-dataset", getattr(config, "held_out_dataset", None))]
@@ -60,7 +72,7 @@ def check_stage(folder: Path, name: str, batch_size: int) -> None:
         )
 
 
-def check_positions(config: Any, longest: int, model: str, limit: int | None) -> None:
+def check_positions(config: AnswerLengths, longest: int, model: str, limit: int | None) -> None:
     """Raises ValueError if the longest prompt and a response exceed `limit`, the positions of `model`.
 
     `longest`: tokens of that prompt, before it is cut off at `--max-prompt-tokens`.

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,6 +16,7 @@ from hybrid_engine.rlhf.data.lengths import keep_fitting, limit_of
 from hybrid_engine.rlhf.data.parts import check_parts, load_parts
 from hybrid_engine.rlhf.data.reading import read_learned_rows, read_preference_rows
 from hybrid_engine.rlhf.data.rows import LearnedRow, PreferenceRow, encode_each, texts_of, told_together
+from hybrid_engine.rlhf.options import reward, sft
 from hybrid_engine.rlhf.runs.stages import load_config, load_tokenizer, num_positions
 from hybrid_engine.rlhf.tasks import arithmetic, calculator
 from hybrid_engine.rlhf.tasks.small_llama import MAX_POSITIONS, train_tokenizer
@@ -44,7 +45,7 @@ class Corpus:
 
 
 @told_together()
-def load_corpus(config: Any) -> tuple[PreTrainedTokenizerBase, Corpus]:
+def load_corpus(config: sft.Config) -> tuple[PreTrainedTokenizerBase, Corpus]:
     """The tokenizer, loaded or trained on the training rows, and all rows as tokens, as a `sft.Config` says.
 
     Raises:
@@ -126,7 +127,7 @@ class PairCorpus:
 
 
 @told_together()
-def load_pair_corpus(config: Any, tokenizer: PreTrainedTokenizerBase, source: str) -> PairCorpus:
+def load_pair_corpus(config: reward.Config, tokenizer: PreTrainedTokenizerBase, source: str) -> PairCorpus:
     """All pairs as tokens, as a `reward.Config` says; `source` is the model whose body is trained.
 
     Raises:
