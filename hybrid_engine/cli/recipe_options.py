@@ -102,8 +102,8 @@ def read_recipe_help(recipe: str) -> RecipeHelp:
 def read_options(config_class: type) -> Iterator[Option]:
     """The options of a dataclass, those of its bases first; one that is declared again keeps its place."""
     for field in fields(config_class):
-        if is_dataclass(field.type):
-            yield from (replace(option, holder=field.name) for option in read_options(field.type))
+        if is_dataclass(field.default):
+            yield from (replace(option, holder=field.name) for option in read_options(type(field.default)))
             continue
         yield Option(
             name=field.name,
