@@ -39,7 +39,7 @@ from rich.table import Table
 from transformers import LlamaForCausalLM
 
 import hybrid_engine
-from hybrid_engine.rlhf.tasks.small_llama import train_tokenizer
+from hybrid_engine.rlhf.tasks.corpus import train_tokenizer
 
 SECONDS_TO_START = 180
 COMPARED = ("transformers_serve_tokens_per_second", "of_transformers_serve")

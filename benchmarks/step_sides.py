@@ -23,7 +23,7 @@ import transformers
 from common import Shape
 from transformers import LlamaForCausalLM, TrainerCallback
 
-from hybrid_engine.cli.freed_memory import keep_freed_memory
+from hybrid_engine.cli.cli import keep_freed_memory
 from hybrid_engine.recipes import grpo
 from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.experience.policy import Policy, build_policy

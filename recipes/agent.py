@@ -43,13 +43,12 @@ from hybrid_engine.rlhf.experience.start import character_stage
 from hybrid_engine.rlhf.options.agent import Config
 from hybrid_engine.rlhf.options.shared import is_due, suitable_rate
 from hybrid_engine.rlhf.planning.following import follow_memory, write_result
-from hybrid_engine.rlhf.planning.read import read_episodes
+from hybrid_engine.rlhf.planning.reading import read_episodes
 from hybrid_engine.rlhf.runs.checkpoints import begin_run, load_checkpoints, save_checkpoints
-from hybrid_engine.rlhf.runs.precision import gradient_figures
+from hybrid_engine.rlhf.runs.engine_config import Schedule, gradient_figures
 from hybrid_engine.rlhf.runs.run_checks import check_folder, check_model
 from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS, METRICS, RUN_RESULTS, read_metrics
 from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
-from hybrid_engine.rlhf.runs.schedule import Schedule
 from hybrid_engine.rlhf.runs.stages import load_tokenizer, mix_seed, move_aside, save_stage, seed_everything
 from hybrid_engine.rlhf.tasks.calculator import (
     MAX_TURNS,

@@ -60,10 +60,9 @@ from hybrid_engine.rlhf.options.shared import (
 )
 from hybrid_engine.rlhf.planning.following import follow_answers, write_result
 from hybrid_engine.rlhf.runs.checkpoints import begin_run, load_checkpoints, save_checkpoints
-from hybrid_engine.rlhf.runs.precision import gradient_figures
+from hybrid_engine.rlhf.runs.engine_config import Schedule, gradient_figures
 from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS, METRICS, read_metrics
 from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
-from hybrid_engine.rlhf.runs.schedule import Schedule
 from hybrid_engine.rlhf.runs.stages import Best, keep_highest, mix_seed, save_stage, seed_everything
 
 PLOT_PANELS = {

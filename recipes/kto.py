@@ -59,10 +59,9 @@ from hybrid_engine.rlhf.preference.first_actor import (
     with_lengths,
 )
 from hybrid_engine.rlhf.runs.checkpoints import SavedRun, begin_run, load_checkpoints, save_checkpoints
-from hybrid_engine.rlhf.runs.precision import gradient_figures
+from hybrid_engine.rlhf.runs.engine_config import Schedule, gradient_figures
 from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS, METRICS, RUN_RESULTS, read_metrics
 from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
-from hybrid_engine.rlhf.runs.schedule import Schedule
 from hybrid_engine.rlhf.runs.stages import (
     Best,
     keep_lowest,

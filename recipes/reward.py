@@ -51,11 +51,9 @@ from hybrid_engine.rlhf.runs.checkpoints import (
     mark_finished,
     save_checkpoints,
 )
-from hybrid_engine.rlhf.runs.engine_config import build_engine_config, largest_micro_batch
-from hybrid_engine.rlhf.runs.precision import gradient_figures
+from hybrid_engine.rlhf.runs.engine_config import Schedule, build_engine_config, gradient_figures, largest_micro_batch
 from hybrid_engine.rlhf.runs.run_folder import checkpoints_of, read_metrics, results_of
 from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
-from hybrid_engine.rlhf.runs.schedule import Schedule
 from hybrid_engine.rlhf.runs.stages import (
     is_finished,
     load_config,

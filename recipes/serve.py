@@ -35,7 +35,7 @@ from hybrid_engine.rlhf.batch.models import (
     read_adapters,
 )
 from hybrid_engine.rlhf.options.serve import Config
-from hybrid_engine.rlhf.runs.precision import torch_dtype
+from hybrid_engine.rlhf.runs.engine_config import torch_dtype
 from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.rlhf.runs.stages import explained, load_config
 from hybrid_engine.serving import import_serving

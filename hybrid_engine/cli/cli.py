@@ -11,6 +11,7 @@ The command is a layer below the recipes that it starts. It imports a recipe by 
 """
 
 import argparse
+import ctypes
 import difflib
 import errno
 import importlib
@@ -32,10 +33,7 @@ import hybrid_engine.cli.launcher as launcher
 import hybrid_engine.cli.measure_links as measure_links
 import hybrid_engine.cli.plan as plan
 import hybrid_engine.cli.real_model as real_model
-from hybrid_engine.cli.config_file import read_config_file
-from hybrid_engine.cli.freed_memory import keep_freed_memory
-from hybrid_engine.cli.option_names import InOptions, in_options
-from hybrid_engine.cli.recipe_options import Option, read_recipe_help
+from hybrid_engine.cli.recipe_options import InOptions, Option, in_options, read_config_file, read_recipe_help
 from hybrid_engine.rlhf.reports import difference, page
 from hybrid_engine.rlhf.runs.run_folder import has_checkpoint, left_behind, results_of
 
@@ -53,6 +51,10 @@ PLAN = "plan"
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 """Exit statuses for a disk that is full, for input that is refused, and for Ctrl-C."""
 NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
+KEPT_BYTES = 2**30
+LARGEST_BLOCK = 32 * 2**20  # glibc raises this threshold by itself up to this value; larger blocks are returned at once
+SETTINGS = ("GLIBC_TUNABLES", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -306,6 +308,26 @@ def _add_option(parser: argparse._ArgumentGroup, option: Option) -> None:
         shown = " ".join(map(str, option.default)) if option.is_list else option.default
         text += f" (default: {shown})".replace("%", "%%")
     parser.add_argument(*flags_of(option), help=text, **settings)
+
+
+def keep_freed_memory() -> bool:
+    """Lets this process keep up to 1 GiB of the memory that it frees; returns whether it does so now.
+
+    Changes nothing where the environment already configures glibc's malloc, or where the allocator is not glibc's.
+    """
+    return not any(name in os.environ for name in SETTINGS) and set_thresholds(LARGEST_BLOCK, KEPT_BYTES)
+
+
+def set_thresholds(block_bytes: int, top_bytes: int) -> bool:
+    """Takes blocks below `block_bytes` from the heap, and returns its top when more than `top_bytes` of it are free.
+
+    Returns False where the C library is not glibc.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # no such function; on Windows a library needs a name
+        return False
+    return bool(mallopt(M_MMAP_THRESHOLD, block_bytes)) and bool(mallopt(M_TRIM_THRESHOLD, top_bytes))
 
 
 if __name__ == "__main__":

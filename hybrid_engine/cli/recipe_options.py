@@ -5,11 +5,18 @@ A recipe's options are the fields of the `Config` in `hybrid_engine/rlhf/options
 that were given to its `from_options`.
 """
 
+import difflib
 import importlib
 import inspect
-from collections.abc import Iterator
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 KINDS: dict[Any, type] = {
     bool: bool,
@@ -62,6 +69,16 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "run": ("out", "seed", "resume", "restart", "save_every", "tp", "pp", "tracker", "metric_names"),
 }
 """The headings of `--help` and the options below each, those that a beginner needs first."""
+OPTIONS = {
+    "hybrid_engine.exact": "exact",
+    "hybrid_engine.max_running": "max_running",
+    "max_running": "max_running",
+    "num_return_sequences": "num_samples",
+    "pipeline_parallel_size": "pp",
+    "tensor_parallel.tp_size": "tp",
+    "zero_optimization.stage": "zero_stage",
+}
+"""The option of a command, by the name of a key of the engine's config or of an argument of `generate()`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,3 +138,80 @@ def _text_of(config_class: type, field: "Field[Any]") -> str:
         if declared is not None and "text" in declared.metadata:
             return str(declared.metadata["text"])
     raise AssertionError(f"{config_class.__module__}: say what {field.name} means")
+
+
+def read_config_file(path: str, options: Sequence[Option]) -> dict[str, Any]:
+    """The options in the file, by name; `kl-coef` and `kl_coef` are the same option.
+
+    Raises:
+        ValueError: the file cannot be read as YAML, is not a mapping, names an option twice or one that the recipe does
+            not have, or gives a value of the wrong type.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"--config={path!r} must be a YAML file that can be read: {reason}") from error
+    if not isinstance(content, Mapping):
+        raise ValueError(f"--config={path!r} must hold options as `name: value` lines, and holds {content!r}")
+    names = [str(key.value).replace("-", "_") for key, _ in yaml.compose(text, yaml.SafeLoader).value]
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ValueError(f"--config={path!r} gives {name} {count} times; leave one of them")
+    by_name = {option.name: option for option in options}
+    return dict(_read_entry(path, str(key), value, by_name) for key, value in content.items())
+
+
+def _read_entry(path: str, key: str, value: Any, by_name: Mapping[str, Option]) -> tuple[str, Any]:
+    name = key.replace("-", "_")
+    if name not in by_name:
+        nearest = difflib.get_close_matches(name, by_name, 1)
+        remedy = f"did you mean {nearest[0]}?" if nearest else f"it has {', '.join(sorted(by_name))}"
+        raise ValueError(f"--config={path!r}: the recipe has no option {key!r}; {remedy}")
+    option = by_name[name]
+    if not option.is_list:
+        return name, None if value is None and option.default is None else _read_value(path, option, value)
+    given = value if isinstance(value, list) else [] if value is None else [value]
+    return name, tuple(_read_value(path, option, item) for item in given)
+
+
+def _read_value(path: str, option: Option, value: Any) -> Any:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if option.kind is float and isinstance(value, str):
+        try:
+            return float(value)  # YAML 1.1 reads 1e-5, without a decimal point, as text
+        except ValueError:
+            pass
+    if option.kind is float and is_number:
+        return float(value)
+    if type(value) is option.kind:
+        return value
+    raise ValueError(
+        f"--config={path!r}: {option.name}={value!r} must be of type {option.kind.__name__}; "
+        f"write it {'in quotes' if option.kind is str else 'as one'}"
+    )
+
+
+def in_options(text: str, names: Iterable[str]) -> str:
+    """Returns `text` with names of the engine's options replaced by a command's flags for the options `names`.
+
+    A key of the config is replaced wherever it occurs, any other name only where a value follows: `max_new_tokens=8`.
+    """
+    flags = {name: f"--{name.replace('_', '-')}" for name in names}
+    keys = {key: flags[name] for key, name in OPTIONS.items() if name in flags}
+    texts = sorted((*map(re.escape, keys), *(f"{name}(?==)" for name in flags)), key=len, reverse=True)
+    pattern = rf"(?<![-\w.:'\"`])(?:{'|'.join(texts)})(?![\w.]\w)"
+    return re.sub(pattern, lambda found: keys.get(found[0]) or flags[found[0]], text)
+
+
+class InOptions(logging.Filter):
+    """Rewrites the lines of a logger with the flags of a command that has the options `names`."""
+
+    def __init__(self, names: Iterable[str]):
+        super().__init__()
+        self.names = tuple(names)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = in_options(record.getMessage(), self.names), None
+        return True

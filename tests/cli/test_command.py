@@ -13,8 +13,7 @@ from typing import get_args, get_origin, get_type_hints
 import pytest
 
 from hybrid_engine.cli import cli
-from hybrid_engine.cli.option_names import in_options
-from hybrid_engine.cli.recipe_options import read_recipe_help
+from hybrid_engine.cli.recipe_options import in_options, read_recipe_help
 from hybrid_engine.recipes import agent, dpo, evaluate, generate, grpo, kto, online_dpo, ppo, reward, serve, sft
 from hybrid_engine.rlhf.tasks import stdlib_docs
 from tests.support import fresh_python

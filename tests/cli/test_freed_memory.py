@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hybrid_engine.cli import freed_memory
+from hybrid_engine.cli import cli
 
 PROGRAM = """
 import ctypes, importlib.util, resource, sys
@@ -38,8 +38,8 @@ print(is_kept, by_itself, pages_of_a_pass())
 
 
 def run_program(**environment):
-    command = [sys.executable, "-c", PROGRAM, freed_memory.__file__]
-    clean = {name: value for name, value in os.environ.items() if name not in freed_memory.SETTINGS}
+    command = [sys.executable, "-c", PROGRAM, cli.__file__]
+    clean = {name: value for name, value in os.environ.items() if name not in cli.SETTINGS}
     output = subprocess.run(command, env=clean | environment, capture_output=True, text=True, check=True).stdout.split()
     return output[0] == "True", int(output[1]), int(output[2])
 
@@ -61,7 +61,7 @@ def test_what_the_user_has_set_stays():
 
 
 def test_a_c_library_without_such_a_setting_is_left_alone(monkeypatch):
-    monkeypatch.setattr(freed_memory.ctypes, "CDLL", lambda name: object())
-    for name in freed_memory.SETTINGS:
+    monkeypatch.setattr(cli.ctypes, "CDLL", lambda name: object())
+    for name in cli.SETTINGS:
         monkeypatch.delenv(name, raising=False)
     assert not freed_memory.keep_freed_memory()

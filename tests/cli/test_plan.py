@@ -31,16 +31,15 @@ from hybrid_engine.recipes import agent, dpo, grpo, kto, ppo, reward, sft
 from hybrid_engine.rlhf.batches.micro_batches import deal, fill_evenly
 from hybrid_engine.rlhf.batches.packable import expected_layout, pack_where_exact
 from hybrid_engine.rlhf.batches.packing import Layout, Prompt, set_layout
+from hybrid_engine.rlhf.batches.pass_memory import PassShape, count_pass
 from hybrid_engine.rlhf.batches.passes import Items, extent_of
 from hybrid_engine.rlhf.batches.sequences import Sequences, build_sequences, packed_rows, response_logprobs
 from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
 from hybrid_engine.rlhf.data.prompts import PromptTokens
 from hybrid_engine.rlhf.experience.start import Stages, prepare
 from hybrid_engine.rlhf.options.shared import AdapterOptions
-from hybrid_engine.rlhf.passes.pass_memory import PassShape, count_pass
 from hybrid_engine.rlhf.planning import roles
-from hybrid_engine.rlhf.planning.read import Learned, Read, read_preferences
-from hybrid_engine.rlhf.planning.reading import READERS
+from hybrid_engine.rlhf.planning.reading import READERS, Learned, Read, read_preferences
 from hybrid_engine.rlhf.planning.widest import estimate_of, widest_passes
 from hybrid_engine.rlhf.runs.adapters import add_adapter
 from hybrid_engine.rlhf.tasks import arithmetic

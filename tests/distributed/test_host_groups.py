@@ -7,7 +7,7 @@ import torch.distributed as dist
 from hybrid_engine.distributed.groups import host_group
 from hybrid_engine.distributed.processes import gather_objects, on_rank_zero
 from hybrid_engine.distributed.verdict import Partners, everyone
-from hybrid_engine.rlhf.passes.head_log_probs import vocabulary_share
+from hybrid_engine.rlhf.batches.head_log_probs import vocabulary_share
 from tests.support.distributed import run_distributed
 from tests.support.one_rank import outcome
 

@@ -16,8 +16,8 @@ from hybrid_engine.rlhf.batches.sequences import ValueModel, build_sequences, in
 from hybrid_engine.rlhf.data.encoding import Encoded
 from hybrid_engine.rlhf.experience.evaluation import step_means
 from hybrid_engine.rlhf.preference.answers import LabelledAnswer, Reading, all_logprobs
-from hybrid_engine.rlhf.rewards.answers import Answers
 from hybrid_engine.rlhf.rewards.learned import LearnedReward, save_normalised
+from hybrid_engine.rlhf.rewards.scores import Answers
 from hybrid_engine.rlhf.tasks import arithmetic
 from hybrid_engine.rlhf.tasks.corpus import Pair
 from hybrid_engine.zero.sharding import full_tensor

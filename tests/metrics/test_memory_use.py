@@ -16,7 +16,7 @@ from hybrid_engine.rlhf.batches import micro_batches
 from hybrid_engine.rlhf.experience import policy as policies
 from hybrid_engine.rlhf.planning import following
 from hybrid_engine.rlhf.tasks import arithmetic
-from hybrid_engine.rlhf.tasks.small_llama import build_small_llama
+from hybrid_engine.rlhf.tasks.corpus import build_small_llama
 from tests.support.distributed import run_distributed
 from tests.support.small_actors import save_sums
 

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hybrid_engine.ops.softmax_context import attend_grouped
-from hybrid_engine.rlhf.batches.spans import attend_along_spans
+from hybrid_engine.rlhf.batches.packing import attend_along_spans
 
 
 class CalledError(Exception):

@@ -14,7 +14,7 @@ from hybrid_engine.metrics.memory_use import LiveBytes
 from hybrid_engine.ops import cpu_gemm, linear_log_prob_tiles
 from hybrid_engine.ops import linear_log_prob as op
 from hybrid_engine.ops.linear_log_prob import PLAIN, LogitShape, _plus_product, linear_log_prob, piece_bytes
-from hybrid_engine.rlhf.passes.head_log_probs import vocabulary_share
+from hybrid_engine.rlhf.batches.head_log_probs import vocabulary_share
 from tests.support.distributed import run_distributed
 
 pytestmark = pytest.mark.quick

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 from hybrid_engine.recipes import agent, sft
 from hybrid_engine.rlhf.batches.sequences import epochs_of_similar_length, response_logprobs
 from hybrid_engine.rlhf.experience.policy import build_policy
+from hybrid_engine.rlhf.runs.engine_config import Schedule
 from hybrid_engine.rlhf.runs.run_folder import read_metrics
-from hybrid_engine.rlhf.runs.schedule import Schedule
 from hybrid_engine.rlhf.runs.stages import seed_everything
 from hybrid_engine.rlhf.tasks import calculator
 from hybrid_engine.rlhf.tasks.calculator import Problem, calculate, is_right

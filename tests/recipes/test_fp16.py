@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hybrid_engine.recipes import dpo, grpo, kto, online_dpo, ppo, reward, sft
-from hybrid_engine.rlhf.runs import precision
+from hybrid_engine.rlhf.runs import engine_config
 from hybrid_engine.rlhf.tasks.arithmetic import build_tokenizer
 from tests.support.small_actors import save_small_actor, save_sums
 
@@ -68,7 +68,7 @@ def saved_weights(folder):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("power", [12, 30])
 def test_losses_are_scaled_and_steps_that_overflow_are_left_out_and_told(recipe, power, made, tmp_path, monkeypatch):
-    monkeypatch.setattr(precision, "FIRST_LOSS_SCALE_POWER", power)
+    monkeypatch.setattr(engine_config, "FIRST_LOSS_SCALE_POWER", power)
     module, options = made[recipe]
     module.run(module.Config(out=str(tmp_path), dtype="fp16", **options))
     lines = lines_of(tmp_path, recipe)

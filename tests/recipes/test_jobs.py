@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from hybrid_engine.checkpoint.saving import LOCK_FILE
 from hybrid_engine.cli import cli
 from hybrid_engine.recipes import ppo, sft
-from hybrid_engine.rlhf.rewards.answers import RewardError
 from hybrid_engine.rlhf.rewards.loading import load_rewards
+from hybrid_engine.rlhf.rewards.scores import RewardError
 from hybrid_engine.rlhf.runs.run_folder import read_answers, read_metrics
 from hybrid_engine.rlhf.runs.run_log import RunLog
 from tests.support.answers import check_followed

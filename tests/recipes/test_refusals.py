@@ -27,10 +27,9 @@ from hybrid_engine.rlhf.experience.start import Start
 from hybrid_engine.rlhf.options.algorithm import Algorithm
 from hybrid_engine.rlhf.rewards.learned import LearnedReward, build_critic, load_value_model
 from hybrid_engine.rlhf.rewards.loading import load_rewards
-from hybrid_engine.rlhf.runs.engine_config import largest_micro_batch
-from hybrid_engine.rlhf.runs.schedule import Schedule
+from hybrid_engine.rlhf.runs.engine_config import Schedule, largest_micro_batch
 from hybrid_engine.rlhf.runs.stages import load_model
-from hybrid_engine.rlhf.tasks.small_llama import train_tokenizer
+from hybrid_engine.rlhf.tasks.corpus import train_tokenizer
 from hybrid_engine.rlhf.tasks.stdlib_docs import split, stdlib_examples
 from tests.support.answers import answers_of
 

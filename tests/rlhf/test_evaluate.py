@@ -14,7 +14,7 @@ from hybrid_engine.recipes import evaluate as recipe
 from hybrid_engine.rl.estimates import pass_at_k
 from hybrid_engine.rlhf.experience import evaluation
 from hybrid_engine.rlhf.runs.run_folder import read_config
-from hybrid_engine.rlhf.tasks.small_llama import train_tokenizer
+from hybrid_engine.rlhf.tasks.corpus import train_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MambaConfig, Mamba
 
 from hybrid_engine.cli.plan import Wishes
 from hybrid_engine.recipes import dpo, evaluate, grpo, kto, online_dpo, ppo, reward, sft
-from hybrid_engine.rlhf.data.model_lengths import long_answer, settle_lengths
+from hybrid_engine.rlhf.data.lengths import long_answer, settle_lengths
 from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.experience.start import Stages, prepare
 from hybrid_engine.rlhf.options.shared import fit_minibatch

@@ -18,7 +18,7 @@ from hybrid_engine.recipes import dpo, grpo, kto, ppo, reward, sft
 from hybrid_engine.rl.aggregation import StepCounts
 from hybrid_engine.rl.preferences import build_loss
 from hybrid_engine.rlhf.algorithms.objective import PolicyBatch
-from hybrid_engine.rlhf.batches import packing, sequences, spans
+from hybrid_engine.rlhf.batches import packing, sequences
 from hybrid_engine.rlhf.batches.micro_batches import Items
 from hybrid_engine.rlhf.batches.packing import Layout, set_layout
 from hybrid_engine.rlhf.batches.sequences import ValueModel, build_sequences
@@ -34,7 +34,7 @@ from hybrid_engine.rlhf.tasks.corpus import Pair
 from tests.support.models import PAD, build_model
 from tests.support.training_passes import train_in_parts
 
-SENDERS = sequences, packing, spans, pairs, answers, dpo, reward, policy, roles
+SENDERS = sequences, packing, pairs, answers, dpo, reward, policy, roles
 READS = "item", "tolist", "cpu", "numpy", "nonzero", "equal", "masked_select", "__bool__", "__int__", "__float__"
 CPU = torch.device("cpu")
 

@@ -14,10 +14,23 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import hybrid_engine
 from hybrid_engine.rlhf.batches import micro_batches
-from hybrid_engine.rlhf.batches import spans as data_spans
+from hybrid_engine.rlhf.batches import packing as data_spans
 from hybrid_engine.rlhf.batches.micro_batches import check_budget, deal, fill_evenly
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
-from hybrid_engine.rlhf.batches.packing import Layout, Prompt, fit_rows, lay_out_spans, layout_of, pack, set_layout
+from hybrid_engine.rlhf.batches.packing import (
+    TOGETHER,
+    Layout,
+    Prompt,
+    Span,
+    Spans,
+    attend_along_spans,
+    count_copied,
+    fit_rows,
+    lay_out_spans,
+    layout_of,
+    pack,
+    set_layout,
+)
 from hybrid_engine.rlhf.batches.passes import Items
 from hybrid_engine.rlhf.batches.sequences import (
     ValueModel,
@@ -27,7 +40,6 @@ from hybrid_engine.rlhf.batches.sequences import (
     response_logprobs_and_entropy,
     response_values,
 )
-from hybrid_engine.rlhf.batches.spans import TOGETHER, Span, Spans, attend_along_spans, count_copied
 from hybrid_engine.rlhf.experience.evaluation import step_means
 from hybrid_engine.rlhf.rewards.learned import score_tokens
 from hybrid_engine.zero.sharding import full_tensor

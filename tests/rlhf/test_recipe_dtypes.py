@@ -16,10 +16,9 @@ from hybrid_engine.rlhf.options.algorithm import Algorithm
 from hybrid_engine.rlhf.options.shared import DtypeOptions
 from hybrid_engine.rlhf.planning.fitting import plan
 from hybrid_engine.rlhf.rewards.learned import LearnedReward
-from hybrid_engine.rlhf.runs import precision
+from hybrid_engine.rlhf.runs import engine_config
 from hybrid_engine.rlhf.runs.checkpoints import begin_run
-from hybrid_engine.rlhf.runs.precision import DTYPES, apply_tf32, choose_dtype
-from hybrid_engine.rlhf.runs.schedule import Schedule
+from hybrid_engine.rlhf.runs.engine_config import DTYPES, Schedule, apply_tf32, choose_dtype
 from hybrid_engine.rlhf.tasks.arithmetic import build_tokenizer
 from tests.support.small_actors import save_small_actor, save_sums
 
@@ -125,7 +124,7 @@ def test_actor_and_reference_compute_in_16_bits_and_masters_stay_fp32(rollouts, 
 @pytest.mark.parametrize(("dtype", "power"), [("bf16", 12), ("fp16", 12), ("fp16", 30)])
 def test_a_run_in_16_bits_that_was_interrupted_goes_on_to_the_bit(rollouts, tmp_path, monkeypatch, dtype, power):
     """Also where steps overflow, which changes the loss scale: 30 is more than gradients take."""
-    monkeypatch.setattr(precision, "FIRST_LOSS_SCALE_POWER", power)
+    monkeypatch.setattr(engine_config, "FIRST_LOSS_SCALE_POWER", power)
     whole = grpo.run(rollouts(tmp_path / "whole", dtype=dtype))
     torn, save = rollouts(tmp_path / "torn", dtype=dtype), grpo.save_checkpoints
 

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, get_scheduler
 from hybrid_engine.recipes import grpo, sft
 from hybrid_engine.rlhf.options.shared import SCHEDULES, ScheduleOptions
 from hybrid_engine.rlhf.runs.checkpoints import begin_run
+from hybrid_engine.rlhf.runs.engine_config import Schedule
 from hybrid_engine.rlhf.runs.run_folder import read_metrics
-from hybrid_engine.rlhf.runs.schedule import Schedule
 from hybrid_engine.rlhf.tasks.arithmetic import build_tokenizer
 from tests.support.small_actors import save_small_actor, save_sums
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from trl.rewards import get_repetition_penalty_reward, think_format_reward
 
-from hybrid_engine.rlhf.rewards.answers import Reward, RewardError
 from hybrid_engine.rlhf.rewards.loading import call_function, columns_needed
 from hybrid_engine.rlhf.rewards.rewards import OutOfTime, Rewards, within
+from hybrid_engine.rlhf.rewards.scores import Reward, RewardError
 from tests.support.answers import answers_of
 from tests.support.distributed import run_distributed
 

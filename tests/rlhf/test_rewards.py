@@ -10,10 +10,9 @@ import torch
 
 from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.experience.roles import reward_tokens
-from hybrid_engine.rlhf.rewards.answers import Answers
 from hybrid_engine.rlhf.rewards.built_in import BUILT_IN, last_number
 from hybrid_engine.rlhf.rewards.loading import load_rewards, names_of
-from hybrid_engine.rlhf.rewards.scores import Scores, penalise_cut_off, replace_cut_off, reward_figures
+from hybrid_engine.rlhf.rewards.scores import Answers, Scores, penalise_cut_off, replace_cut_off, reward_figures
 from tests.support.answers import answers_of
 
 

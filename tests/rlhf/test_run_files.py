@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from hybrid_engine.cli import cli
-from hybrid_engine.cli.config_file import read_config_file
-from hybrid_engine.cli.recipe_options import read_recipe_help
+from hybrid_engine.cli.recipe_options import read_config_file, read_recipe_help
 from hybrid_engine.metrics.latency import Iteration
 from hybrid_engine.recipes import dpo, sft
 from hybrid_engine.rlhf.options import shared
-from hybrid_engine.rlhf.runs import run_folder, trackers
+from hybrid_engine.rlhf.runs import run_folder, run_log
 from hybrid_engine.rlhf.runs.run_folder import (
     PromptAnswers,
     flat_options,
@@ -157,7 +156,7 @@ def test_each_tracker_gets_the_options_and_the_figures_of_each_step_by_the_names
 @pytest.mark.parametrize("name", shared.TRACKERS)
 def test_every_tracker_is_one_of_accelerates_and_can_be_built(name, tmp_path):
     """Only built: beginning a run at one needs its package."""
-    assert trackers._build_tracker(name, tmp_path, 0).name == name
+    assert run_log._build_tracker(name, tmp_path, 0).name == name
 
 
 def answers_of(step, responses):

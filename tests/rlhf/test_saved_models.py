@@ -24,7 +24,7 @@ from hybrid_engine.rlhf.runs.model_card import METHODS, is_hub_name
 from hybrid_engine.rlhf.runs.run_folder import write_config
 from hybrid_engine.rlhf.runs.run_log import write_json
 from hybrid_engine.rlhf.runs.stages import save_stage
-from hybrid_engine.rlhf.tasks.small_llama import train_tokenizer
+from hybrid_engine.rlhf.tasks.corpus import train_tokenizer
 
 SHAPE = LlamaConfig(
     vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,

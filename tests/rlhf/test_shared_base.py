@@ -23,11 +23,11 @@ from hybrid_engine.rlhf.experience.start import Start
 from hybrid_engine.rlhf.planning.following import fuses_at_once
 from hybrid_engine.rlhf.planning.reading import read_run
 from hybrid_engine.rlhf.planning.roles import Setting, plan_memory
-from hybrid_engine.rlhf.rewards.answers import Answers
 from hybrid_engine.rlhf.rewards.learned import LearnedReward
 from hybrid_engine.rlhf.rewards.loading import load_rewards
+from hybrid_engine.rlhf.rewards.scores import Answers
+from hybrid_engine.rlhf.runs.engine_config import Schedule
 from hybrid_engine.rlhf.runs.run_folder import read_metrics
-from hybrid_engine.rlhf.runs.schedule import Schedule
 from hybrid_engine.rlhf.runs.stages import load_config
 from hybrid_engine.rlhf.tasks import arithmetic
 from tests.support.distributed import run_distributed

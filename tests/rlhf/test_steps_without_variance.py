@@ -8,7 +8,7 @@ from hybrid_engine.rlhf.algorithms.objective import PolicyBatch
 from hybrid_engine.rlhf.batches.sequences import build_sequences, response_logprobs
 from hybrid_engine.rlhf.experience.policy import Experience, build_policy, has_gradient
 from hybrid_engine.rlhf.options.algorithm import Algorithm
-from hybrid_engine.rlhf.runs.schedule import Schedule
+from hybrid_engine.rlhf.runs.engine_config import Schedule
 from hybrid_engine.rlhf.tasks.arithmetic import build_tokenizer
 from tests.support.distributed import run_distributed
 from tests.support.small_actors import save_small_actor

@@ -4,8 +4,8 @@ import itertools
 import random
 import re
 
-from hybrid_engine.rlhf.rewards.answers import Answers
 from hybrid_engine.rlhf.rewards.loading import load_rewards
+from hybrid_engine.rlhf.rewards.scores import Answers
 from hybrid_engine.rlhf.tasks import arithmetic
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hybrid_engine.rlhf.rewards.answers import Answers
+from hybrid_engine.rlhf.rewards.scores import Answers
 
 
 def answers_of(prompts, responses, **columns) -> Answers:

@@ -23,7 +23,7 @@ from hybrid_engine.metrics.memory_plan import Sharded, kept_parts
 from hybrid_engine.rlhf.batches.sequences import build_sequences, response_logprobs
 from hybrid_engine.rlhf.options.shared import AdapterOptions
 from hybrid_engine.rlhf.planning import roles
-from hybrid_engine.rlhf.planning.read import check_one_process
+from hybrid_engine.rlhf.planning.reading import check_one_process
 from hybrid_engine.rlhf.runs.adapters import check_trainable
 from tests.support.distributed import run_distributed
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_engine.rlhf.tasks.small_llama import build_small_llama
+from hybrid_engine.rlhf.tasks.corpus import build_small_llama
 
 
 def save_small_actor(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from hybrid_engine.recipes import dpo, grpo, kto, online_dpo, ppo, reward, sft
 from hybrid_engine.rlhf.options.algorithm import Algorithm
 from hybrid_engine.rlhf.runs.run_folder import METRICS, read_metrics
-from hybrid_engine.rlhf.tasks.small_llama import train_tokenizer
+from hybrid_engine.rlhf.tasks.corpus import train_tokenizer
 
 REWARD = "tests.tools.trajectories:shortness"
 FILE = Path(__file__).parents[1] / "data" / "trajectories.json"

@@ -25,7 +25,7 @@ from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.inference.build import check_policy
 from hybrid_engine.inference.checkpoint import build_empty_model
 from hybrid_engine.rlhf.options.generate import BaseModelOptions, ModelOptions
-from hybrid_engine.rlhf.runs.precision import DtypeOptions, apply_tf32, choose_dtype
+from hybrid_engine.rlhf.runs.engine_config import DtypeOptions, apply_tf32, choose_dtype
 from hybrid_engine.rlhf.runs.stages import explained, load_model, load_tokenizer
 
 MOST_TOKENS_WITHOUT_LIMIT = 32768

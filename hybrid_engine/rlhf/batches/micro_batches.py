@@ -22,8 +22,9 @@ from hybrid_engine.distributed.processes import gather_objects, get_world_size
 from hybrid_engine.distributed.verdict import agree, everyone, forget_frames, is_out_of_memory
 from hybrid_engine.metrics.memory_use import MemoryUse, Pass
 from hybrid_engine.rlhf.batches.packing import Layout, Prompt, layout_of
+from hybrid_engine.rlhf.batches.pass_memory import PassShape
 from hybrid_engine.rlhf.batches.passes import Items, Result, extent_of, until_it_fits
-from hybrid_engine.rlhf.passes.pass_memory import PassShape
+from hybrid_engine.rlhf.options.checks import check_budget_holds
 from hybrid_engine.rlhf.runs.run_log import say
 
 Figures = dict[str, tuple[float, float]]
@@ -42,11 +43,7 @@ def check_budget(budget: int, lengths: Iterable[tuple[int, ...]]) -> None:
     A budget of 0 has no limit.
     """
     largest, item = max(((_cells(Layout.ROWS, [item]), item) for item in lengths), default=(0, ()))
-    if budget and largest > budget:
-        raise ValueError(
-            f"--tokens-per-micro-batch={budget} must hold the largest of what is learned from, {largest} tokens "
-            f"(its longest sequence has {max(item)}); raise it to {largest} or more, or shorten the sequences"
-        )
+    check_budget_holds(budget, largest, max(item, default=0))
 
 
 def deal(items: Items, engine: Any, budget: int) -> list[list[int]]:

@@ -9,10 +9,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from hybrid_engine.distributed.processes import gather_objects
 from hybrid_engine.generation.model.probe import evaluating
-from hybrid_engine.rlhf.batches.packing import Layout, set_layout
+from hybrid_engine.rlhf.batches.packing import ATTENTION, Layout, set_layout
 from hybrid_engine.rlhf.batches.passes import limit_rows
 from hybrid_engine.rlhf.batches.sequences import Sequences, ValueModel, build_sequences, model_inputs, packed_rows
-from hybrid_engine.rlhf.batches.spans import ATTENTION
 from hybrid_engine.rlhf.options.shared import TrainingOptions
 from hybrid_engine.rlhf.runs.run_log import say
 

@@ -15,9 +15,8 @@ from torch import nn
 
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size
 from hybrid_engine.distributed.verdict import agree, forget_frames, is_out_of_memory
-from hybrid_engine.rlhf.batches.packing import Layout, Prompt, fit_rows, lay_out_spans
-from hybrid_engine.rlhf.batches.spans import Span, count_copied
-from hybrid_engine.rlhf.passes.pass_memory import PassShape
+from hybrid_engine.rlhf.batches.packing import Layout, Prompt, Span, count_copied, fit_rows, lay_out_spans
+from hybrid_engine.rlhf.batches.pass_memory import PassShape
 from hybrid_engine.rlhf.runs.run_log import say
 
 ROWS_PER_PASS = 32

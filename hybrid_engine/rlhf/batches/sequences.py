@@ -17,10 +17,10 @@ from torch.nn.functional import pad
 
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers.device import send_to_device
+from hybrid_engine.rlhf.batches.head_log_probs import Asked, TokenLogProbs, token_log_probs
 from hybrid_engine.rlhf.batches.packing import Layout, Packed, layout_of, pack, prompts_of
 from hybrid_engine.rlhf.batches.passes import ROWS_PER_PASS, Items, in_passes
 from hybrid_engine.rlhf.options.shared import RunOptions
-from hybrid_engine.rlhf.passes.head_log_probs import Asked, TokenLogProbs, token_log_probs
 
 ROWS_PER_PASS_ON_CPU = 8
 """Rows of a forward pass without gradients on a CPU, whose caches hold the activations of fewer rows."""

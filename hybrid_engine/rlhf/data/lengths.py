@@ -1,11 +1,32 @@
-"""Rows that are too long: reported with other bad rows, or left out and counted under `--skip-too-long`."""
+"""Lengths of prompts, answers and rows: `settle_lengths` derives those that options leave open from data and model.
 
+Rows that are too long are reported with other bad rows, or left out and counted under `--skip-too-long`.
+"""
+
+import sys
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from dataclasses import replace
+from math import ceil
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_engine.rlhf.data.encoding import encode_answer
 from hybrid_engine.rlhf.data.rows import Row, each_good, say_what_is_gone, shown_source
-from hybrid_engine.rlhf.options.shared import DatasetOptions
+from hybrid_engine.rlhf.options.shared import LENGTHS, ConfigT, DatasetOptions
 from hybrid_engine.rlhf.runs.run_log import say
+from hybrid_engine.rlhf.runs.stages import load_config, num_positions
+
+R = TypeVar("R", bound=Row)
+Value = TypeVar("Value")
+LONGEST_ANSWER = 256
+"""Tokens of an answer in training, of which a step draws hundreds, if the data has no longer ones; TRL's default."""
+WITHOUT_POSITIONS = 8192
+"""Tokens of a prompt and its answer, if the model's config names no limit."""
+ANSWERS = ("answer", "solution", "completion", "chosen")
+"""Columns of prompts in which data sets have answers."""
+SHARE = 0.99
+"""Share of the data's answers that the longest answer of the run holds; the longest of all may be a mistake."""
 
 
 class Tokens(Protocol):
@@ -16,7 +37,6 @@ class Tokens(Protocol):
         """Tokens of the longest sequence that a model reads of the row."""
 
 
-R = TypeVar("R", bound=Row)
 T = TypeVar("T", bound=Tokens)
 
 
@@ -71,3 +91,94 @@ def keep_fitting(
         kept, _ = each_good(pairs, check, shown_source(config, rows), skips=config.skip_bad_rows)
     say_what_is_gone(rows, [row for row, _ in kept])
     return [row for row, _ in kept], [found for _, found in kept]
+
+
+def settle_lengths(
+    config: ConfigT, prompts: Sequence[int], answer: int = 0, *, most: int = LONGEST_ANSWER, is_said: bool = True
+) -> ConfigT:
+    """The options, with lengths of 0 replaced by those of data and model, which is logged; given lengths stay.
+
+    The longest prompt of the data is kept whole if it leaves `most` tokens for an answer, or half of the model's
+    positions. An answer has up to `most` tokens, or those that the prompt leaves.
+
+    Args:
+        config: of a recipe, with `LENGTHS`.
+        prompts: tokens of each prompt.
+        answer: tokens of the data's long answers; 0: it has none.
+        most: tokens of an answer, if the data has no longer ones.
+        is_said: whether the chosen lengths are logged with their origin.
+    """
+    options: Any = config
+    if all(getattr(options, name) for name in LENGTHS):
+        return config
+    room, longest, most = Room.of(options), max(prompts), max(most, answer)
+    reserved = options.max_new_tokens or min(most, room.total // 2)
+    num_prompt = options.max_prompt_tokens or max(1, min(longest, room.total - reserved))
+    num_new = options.max_new_tokens or max(1, min(most, room.behind(num_prompt, longest)))
+    if is_said:
+        of_prompt = "the longest of the data" if num_prompt == longest else f"the longest of the data has {longest}"
+        of_answer = "99 of 100 answers of the data have no more" if most == answer else "the default"
+        of_answer = of_answer if num_new == most else "what is left"
+        say(
+            f"prompts of up to {num_prompt} tokens ({'as given' if options.max_prompt_tokens else of_prompt}), answers "
+            f"of up to {num_new} ({'as given' if options.max_new_tokens else of_answer}): {room.reason}; "
+            "--max-prompt-tokens and --max-new-tokens change it"
+        )
+    return replace(options, max_prompt_tokens=num_prompt, max_new_tokens=num_new)
+
+
+class Room(NamedTuple):
+    """Tokens that a prompt and its answer may have together."""
+
+    positions: int
+    """Positions of the model; a prompt takes as many as it has tokens."""
+    in_pass: int
+    """Tokens of a pass, which must hold the longest allowed prompt."""
+    reason: str
+    """The origin of the smaller number, in words."""
+
+    @classmethod
+    def of(cls, config: Any) -> "Room":
+        """The room for a recipe's options and its `model`."""
+        found = num_positions(load_config(config.model))
+        positions = found or WITHOUT_POSITIONS
+        budget = getattr(config, "tokens_per_micro_batch", 0)
+        in_pass = budget // getattr(config, "ANSWERS_IN_PASS", 1) or sys.maxsize
+        if in_pass < positions:
+            return cls(positions, in_pass, f"a pass of --tokens-per-micro-batch={budget} holds {in_pass}")
+        if found is None:
+            return cls(
+                positions, in_pass, f"the config of --model names no positions, and both have {positions} at most"
+            )
+        return cls(positions, in_pass, f"--model has {positions} positions")
+
+    @property
+    def total(self) -> int:
+        """The smaller of both numbers."""
+        return min(self.positions, self.in_pass)
+
+    def behind(self, num_prompt: int, longest: int) -> int:
+        """Tokens left for an answer after prompts of up to `num_prompt` tokens; the longest prompt has `longest`."""
+        return min(self.positions - min(num_prompt, longest), self.in_pass - num_prompt)
+
+
+def long_answer(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> int:
+    """The 99th percentile of the answers in the columns of `rows`, in tokens; ranked by their characters.
+
+    Returns 0 if there are no answers.
+    """
+    values = [row.columns.get(name) for row in rows for name in ANSWERS]
+    texts = sorted(filter(None, map(_text_of, values)), key=len)
+    return len(encode_answer(tokenizer, long_one(texts))) if texts else 0
+
+
+def _text_of(answer: Any) -> str | None:
+    """The text of an answer, or of its last turn if it is a conversation; None for anything else."""
+    if isinstance(answer, list) and answer and isinstance(answer[-1], dict):
+        answer = answer[-1].get("content")
+    return answer if isinstance(answer, str) else None
+
+
+def long_one(ordered: Sequence[Value]) -> Value:
+    """The entry that a share `SHARE` of `ordered`, which is not empty, does not exceed."""
+    return ordered[ceil(SHARE * len(ordered)) - 1]

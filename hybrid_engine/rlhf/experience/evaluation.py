@@ -26,8 +26,7 @@ from hybrid_engine.rlhf.batches.sequences import build_sequences, in_parts, resp
 from hybrid_engine.rlhf.data.held_out import prompt_text
 from hybrid_engine.rlhf.data.rows import PromptRow, Turns
 from hybrid_engine.rlhf.experience.rollout import Rollout, SamplingOptions, sample
-from hybrid_engine.rlhf.rewards.answers import Answers
-from hybrid_engine.rlhf.rewards.scores import Scores, named_figures
+from hybrid_engine.rlhf.rewards.scores import Answers, Scores, named_figures
 from hybrid_engine.rlhf.runs.run_folder import PromptAnswers, write_answers
 from hybrid_engine.rlhf.runs.run_log import samples_table, say
 from hybrid_engine.rlhf.runs.stages import mix_seed

@@ -35,9 +35,7 @@ from hybrid_engine.rlhf.options.algorithm import Algorithm
 from hybrid_engine.rlhf.options.shared import RolloutRunOptions
 from hybrid_engine.rlhf.rewards.rewards import Rewards
 from hybrid_engine.rlhf.runs.adapters import add_adapter
-from hybrid_engine.rlhf.runs.engine_config import build_engine_config, largest_micro_batch
-from hybrid_engine.rlhf.runs.precision import torch_dtype
-from hybrid_engine.rlhf.runs.schedule import Schedule
+from hybrid_engine.rlhf.runs.engine_config import Schedule, build_engine_config, largest_micro_batch, torch_dtype
 from hybrid_engine.rlhf.runs.stages import load_model, load_tokenizer
 
 

@@ -18,6 +18,7 @@ from hybrid_engine.distributed.processes import default_device, gather_objects
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.optim.optimizer import APART
 from hybrid_engine.rl.advantages import token_rewards
+from hybrid_engine.rlhf.batches.head_log_probs import token_values
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
 from hybrid_engine.rlhf.batches.passes import in_passes
 from hybrid_engine.rlhf.batches.sequences import (
@@ -33,15 +34,18 @@ from hybrid_engine.rlhf.experience.policy import Policy, build_policy, engine_co
 from hybrid_engine.rlhf.experience.rollout import Rollout, SamplingOptions
 from hybrid_engine.rlhf.experience.start import Start
 from hybrid_engine.rlhf.options import ppo
-from hybrid_engine.rlhf.passes.head_log_probs import token_values
-from hybrid_engine.rlhf.rewards.adapter_folder import RewardAdapter, read_reward_adapter
-from hybrid_engine.rlhf.rewards.answers import Answers
-from hybrid_engine.rlhf.rewards.learned import ROWS_PER_PASS, LearnedReward, build_critic, names_model
+from hybrid_engine.rlhf.rewards.learned import (
+    ROWS_PER_PASS,
+    LearnedReward,
+    RewardAdapter,
+    build_critic,
+    names_model,
+    read_reward_adapter,
+)
 from hybrid_engine.rlhf.rewards.rewards import Rewards
-from hybrid_engine.rlhf.rewards.scores import Scores, penalise_cut_off, replace_cut_off
+from hybrid_engine.rlhf.rewards.scores import Answers, Scores, penalise_cut_off, replace_cut_off
 from hybrid_engine.rlhf.runs.adapters import lora_config
-from hybrid_engine.rlhf.runs.precision import scaling_figures
-from hybrid_engine.rlhf.runs.schedule import Schedule
+from hybrid_engine.rlhf.runs.engine_config import Schedule, scaling_figures
 from hybrid_engine.rlhf.runs.stages import load_model, load_tokenizer, num_positions
 
 ACTOR, CRITIC, HEADS = "actor", "critic", "heads"

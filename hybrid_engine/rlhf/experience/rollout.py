@@ -23,9 +23,8 @@ from hybrid_engine.rlhf.data.encoding import encode_prompt
 from hybrid_engine.rlhf.data.prompts import select_prompts
 from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.options.shared import AnswerOptions
-from hybrid_engine.rlhf.rewards.answers import Answers
 from hybrid_engine.rlhf.rewards.rewards import Rewards
-from hybrid_engine.rlhf.rewards.scores import Scores, reward_figures
+from hybrid_engine.rlhf.rewards.scores import Answers, Scores, reward_figures
 from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.rlhf.runs.stages import mix_seed
 

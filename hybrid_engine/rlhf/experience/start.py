@@ -11,22 +11,21 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_engine.config.checks import check_divides
 from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
 from hybrid_engine.rlhf.data.encoding import encode_prompt
-from hybrid_engine.rlhf.data.model_lengths import long_answer, settle_lengths
+from hybrid_engine.rlhf.data.lengths import long_answer, settle_lengths
 from hybrid_engine.rlhf.data.prompts import PromptTokens, fit_prompts, load_prompt_rows
 from hybrid_engine.rlhf.data.rows import PromptRow, encode_each, told_together
 from hybrid_engine.rlhf.options import reward, sft
 from hybrid_engine.rlhf.options.shared import AdapterOptions, ConfigT, DatasetOptions, PromptRunOptions, RunOptions
-from hybrid_engine.rlhf.rewards.adapter_folder import check_reward_adapter
-from hybrid_engine.rlhf.rewards.answers import Answers, Judge
-from hybrid_engine.rlhf.rewards.learned import LearnedReward, critic_source
+from hybrid_engine.rlhf.rewards.learned import LearnedReward, check_reward_adapter, critic_source
 from hybrid_engine.rlhf.rewards.loading import load_rewards
 from hybrid_engine.rlhf.rewards.rewards import Rewards
-from hybrid_engine.rlhf.runs.precision import torch_dtype
+from hybrid_engine.rlhf.rewards.scores import Answers, Judge
+from hybrid_engine.rlhf.runs.engine_config import torch_dtype
 from hybrid_engine.rlhf.runs.run_checks import check_folder, check_model, check_positions, check_stage
 from hybrid_engine.rlhf.runs.run_folder import RUN_RESULTS
 from hybrid_engine.rlhf.runs.stages import load_config, load_tokenizer, move_aside, num_positions
 from hybrid_engine.rlhf.tasks import arithmetic
-from hybrid_engine.rlhf.tasks.small_llama import MAX_POSITIONS
+from hybrid_engine.rlhf.tasks.corpus import MAX_POSITIONS
 from hybrid_engine.rlhf.tasks.stdlib_docs import split, stdlib_examples
 
 RunT = TypeVar("RunT", bound=PromptRunOptions)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from hybrid_engine.config.checks import check_above, check_at_least, check_between, check_count, find_nearest, flag
-from hybrid_engine.rlhf.options.field import option
+from hybrid_engine.rlhf.options.checks import option
 
 CHOICES = {
     "baseline": ("group-mean", "leave-one-out", "batch-mean", "group-then-batch-mean", "none"),

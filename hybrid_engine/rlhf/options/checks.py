@@ -1,8 +1,8 @@
-"""Checks of the options that all recipes share, or several; those of single values are `config/checks.py`."""
+"""A field of options, and checks of options that several recipes share; `config/checks.py` checks single values."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import field, fields
 from typing import Any
 
 from hybrid_engine.config.checks import check_between, flag
@@ -10,6 +10,11 @@ from hybrid_engine.config.checks import check_between, flag
 LARGEST_SEED = 2**63 - 1
 LARGEST_ANSWERS = 2**20
 """Largest number of answers of a step: their prompts are chosen, and their tokens stored, before any is learned."""
+
+
+def option(default: Any, text: str) -> Any:
+    """A dataclass field with a default (a bool, number, text, tuple or None) and a description for `--help`."""
+    return field(default=default, metadata={"text": text})
 
 
 def check_common(config: Any) -> None:
@@ -21,10 +26,25 @@ def check_common(config: Any) -> None:
 
 def check_texts(config: Any) -> None:
     """Raises ValueError if a text among the options is empty."""
-    for field in fields(config):
-        value = getattr(config, field.name)
+    for entry in fields(config):
+        value = getattr(config, entry.name)
         if value == "" or (isinstance(value, tuple) and "" in value):
-            raise ValueError(f"{flag(field.name)}='' is empty; give a value, or leave the option out")
+            raise ValueError(f"{flag(entry.name)}='' is empty; give a value, or leave the option out")
+
+
+def check_budget_holds(budget: int, largest: int, longest: int) -> None:
+    """Raises ValueError if a pass of `--tokens-per-micro-batch` does not hold what is learned from.
+
+    Args:
+        budget: tokens of a pass; 0 has no limit.
+        largest: tokens of the largest thing that is learned from, with its padding.
+        longest: tokens of its longest sequence.
+    """
+    if budget and largest > budget:
+        raise ValueError(
+            f"--tokens-per-micro-batch={budget} must hold the largest of what is learned from, {largest} tokens "
+            f"(its longest sequence has {longest}); raise it to {largest} or more, or shorten the sequences"
+        )
 
 
 def check_answers(rollout_size: int, group_size: int) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from hybrid_engine.config.checks import check_above, check_count
-from hybrid_engine.rlhf.options.field import option
+from hybrid_engine.rlhf.options.checks import option
 from hybrid_engine.rlhf.options.preference import PreferenceOptions
 from hybrid_engine.rlhf.options.shared import suitable_rate
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from hybrid_engine.config.checks import check_above, check_count, check_divides
-from hybrid_engine.rlhf.options.checks import check_answers, option
+from hybrid_engine.rlhf.options.checks import check_answers, check_budget_holds, option
 from hybrid_engine.rlhf.options.preference import PairLossOptions
 from hybrid_engine.rlhf.options.shared import (
     PromptRunOptions,
@@ -58,8 +58,6 @@ class Config(PairLossOptions, PromptRunOptions):
     )
 
     def __post_init__(self) -> None:
-        from hybrid_engine.rlhf.batches.micro_batches import check_budget  # imports torch
-
         PromptRunOptions.__post_init__(self)
         PairLossOptions.__post_init__(self)
         derive_minibatch(self, self.rollout_size, 64)
@@ -69,4 +67,5 @@ class Config(PairLossOptions, PromptRunOptions):
         check_count("group_size", self.group_size, 2)
         check_answers(self.rollout_size, self.group_size)
         check_divides("rollout_size", self.rollout_size, self.minibatch_size)
-        check_budget(self.tokens_per_micro_batch, [(self.max_prompt_tokens + self.max_new_tokens,) * 2])
+        longest = self.max_prompt_tokens + self.max_new_tokens
+        check_budget_holds(self.tokens_per_micro_batch, 2 * longest, longest)

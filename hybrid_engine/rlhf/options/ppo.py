@@ -10,7 +10,7 @@ from hybrid_engine.config.checks import (
     check_divides,
     check_finite,
 )
-from hybrid_engine.rlhf.options.field import option
+from hybrid_engine.rlhf.options.checks import option
 from hybrid_engine.rlhf.options.shared import (
     PromptRunOptions,
     RolloutOptions,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybrid_engine.config.checks import check_above, check_at_least, check_count, check_one_of
-from hybrid_engine.rlhf.options.field import option
+from hybrid_engine.rlhf.options.checks import option
 from hybrid_engine.rlhf.options.shared import (
     AnswerOptions,
     DataOptions,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from hybrid_engine.config.checks import check_above, check_at_least, check_count
-from hybrid_engine.rlhf.options.field import option
+from hybrid_engine.rlhf.options.checks import option
 from hybrid_engine.rlhf.options.shared import DataOptions, TrainingOptions
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_engine.config.checks import LARGEST_SIZE, check_at_least, check_between, check_count, check_one_of
-from hybrid_engine.rlhf.options.field import option
+from hybrid_engine.rlhf.options.checks import option
 from hybrid_engine.rlhf.options.generate import BaseModelOptions
 
 KEY_VARIABLE = "HYBRID_ENGINE_API_KEY"

@@ -9,10 +9,9 @@ from hybrid_engine.generation.memory import free_and_total_bytes
 from hybrid_engine.generation.plan import MAX_RUNNING
 from hybrid_engine.metrics.memory_plan import MemoryPlan, format_bytes, read_bytes
 from hybrid_engine.rlhf.options.shared import AnswerOptions, TrainingOptions, fit_minibatch
-from hybrid_engine.rlhf.planning.read import Read, check_one_process
-from hybrid_engine.rlhf.planning.reading import read_run
+from hybrid_engine.rlhf.planning.reading import Read, check_one_process, read_run
 from hybrid_engine.rlhf.planning.roles import Setting, plan_memory
-from hybrid_engine.rlhf.runs.precision import choose_dtype
+from hybrid_engine.rlhf.runs.engine_config import choose_dtype
 
 ADAPTER_RANK = 16
 """Rank of an adapter that is proposed."""

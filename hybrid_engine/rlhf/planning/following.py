@@ -17,7 +17,7 @@ from hybrid_engine.rlhf.batches.passes import Items
 from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
 from hybrid_engine.rlhf.options.preference import PreferenceOptions
 from hybrid_engine.rlhf.options.shared import TrainingOptions
-from hybrid_engine.rlhf.planning.read import Learned, Read, read_answers, read_preferences
+from hybrid_engine.rlhf.planning.reading import Learned, Read, read_answers, read_preferences
 from hybrid_engine.rlhf.planning.roles import Setting, plan_memory
 from hybrid_engine.rlhf.runs.run_log import say, write_json
 from hybrid_engine.rlhf.tasks.corpus import PairCorpus

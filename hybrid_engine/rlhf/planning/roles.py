@@ -30,15 +30,14 @@ from hybrid_engine.metrics.memory_plan import (
 )
 from hybrid_engine.metrics.memory_use import Pass
 from hybrid_engine.rlhf.batches.packable import expected_layout
-from hybrid_engine.rlhf.batches.packing import Layout
+from hybrid_engine.rlhf.batches.packing import ATTENTION, Layout, Span, Spans
+from hybrid_engine.rlhf.batches.pass_memory import PassShape, count_pass
 from hybrid_engine.rlhf.batches.sequences import ValueModel, recompute_activations
-from hybrid_engine.rlhf.batches.spans import ATTENTION, Span, Spans
 from hybrid_engine.rlhf.options.shared import AdapterOptions, AnswerOptions, RolloutRunOptions, TrainingOptions
-from hybrid_engine.rlhf.passes.pass_memory import PassShape, count_pass
-from hybrid_engine.rlhf.planning.read import Read, packed_bytes
+from hybrid_engine.rlhf.planning.reading import Read, packed_bytes
 from hybrid_engine.rlhf.planning.widest import widest_passes
 from hybrid_engine.rlhf.runs.adapters import add_adapter
-from hybrid_engine.rlhf.runs.precision import torch_dtype
+from hybrid_engine.rlhf.runs.engine_config import torch_dtype
 from hybrid_engine.rlhf.runs.stages import without_dropout
 from hybrid_engine.zero.wrapping import find_groups
 

@@ -11,14 +11,12 @@ from hybrid_engine.metrics.memory_use import Pass, is_within
 from hybrid_engine.ops.linear_log_prob import piece_bytes
 from hybrid_engine.rlhf.batches.micro_batches import check_budget, deal_by_number, fill_evenly, filling
 from hybrid_engine.rlhf.batches.packable import expected_layout, supports_attention_backend
-from hybrid_engine.rlhf.batches.packing import Layout, Prompt
+from hybrid_engine.rlhf.batches.packing import TOGETHER, Layout, Prompt
+from hybrid_engine.rlhf.batches.pass_memory import PassShape
 from hybrid_engine.rlhf.batches.passes import Extent, Items, extent_of
-from hybrid_engine.rlhf.batches.spans import TOGETHER
 from hybrid_engine.rlhf.options.shared import AnswerOptions, TrainingOptions
-from hybrid_engine.rlhf.passes.pass_memory import PassShape
-from hybrid_engine.rlhf.planning.read import Learned, Read
-from hybrid_engine.rlhf.runs.engine_config import largest_micro_batch
-from hybrid_engine.rlhf.runs.precision import torch_dtype
+from hybrid_engine.rlhf.planning.reading import Learned, Read
+from hybrid_engine.rlhf.runs.engine_config import largest_micro_batch, torch_dtype
 
 MOST_LAID_OUT = 5000
 """Number of items of steps that are laid out, at some 0.1 ms each. Padding, and items that stay together, leave passes

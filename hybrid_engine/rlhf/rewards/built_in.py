@@ -26,8 +26,8 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from hybrid_engine.rlhf.data.reasoning_gym_rows import LIBRARY, require_library
-from hybrid_engine.rlhf.rewards.answers import Answers, UnusableReference
 from hybrid_engine.rlhf.rewards.rewards import OutOfTime, within
+from hybrid_engine.rlhf.rewards.scores import Answers, UnusableReference
 
 GROUND_TRUTH = "ground_truth"
 """The key of a reference answer within verl's column `reward_model`."""

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_engine.rlhf.options.checks import check_weights
-from hybrid_engine.rlhf.rewards.answers import Answers, Judge, Reward, RunView
 from hybrid_engine.rlhf.rewards.built_in import BUILT_IN
 from hybrid_engine.rlhf.rewards.learned import LearnedReward, names_model
 from hybrid_engine.rlhf.rewards.rewards import TIME_LIMIT_SECONDS, Rewards
+from hybrid_engine.rlhf.rewards.scores import Answers, Judge, Reward, RunView
 
 OF_ANSWERS = ("prompts", "responses", "completions", "prompt_ids", "response_ids", "is_cut_off")
 GIVEN = (*OF_ANSWERS, "completion_ids", "completions_ids", "trainer_state", "log_extra", "log_metric")

@@ -20,8 +20,20 @@ from typing import Any, TypeVar
 from hybrid_engine.distributed.processes import gather_objects
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.rlhf.data.rows import Row
-from hybrid_engine.rlhf.rewards.answers import Answers, Judge, Reward, RewardError, RunView, UnusableReference, Value
-from hybrid_engine.rlhf.rewards.scores import Scores, WrongCount, combine, read_values, with_logged
+from hybrid_engine.rlhf.rewards.scores import (
+    Answers,
+    Judge,
+    Reward,
+    RewardError,
+    RunView,
+    Scores,
+    UnusableReference,
+    Value,
+    WrongCount,
+    combine,
+    read_values,
+    with_logged,
+)
 from hybrid_engine.rlhf.runs.run_log import say
 
 TIME_LIMIT_SECONDS = 300.0

@@ -25,11 +25,16 @@ from hybrid_engine.config.checks import flag
 from hybrid_engine.distributed.processes import get_world_size, init_distributed, on_rank_zero
 from hybrid_engine.rlhf.options import sft
 from hybrid_engine.rlhf.options.shared import LENGTHS, ConfigT, TrainingOptions, fit_minibatch
-from hybrid_engine.rlhf.runs.precision import AUTO, apply_tf32, choose_dtype
+from hybrid_engine.rlhf.runs.engine_config import (
+    AUTO,
+    DEFAULT_TYPE,
+    EARLIER_TYPE,
+    WITHOUT_WARMUP,
+    apply_tf32,
+    choose_dtype,
+)
 from hybrid_engine.rlhf.runs.run_folder import LATEST, STAGES, check_can_resume, checkpoints_of
-from hybrid_engine.rlhf.runs.run_lock import check_not_running
-from hybrid_engine.rlhf.runs.run_log import say
-from hybrid_engine.rlhf.runs.schedule import DEFAULT_TYPE, EARLIER_TYPE, WITHOUT_WARMUP
+from hybrid_engine.rlhf.runs.run_log import check_not_running, say
 
 OPTIONS = "options.json"
 """The options of the run, next to its checkpoints: they can be compared before any model is loaded."""
@@ -60,7 +65,7 @@ def begin_run(config: ConfigT, recipe: str) -> ConfigT:
     """Joins the processes of a run of `recipe`; returns its options with open values replaced, as they are stored.
 
     A resumed run keeps the values that it began with; if it began before an option existed, it keeps the earlier
-    behavior. Other open lengths are set when the data is read (`model_lengths.py`). Collective.
+    behavior. Other open lengths are set when the data is read (`data/lengths.py`). Collective.
     """
     options: Any = config
     init_distributed()

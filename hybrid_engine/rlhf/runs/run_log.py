@@ -1,7 +1,8 @@
 """Output of a run: progress, options, figures here and at trackers, samples, a plot. Rank 0 only."""
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from hybrid_engine.checkpoint.saving import LOCK_FILE, FolderLock, lock_folder
 from hybrid_engine.distributed.processes import get_rank
 from hybrid_engine.rlhf.options.shared import RunOptions
 from hybrid_engine.rlhf.runs.run_folder import (
@@ -21,8 +23,20 @@ from hybrid_engine.rlhf.runs.run_folder import (
     to_framework,
     write_config,
 )
-from hybrid_engine.rlhf.runs.run_lock import lock_run
-from hybrid_engine.rlhf.runs.trackers import Trackers
+
+PROJECT = "hybrid-engine"
+_PLACES: dict[str, Callable[[Path, int], dict[str, Any]]] = {
+    "tensorboard": lambda folder, step: {"run_name": "tensorboard", "logging_dir": folder, "purge_step": step},
+    "wandb": lambda folder, step: {"run_name": os.environ.get("WANDB_PROJECT", PROJECT), "name": str(folder)},
+    "mlflow": lambda folder, step: {"experiment_name": PROJECT, "run_name": str(folder)},
+    "trackio": lambda folder, step: {"run_name": PROJECT, "name": str(folder)},
+    "comet_ml": lambda folder, step: {"run_name": PROJECT},
+    "clearml": lambda folder, step: {"project_name": PROJECT, "task_name": str(folder)},
+    "aim": lambda folder, step: {"run_name": str(folder)},
+    "dvclive": lambda folder, step: {"dir": str(folder / "dvclive"), "resume": step > 0},
+    "swanlab": lambda folder, step: {"run_name": PROJECT, "experiment_name": str(folder)},
+}
+"""Arguments of accelerate's tracker class for a run in `folder` that starts at a step."""
 
 
 class RunLog:
@@ -139,3 +153,64 @@ def plot_metrics(metrics: list[dict[str, Any]], panels: Mapping[str, Sequence[st
         if axes.lines:
             axes.legend()
     figure.savefig(path, dpi=120)
+
+
+class Trackers:
+    """Passes the figures of each step to several trackers; for one process."""
+
+    def __init__(self, names: Sequence[str], folder: Path, options: Mapping[str, Any], first_step: int) -> None:
+        """Begins the run in `folder` at each tracker of `names`, which `check_trackers` has checked.
+
+        Args:
+            names: keys of `TRACKERS`.
+            folder: the run's folder, which names the run at trackers.
+            options: the run's options, which trackers show.
+            first_step: the step at which the run resumes; 0 for a new one.
+        """
+        self._trackers = [_build_tracker(name, folder, first_step) for name in dict.fromkeys(names)]
+        values = {name: _plain(value) for name, value in options.items()}
+        for tracker in self._trackers:
+            tracker.start()
+            tracker.store_init_configuration(values)
+
+    def log(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Logs the numbers among `figures`."""
+        numbers = {name: value for name, value in figures.items() if isinstance(value, (int, float))}
+        for tracker in self._trackers:
+            tracker.log(numbers, step=step)
+
+    def finish(self) -> None:
+        """Ends the run at each tracker."""
+        for tracker in self._trackers:
+            tracker.finish()
+
+
+def _build_tracker(name: str, folder: Path, first_step: int) -> Any:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS  # a run without trackers does not need it
+
+    return LOGGER_TYPE_TO_CLASS[name](**_PLACES[name](folder, first_step))
+
+
+def _plain(value: Any) -> Any:
+    """A list as text: trackers accept numbers, booleans and texts."""
+    return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else value
+
+
+def lock_run(folder: Path) -> FolderLock:
+    """Keeps other processes' runs from writing into `folder`, which is there, for as long as the lock lives.
+
+    Raises:
+        ValueError: a run of another process writes there.
+    """
+    try:
+        return lock_folder(folder)
+    except ValueError as error:
+        raise ValueError(
+            f"--out: a run that still goes on writes into {str(folder)!r}; wait for it or end it, or give another --out"
+        ) from error
+
+
+def check_not_running(folder: Path) -> None:
+    """ValueError where a run of another process writes into `folder`, which need not be there."""
+    if (folder / LOCK_FILE).exists():
+        lock_run(folder)

@@ -484,7 +484,7 @@ def test_a_method_that_returns_something_else_is_named(engine, method, answer, m
 
 
 def test_a_tokenizer_of_transformers_serves_as_it_is():
-    from hybrid_engine.rlhf.tasks.small_llama import build_small_llama, train_tokenizer
+    from hybrid_engine.rlhf.tasks.corpus import build_small_llama, train_tokenizer
 
     tokenizer = train_tokenizer(["some words to learn from"], 280)
     torch.manual_seed(0)

@@ -2,7 +2,7 @@
 
 import warnings
 
-from hybrid_engine.rlhf.rewards.answers import *
+from hybrid_engine.rlhf.rewards.scores import *
 
-NEW = "hybrid_engine.rlhf.rewards.answers"
+NEW = "hybrid_engine.rlhf.rewards.scores"
 warnings.warn(f"{__name__} goes with the next version; import {NEW}", DeprecationWarning, stacklevel=2)

@@ -2,7 +2,7 @@
 
 import warnings
 
-from hybrid_engine.rlhf.tasks.small_llama import *
+from hybrid_engine.rlhf.tasks.corpus import *
 
-NEW = "hybrid_engine.rlhf.tasks.small_llama"
+NEW = "hybrid_engine.rlhf.tasks.corpus"
 warnings.warn(f"{__name__} goes with the next version; import {NEW}", DeprecationWarning, stacklevel=2)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid_engine.metrics.memory_use import LiveBytes
 from hybrid_engine.ops.linear_log_prob import PieceBytes, piece_bytes
-from hybrid_engine.rlhf.passes.head_log_probs import logit_shape
+from hybrid_engine.rlhf.batches.head_log_probs import logit_shape
 
 
 class PassShape(NamedTuple):
