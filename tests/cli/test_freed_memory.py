@@ -64,4 +64,4 @@ def test_a_c_library_without_such_a_setting_is_left_alone(monkeypatch):
     monkeypatch.setattr(cli.ctypes, "CDLL", lambda name: object())
     for name in cli.SETTINGS:
         monkeypatch.delenv(name, raising=False)
-    assert not freed_memory.keep_freed_memory()
+    assert not cli.keep_freed_memory()

@@ -37,7 +37,7 @@ from hybrid_engine.rlhf.batches.sequences import Sequences, build_sequences, pac
 from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
 from hybrid_engine.rlhf.data.prompts import PromptTokens
 from hybrid_engine.rlhf.experience.start import Stages, prepare
-from hybrid_engine.rlhf.options.shared import AdapterOptions
+from hybrid_engine.rlhf.options.shared import AdapterOptions, TrainingOptions
 from hybrid_engine.rlhf.planning import roles
 from hybrid_engine.rlhf.planning.reading import READERS, Learned, Read, read_preferences
 from hybrid_engine.rlhf.planning.widest import estimate_of, widest_passes
@@ -148,7 +148,7 @@ def test_a_pass_over_packed_rows_is_counted_with_its_masks(family, lengths):
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3-moe"])
 def test_a_pass_over_answers_that_share_a_long_prompt_is_counted_with_the_copies_of_its_keys(family):
     model = build_model(family).train()
-    assert pack_where_exact(model, SimpleNamespace(tokens_per_micro_batch=600, rows_per_pass=0)) is Layout.SPANS
+    assert pack_where_exact(model, TrainingOptions(tokens_per_micro_batch=600)) is Layout.SPANS
     items = [((60, 3 + number), (60, 5)) for number in range(4)]
     prompts = [[3 + number] * 60 for number in range(4) for _ in range(2)]
     responses = [[9] * length for item in items for _, length in item]

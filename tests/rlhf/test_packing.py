@@ -6,7 +6,6 @@ import random
 import re
 import weakref
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,6 +40,8 @@ from hybrid_engine.rlhf.batches.sequences import (
     response_values,
 )
 from hybrid_engine.rlhf.experience.evaluation import step_means
+from hybrid_engine.rlhf.options import ppo
+from hybrid_engine.rlhf.options.shared import TrainingOptions
 from hybrid_engine.rlhf.rewards.learned import score_tokens
 from hybrid_engine.zero.sharding import full_tensor
 from tests.support.distributed import run_distributed
@@ -49,7 +50,7 @@ from tests.support.training_passes import train_in_parts
 from tests.support.training_reference import tiny_llama
 
 CPU = torch.device("cpu")
-BUDGET = SimpleNamespace(rows_per_pass=0, tokens_per_micro_batch=64)
+BUDGET = TrainingOptions(tokens_per_micro_batch=64)
 
 
 def sampled(num_rows=7, seed=0, vocab=60, group=1):
@@ -199,11 +200,9 @@ def test_a_model_whose_attention_does_not_allow_it_is_padded_and_one_line_says_w
 
 def test_without_a_budget_and_in_exact_mode_nothing_is_packed(capsys):
     model = build_model()
-    assert pack_where_exact(model, SimpleNamespace(rows_per_pass=0, tokens_per_micro_batch=0)) is Layout.PADDED
+    assert pack_where_exact(model, TrainingOptions(tokens_per_micro_batch=0)) is Layout.PADDED
     assert capsys.readouterr().out == ""
-    assert (
-        pack_where_exact(model, SimpleNamespace(rows_per_pass=0, tokens_per_micro_batch=9, exact=True)) is Layout.PADDED
-    )
+    assert pack_where_exact(model, ppo.Config(tokens_per_micro_batch=999, exact=True)) is Layout.PADDED
     assert "exact mode" in capsys.readouterr().out
 
 
@@ -353,7 +352,7 @@ def steps_on_two_processes(rank, world_size, batch):
                     "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
                 },
             )
-            layout = pack_where_exact(engine, SimpleNamespace(rows_per_pass=0, tokens_per_micro_batch=budget))
+            layout = pack_where_exact(engine, TrainingOptions(tokens_per_micro_batch=budget))
             passes = []
 
             def loss_of(rows, engine=engine, passes=passes):
