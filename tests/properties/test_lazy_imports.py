@@ -175,8 +175,8 @@ def test_an_old_path_runs_with_a_warning(old, arguments, words):
     ("old", "new", "name"),
     [
         ("recipes.rewards.loading", "rlhf.rewards.loading", "load_rewards"),
-        ("recipes.rewards.answers", "rlhf.rewards.answers", "Answers"),
-        ("recipes.tasks.small_llama", "rlhf.tasks.small_llama", "build_small_llama"),
+        ("recipes.rewards.answers", "rlhf.rewards.scores", "Answers"),
+        ("recipes.tasks.small_llama", "rlhf.tasks.corpus", "build_small_llama"),
         ("inference.megatron.loading", "extensions.megatron.loading", "load_megatron_gpt"),
     ],
 )

@@ -66,6 +66,7 @@ LINK = re.compile(r"\]\(([^)#:\s]+)[)#]")
 def test_every_file_that_a_page_links_to_exists():
     pages = [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")]
     links = [(page, link) for page in pages for link in LINK.findall(page.read_text(encoding="utf-8"))]
+    links = [(page, link) for page, link in links if not link.startswith("api/")]  # made, and checked, by `make docs`
     assert len(links) > 100
     missing = [f"{page.name} links to {link}" for page, link in links if not (page.parent / link).exists()]
     assert not missing, "\n".join(missing)
