@@ -13,7 +13,7 @@ deepspeed/moe/{layer,experts,sharded_moe}.py.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ from hybrid_engine.extensions.megatron.rank_files import LAYERS, layer_of
 from hybrid_engine.inference.checkpoint import Rows, Source
 from hybrid_engine.ops.activation import ACTIVATIONS
 
-LlamaForm = LlamaConfig | Qwen2Config | Qwen3Config
+LlamaForm: TypeAlias = LlamaConfig | Qwen2Config | Qwen3Config
 NEEDED = {
     "swiglu": True,
     "normalization": "RMSNorm",
