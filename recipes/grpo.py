@@ -24,8 +24,8 @@ import torch
 from hybrid_engine.distributed.processes import all_processes, get_world_size
 from hybrid_engine.recipes import reward as reward_stage
 from hybrid_engine.recipes import sft as sft_stage
+from hybrid_engine.rl.advantages import overlong_penalty, without_cut_off
 from hybrid_engine.rl.aggregation import StepCounts, count_step
-from hybrid_engine.rl.shaping import overlong_penalty, without_cut_off
 from hybrid_engine.rlhf.algorithms.advantages import check_steps, compute_advantages, compute_step_advantages
 from hybrid_engine.rlhf.algorithms.figures import describe, policy_figures
 from hybrid_engine.rlhf.algorithms.objective import PolicyBatch, correction_weights, next_kl_coef, policy_objective

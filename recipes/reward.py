@@ -4,7 +4,7 @@
     hybrid-engine reward --model Qwen/Qwen3-0.6B --dataset pairs.jsonl --out runs/mine
 
 The model is transformers' own sequence classifier with one label on the body of `--model`; it reads the score at the
-last token. The loss of a pair is -log sigmoid(score(chosen) - score(rejected) - margin) (`rl/reward_model.py`). The
+last token. The loss of a pair is -log sigmoid(score(chosen) - score(rejected) - margin) (`rl/preferences.py`). The
 saved config has mean and standard deviation of the scores of good answers, so that PPO sees rewards of mean 0 and
 deviation 1 there. Without --dataset the pairs are summary lines, one of which follows PEP 257: stage 2 of the PPO job.
 """
@@ -24,7 +24,7 @@ import hybrid_engine
 from hybrid_engine.config.checks import check_divides
 from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.distributed.processes import get_rank, get_world_size, on_rank_zero
-from hybrid_engine.rl.reward_model import bradley_terry_loss, centring_loss
+from hybrid_engine.rl.preferences import bradley_terry_loss, centring_loss
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, TrainingPasses, check_budget
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
 from hybrid_engine.rlhf.batches.passes import Items, in_passes, split

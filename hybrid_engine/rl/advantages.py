@@ -1,13 +1,15 @@
-"""From a score per response to an advantage per token: token rewards, GAE and whitening.
+"""From a score per response to an advantage per token: rewards by token and length, GAE, whitening over all processes.
 
 B: sampled responses, T: response tokens. A mask is True on response tokens. Everything here is a target,
 so nothing carries a gradient.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.rl.batch_statistics import moments, whitening_deviation
+WHITEN_EPS = 1e-8
 
 
 @torch.no_grad()
@@ -122,3 +124,70 @@ def whiten(
 
 def _check_mask(mask: torch.Tensor, values: torch.Tensor) -> None:
     assert mask.dtype == torch.bool and mask.shape == values.shape, f"{mask.dtype=} {mask.shape=} {values.shape=}"
+
+
+class Moments(NamedTuple):
+    """The moments that the statistics below are computed from, each 0-dimensional and float64."""
+
+    count: torch.Tensor
+    mean: torch.Tensor
+    """nan without an entry"""
+    squares: torch.Tensor
+    """sum of the squared distances from the mean"""
+
+
+@torch.no_grad()
+def moments(values: torch.Tensor, mask: torch.Tensor, group: dist.ProcessGroup | None = None) -> Moments:
+    """The moments of `values` where `mask` (bool, of the same shape) is True, over the processes of `group`."""
+    assert mask.dtype == torch.bool and mask.shape == values.shape, f"{mask.dtype=} {mask.shape=} {values.shape=}"
+    exact = torch.where(mask, values, 0.0).double()
+    count, total = sum_over_processes(torch.stack([mask.sum().double(), exact.sum()]), group)
+    mean = total / count
+    centred = torch.where(mask, exact - mean, 0.0)
+    return Moments(count, mean, sum_over_processes(centred.square().sum(), group))
+
+
+def deviation(found: Moments) -> torch.Tensor:
+    """The standard deviation with the divisor n - 1; 0 for a single entry."""
+    return (found.squares / (found.count - 1).clamp(min=1)).sqrt()
+
+
+def whitening_deviation(found: Moments) -> torch.Tensor:
+    """sqrt(variance + 1e-8), the variance with the divisor n - 1. Source: verl, `torch_functional.py`."""
+    return (found.squares / (found.count - 1).clamp(min=1) + WHITEN_EPS).sqrt()
+
+
+def whitening_deviation_biased(found: Moments) -> torch.Tensor:
+    """sqrt(max(variance, 1e-8)), the variance with the divisor n. Source: OpenRLHF, `experience_maker.py`."""
+    return (found.squares / found.count.clamp(min=1)).clamp(min=WHITEN_EPS).sqrt()
+
+
+def sum_over_processes(local: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Sums `local` in place over the processes of `group`, unless that is None, and returns it."""
+    if group is not None:
+        dist.all_reduce(local, group=group)
+    return local
+
+
+def overlong_penalty(lengths: torch.Tensor, max_length: int, buffer: int, factor: float = 1.0) -> torch.Tensor:
+    """DAPO's soft overlong punishment, to be added to the reward; equation 13.
+
+        0 up to max_length - buffer tokens, from there linear down to -factor at max_length
+
+    Args:
+        lengths: `[B]`, tokens of each response.
+        max_length: tokens that a response may have.
+        buffer: number of tokens before `max_length` at which the punishment begins.
+        factor: its largest value; 1 in the paper.
+
+    Returns:
+        `[B]`, at most 0; in the dtype of `lengths` if that is a floating-point dtype, else the default dtype.
+    """
+    assert 0 < buffer <= max_length, f"{buffer=} {max_length=}"
+    return ((max_length - buffer - lengths) / buffer).clamp(-1, 0) * factor
+
+
+def without_cut_off(mask: torch.Tensor, is_cut_off: torch.Tensor) -> torch.Tensor:
+    """The mask `[B, T]`, set to False in rows of responses that were cut off, `[B]` bool (overlong filtering)."""
+    assert mask.dtype == is_cut_off.dtype == torch.bool, f"{mask.dtype=} {is_cut_off.dtype=}"
+    return mask & ~is_cut_off[:, None]

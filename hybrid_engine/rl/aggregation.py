@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.rl.batch_statistics import sum_over_processes
+from hybrid_engine.rl.advantages import sum_over_processes
 
 
 class StepCounts(NamedTuple):

@@ -10,7 +10,7 @@ of equal rewards every baseline is that reward to the bit, so that its advantage
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.rl.batch_statistics import deviation, moments
+from hybrid_engine.rl.advantages import deviation, moments
 
 
 @torch.no_grad()

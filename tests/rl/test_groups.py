@@ -5,8 +5,7 @@ import statistics
 import pytest
 import torch
 
-from hybrid_engine.rl.advantages import returns_to_go, whiten
-from hybrid_engine.rl.batch_statistics import moments, whitening_deviation_biased
+from hybrid_engine.rl.advantages import moments, returns_to_go, whiten, whitening_deviation_biased
 from hybrid_engine.rl.group_advantages import (
     batch_std,
     group_mean,

@@ -3,13 +3,21 @@
 import pytest
 import torch
 
-from hybrid_engine.rl.entropy import estimated_entropy, token_entropy
-from hybrid_engine.rl.kl import importance_weighted, kl_k1, kl_k1_with_k2_gradient, kl_k2, kl_k3, kl_k3_with_k2_gradient
-from hybrid_engine.rl.losses import ppo_policy_loss
-from hybrid_engine.rl.policy_losses import (
+from hybrid_engine.rl.kl import (
+    estimated_entropy,
+    importance_weighted,
+    kl_k1,
+    kl_k1_with_k2_gradient,
+    kl_k2,
+    kl_k3,
+    kl_k3_with_k2_gradient,
+    token_entropy,
+)
+from hybrid_engine.rl.losses import (
     cispo_loss,
     gspo_loss,
     mean_ratio,
+    ppo_policy_loss,
     product_ratio,
     reinforce_loss,
     sequence_clip_loss,

@@ -11,11 +11,12 @@ from hybrid_engine.rl.preferences import (
     SMOOTHED_LOSSES,
     PairLogprobs,
     best_and_worst,
+    bradley_terry_loss,
     build_loss,
+    centring_loss,
     log_ratio_margins,
     pair_metrics,
 )
-from hybrid_engine.rl.reward_model import bradley_terry_loss, centring_loss
 from tests.support.goldens import assert_golden, load_golden
 
 EVERY_LOSS = [*LOSSES, *SMOOTHED_LOSSES]

@@ -13,8 +13,14 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.config.checks import flag
-from hybrid_engine.rl.advantages import returns_to_go, token_rewards
-from hybrid_engine.rl.batch_statistics import Moments, moments, whitening_deviation, whitening_deviation_biased
+from hybrid_engine.rl.advantages import (
+    Moments,
+    moments,
+    returns_to_go,
+    token_rewards,
+    whitening_deviation,
+    whitening_deviation_biased,
+)
 from hybrid_engine.rl.group_advantages import (
     batch_std,
     group_mean,

@@ -8,10 +8,8 @@ import torch
 
 from hybrid_engine.config.checks import flag
 from hybrid_engine.rl.advantages import masked_mean
-from hybrid_engine.rl.entropy import estimated_entropy
-from hybrid_engine.rl.kl import kl_k3
-from hybrid_engine.rl.losses import is_clipped, policy_metrics
-from hybrid_engine.rl.policy_losses import mean_ratio, product_ratio
+from hybrid_engine.rl.kl import estimated_entropy, kl_k3
+from hybrid_engine.rl.losses import is_clipped, mean_ratio, policy_metrics, product_ratio
 from hybrid_engine.rlhf.algorithms.objective import PolicyBatch, without_padding
 from hybrid_engine.rlhf.options.algorithm import Algorithm, preset_choices
 

@@ -17,9 +17,9 @@ from hybrid_engine.rl.aggregation import (
     token_mean,
     token_sum_by_length,
 )
-from hybrid_engine.rl.entropy import estimated_entropy
 from hybrid_engine.rl.kl import (
     adaptive_kl_coefficient,
+    estimated_entropy,
     importance_weighted,
     kl_k1,
     kl_k1_with_k2_gradient,
@@ -27,8 +27,7 @@ from hybrid_engine.rl.kl import (
     kl_k3,
     kl_k3_with_k2_gradient,
 )
-from hybrid_engine.rl.losses import ppo_policy_loss
-from hybrid_engine.rl.policy_losses import cispo_loss, gspo_loss, reinforce_loss, sequence_clip_loss
+from hybrid_engine.rl.losses import cispo_loss, gspo_loss, ppo_policy_loss, reinforce_loss, sequence_clip_loss
 from hybrid_engine.rlhf.options.algorithm import Algorithm
 
 
