@@ -6,7 +6,7 @@ Which library and which order of memory is faster depends on the maker of the pr
             Up to 128 rows its product is `y^T = W^T x^T`, whose result is stored by columns (strides 1, N): MKL then
             has the few rows as its inner dimension. For 32 rows of 384 and 1024 outputs 69 GFLOP/s, where `x W` reaches
             47 and oneDNN 41; for 1024 inputs 60, 44 and 38. A weight stored [in, out] is better off with `x W`: 57, 32
-            by columns and 39 (one core of a Xeon with AVX-512 beside other programs, torch 2.13).
+            by columns and 39 (one core of a Xeon with AVX-512 with other programs running, torch 2.13).
     others  Up to 128 rows the compiled product, up to 4 only of weights that fit a cache: 0.7 of oneDNN's time from 16
             to 32 rows, 0.9 at 8 and 64 (two Zen 5 cores, torch 2.13), and it costs a call less, with which a decode
             step of a 16M-parameter Llama takes 4.2 ms instead of 6.5 at one row. Else, and where nothing can be

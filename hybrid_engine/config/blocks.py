@@ -232,7 +232,7 @@ class HybridEngineConfig:
     max_kv_blocks: int = 0
     """Cap on the blocks of the KV workspace; 0 sizes it from the demand and the free memory."""
     training_free_share: float = 0.1
-    """The KV workspace stays through `train()` if beside what training takes this share of memory is free; 1: never."""
+    """The KV workspace stays through `train()` if training leaves this share of memory free; 1: never."""
     print_latency: bool = True
     """Whether `eval()` prints where the iteration's time went, as DeepSpeed's does; `latency_stats()` has it always."""
 

@@ -12,7 +12,7 @@ logger = logging.getLogger("hybrid_engine")
 def say_once(line: str) -> None:
     """Logs a warning on rank 0, the first time that it comes up in this process.
 
-    Python shows warnings on stderr where nobody has set logging up.
+    Python shows warnings on stderr if logging is not configured.
     """
     if _is_first_process():
         logger.warning("%s", line)

@@ -290,7 +290,7 @@ def resolve_auto(config: dict[str, Any], arguments: Any = None) -> dict[str, Any
         arguments: TrainingArguments, or any object with some of its attributes.
 
     Raises:
-        ValueError: for an "auto" that nobody but the user can fill in.
+        ValueError: for an "auto" that only the user can fill in.
     """
     resolved = _resolve_block(config, "", arguments)
     if _find(resolved, "scheduler", "params", "warmup_max_lr") == AUTO:

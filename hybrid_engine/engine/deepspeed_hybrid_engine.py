@@ -1,7 +1,7 @@
 """`deepspeed.runtime.hybrid_engine`: the hybrid engine with the private attributes that training code and tests read.
 
-They are computed when they are read: adapters come and go, and `create_inference_containers()` builds anew. Lists by
-layer are empty where the model has no containers. Parameters are the model's own objects, sharded under ZeRO-3.
+They are computed when they are read: adapters come and go, and `create_inference_containers()` builds new ones. Lists
+by layer are empty where the model has no containers. Parameters are the model's own objects, sharded under ZeRO-3.
 """
 
 from collections.abc import Callable

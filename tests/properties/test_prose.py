@@ -67,6 +67,19 @@ def forbidden_words(page: str) -> list[str]:
     return found
 
 
+def test_no_docstring_has_a_forbidden_word():
+    tolerated = ("behind", "none")  # "behind one interface", "None if there is none" are English
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {each.partition(': ')[2]}"
+        for path in paths
+        for line, text in strings_of(path.read_text())
+        for each in forbidden_words(text)
+        if not any(word in each.partition(";")[0].lower() for word in tolerated)
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_no_page_has_a_forbidden_word():
     found = [f"{page.relative_to(ROOT)}:{each}" for page in PAGES for each in forbidden_words(page.read_text())]
     assert not found, "\n".join(found)

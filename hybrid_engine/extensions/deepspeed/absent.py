@@ -1,4 +1,4 @@
-"""Modules and names of DeepSpeed with nothing behind them here: they import, and say what to use when they are used.
+"""Modules and names of DeepSpeed without an implementation here: they import, and say what to use when they are used.
 
 from deepspeed.pipe import PipelineModule   # works, also in a script that never builds one
 isinstance(model, PipelineModule)           # False
@@ -154,7 +154,7 @@ class Absence(type):
     remedy = ""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Raises NotImplementedError: whoever calls the name, or makes an object of it, uses it."""
+        """Raises NotImplementedError, because calling the name or making an object of it is a use."""
         raise NotImplementedError(cls.remedy)
 
     def __getattr__(cls, name: str) -> Any:

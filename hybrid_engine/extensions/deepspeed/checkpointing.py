@@ -77,7 +77,7 @@ non_reentrant_checkpoint = checkpoint
 
 
 class RandomStates:
-    """Random states of the device by name, beside the current one; Megatron's loops draw their dropout from them."""
+    """Random states of the device by name, next to the current one; Megatron's loops draw their dropout from them."""
 
     def __init__(self) -> None:
         self._states: dict[str, torch.Tensor] = {}

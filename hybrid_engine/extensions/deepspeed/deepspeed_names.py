@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def become_script(arguments: Sequence[str]) -> NoReturn:
-    """Starts Python anew in this process: `__main__`, sys.argv and tracebacks are the script's, as without us."""
+    """Starts Python again in this process: `__main__`, sys.argv and tracebacks are the script's, as without us."""
     sys.stdout.flush()
     sys.stderr.flush()
     command = [sys.executable, *_flags_of_python(len(arguments)), *arguments]

@@ -42,7 +42,7 @@ def _is_of_stage_3(optimizer: ZeroOptimizer) -> bool:
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
-    """Adagrad; its state is fp32 under the engine. Raises ValueError for `amsgrad`, which Adagrad has not."""
+    """Adagrad; its state is fp32 under the engine. Raises ValueError for `amsgrad`, which Adagrad does not have."""
 
     def __init__(
         self,

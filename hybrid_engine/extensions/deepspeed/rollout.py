@@ -166,7 +166,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def sync_weights(self, step: int) -> None:
-        """Hands the weights of training step `step` to whoever generates."""
+        """Hands the weights of training step `step` to the engine that generates."""
 
     def shutdown(self) -> None:  # noqa: B027 - most hold nothing
         """Gives back what the engine holds for its rollouts."""

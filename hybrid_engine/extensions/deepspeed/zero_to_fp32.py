@@ -1,6 +1,6 @@
 """`deepspeed.utils.zero_to_fp32`: the fp32 weights of a checkpoint of ours, read by one process without an engine.
 
-The script `zero_to_fp32.py` that `save_checkpoint` leaves beside checkpoints calls `main`.
+The script `zero_to_fp32.py` that `save_checkpoint` leaves next to checkpoints calls `main`.
 """
 
 import argparse
@@ -81,10 +81,10 @@ def load_state_dict_from_zero_checkpoint(
 ) -> nn.Module:
     """Puts those weights into `model`, which no engine has, and returns it.
 
-    Weights that the checkpoint has not keep their values, and the log names them.
+    Weights that the checkpoint does not have keep their values, and the log names them.
 
     Raises:
-        ValueError: as above; for weights that the model has not.
+        ValueError: as above; for weights that the model does not have.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     own = model.state_dict(keep_vars=True)

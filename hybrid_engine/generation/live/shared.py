@@ -1,6 +1,6 @@
 """One live batch on all processes that share its model: one process leads, the others follow its calls.
 
-Sequences with a guide join once each process has compiled it on a thread of its own, so that nobody's turn waits for a
+Sequences with a guide join once each process has compiled it on a thread of its own, so that no turn waits for a
 compiler.
 """
 

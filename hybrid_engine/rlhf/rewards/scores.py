@@ -261,7 +261,7 @@ def read_values(spec: str, returned: Any, answers: Answers) -> list[Value]:
     """The values that the reward `spec` returned, checked; local.
 
     Raises:
-        WrongCount: there is not one value for each answer.
+        WrongCount: the number of values is not that of the answers.
         ValueError: it is not a list, or a value is not None, a finite number or a list of them; names the prompt.
     """
     if callable(returned):

@@ -291,7 +291,7 @@ class ComputeConfig:
         return (self.reducer_bucket_cap_mb or default) * MB
 
     def to_json(self) -> dict[str, Any]:
-        """The config as it is stored beside a plan."""
+        """The config as it is stored with a plan."""
         return {name: _plain(value) for name, value in vars(self).items()}
 
 
