@@ -52,7 +52,6 @@ class Undo:
     """
 
     def __init__(self, training: TrainingState) -> None:
-        self._training = training
         self._exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._random = get_random_state()
         self._measured = training.measured_values()
@@ -73,7 +72,7 @@ class Undo:
             self._exchanged.append((live, staged))
 
     @torch.no_grad()
-    def undo(self) -> None:
+    def undo(self, training: TrainingState) -> None:
         """Restores the engine."""
         for live, staged in self._exchanged:
             live.copy_(staged)
@@ -86,11 +85,11 @@ class Undo:
         for part, state in self._states:
             part.load_state_dict(state)
         for name, value in self._counters.items():
-            setattr(self._training.counters, name, value)
+            setattr(training.counters, name, value)
         set_random_state(self._random)
-        self._training.restore_measured_values(self._measured)
-        if self._training.optimizer is not None:
-            self._training.optimizer.masters.write_back()
+        training.restore_measured_values(self._measured)
+        if training.optimizer is not None:
+            training.optimizer.masters.write_back()
 
 
 def _parts(training: TrainingState) -> list[Any]:
@@ -246,7 +245,7 @@ def _take_over(training: TrainingState, opened: Opened, wanted: PartsToLoad, hel
     try:
         agree(commit)
     except BaseException:
-        undo.undo()
+        undo.undo(training)
         raise
     training.accumulation.drop()
     if wanted.training:
