@@ -36,20 +36,14 @@ from hybrid_engine.distributed.interrupts import holding_interrupts, restoring_m
 from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.distributed.processes import broadcast_module, default_device, get_rank, get_world_size
 from hybrid_engine.distributed.verdict import agree, attempt
+from hybrid_engine.engine.batches import Batches, LossFunction, StagedBatches, SuccessiveBatches
 from hybrid_engine.engine.checks import CallChecks, check_loss, check_training
 from hybrid_engine.engine.faster_linears import use_faster_linears
-from hybrid_engine.engine.staged_batches import StagedBatches
 from hybrid_engine.generation.memory import describe_memory
 from hybrid_engine.metrics.memory_use import MemoryUse
 from hybrid_engine.metrics.observer import Observer
 from hybrid_engine.ops.dispatch import naming_kernels
-from hybrid_engine.optim.accumulation import (
-    Batches,
-    GradientAccumulation,
-    LossFunction,
-    StepCounters,
-    SuccessiveBatches,
-)
+from hybrid_engine.optim.accumulation import GradientAccumulation, StepCounters
 from hybrid_engine.optim.backward_hooks import BackwardHooks
 from hybrid_engine.optim.build import build_lr_scheduler, build_optimizer, cast_parameters
 from hybrid_engine.optim.optimizer import ZeroOptimizer

@@ -4,27 +4,20 @@ In managed mode, the default, every `gradient_accumulation_steps`-th micro-batch
 backward pass reduces the sum of the gradients. In unmanaged mode every call of `step()` steps. `ZeroEngine` uses it
 for its own passes, `backward_hooks.py` for those that PyTorch starts.
 
-Also here: the counters of a step, and `train_batch`'s micro-batches one after the other.
+Also here: the counters of a step, which the parts of an engine share.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Protocol
 
-import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from hybrid_engine.distributed.verdict import ErrorNotice, attempt, everyone
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.zero.gathered_parameters import LATE
 from hybrid_engine.zero.passes import Passes
 from hybrid_engine.zero.split_module import together
-
-LossFunction = Callable[[Any, Any], Tensor]
-"""Maps the module's result for a micro-batch, and its targets, to one number."""
 
 
 @dataclass(kw_only=True)
@@ -308,87 +301,3 @@ class GradientAccumulation:
             yield
         finally:
             self._block = None
-
-
-class Trains(Protocol):
-    """An engine, as `SuccessiveBatches` uses it."""
-
-    counters: StepCounters
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
-
-    def backward(self, loss: Tensor) -> Tensor:
-        """Adds up the gradients of a micro-batch."""
-
-    def step(self) -> None:
-        """Ends a micro-batch."""
-
-
-class Batches(Protocol):
-    """Runs the micro-batches of a step through an engine's module; collective like forward and backward passes."""
-
-    def train(self, engine: Any, batches: Iterable[Any], loss_fn: LossFunction | None) -> Tensor:
-        """An optimizer step on the next micro-batches; returns their mean loss. See `ZeroEngine.train_batch`."""
-
-    def evaluate(self, engine: Any, batches: Iterable[Any]) -> list[Any]:
-        """The module's result for each of them. See `ZeroEngine.eval_batch`."""
-
-
-class SuccessiveBatches:
-    """Runs each micro-batch through the whole module before the next one."""
-
-    def train(self, engine: Trains, batches: Iterable[Any], loss_fn: LossFunction | None) -> Tensor:
-        """Forward, backward and step of each. See `Batches`."""
-        losses = []
-        for batch in next_batches(batches, engine.counters.num_micro_batches):
-            inputs, targets = split_batch(batch)
-            loss = loss_of(_forward(engine, inputs), targets, loss_fn)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.detach())
-        return torch.stack(losses).mean()
-
-    def evaluate(self, engine: Trains, batches: Iterable[Any]) -> list[Any]:
-        """The forward of each. See `Batches`."""
-        wanted = next_batches(batches, engine.counters.num_micro_batches)
-        return [_forward(engine, split_batch(batch)[0]) for batch in wanted]
-
-
-def _forward(engine: Trains, inputs: Any) -> Any:
-    return engine(**inputs) if isinstance(inputs, Mapping) else engine(inputs)
-
-
-def next_batches(batches: Iterable[Any], num_micro_batches: int) -> list[Any]:
-    """The micro-batches of the next step, from the front of `batches`; raises ValueError if there are too few."""
-    given = list(islice(batches, num_micro_batches))
-    if len(given) < num_micro_batches:
-        raise ValueError(
-            f"batches: {len(given)} micro-batches are left, and a step takes gradient_accumulation_steps="
-            f"{num_micro_batches}; give as many"
-        )
-    return given
-
-
-def split_batch(batch: Any) -> tuple[Any, Any]:
-    """The module's input and the targets for `loss_fn`: the two parts of a pair, otherwise the batch for both."""
-    return batch if isinstance(batch, tuple) and len(batch) == 2 else (batch, batch)
-
-
-def loss_of(result: Any, targets: Any, loss_fn: LossFunction | None) -> Tensor:
-    """The loss of a micro-batch: the result of `loss_fn`, or the first tensor of the module's result.
-
-    Raises ValueError if it is not one number.
-    """
-    if loss_fn is not None:
-        loss, source = loss_fn(result, targets), "loss_fn"
-    else:
-        loss = next((leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)), None)
-        source = "without loss_fn the first result of the module"
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(
-            f"train_batch(): {source} has shape {shape}, the loss must be one number; pass loss_fn(result, targets), "
-            "or batches with what the module makes its loss of (labels)"
-        )
-    return loss
