@@ -27,7 +27,7 @@ from hybrid_engine.cli.cli import keep_freed_memory
 from hybrid_engine.recipes import grpo
 from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.experience.policy import Policy, build_policy
-from hybrid_engine.rlhf.experience.rollout import GroupSource, SamplingOptions
+from hybrid_engine.rlhf.experience.rollout import AnswerSampling, GroupSource
 from hybrid_engine.rlhf.options.algorithm import Algorithm
 from hybrid_engine.rlhf.rewards.loading import load_rewards
 
@@ -108,7 +108,7 @@ class Ours:
             tokenizer=self.policy.tokenizer,
             rewards=load_rewards(self.config.reward),
             rows=[PromptRow(prompt=prompt) for prompt in prompts],
-            options=SamplingOptions.of(self.config, G),
+            options=AnswerSampling.of(self.config, G),
             seed=0,
         )
         if self.policy.actor.generator.fallback_reason is not None:

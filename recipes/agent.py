@@ -38,7 +38,7 @@ from hybrid_engine.rlhf.experience.policy import (
     present_batch,
     trained_rows,
 )
-from hybrid_engine.rlhf.experience.rollout import SamplingOptions, warm_up
+from hybrid_engine.rlhf.experience.rollout import AnswerSampling, warm_up
 from hybrid_engine.rlhf.experience.start import character_stage
 from hybrid_engine.rlhf.options.agent import Config
 from hybrid_engine.rlhf.options.shared import is_due, suitable_rate
@@ -102,7 +102,7 @@ def run(config: Config) -> Path:
     say("\n".join(describe(config.algorithm)))
     num_episodes = min(config.num_clients, config.rollout_size * config.group_size)
     assert read.answered is not None, "episodes begin with prompts"
-    warm_up(policy.actor, policy.tokenizer, SamplingOptions.of(config), num_episodes, read.answered.shortest)
+    warm_up(policy.actor, policy.tokenizer, AnswerSampling.of(config), num_episodes, read.answered.shortest)
     before = evaluate(policy, config)
     started = time.perf_counter()
     first_step = 0

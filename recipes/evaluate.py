@@ -24,7 +24,7 @@ from hybrid_engine.rlhf.data.prompts import fit_prompts, load_prompt_rows
 from hybrid_engine.rlhf.data.reading import read_prompt_rows
 from hybrid_engine.rlhf.data.rows import PromptRow, told_together
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, PassRule, evaluate, prompt_shown
-from hybrid_engine.rlhf.experience.rollout import SamplingOptions
+from hybrid_engine.rlhf.experience.rollout import AnswerSampling
 from hybrid_engine.rlhf.experience.start import keep_usable
 from hybrid_engine.rlhf.options.evaluate import Config
 from hybrid_engine.rlhf.rewards.learned import LearnedReward
@@ -65,7 +65,7 @@ def run(config: Config) -> Path:
         tokenizer,
         rows,
         rewards,
-        SamplingOptions(
+        AnswerSampling(
             max_prompt_tokens=config.max_prompt_tokens,
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,

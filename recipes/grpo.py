@@ -51,7 +51,7 @@ from hybrid_engine.rlhf.experience.policy import (
     present_batch,
     trained_rows,
 )
-from hybrid_engine.rlhf.experience.rollout import GroupSource, SamplingOptions, ScoredGroups, warm_up
+from hybrid_engine.rlhf.experience.rollout import AnswerSampling, GroupSource, ScoredGroups, warm_up
 from hybrid_engine.rlhf.experience.start import Stages, Start, prepare
 from hybrid_engine.rlhf.options.grpo import Config
 from hybrid_engine.rlhf.options.shared import (
@@ -82,7 +82,7 @@ SHOWN = [
 ]
 
 
-class Carried(NamedTuple):
+class RunState(NamedTuple):
     """State that passes from step to step in addition to the engine's, and into checkpoints."""
 
     kl_coef: float
@@ -111,15 +111,15 @@ def run(config: Config) -> Path:
     say(schedule.describe())
     say("\n".join(describe(config.algorithm)))
 
-    options = SamplingOptions.of(config, config.group_size)
+    options = AnswerSampling.of(config, config.group_size)
     num_prompts = config.rollout_size // get_world_size()
     warm_up(policy.actor, policy.tokenizer, options, num_prompts, start.answered.shortest)
     before = evaluate_policy(policy, start.held_out, start.rewards, config)
     followed = follow(out, policy.actor, policy.tokenizer, config.temperature, before)
-    carried = Carried(kl_coef=config.algorithm.kl_coef)
+    carried = RunState(kl_coef=config.algorithm.kl_coef)
     if config.resume:
         state = load_checkpoints({"actor": policy.actor}, out / CHECKPOINTS, config).state
-        carried = Carried(**state)._replace(best=Best(*state["best"]))
+        carried = RunState(**state)._replace(best=Best(*state["best"]))
     started = time.perf_counter()
     log = RunLog(out, "GRPO", config.steps, config, carried.step)
     carried = train_loop(policy, start, config, log, carried, followed)
@@ -135,10 +135,10 @@ def run(config: Config) -> Path:
 
 
 def train_loop(
-    policy: Policy, start: Start, config: Config, log: RunLog, carried: Carried, followed: FollowedAnswers
-) -> Carried:
+    policy: Policy, start: Start, config: Config, log: RunLog, carried: RunState, followed: FollowedAnswers
+) -> RunState:
     """GRPO: groups of answers to a step's prompts, their advantages, and the updates from them."""
-    actor, options = policy.actor, SamplingOptions.of(config, config.group_size)
+    actor, options = policy.actor, AnswerSampling.of(config, config.group_size)
     source = GroupSource(
         actor=actor,
         tokenizer=policy.tokenizer,

@@ -39,7 +39,7 @@ from hybrid_engine.rlhf.experience.evaluation import (
     show_comparison,
 )
 from hybrid_engine.rlhf.experience.policy import Policy, build_policy, trained_rows
-from hybrid_engine.rlhf.experience.rollout import GroupSource, SamplingOptions, ScoredGroups, warm_up
+from hybrid_engine.rlhf.experience.rollout import AnswerSampling, GroupSource, ScoredGroups, warm_up
 from hybrid_engine.rlhf.experience.start import Stages, Start, prepare
 from hybrid_engine.rlhf.options.online_dpo import Config
 from hybrid_engine.rlhf.options.shared import (
@@ -80,7 +80,7 @@ def run(config: Config) -> Path:
     say(policy.actor.report())
     say(schedule.describe())
 
-    options = SamplingOptions.of(config, config.group_size)
+    options = AnswerSampling.of(config, config.group_size)
     num_prompts = config.rollout_size // get_world_size()
     warm_up(policy.actor, policy.tokenizer, options, num_prompts, start.answered.shortest)
     before = evaluate_policy(policy, start, config)
@@ -113,7 +113,7 @@ def train_loop(
         tokenizer=policy.tokenizer,
         rewards=start.rewards,
         rows=start.train,
-        options=SamplingOptions.of(config, config.group_size),
+        options=AnswerSampling.of(config, config.group_size),
         seed=config.seed,
     )
     with log:
@@ -194,7 +194,7 @@ def evaluate_policy(policy: Policy, start: Start, config: Config) -> Evaluation:
         policy.tokenizer,
         start.held_out,
         start.rewards,
-        SamplingOptions.of(config),
+        AnswerSampling.of(config),
         measure=lambda rollout: (
             answer_sums(rollout)
             | reference_sums(rollout, policy.reference_logprobs(rollout.sequences, config.temperature))

@@ -52,7 +52,7 @@ from hybrid_engine.rlhf.experience.roles import (
     reward_tokens,
     rollout_sums,
 )
-from hybrid_engine.rlhf.experience.rollout import Rollout, SamplingOptions, sample, warm_up
+from hybrid_engine.rlhf.experience.rollout import AnswerSampling, Rollout, sample, warm_up
 from hybrid_engine.rlhf.experience.start import SUMMARIES, Stages, Start, prepare
 from hybrid_engine.rlhf.options.ppo import Config
 from hybrid_engine.rlhf.options.shared import (
@@ -98,7 +98,7 @@ def run(config: Config) -> Path:
     say(schedule.describe())
 
     num_prompts = config.rollout_size // get_world_size()
-    options = SamplingOptions.of(config)
+    options = AnswerSampling.of(config)
     warm_up(roles.policy.actor, roles.policy.tokenizer, options, num_prompts, start.answered.shortest)
     before = evaluate_held_out(roles, start, config)
     followed = follow(out, roles.policy.actor, roles.policy.tokenizer, config.temperature, before)
@@ -123,7 +123,7 @@ def train_loop(
     roles: Roles, start: Start, config: Config, log: RunLog, first_step: int, best: Best, followed: FollowedAnswers
 ) -> Best:
     """PPO: one rollout per step, several passes over it. Returns the best evaluation of the whole run."""
-    actor, prompts, options = roles.policy.actor, start.train, SamplingOptions.of(config)
+    actor, prompts, options = roles.policy.actor, start.train, AnswerSampling.of(config)
     out = Path(config.out)
     with log:
         for step in range(first_step, config.steps):

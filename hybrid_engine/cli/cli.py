@@ -171,7 +171,7 @@ def run_recipe(name: str, options: Sequence[Option], given: Mapping[str, Any]) -
     return 0
 
 
-def plan_recipe(wishes: plan.Wishes, name: str, options: Sequence[Option], given: Mapping[str, Any]) -> int:
+def plan_recipe(wishes: plan.PlanWishes, name: str, options: Sequence[Option], given: Mapping[str, Any]) -> int:
     """Prints the memory that the recipe takes with these options; returns the exit status."""
     recipe = import_recipe(name)
     planning = importlib.import_module("hybrid_engine.rlhf.planning.fitting")

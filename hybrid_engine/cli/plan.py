@@ -22,7 +22,7 @@ PLANNED = ("sft", "reward", "ppo", "grpo", "dpo", "kto", "online-dpo", "agent")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class PlanWishes:
     """Options of a plan, in addition to the command that is planned."""
 
     memory: str | None
@@ -31,7 +31,7 @@ class Wishes:
     as_json: bool
 
 
-def read_wishes(arguments: Sequence[str]) -> tuple[Wishes, list[str]]:
+def read_wishes(arguments: Sequence[str]) -> tuple[PlanWishes, list[str]]:
     """The plan's own options, wherever they stand, and the command that is planned."""
     parser = argparse.ArgumentParser(
         prog="hybrid-engine plan",
@@ -47,10 +47,10 @@ def read_wishes(arguments: Sequence[str]) -> tuple[Wishes, list[str]]:
     found, command = parser.parse_known_args(arguments)
     if found.processes < 1:
         parser.error(f"--processes={found.processes} must be at least 1; raise it")
-    return Wishes(memory=found.memory, processes=found.processes, as_json=found.json), command
+    return PlanWishes(memory=found.memory, processes=found.processes, as_json=found.json), command
 
 
-def show(fitted: Any, wishes: Wishes) -> int:
+def show(fitted: Any, wishes: PlanWishes) -> int:
     """Prints a `rlhf.planning.fitting.Fitted`; returns the exit status."""
     if wishes.as_json:
         json.dump(fitted.to_json(), sys.stdout, indent=2)

@@ -30,7 +30,7 @@ from hybrid_engine.metrics.memory_use import LiveBytes, Pass
 from hybrid_engine.recipes import agent, dpo, grpo, kto, ppo, reward, sft
 from hybrid_engine.rlhf.batches.micro_batches import deal, fill_evenly
 from hybrid_engine.rlhf.batches.packable import expected_layout, pack_where_exact
-from hybrid_engine.rlhf.batches.packing import Layout, Prompt, set_layout
+from hybrid_engine.rlhf.batches.packing import Layout, SharedPrompt, set_layout
 from hybrid_engine.rlhf.batches.pass_memory import PassShape, count_pass
 from hybrid_engine.rlhf.batches.passes import Items, extent_of
 from hybrid_engine.rlhf.batches.sequences import Sequences, build_sequences, packed_rows, response_logprobs
@@ -52,7 +52,7 @@ CPU = torch.device("cpu")
 
 def items_of(items):
     """Items of sequences with (prompt, response) tokens; a prompt is the item's own."""
-    prompts = [tuple(Prompt(number, prompt) for prompt, _ in item) for number, item in enumerate(items)]
+    prompts = [tuple(SharedPrompt(number, prompt) for prompt, _ in item) for number, item in enumerate(items)]
     return Items([tuple(map(sum, item)) for item in items], prompts)
 
 
@@ -227,7 +227,7 @@ def test_no_pass_over_drawn_answers_takes_more_than_the_planned_one(layout, voca
     expected, drawn = expected_layout(config, first), set()
     for _ in range(40):
         lengths = chance.choice([prompts, (chance.randint(*prompts),) * 2])
-        sharing = [prompt for n in range(64 // group) for prompt in [Prompt(n, chance.randint(*lengths))] * group]
+        sharing = [prompt for n in range(64 // group) for prompt in [SharedPrompt(n, chance.randint(*lengths))] * group]
         longest = chance.randint(1, 40)
         shortest = chance.choice([1, longest])
         items = Items(
@@ -517,7 +517,7 @@ def test_an_estimate_weighs_copied_keys_as_they_are_counted():
     read = Read(first=first, answered=PromptTokens(100, 100))
     estimate, shares = estimate_of(first, config, "cpu"), []
     for shared in (1, 60):
-        prompts = [(Prompt(number // shared, 100),) for number in range(60)]
+        prompts = [(SharedPrompt(number // shared, 100),) for number in range(60)]
         shape = Items([(128,)] * 60, prompts).shape(Layout.SPANS)
         plan = roles.plan_memory(read, replace(setting, ran=Pass(shape, has_gradients=True, has_state=True)))
         shares.append(estimate(extent_of(shape)) / plan.roles[0].pass_peak_bytes)

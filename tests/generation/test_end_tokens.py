@@ -9,7 +9,7 @@ from hybrid_engine.generation.end_tokens import answer_ends, end_token_ids, turn
 from hybrid_engine.rlhf.data.encoding import encode_completion, encode_pair, encode_scored
 from hybrid_engine.rlhf.data.rows import CompletionRow, ConversationRow, PreferenceRow, PromptRow
 from hybrid_engine.rlhf.experience.evaluation import evaluate
-from hybrid_engine.rlhf.experience.rollout import SamplingOptions, sample
+from hybrid_engine.rlhf.experience.rollout import AnswerSampling, sample
 from hybrid_engine.rlhf.runs.stages import save_stage
 from tests.support.chat import build_chat_tokenizer
 
@@ -144,7 +144,7 @@ def test_rollouts_evaluations_and_saved_models_stop_where_transformers_does(plac
     config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "hybrid_engine": {"enabled": True}}
     actor, *_ = hybrid_engine.initialize(model=model, config=config)
     actor.eval()
-    row, options = PromptRow(prompt=QUESTION), SamplingOptions(max_prompt_tokens=64, max_new_tokens=8, temperature=1e-4)
+    row, options = PromptRow(prompt=QUESTION), AnswerSampling(max_prompt_tokens=64, max_new_tokens=8, temperature=1e-4)
     rollout = sample(actor, tokenizer, [row], options, seed=0)
     assert rollout.answers.response_ids == [drawn[:3]] and rollout.answers.is_cut_off == [False]
     assert rollout.answers.responses == [tokenizer.decode(drawn[:2], skip_special_tokens=True)]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hybrid_engine.cli import cli
 from hybrid_engine.recipes import grpo, online_dpo
 from hybrid_engine.rlhf.algorithms import advantages
-from hybrid_engine.rlhf.experience.rollout import GroupSource, SamplingOptions, choose_groups, join, sample
+from hybrid_engine.rlhf.experience.rollout import AnswerSampling, GroupSource, choose_groups, join, sample
 from hybrid_engine.rlhf.options.algorithm import Algorithm
 from hybrid_engine.rlhf.rewards.loading import load_rewards
 from hybrid_engine.rlhf.runs.run_folder import read_answers, read_metrics
@@ -196,7 +196,7 @@ def rows_of(count):
 def test_groups_without_variance_are_drawn_again_from_the_next_prompts_and_no_more_often_than_allowed(
     actor, monkeypatch
 ):
-    asked, options = [], SamplingOptions(max_prompt_tokens=16, max_new_tokens=3, temperature=1.0, num_samples=2)
+    asked, options = [], AnswerSampling(max_prompt_tokens=16, max_new_tokens=3, temperature=1.0, num_samples=2)
 
     def judge(prompts, responses):
         """Only the answers to every third prompt differ."""
@@ -233,7 +233,7 @@ def scored(total):
 def test_rollouts_that_are_chosen_from_and_joined_keep_every_answer_with_its_logprobs(actor):
     tokenizer, options = (
         arithmetic.build_tokenizer(),
-        SamplingOptions(max_prompt_tokens=16, max_new_tokens=5, temperature=1.0, num_samples=2),
+        AnswerSampling(max_prompt_tokens=16, max_new_tokens=5, temperature=1.0, num_samples=2),
     )
     first, second = (sample(actor, tokenizer, rows, options, seed) for rows, seed in ((rows_of(3), 1), (rows_of(2), 2)))
     chosen = choose_groups(first, torch.tensor([True, False, True]))

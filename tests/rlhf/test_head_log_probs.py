@@ -10,7 +10,7 @@ import hybrid_engine
 from hybrid_engine.ops.log_prob import token_logprobs
 from hybrid_engine.rl.kl import token_entropy
 from hybrid_engine.rlhf.batches import head_log_probs
-from hybrid_engine.rlhf.batches.head_log_probs import Asked, token_log_probs
+from hybrid_engine.rlhf.batches.head_log_probs import AskedColumns, token_log_probs
 from tests.support.distributed import run_distributed
 from tests.support.models import BUILDERS, build_model
 
@@ -30,7 +30,7 @@ def build_inputs(num_rows=3):
 
 def build_asked(num_rows=3, **options):
     mask = torch.arange(T) < torch.tensor([[5], [2], [4]])[:num_rows]
-    return Asked(mask, **options)
+    return AskedColumns(mask, **options)
 
 
 def from_logits(model, asked, inputs):
@@ -238,7 +238,7 @@ def train(rank, world_size, stage):
     """The first loss, and every weight after three steps on this rank's rows."""
     assert stage < 3 or trial_that_differs_on_one(rank)
     rows = {name: x.chunk(world_size)[rank] for name, x in build_inputs(4).items()}
-    asked = Asked((torch.arange(T) < torch.tensor([[5], [2], [4], [3]])).chunk(world_size)[rank])
+    asked = AskedColumns((torch.arange(T) < torch.tensor([[5], [2], [4], [3]])).chunk(world_size)[rank])
     options = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}}
     config = {
         "train_batch_size": 4,
@@ -259,7 +259,7 @@ def train(rank, world_size, stage):
 
 def test_two_processes_learn_what_one_learns_from_logits():
     model, inputs = build_model("llama"), build_inputs(4)
-    asked = Asked(torch.arange(T) < torch.tensor([[5], [2], [4], [3]]))
+    asked = AskedColumns(torch.arange(T) < torch.tensor([[5], [2], [4], [3]]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     for _ in range(3):
         loss = -from_logits(model, asked, inputs)[0].sum() / 16

@@ -19,7 +19,7 @@ from hybrid_engine.rlhf.batches.packable import pack_where_exact
 from hybrid_engine.rlhf.batches.packing import (
     TOGETHER,
     Layout,
-    Prompt,
+    SharedPrompt,
     Span,
     Spans,
     attend_along_spans,
@@ -126,7 +126,7 @@ def test_short_answers_behind_a_long_prompt_are_read_together_and_equal_the_padd
 @pytest.mark.parametrize("seed", range(4))
 def test_a_prompt_is_copied_for_a_share_of_its_answers_tokens_not_for_each_answer(seed):
     chance = random.Random(seed)
-    prompts = [Prompt(number, chance.randint(1, 300)) for number in range(5) for _ in range(40)]
+    prompts = [SharedPrompt(number, chance.randint(1, 300)) for number in range(5) for _ in range(40)]
     lengths = [prompt.length + chance.randint(1, 30) for prompt in prompts]
     spans = lay_out_spans(lengths, prompts)
     answers = sum(length - prompt.length + 1 for length, prompt in zip(lengths, prompts, strict=True))
@@ -235,7 +235,7 @@ class Engine:
 
 def alone(lengths):
     """Items whose sequences share nothing."""
-    return behind(lengths, [Prompt(None, 0)] * len(lengths))
+    return behind(lengths, [SharedPrompt(None, 0)] * len(lengths))
 
 
 def behind(lengths, prompts):
@@ -265,7 +265,7 @@ def test_answers_to_one_prompt_go_into_the_same_pass_where_there_is_room(seed):
     chance = random.Random(seed)
     engine = Engine(torch.nn.Linear(1, 1))
     set_layout(engine, Layout.SPANS)
-    drawn = [Prompt(key, chance.randint(1, 60)) for key in range(6)]
+    drawn = [SharedPrompt(key, chance.randint(1, 60)) for key in range(6)]
     prompts = [prompt for prompt in drawn for _ in range(chance.randint(1, 6))]
     chance.shuffle(prompts)
     items = [tuple(prompt.length + chance.randint(1, 20) for _ in range(1 + seed % 2)) for prompt in prompts]
@@ -289,7 +289,7 @@ def test_answers_to_one_prompt_go_into_the_same_pass_where_there_is_room(seed):
 def test_padded_passes_hold_the_longest_prompt_beside_the_longest_response(seed):
     chance = random.Random(seed)
     engine = Engine(torch.nn.Linear(1, 1))
-    prompts = [Prompt(key, chance.choice([4, 100])) for key in range(20)]
+    prompts = [SharedPrompt(key, chance.choice([4, 100])) for key in range(20)]
     items = [tuple(prompt.length + chance.choice([4, 100]) for _ in range(1 + seed % 2)) for prompt in prompts]
 
     def cells(part):
@@ -482,7 +482,7 @@ def shared_tokens(items, prompts):
 
 def test_later_steps_keep_to_what_fitted_where_pairs_share_long_prompts(capsys):
     items = [(410, 410)] + [(205, 205)] * 7
-    prompts = [Prompt(number, max(item) - 5) for number, item in enumerate(items)]
+    prompts = [SharedPrompt(number, max(item) - 5) for number, item in enumerate(items)]
     first, *later = steps_with_less_memory(Layout.SPANS, 2000, [(items, prompts)] * 3, shared_tokens, 600)
     assert max(first) > 600 and all(max(tried) <= 600 for tried in later)
     assert capsys.readouterr().out.count("out of memory") == sum(cost > 600 for cost in first)
@@ -490,7 +490,7 @@ def test_later_steps_keep_to_what_fitted_where_pairs_share_long_prompts(capsys):
 
 def test_what_fitted_once_does_not_grow_by_a_longer_item():
     short, long = [(10,)] * 40, [(10,)] * 39 + [(250,)]
-    steps = [([*items], [Prompt(None, 1)] * 40) for items in (short, long, short, long)]
+    steps = [([*items], [SharedPrompt(None, 1)] * 40) for items in (short, long, short, long)]
 
     def cost(items, prompts):
         return sum(map(sum, items)) + 15 * len(items)

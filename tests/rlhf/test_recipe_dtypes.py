@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from hybrid_engine.cli.plan import Wishes
+from hybrid_engine.cli.plan import PlanWishes
 from hybrid_engine.distributed import processes
 from hybrid_engine.recipes import dpo, evaluate, generate, grpo, ppo, serve, sft
 from hybrid_engine.rlhf.experience.policy import build_policy
@@ -158,7 +158,7 @@ def test_a_run_in_16_bits_that_was_interrupted_goes_on_to_the_bit(rollouts, tmp_
 
 
 def test_the_plan_counts_16_bits_and_is_what_the_run_takes(rollouts, tmp_path):
-    wishes = Wishes(memory="1GB", processes=1, as_json=False)
+    wishes = PlanWishes(memory="1GB", processes=1, as_json=False)
     fitted = {dtype: plan("grpo", rollouts(tmp_path, dtype=dtype), wishes) for dtype in ("fp32", "bf16")}
     assert fitted["bf16"].title.endswith("a cpu each, bf16")
     kept = {dtype: {part.name: part.num_bytes for part in found.plan.roles[0].kept} for dtype, found in fitted.items()}

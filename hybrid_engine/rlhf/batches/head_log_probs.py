@@ -29,7 +29,7 @@ TRIAL_PRODUCT = 200.0
 """Largest product of a token in the second trial: far above every softcap, which small products hardly show."""
 
 
-class Asked(NamedTuple):
+class AskedColumns(NamedTuple):
     """Tokens whose log-probabilities are requested, and the distribution that they are from."""
 
     mask: torch.Tensor  # [B, T] bool: True where they are needed
@@ -38,14 +38,14 @@ class Asked(NamedTuple):
     cells: tuple[torch.Tensor, ...] | None = None  # rows and columns of the True cells; None: read from the device
 
 
-class TokenLogProbs(NamedTuple):
+class HeadLogProbs(NamedTuple):
     """`[B, T]` fp32 each, 0 where nothing was requested."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor | None  # in nats; None unless requested
 
 
-def token_log_probs(model: nn.Module, asked: Asked, inputs: Mapping[str, torch.Tensor]) -> TokenLogProbs:
+def token_log_probs(model: nn.Module, asked: AskedColumns, inputs: Mapping[str, torch.Tensor]) -> HeadLogProbs:
     """Log-probabilities of the last T tokens of `inputs["input_ids"]` under `model`, differentiable in its weights.
 
     Collective if its forward pass is. The head must be a plain linear layer whose products become logits by the scale
@@ -143,15 +143,15 @@ def _allowed(dtype: torch.dtype) -> float:
     return 1e-4 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
 
 
-def _given(asked: Asked, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _given(asked: AskedColumns, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {**inputs, "logits_to_keep": asked.mask.shape[1] + 1, "use_cache": False}
 
 
-def _from_logits(model: nn.Module, asked: Asked, inputs: Mapping[str, torch.Tensor]) -> TokenLogProbs:
+def _from_logits(model: nn.Module, asked: AskedColumns, inputs: Mapping[str, torch.Tensor]) -> HeadLogProbs:
     logits = model(**_given(asked, inputs)).logits[:, -asked.mask.shape[1] - 1 : -1]
     logprobs = token_logprobs(logits, inputs["input_ids"][:, -asked.mask.shape[1] :], asked.temperature)
     entropy = token_entropy(logits.float() / asked.temperature) if asked.with_entropy else None
-    return TokenLogProbs(*(None if x is None else torch.where(asked.mask, x, 0.0) for x in (logprobs, entropy)))
+    return HeadLogProbs(*(None if x is None else torch.where(asked.mask, x, 0.0) for x in (logprobs, entropy)))
 
 
 def _apart(logits: torch.Tensor, expected: torch.Tensor) -> float:
@@ -163,7 +163,9 @@ def _apart(logits: torch.Tensor, expected: torch.Tensor) -> float:
 class _Catch:
     """One forward pass whose head returns log-probabilities."""
 
-    def __init__(self, head: nn.Linear, shape: LogitShape, asked: Asked, input_ids: torch.Tensor, is_trial: bool):
+    def __init__(
+        self, head: nn.Linear, shape: LogitShape, asked: AskedColumns, input_ids: torch.Tensor, is_trial: bool
+    ):
         self.head, self.shape, self.asked = head, shape, asked
         self.targets = input_ids[:, -asked.mask.shape[1] :]
         self.is_trial = is_trial
@@ -172,7 +174,7 @@ class _Catch:
         self.found: dict[str, torch.Tensor] = {}
         self.expected: torch.Tensor | None = None  # [B, 2, V]: expected logits of the trials
 
-    def run(self, model: nn.Module, module: nn.Module, inputs: dict[str, Any]) -> TokenLogProbs:
+    def run(self, model: nn.Module, module: nn.Module, inputs: dict[str, Any]) -> HeadLogProbs:
         hooks = [
             self.head.register_forward_pre_hook(self._before_head),
             module.register_forward_hook(self._after_model, prepend=True),
@@ -182,7 +184,7 @@ class _Catch:
         finally:
             for hook in hooks:
                 hook.remove()
-        return TokenLogProbs(output["logprobs"], output.get("entropy"))
+        return HeadLogProbs(output["logprobs"], output.get("entropy"))
 
     def _before_head(self, head: nn.Linear, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
         (hidden,) = arguments

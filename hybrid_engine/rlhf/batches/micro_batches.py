@@ -21,7 +21,7 @@ from torch import nn
 from hybrid_engine.distributed.processes import gather_objects, get_world_size
 from hybrid_engine.distributed.verdict import agree, everyone, forget_frames, is_out_of_memory
 from hybrid_engine.metrics.memory_use import MemoryUse, Pass
-from hybrid_engine.rlhf.batches.packing import Layout, Prompt, layout_of
+from hybrid_engine.rlhf.batches.packing import Layout, SharedPrompt, layout_of
 from hybrid_engine.rlhf.batches.pass_memory import PassShape
 from hybrid_engine.rlhf.batches.passes import Items, Result, extent_of, until_it_fits
 from hybrid_engine.rlhf.options.checks import check_budget_holds
@@ -85,12 +85,12 @@ def filling(items: Items, layout: Layout) -> Callable[[int], list[list[int]]]:
         return partial(_fill_padded, [items.take([index]).shape(layout) for index in range(len(items))], order)
     if layout is not Layout.SPANS:
         return partial(_fill, items, order, layout)
-    numbers: dict[Prompt, Prompt] = {}  # stands in for tokens, which would be hashed repeatedly
+    numbers: dict[SharedPrompt, SharedPrompt] = {}  # stands in for tokens, which would be hashed repeatedly
     for index in order:
         for prompt in items.prompts[index]:
-            numbers.setdefault(prompt, Prompt(len(numbers), prompt.length))
+            numbers.setdefault(prompt, SharedPrompt(len(numbers), prompt.length))
     numbered = Items(items.lengths, [tuple(numbers[prompt] for prompt in item) for item in items.prompts])
-    longest: dict[Prompt, int] = {}
+    longest: dict[SharedPrompt, int] = {}
     for index in order:
         longest.setdefault(numbered.prompts[index][0], max(items.lengths[index]))
     order.sort(key=lambda index: (-longest[numbered.prompts[index][0]], numbered.prompts[index][0]))
@@ -160,7 +160,7 @@ def _fill_padded(shapes: list[PassShape], order: list[int], budget: int) -> list
 def _fill_sharing(items: Items, order: list[int], budget: int) -> list[list[int]]:
     """Fills passes along spans, where sequences with one prompt follow a single copy of it."""
     parts, cells = list[list[int]](), 0
-    number_of = Counter[Prompt]()
+    number_of = Counter[SharedPrompt]()
     for index in order:
         added = _added(items, index, number_of)
         if not parts or cells + added > budget:
@@ -173,7 +173,7 @@ def _fill_sharing(items: Items, order: list[int], budget: int) -> list[list[int]
     return parts or [[]]
 
 
-def _added(items: Items, index: int, number_of: Counter[Prompt]) -> int:
+def _added(items: Items, index: int, number_of: Counter[SharedPrompt]) -> int:
     """Cells that an item adds to a pass that already has `number_of` sequences of each prompt."""
     added = sum(items.lengths[index])
     for prompt, number in Counter(items.prompts[index]).items():

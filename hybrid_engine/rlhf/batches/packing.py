@@ -249,7 +249,7 @@ class Layout(Enum):
         return num_rows * max(lengths, default=0)
 
 
-class Prompt(NamedTuple):
+class SharedPrompt(NamedTuple):
     """The beginning of a sequence, which other sequences may share."""
 
     key: Hashable
@@ -289,7 +289,7 @@ def fit_rows(lengths: Sequence[int]) -> list[list[int]]:
     return rows
 
 
-class Packed(NamedTuple):
+class PackedRows(NamedTuple):
     """Inputs of a model for packed sequences, and the place of each token in them."""
 
     input_ids: torch.Tensor  # [R, W]
@@ -298,9 +298,9 @@ class Packed(NamedTuple):
     spans: Spans | None = None
     places_on_host: torch.Tensor | None = None  # `places` in host memory, if `places` is on a device
 
-    def to(self, device: torch.device) -> "Packed":
+    def to(self, device: torch.device) -> "PackedRows":
         """Copies tensors that were packed on the host to `device`, without waiting for the copy."""
-        return Packed(
+        return PackedRows(
             send_to_device(self.input_ids, device),
             send_to_device(self.position_ids, device),
             send_to_device(self.places, device),
@@ -334,14 +334,14 @@ class Packed(NamedTuple):
         return found.view(self.input_ids.shape)
 
 
-def prompts_of(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> list[Prompt]:
+def prompts_of(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> list[SharedPrompt]:
     """The prompts in `input_ids [B, P]`, padded on the left."""
     lengths = attention_mask.sum(dim=1).tolist()
     rows = torch.where(attention_mask.bool(), input_ids, 0).cpu().numpy()
-    return [Prompt((length, row.tobytes()), length) for length, row in zip(lengths, rows, strict=True)]
+    return [SharedPrompt((length, row.tobytes()), length) for length, row in zip(lengths, rows, strict=True)]
 
 
-def pack(input_ids: torch.Tensor, attention_mask: torch.Tensor, layout: Layout, prompt_columns: int = 0) -> Packed:
+def pack(input_ids: torch.Tensor, attention_mask: torch.Tensor, layout: Layout, prompt_columns: int = 0) -> PackedRows:
     """Packs sequences `[B, C]` on the host, whose tokens `attention_mask` marks without a gap; see `to`.
 
     `prompt_columns`: the number of leading columns that sequences may share if the layout is along spans; 0: none.
@@ -373,7 +373,7 @@ def pack(input_ids: torch.Tensor, attention_mask: torch.Tensor, layout: Layout, 
     packed_ids[places[is_token]] = input_ids[is_token]
     packed_positions[places[is_token]] = positions[is_token].to(packed_positions.dtype)
     along = Spans.of(spans) if spans else None
-    return Packed(packed_ids.view(num_rows, -1), packed_positions.view(num_rows, -1), places, along)
+    return PackedRows(packed_ids.view(num_rows, -1), packed_positions.view(num_rows, -1), places, along)
 
 
 def _starts(rows: list[list[int]], lengths: list[int], width: int) -> list[int]:
@@ -386,9 +386,9 @@ def _starts(rows: list[list[int]], lengths: list[int], width: int) -> list[int]:
     return starts
 
 
-def lay_out_spans(lengths: list[int], prompts: list[Prompt]) -> list[Span]:
+def lay_out_spans(lengths: list[int], prompts: list[SharedPrompt]) -> list[Span]:
     """A span for each sequence, then one for each prompt that several of them share, without its last token."""
-    sharing = defaultdict[Prompt, list[int]](list)
+    sharing = defaultdict[SharedPrompt, list[int]](list)
     for index, prompt in enumerate(prompts):
         sharing[prompt].append(index)
     spans, common, place = [Span(0, 0)] * len(lengths), list[Span](), 0

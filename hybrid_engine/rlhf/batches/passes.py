@@ -15,7 +15,7 @@ from torch import nn
 
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size
 from hybrid_engine.distributed.verdict import agree, forget_frames, is_out_of_memory
-from hybrid_engine.rlhf.batches.packing import Layout, Prompt, Span, count_copied, fit_rows, lay_out_spans
+from hybrid_engine.rlhf.batches.packing import Layout, SharedPrompt, Span, count_copied, fit_rows, lay_out_spans
 from hybrid_engine.rlhf.batches.pass_memory import PassShape
 from hybrid_engine.rlhf.runs.run_log import say
 
@@ -141,7 +141,7 @@ class Item(Protocol):
         """Tokens of each sequence."""
 
     @property
-    def prompts(self) -> tuple[Prompt, ...]:
+    def prompts(self) -> tuple[SharedPrompt, ...]:
         """The prompt of each sequence."""
 
 
@@ -151,7 +151,7 @@ class Items:
 
     lengths: Sequence[tuple[int, ...]]
     """Tokens of each item's sequences."""
-    prompts: Sequence[tuple[Prompt, ...]]
+    prompts: Sequence[tuple[SharedPrompt, ...]]
     """The prompt of each sequence; the rest of it is a response."""
 
     @classmethod

@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers.device import send_to_device
-from hybrid_engine.rlhf.batches.head_log_probs import Asked, TokenLogProbs, token_log_probs
-from hybrid_engine.rlhf.batches.packing import Layout, Packed, layout_of, pack, prompts_of
+from hybrid_engine.rlhf.batches.head_log_probs import AskedColumns, HeadLogProbs, token_log_probs
+from hybrid_engine.rlhf.batches.packing import Layout, PackedRows, layout_of, pack, prompts_of
 from hybrid_engine.rlhf.batches.passes import ROWS_PER_PASS, Items, in_passes
 from hybrid_engine.rlhf.options.shared import RunOptions
 
@@ -160,19 +160,19 @@ def attach_responses(prompt_mask: torch.Tensor, sequences: torch.Tensor, lengths
 
 def response_logprobs(model: nn.Module, batch: Sequences, temperature: float = 1.0) -> torch.Tensor:
     """`[B, T]` fp32: the log-probability of each response token, 0 on gaps and padding."""
-    return _log_probs(model, batch, Asked(batch.response_mask, temperature)).logprobs
+    return _log_probs(model, batch, AskedColumns(batch.response_mask, temperature)).logprobs
 
 
 def response_logprobs_and_entropy(
     model: nn.Module, batch: Sequences, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`response_logprobs`, and the entropy in nats of each token's distribution, 0 on gaps; `[B, T]` fp32 each."""
-    logprobs, entropy = _log_probs(model, batch, Asked(batch.response_mask, temperature, with_entropy=True))
+    logprobs, entropy = _log_probs(model, batch, AskedColumns(batch.response_mask, temperature, with_entropy=True))
     assert entropy is not None
     return logprobs, entropy
 
 
-def _log_probs(model: nn.Module, batch: Sequences, asked: Asked) -> TokenLogProbs:
+def _log_probs(model: nn.Module, batch: Sequences, asked: AskedColumns) -> HeadLogProbs:
     mask, packed = batch.on_host.response_mask, packed_for(model, batch)
     if packed is None:
         return token_log_probs(model, asked._replace(cells=_cells(mask, asked.mask.device)), model_inputs(batch))
@@ -182,7 +182,7 @@ def _log_probs(model: nn.Module, batch: Sequences, asked: Asked) -> TokenLogProb
     asked_packed = asked._replace(mask=send_to_device(mask, device), cells=_cells(mask, device))
     found = token_log_probs(model, asked_packed, packed.inputs)
     parts = (None if part is None else packed.gather(pad(part, (1, 0)), asked.mask) for part in found)
-    return TokenLogProbs(*parts)
+    return HeadLogProbs(*parts)
 
 
 def _cells(mask: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -190,7 +190,7 @@ def _cells(mask: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, ...]
     return tuple(send_to_device(mask.nonzero().T.contiguous(), device))
 
 
-def packed_for(model: nn.Module, batch: Sequences) -> Packed | None:
+def packed_for(model: nn.Module, batch: Sequences) -> PackedRows | None:
     """`batch` packed for a forward pass of `model`; None if its layout is padded, or all rows have a single token."""
     layout = layout_of(model)
     if layout is Layout.PADDED or max(batch.on_host.lengths) < 2:
@@ -198,14 +198,14 @@ def packed_for(model: nn.Module, batch: Sequences) -> Packed | None:
     return packed_rows(batch, layout)
 
 
-def packed_rows(batch: Sequences, layout: Layout) -> Packed:
+def packed_rows(batch: Sequences, layout: Layout) -> PackedRows:
     """`batch` packed in a layout that is not padded."""
     prompt_columns = batch.input_ids.shape[1] - batch.response_mask.shape[1]
     packed = pack(batch.on_host.input_ids, batch.on_host.attention_mask, layout, prompt_columns)
     return packed.to(batch.input_ids.device)
 
 
-def model_inputs(batch: Sequences, packed: Packed | None = None) -> dict[str, torch.Tensor]:
+def model_inputs(batch: Sequences, packed: PackedRows | None = None) -> dict[str, torch.Tensor]:
     """Arguments of a model's forward: the padded rows, or `packed`."""
     if packed is not None:
         return packed.inputs

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_engine.config.checks import flag
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.generation.end_tokens import answer_ends
-from hybrid_engine.rlhf.batches.packing import Prompt
+from hybrid_engine.rlhf.batches.packing import SharedPrompt
 from hybrid_engine.rlhf.data.rows import (
     CompletionRow,
     ConversationRow,
@@ -52,9 +52,9 @@ class Encoded:
     """True on the response tokens that are learned; None: all of them."""
 
     @property
-    def prompts(self) -> tuple[Prompt, ...]:
+    def prompts(self) -> tuple[SharedPrompt, ...]:
         """The prompt of the single sequence."""
-        return (Prompt(tuple(self.prompt_ids), len(self.prompt_ids)),)
+        return (SharedPrompt(tuple(self.prompt_ids), len(self.prompt_ids)),)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -92,7 +92,7 @@ class EncodedPair(NamedTuple):
         return len(self.chosen), len(self.rejected)
 
     @property
-    def prompts(self) -> tuple[Prompt, ...]:
+    def prompts(self) -> tuple[SharedPrompt, ...]:
         """The prompts of both sequences; a template may render them differently."""
         return self.chosen.prompts + self.rejected.prompts
 

@@ -32,7 +32,7 @@ COMPARISON = frozenset({"chosen", "rejected"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class RowLayout:
     """The format of a family of data sets."""
 
     name: str
@@ -61,7 +61,7 @@ def as_ours(table: Table, *needs: frozenset[str]) -> Table:
     return table
 
 
-def _with(layout: Layout, row: AnyRow) -> AnyRow:
+def _with(layout: RowLayout, row: AnyRow) -> AnyRow:
     return row | layout.convert(row)
 
 
@@ -228,71 +228,73 @@ CONVERSED = _columns("messages", "prompt", "completion")
 
 
 LAYOUTS = (
-    Layout(
+    RowLayout(
         name="verl",
         needed=_columns("prompt", "reward_model"),
         gives=_columns("answer", "completion"),
         convert=_verl,
         is_added=True,
     ),
-    Layout(
+    RowLayout(
         name="ShareGPT's preferences",
         needed=_columns("conversations", "chosen", "rejected"),
         gives=COMPARED,
         convert=_compared_conversations,
     ),
-    Layout(name="ShareGPT", needed=_columns("conversations"), gives=CONVERSED, convert=_conversations),
-    Layout(
+    RowLayout(name="ShareGPT", needed=_columns("conversations"), gives=CONVERSED, convert=_conversations),
+    RowLayout(
         name="OpenAI's preferences",
         needed=_columns("input", "preferred_output", "non_preferred_output"),
         gives=COMPARED,
         convert=_openai_preferences,
     ),
-    Layout(
+    RowLayout(
         name="UltraFeedback",
         needed=_columns("instruction", "completions"),
         gives=COMPARED | ANSWERED,
         convert=_rated,
     ),
-    Layout(
+    RowLayout(
         name="UltraFeedback's pairs",
         needed=_columns("instruction", "chosen_response", "rejected_response"),
         gives=COMPARED,
         convert=_alias(prompt="instruction", chosen="chosen_response", rejected="rejected_response"),
     ),
-    Layout(
+    RowLayout(
         name="Orca's preferences",
         needed=_columns("question", "chosen", "rejected"),
         gives=COMPARED,
         convert=_compared_question,
     ),
-    Layout(
+    RowLayout(
         name="OpenOrca",
         needed=_columns("question", "response"),
         gives=ANSWERED,
         convert=_question("response", "question", system="system_prompt"),
     ),
-    Layout(
+    RowLayout(
         name="Alpaca",
         needed=_columns("instruction", "output"),
         gives=ANSWERED,
         convert=_question("output", "instruction", "input", system="system"),
     ),
-    Layout(
+    RowLayout(
         name="Dolly",
         needed=_columns("instruction", "response"),
         gives=ANSWERED,
         convert=_question("response", "instruction", "context"),
     ),
-    Layout(
+    RowLayout(
         name="GSM8K",
         needed=_columns("question", "answer"),
         gives=ANSWERED,
         convert=_alias(prompt="question", completion="answer"),
     ),
-    Layout(name="MATH", needed=_columns("problem", "solution"), gives=ANSWERED | _columns("answer"), convert=_problem),
-    Layout(name="MATH", needed=_columns("problem", "answer"), gives=ANSWERED | _columns("answer"), convert=_problem),
-    Layout(name="OpenAI", needed=_columns("messages"), gives=CONVERSED, convert=_openai),
+    RowLayout(
+        name="MATH", needed=_columns("problem", "solution"), gives=ANSWERED | _columns("answer"), convert=_problem
+    ),
+    RowLayout(name="MATH", needed=_columns("problem", "answer"), gives=ANSWERED | _columns("answer"), convert=_problem),
+    RowLayout(name="OpenAI", needed=_columns("messages"), gives=CONVERSED, convert=_openai),
 )
 
 

@@ -25,7 +25,7 @@ from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures
 from hybrid_engine.rlhf.batches.sequences import build_sequences, in_parts, response_logprobs
 from hybrid_engine.rlhf.data.held_out import prompt_text
 from hybrid_engine.rlhf.data.rows import PromptRow, Turns
-from hybrid_engine.rlhf.experience.rollout import Rollout, SamplingOptions, sample
+from hybrid_engine.rlhf.experience.rollout import AnswerSampling, Rollout, sample
 from hybrid_engine.rlhf.rewards.scores import Answers, Scores, named_figures
 from hybrid_engine.rlhf.runs.run_folder import PromptAnswers, write_answers
 from hybrid_engine.rlhf.runs.run_log import samples_table, say
@@ -45,7 +45,7 @@ NUM_FOLLOWED = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class AnswerGroup:
     """The G answers to one prompt."""
 
     prompt: Turns
@@ -71,7 +71,7 @@ class Evaluation:
     `pass_at_<k>`, by prompt (`rl/estimates.py`). `distinct_share` is the share of distinct responses,
     `top_opening_share` that of responses that begin with the most frequent first word.
     """
-    groups: list[Group]
+    groups: list[AnswerGroup]
     """Groups in the order of the prompts."""
 
 
@@ -144,7 +144,7 @@ def evaluate(
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[PromptRow],
     judge: Callable[[Answers], Scores] | None,
-    options: SamplingOptions,
+    options: AnswerSampling,
     *,
     passes: PassRule | None = None,
     measure: Callable[[Rollout], Sums] = answer_sums,
@@ -167,7 +167,7 @@ def evaluate(
     actor.eval()
     parts = split_evenly(rows, PROMPTS_PER_PASS * get_world_size())
     is_shown = has_bar and len(parts) > 1 and get_rank() == 0
-    groups: list[Group] = []
+    groups: list[AnswerGroup] = []
     measured: list[Sums] = []
     for part, part_seed in track(list(zip(parts, _seeds(parts, seed), strict=True)), "Answering", disable=not is_shown):
         rollout = sample(actor, tokenizer, part[get_rank() :: get_world_size()], options, part_seed)
@@ -200,12 +200,12 @@ def _seeds(parts: Sequence[Sequence[PromptRow]], seed: int) -> list[int]:
     return seeds
 
 
-def _groups(answers: Answers, scores: Scores, num_samples: int) -> list[Group]:
+def _groups(answers: Answers, scores: Scores, num_samples: int) -> list[AnswerGroup]:
     groups = []
     for start in range(0, len(answers), num_samples):
         rows = slice(start, start + num_samples)
         groups.append(
-            Group(
+            AnswerGroup(
                 prompt=answers.prompts[start],
                 responses=list(answers.responses[rows]),
                 scores=[None if math.isnan(number) else number for number in scores.total[rows]],
@@ -219,13 +219,13 @@ def _groups(answers: Answers, scores: Scores, num_samples: int) -> list[Group]:
     return groups
 
 
-def _in_order(groups: list[Group], sizes: list[int]) -> list[Group]:
+def _in_order(groups: list[AnswerGroup], sizes: list[int]) -> list[AnswerGroup]:
     """All processes' groups in the order of the prompts; process r took every r-th of each part. Collective."""
     everyone = [iter(part) for part in gather_objects(groups)]
     return [next(everyone[index % len(everyone)]) for size in sizes for index in range(size)]
 
 
-def _score_figures(groups: list[Group]) -> dict[str, float]:
+def _score_figures(groups: list[AnswerGroup]) -> dict[str, float]:
     judged = [[score for score in group.scores if score is not None] for group in groups]
     if not any(judged):
         raise ValueError(
@@ -239,7 +239,7 @@ def _score_figures(groups: list[Group]) -> dict[str, float]:
     return _named("score", interval) | named_figures(rewards) | {"unjudged_share": share}
 
 
-def _pass_figures(groups: list[Group], passes: PassRule) -> dict[str, float]:
+def _pass_figures(groups: list[AnswerGroup], passes: PassRule) -> dict[str, float]:
     figures: dict[str, float] = {}
     num_samples = len(groups[0].scores)
     num_passed = [sum(score is not None and score >= passes.threshold for score in group.scores) for group in groups]
@@ -253,7 +253,7 @@ def _named(name: str, interval: Interval) -> dict[str, float]:
     return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
-def _diversity(groups: list[Group]) -> dict[str, float]:
+def _diversity(groups: list[AnswerGroup]) -> dict[str, float]:
     responses = [response for group in groups for response in group.responses]
     openings = Counter(response.split(" ")[0] for response in responses)
     return {
@@ -303,7 +303,7 @@ class FollowedAnswers:
     tokenizer: PreTrainedTokenizerBase
     temperature: float
     """Temperature of sampling, and of the log-probabilities."""
-    groups: list[Group]
+    groups: list[AnswerGroup]
     latest: tuple[int, Evaluation]
     """The last evaluation that was recorded, and the number of steps before it."""
 

@@ -29,7 +29,7 @@ from hybrid_engine.rlhf.batches.sequences import (
 )
 from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, PassRule, evaluate, global_means
-from hybrid_engine.rlhf.experience.rollout import SamplingOptions
+from hybrid_engine.rlhf.experience.rollout import AnswerSampling
 from hybrid_engine.rlhf.options import grpo
 from hybrid_engine.rlhf.options.algorithm import Algorithm
 from hybrid_engine.rlhf.options.shared import RolloutRunOptions
@@ -125,7 +125,7 @@ def evaluate_policy(policy: Policy, rows: Sequence[PromptRow], rewards: Rewards,
         config: with RolloutOptions, eval_samples and pass_score.
     """
     passes = PassRule(threshold=config.pass_score, ks=sorted({1, config.eval_samples}))
-    options = SamplingOptions.of(config, config.eval_samples)
+    options = AnswerSampling.of(config, config.eval_samples)
     return evaluate(policy.actor, policy.tokenizer, rows, rewards, options, passes=passes)
 
 

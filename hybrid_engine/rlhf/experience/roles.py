@@ -31,7 +31,7 @@ from hybrid_engine.rlhf.batches.sequences import (
 )
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, Sums, answer_sums, evaluate, judge_sums, reference_sums
 from hybrid_engine.rlhf.experience.policy import Policy, build_policy, engine_config_of, playing
-from hybrid_engine.rlhf.experience.rollout import Rollout, SamplingOptions
+from hybrid_engine.rlhf.experience.rollout import AnswerSampling, Rollout
 from hybrid_engine.rlhf.experience.start import Start
 from hybrid_engine.rlhf.options import ppo
 from hybrid_engine.rlhf.rewards.learned import (
@@ -316,7 +316,7 @@ def evaluate_held_out(roles: Roles, start: Start, config: ppo.Config) -> Evaluat
     def measure(rollout: Rollout) -> Sums:
         return rollout_sums(rollout, policy.reference_logprobs(rollout.sequences, config.temperature), config)
 
-    options, scores = SamplingOptions.of(config), partial(judge, roles, config)
+    options, scores = AnswerSampling.of(config), partial(judge, roles, config)
     return evaluate(policy.actor, policy.tokenizer, start.held_out, scores, options, measure=measure)
 
 

@@ -33,7 +33,7 @@ WARMED_DEVICES = ("cuda",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
+class AnswerSampling:
     """How answers are sampled."""
 
     max_prompt_tokens: int
@@ -49,7 +49,7 @@ class SamplingOptions:
         return {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
 
     @classmethod
-    def of(cls, config: AnswerOptions, num_samples: int = 1) -> "SamplingOptions":
+    def of(cls, config: AnswerOptions, num_samples: int = 1) -> "AnswerSampling":
         """The sampling options of a recipe, with `num_samples` answers to each prompt."""
         return cls(
             max_prompt_tokens=config.max_prompt_tokens,
@@ -73,7 +73,7 @@ def sample(
     actor: Any,
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[PromptRow],
-    options: SamplingOptions,
+    options: AnswerSampling,
     seed: int,
 ) -> Rollout:
     """`options.num_samples` answers to each of `rows`.
@@ -107,7 +107,7 @@ def sample(
     return Rollout(answers=answers, sequences=sequences, logprobs=output.logprobs)
 
 
-def _generate_options(tokenizer: PreTrainedTokenizerBase, options: SamplingOptions, ends: list[int]) -> dict[str, Any]:
+def _generate_options(tokenizer: PreTrainedTokenizerBase, options: AnswerSampling, ends: list[int]) -> dict[str, Any]:
     """Arguments of `generate()` for answers that end with any of `ends`."""
     return {
         **options.drawing(),
@@ -119,7 +119,7 @@ def _generate_options(tokenizer: PreTrainedTokenizerBase, options: SamplingOptio
 
 
 def warm_up(
-    actor: Any, tokenizer: PreTrainedTokenizerBase, options: SamplingOptions, num_prompts: int, shortest: int
+    actor: Any, tokenizer: PreTrainedTokenizerBase, options: AnswerSampling, num_prompts: int, shortest: int
 ) -> None:
     """Compiles and captures on a GPU what rollouts of `num_prompts` prompts need, and logs how long it took.
 
@@ -213,7 +213,7 @@ class GroupSource:
     tokenizer: PreTrainedTokenizerBase
     rewards: Rewards
     rows: Sequence[PromptRow]
-    options: SamplingOptions
+    options: AnswerSampling
     seed: int
 
     def draw(self, num_prompts: int, max_redraws: int, num_drawn: int, step: int) -> ScoredGroups:

@@ -79,7 +79,7 @@ def plan(recipe: str, config: TrainingOptions, wishes: Any) -> Fitted:
     Args:
         recipe: its name on the command line.
         config: of that recipe.
-        wishes: a `cli.plan.Wishes`.
+        wishes: a `cli.plan.PlanWishes`.
 
     Raises:
         ValueError: a source that an option names cannot be read, or does not fit the processes.

@@ -11,7 +11,7 @@ from hybrid_engine.metrics.memory_use import Pass, is_within
 from hybrid_engine.ops.linear_log_prob import piece_bytes
 from hybrid_engine.rlhf.batches.micro_batches import check_budget, deal_by_number, fill_evenly, filling
 from hybrid_engine.rlhf.batches.packable import expected_layout, supports_attention_backend
-from hybrid_engine.rlhf.batches.packing import TOGETHER, Layout, Prompt
+from hybrid_engine.rlhf.batches.packing import TOGETHER, Layout, SharedPrompt
 from hybrid_engine.rlhf.batches.pass_memory import PassShape
 from hybrid_engine.rlhf.batches.passes import Extent, Items, extent_of
 from hybrid_engine.rlhf.options.shared import AnswerOptions, TrainingOptions
@@ -163,7 +163,7 @@ class _Drawn(NamedTuple):
 
     def step(self, num_items: int, prompt: int, answer: int, sharing: int) -> Items:
         """Items of these lengths, of which each `sharing` have the same prompt."""
-        prompts = [(Prompt(number // sharing, prompt),) * self.answers_of_item for number in range(num_items)]
+        prompts = [(SharedPrompt(number // sharing, prompt),) * self.answers_of_item for number in range(num_items)]
         return Items([(prompt + answer,) * self.answers_of_item] * num_items, prompts)
 
     def full_passes(self, num_items: int, budget: int, layout: Layout) -> Iterator[Items]:
@@ -188,7 +188,7 @@ class _Drawn(NamedTuple):
         if layout.is_one_row:
             room = budget - step.shape(layout).num_cells
             answer = min(room - 1, self.max_new_tokens)
-            rest = Items([(room,)], [(Prompt(None, room - answer),)])
+            rest = Items([(room,)], [(SharedPrompt(None, room - answer),)])
             return step if answer < 1 else Items([*step.lengths, *rest.lengths], [*step.prompts, *rest.prompts])
         more = len(step) + 1
         prompt, width = self.prompts[0], budget // (more * self.answers_of_item)

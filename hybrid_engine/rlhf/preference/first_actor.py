@@ -16,7 +16,7 @@ from hybrid_engine.rlhf.data.held_out import prompt_text
 from hybrid_engine.rlhf.data.lengths import R, T, keep_fitting, limit_of, long_one, settle_lengths
 from hybrid_engine.rlhf.data.rows import LabelledRow, PreferenceRow, PromptRow, encode_each
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, evaluate
-from hybrid_engine.rlhf.experience.rollout import SamplingOptions
+from hybrid_engine.rlhf.experience.rollout import AnswerSampling
 from hybrid_engine.rlhf.experience.start import SUMMARIES
 from hybrid_engine.rlhf.options import sft
 from hybrid_engine.rlhf.options.preference import PreferenceOptions
@@ -150,7 +150,7 @@ def answer_prompts(
     Without a judge the figures have no score.
     """
     judge = judge_by_pep257 if is_judged else None
-    found = evaluate(actor, tokenizer, prompts, judge, SamplingOptions.of(config))
+    found = evaluate(actor, tokenizer, prompts, judge, AnswerSampling.of(config))
     actor.train()
     return found
 

@@ -34,7 +34,7 @@ REWARD = "exact:after=;"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class Addition:
     """Two numbers with the same number of digits to be added."""
 
     first: int
@@ -52,7 +52,7 @@ class Problem:
         return right_sum(self).split(";")[-1]
 
 
-def written_sum(problem: Problem, forgets: Sequence[bool]) -> str:
+def written_sum(problem: Addition, forgets: Sequence[bool]) -> str:
     """The columns from the right and the sum; `forgets` is True for each column whose carry is left out."""
     first, second = (f"{number:0{problem.num_digits}d}"[::-1] for number in (problem.first, problem.second))
     carry, columns, digits = 0, [], []
@@ -65,12 +65,12 @@ def written_sum(problem: Problem, forgets: Sequence[bool]) -> str:
     return ",".join(columns) + ";" + (str(carry) if carry else "") + "".join(reversed(digits))
 
 
-def right_sum(problem: Problem) -> str:
+def right_sum(problem: Addition) -> str:
     """The columns and the sum without a mistake."""
     return written_sum(problem, [False] * problem.num_digits)
 
 
-def pupils_work(problem: Problem, generator: random.Random) -> str:
+def pupils_work(problem: Addition, generator: random.Random) -> str:
     """A response with the pupil's mistakes."""
     return written_sum(problem, [generator.random() < FORGETS_CARRY for _ in range(problem.num_digits)])
 
@@ -96,7 +96,7 @@ def held_out_work() -> list[LearnedRow]:
     return _worked(itertools.islice(problems(True, 0), NUM_HELD_OUT), 0)
 
 
-def _worked(drawn: Iterable[Problem], seed: int) -> list[LearnedRow]:
+def _worked(drawn: Iterable[Addition], seed: int) -> list[LearnedRow]:
     generator = random.Random(seed)
     return [CompletionRow(prompt=problem.prompt, completion=pupils_work(problem, generator)) for problem in drawn]
 
@@ -117,14 +117,14 @@ _PAIRS = {
 """The digits of a column, by whether they add up to ten or more."""
 
 
-def problems(is_held_out_kind: bool, seed: int) -> Iterator[Problem]:
+def problems(is_held_out_kind: bool, seed: int) -> Iterator[Addition]:
     """An endless series of different problems; which of them are held out does not depend on the seed."""
     generator = random.Random(seed)
     seen: set[str] = set()
     while True:
         columns = [generator.choice(_PAIRS[generator.random() < CARRIES]) for _ in range(NUM_DIGITS)]
         first, second = (int("".join(digits)) for digits in zip(*columns, strict=True))
-        problem = Problem(first=first, second=second, num_digits=NUM_DIGITS)
+        problem = Addition(first=first, second=second, num_digits=NUM_DIGITS)
         if problem.prompt not in seen and is_held_out(problem.prompt, HELD_OUT_SHARE) == is_held_out_kind:
             seen.add(problem.prompt)
             yield problem

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from hybrid_engine.rlhf.batches.packing import Prompt
+from hybrid_engine.rlhf.batches.packing import SharedPrompt
 from hybrid_engine.rlhf.batches.sequences import epochs_of_similar_length
 from hybrid_engine.rlhf.data.encoding import Encoded, encode_completion, encode_pair, read_template
 from hybrid_engine.rlhf.data.held_out import prompt_text
@@ -96,9 +96,9 @@ class Pair(NamedTuple):
         return len(self.chosen), len(self.rejected)
 
     @property
-    def prompts(self) -> tuple[Prompt, ...]:
+    def prompts(self) -> tuple[SharedPrompt, ...]:
         """Empty prompts, since nothing is known to be shared: a score is read from the whole."""
-        return (Prompt(None, 0),) * 2
+        return (SharedPrompt(None, 0),) * 2
 
     @property
     def num_tokens(self) -> int:
