@@ -2,6 +2,8 @@
 
     python benchmarks/bench_serving.py --threads 2
     python benchmarks/bench_serving.py --prompts 64 --new-tokens 128 --transformers PYTHON
+    python benchmarks/bench_serving.py --threads 2 --prompts 64 --prompt-tokens 128 --new-tokens 64 \\
+        --vllm PYTHON --model FOLDER
 
 As many clients as prompts, each with one request: prompts of mixed lengths, answers of mixed lengths without an end. In
 each repeat every way runs once, in turn: all prompts in one `generate()` with a length for each row, then through the
@@ -12,6 +14,10 @@ the model take them from each other. So the seconds of CPU are told too: of the 
 the clients. With `--transformers`, an interpreter that has `transformers[serving]`, its server answers prompts of
 the same lengths as text, and so does this one. It is measured without continuous batching, with which it did not
 answer on a CPU.
+
+With `--vllm`, an interpreter that has vLLM, nothing of this is measured but `hybrid-engine serve` beside vLLM's server,
+both of the model in `--model`, with the same chats in turn (`served_chats.py`). Each has all threads while the other
+one waits. Before anything is timed, greedy answers of both are compared.
 """
 
 import argparse
@@ -19,7 +25,6 @@ import asyncio
 import contextlib
 import json
 import random
-import socket
 import statistics
 import subprocess
 import tempfile
@@ -29,14 +34,25 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from common import DTYPES, Shape, append_rows, base_parser, environment, llama_config, parse
+from common import DTYPES, RESULTS, Shape, append_rows, base_parser, environment, llama_config, parse
 from rich.console import Console
 from rich.table import Table
-from transformers import LlamaForCausalLM
+from served_chats import (
+    ChatRun,
+    build_chats,
+    free_port,
+    hybrid_engine_command,
+    run_chats,
+    running_server,
+    summarize,
+    vllm_command,
+)
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 import hybrid_engine
 from hybrid_engine.rlhf.tasks.corpus import train_tokenizer
@@ -182,9 +198,7 @@ def transformers_serve(python: str, engine: Any, tokenizer: Any, threads: int | 
     with tempfile.TemporaryDirectory() as folder:
         engine.module.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         code = f"import torch; torch.set_num_threads({threads or torch.get_num_threads()}); "
         code += "from transformers.cli.transformers import main; main()"
         options = ["serve", folder, "--port", str(port), "--dtype", "float32"]
@@ -227,6 +241,56 @@ def compare(args: argparse.Namespace, engine: Any, tokenizer: Any, work: Work, c
     return dict(zip(COMPARED, (round(other, 1), round(this / other, 2)), strict=True))
 
 
+def compare_with_vllm(args: argparse.Namespace, shape: Shape) -> None:
+    """Prints a table of both servers, and adds a row for each to a CSV."""
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    longest = 2 * shape.positions + 128  # of a text whose words are two tokens each, with the template's own tokens
+    ports = free_port(), free_port()
+    limits = shape.prompts, longest, args.dtype
+    commands = {
+        "hybrid-engine serve": hybrid_engine_command(args.model, ports[0], *limits),
+        "vllm": vllm_command(args.vllm, args.model, ports[1], *limits),
+    }
+    with contextlib.ExitStack() as ends:
+        folder = Path(ends.enter_context(tempfile.TemporaryDirectory()))
+        servers = [
+            ends.enter_context(running_server(name, command, port, torch.get_num_threads(), folder / f"{port}.log"))
+            for (name, command), port in zip(commands.items(), ports, strict=True)
+        ]
+        runs: dict[str, list[ChatRun]] = {server.name: [] for server in servers}
+        for repeat in range(args.repeats + 1):  # the first warms up
+            num_chats = shape.prompts * (1 if repeat == 0 else args.chats)
+            chats = build_chats(tokenizer, repeat, num_chats, shape.prompt_tokens, shape.new_tokens)
+            for server in servers:
+                run = run_chats(server, chats, shape.prompts)
+                runs[server.name].append(run)
+                print(f"{server.name}: {summarize([run])}", flush=True)
+    report_beside_vllm(args, shape, runs)
+
+
+def report_beside_vllm(args: argparse.Namespace, shape: Shape, runs: dict[str, list[ChatRun]]) -> None:
+    """A table with ratios, and rows."""
+    ours, theirs = runs.values()
+    pairs = [(ours[0].answers[text], answer) for text, answer in theirs[0].answers.items()]
+    num_alike = sum(answer == other for answer, other in pairs)
+    if {run.num_prompt_tokens for run in ours} != {run.num_prompt_tokens for run in theirs} or num_alike < len(
+        pairs
+    ) / 2:
+        raise RuntimeError(f"the servers were given other tokens, or {num_alike} of {len(pairs)} answers are alike")
+    version = subprocess.check_output([args.vllm, "-c", "import vllm; print(vllm.__version__)"], text=True)
+    common = environment(args.device) | {"vllm": version.splitlines()[-1], "model": Path(args.model).name}
+    common |= {"dtype": args.dtype, "clients": shape.prompts, "chats": shape.prompts * args.chats}
+    common |= {"prompt_tokens": ours[-1].num_prompt_tokens, "tokens": ours[-1].num_tokens, "alike": num_alike}
+    rows = {name: summarize(found[1:]) for name, found in runs.items()}
+    table = Table("server", *next(iter(rows.values())), title=f"{shape.prompts} clients, {num_alike} answers alike")
+    for name, row in rows.items():
+        table.add_row(name, *map(str, row.values()))
+    first, second = rows.values()
+    table.add_row("ratio", *(f"{first[column] / second[column]:.2f}" for column in first))
+    Console().print(table)
+    append_rows(args.csv, [common | {"server": name} | row for name, row in rows.items()])
+
+
 def measure(ways: dict[str, Callable[[], Run]], repeats: int) -> dict[str, list[Run]]:
     """Every way once in each repeat."""
     runs: dict[str, list[Run]] = {way: [] for way in ways}
@@ -240,7 +304,17 @@ def main() -> None:
     """Prints a table and adds a row to a CSV."""
     parser = base_parser(__doc__)
     parser.add_argument("--transformers", metavar="PYTHON", help="interpreter with transformers[serving], to compare")
+    parser.add_argument("--vllm", metavar="PYTHON", help="interpreter with vLLM, to measure the servers of both alone")
+    parser.add_argument("--model", metavar="FOLDER", help="model with a chat template, for --vllm")
+    parser.add_argument("--chats", type=int, default=3, help="of each client, one after the other, for --vllm")
     args, shape = parse(parser, "serving")
+    if (args.vllm is None) != (args.model is None):
+        parser.error("--vllm and --model go together")
+    if args.vllm:
+        if args.csv == RESULTS / "serving.csv":
+            args.csv = RESULTS / "serving_vllm.csv"
+        compare_with_vllm(args, shape)
+        return
     engine, work = build_engine(shape, args), build_work(shape)
     tokenizer = train_tokenizer(["text"], 300)
     with ProcessPoolExecutor(1, get_context("spawn")) as clients:
