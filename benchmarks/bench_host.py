@@ -23,10 +23,10 @@ from rich.table import Table
 
 from hybrid_engine.generation.decode import DecodeStep, SlotTables
 from hybrid_engine.generation.options import GenerationOptions
-from hybrid_engine.generation.plan import MAX_PREFILL_TOKENS, build_sequences
+from hybrid_engine.generation.plan import build_sequences
 from hybrid_engine.generation.recorders import StepGraphs
-from hybrid_engine.generation.scheduler import Scheduler
-from hybrid_engine.generation.step import TextGeneration
+from hybrid_engine.generation.scheduler import MAX_PREFILL_TOKENS, Scheduler
+from hybrid_engine.generation.step import ContinuousBatch
 from hybrid_engine.ops import Batch, SampleOp
 
 BLOCK_SIZE = 64
@@ -36,6 +36,7 @@ VOCABULARY = 8
 class NoModel:
     """Gives every row the same logits."""
 
+    can_be_recorded = True
     recompute_length = None
     vocab_size = VOCABULARY
 
@@ -86,12 +87,12 @@ def measure(num_slots: int, num_prompts: int, prompt_tokens: int, new_tokens: in
     kv = torch.empty(0, 2, num_slots * num_columns + 1, 1, BLOCK_SIZE, 1)
     step = DecodeStep(NoModel(), SampleOp(options.sampling), tables, kv, StepGraphs(stand_in))  # type: ignore[arg-type]
     stand_in.step = step
-    strategy = TextGeneration(NoModel(), scheduler, step, lambda: (), lag)  # type: ignore[arg-type]
+    strategy = ContinuousBatch(NoModel(), scheduler, step, lambda: (), lag)  # type: ignore[arg-type]
     seconds = []
     while scheduler.waiting or not seconds:
         prefills, stand_in.seconds = strategy.prefill_time.seconds(), 0.0
         start = time.thread_time()
-        strategy.turn()
+        strategy.step()
         taken = time.thread_time() - start - stand_in.seconds
         if strategy.prefill_time.seconds() == prefills and len(scheduler.running) > 0.9 * num_slots:
             seconds.append(taken)

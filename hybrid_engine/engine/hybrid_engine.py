@@ -27,12 +27,12 @@ from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interru
 from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.engine.checks import check_generates
 from hybrid_engine.engine.zero_engine import ZeroEngine
+from hybrid_engine.generation.core import Request, RolloutResult
 from hybrid_engine.generation.live.asynchronous import AsyncRollout, Carried, start_async
 from hybrid_engine.generation.memory import AllocatorPeak, TrainingMemory
 from hybrid_engine.generation.model.model_group import TRAINING_OPTION, check_group_size, share_sharded_model
 from hybrid_engine.generation.model.probe import LogprobDifference, compare_logprobs
 from hybrid_engine.generation.model.weights import check_parts, share_unit
-from hybrid_engine.generation.plan import Request
 from hybrid_engine.generation.rollout.engine_methods import (
     ModuleGenerate,
     WarmUp,
@@ -41,7 +41,7 @@ from hybrid_engine.generation.rollout.engine_methods import (
     warm_up,
 )
 from hybrid_engine.generation.rollout.generator import Generator
-from hybrid_engine.generation.rollout.output import GenerateOutput, RolloutResult
+from hybrid_engine.generation.rollout.output import GenerateOutput
 from hybrid_engine.generation.rollout.preparing import prepare
 from hybrid_engine.metrics.latency import LatencyStats
 from hybrid_engine.optim.state_offload import OffloadStateTypeEnum

@@ -1,13 +1,19 @@
-"""The data types of a rollout: a prompt, the sequences sampled from it, and the work that the scheduler admits."""
+"""The nouns of generation: prompt, sequence, what a step admits and draws, plan, request and result of a rollout.
+
+Every file of this room uses them. This one imports no other room.
+"""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from hybrid_engine.generation.options import GenerationOptions
+from hybrid_engine.ops import SamplingOptions
 
 PENDING = -1
 _FINISHED = GenerationOptions(max_new_tokens=1)
@@ -74,34 +80,6 @@ class Sequence:
         return len(self) - 1
 
 
-def prompt_digest(tokens: list[int]) -> bytes:
-    """Returns a digest that identifies a prompt by its tokens."""
-    return blake2b(torch.tensor(tokens).numpy().tobytes(), digest_size=16).digest()
-
-
-def sample_keys(seed: int, digests: list[bytes], earlier: list[bytes], num_samples: int) -> list[int]:
-    """Returns int64 noise keys, `num_samples` for each prompt in turn.
-
-    `earlier` has one digest for each sample of the lower ranks.
-    """
-    counts = Counter(earlier)
-    keys = []
-    for digest in digests:
-        keys += [_key(seed, digest, counts[digest] + index) for index in range(num_samples)]
-        counts[digest] += num_samples
-    return keys
-
-
-def _key(seed: int, digest: bytes, index: int) -> int:
-    name = digest + seed.to_bytes(8, "little", signed=True) + index.to_bytes(8, "little")
-    return int.from_bytes(blake2b(name, digest_size=8).digest(), "little", signed=True)
-
-
-def rank_seed(seed: int, rank: int) -> int:
-    """Returns rank `rank`'s seed for noise that is not drawn by keys; rank 0's is `seed` itself."""
-    return seed if rank == 0 else _key(seed, b"", rank)
-
-
 @dataclass(frozen=True)
 class Copy:
     """A copy of the first `num_tokens` keys and values of block `source` to block `target`."""
@@ -139,3 +117,175 @@ class Admission:
     prefills: list[Prefill] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
+
+
+class Drawn(NamedTuple):
+    """The tokens drawn for the rows of a turn."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    ends: list[int]  # the rows whose token ends their sequence
+    tops: list[list[tuple[int, float]]] | None = None  # likeliest tokens of each row; None if no row requests them
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Drawn tokens on their way to the host; `read()` waits for them."""
+
+    read: Callable[[], Drawn]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserFunctions:
+    """The user's functions, in the form that transformers takes."""
+
+    logits_processor: LogitsProcessorList
+    prefix_allowed_tokens_fn: Any
+    stopping_criteria: StoppingCriteriaList
+    streamer: Any
+    is_min_new: bool = False
+    """Whether `min_new_tokens` was passed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalRequest:
+    """A checked request of this process, of which all processes together make a `Request`."""
+
+    input_ids: torch.Tensor
+    """`[B, P]` int64."""
+    mask: torch.Tensor
+    """`[B, P]` bool, True for tokens."""
+    prompts: list[list[int]]
+    """The tokens of each row that its mask selects."""
+    options: GenerationOptions
+    """Options of the whole rollout."""
+    of_prompts: list[GenerationOptions]
+    """Options of each prompt."""
+    only_native: str | None
+    """Name of an option that only containers serve, or None."""
+    functions: UserFunctions | None
+    """Functions of the user that require rows to stay in step, or None."""
+    fallback: str | None
+    """Why the model's own `generate()` would run; None if containers serve the request."""
+    kwargs: dict[str, Any]
+    """Keyword arguments of the model's own `generate()`."""
+    is_drawn: bool = False
+    """Whether the model's own `generate()` answers row by row, with each token drawn by the row's own options."""
+
+    @property
+    def is_native(self) -> bool:
+        """Whether containers can serve this request."""
+        return self.fallback is None
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether any token is drawn at random."""
+        return any(options.do_sample for options in (self.options, *self.of_prompts))
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """A rollout that fits into the available memory."""
+
+    sequences: list[Sequence]
+    own: slice  # this process's part of `sequences`; the rest are of processes that share the model
+    options: GenerationOptions
+    """Options of the whole rollout: samples of each prompt, padding, the result. Each sequence has options, too."""
+    num_blocks: int
+    block_size: int
+    max_running: int
+    longest_later: int = 1
+    """Number of tokens that are fed of the longest sequence added later."""
+    max_prefill_tokens: int | None = None
+    """Tokens of prompts that enter in one pass, unless one prompt alone has more; None: MAX_PREFILL_TOKENS."""
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens that are fed of the longest sequence."""
+        return max((sequence.most_fed for sequence in self.sequences), default=self.longest_later)
+
+    @property
+    def sampling(self) -> SamplingOptions:
+        """Sampling options of the decode steps; sequences with other options are drawn after the steps."""
+        return self.sequences[0].options.sampling if self.sequences else self.options.sampling
+
+    @property
+    def num_columns(self) -> int:
+        """Number of blocks of the longest sequence: the columns of block tables."""
+        return -(-self.longest // self.block_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A rollout that passed every check on all processes."""
+
+    wishes: LocalRequest
+    plan: RolloutPlan | None
+    """The plan on containers; None if the model's own `generate()` runs."""
+    seed: int | None
+    """Seed of the model's own `generate()`; None leaves torch's generator unchanged."""
+    sequences: list[Sequence] = field(default_factory=list)
+    """Rows that the model's own `generate()` answers one by one; empty: it answers all of them at once."""
+
+
+@dataclass
+class CaptureStats:
+    """Time and results of recording."""
+
+    captures: int = 0
+    seconds: float = 0.0
+    played: int = 0
+    """Number of steps played from a tape; graphs are not counted."""
+
+
+@dataclass
+class RolloutResult:
+    """The output of a rollout and its costs."""
+
+    output: Any
+    num_samples: int
+    generated_tokens: int = 0
+    preemptions: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    captures: CaptureStats = field(default_factory=CaptureStats)
+
+    def figures(self) -> dict[str, float]:
+        """The costs by the names of `latency_stats()`."""
+        return {
+            "prefill_seconds": self.prefill_seconds,
+            "decode_seconds": self.decode_seconds,
+            "graph_captures": self.captures.captures,
+            "graph_capture_seconds": self.captures.seconds,
+            "num_samples": self.num_samples,
+            "generated_tokens": self.generated_tokens,
+            "preemptions": self.preemptions,
+        }
+
+
+def prompt_digest(tokens: list[int]) -> bytes:
+    """Returns a digest that identifies a prompt by its tokens."""
+    return blake2b(torch.tensor(tokens).numpy().tobytes(), digest_size=16).digest()
+
+
+def sample_keys(seed: int, digests: list[bytes], earlier: list[bytes], num_samples: int) -> list[int]:
+    """Returns int64 noise keys, `num_samples` for each prompt in turn.
+
+    `earlier` has one digest for each sample of the lower ranks.
+    """
+    counts = Counter(earlier)
+    keys = []
+    for digest in digests:
+        keys += [_key(seed, digest, counts[digest] + index) for index in range(num_samples)]
+        counts[digest] += num_samples
+    return keys
+
+
+def _key(seed: int, digest: bytes, index: int) -> int:
+    name = digest + seed.to_bytes(8, "little", signed=True) + index.to_bytes(8, "little")
+    return int.from_bytes(blake2b(name, digest_size=8).digest(), "little", signed=True)
+
+
+def rank_seed(seed: int, rank: int) -> int:
+    """Returns rank `rank`'s seed for noise that is not drawn by keys; rank 0's is `seed` itself."""
+    return seed if rank == 0 else _key(seed, b"", rank)

@@ -20,21 +20,31 @@ logits, each by its own options.
 C slots, S rows, n blocks per sequence, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+from weakref import WeakSet
 
 import numpy as np
 import torch
 
-from hybrid_engine.containers.device import record_event, send_to_device
+from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.model import InferenceModel
-from hybrid_engine.generation.core import PENDING, Sequence
-from hybrid_engine.generation.recorders import StepGraphs, StepTapes, batch_bucket, context_bucket
-from hybrid_engine.generation.sampling import DrawnRows, MixedRows, RowState
+from hybrid_engine.generation.core import PENDING, CaptureStats, Drawn, RolloutPlan, Sequence
+from hybrid_engine.generation.recorders import (
+    FedRows,
+    FunctionRecorder,
+    Layers,
+    PlainSteps,
+    StepGraphs,
+    StepRecorder,
+    StepTapes,
+    batch_bucket,
+)
+from hybrid_engine.generation.sampling import DrawnRows, MixedRows, RowState, send_to_host
 from hybrid_engine.ops import Batch, DecodeBatch, MixedBatch, PrefillBatch, SampleOp
+from hybrid_engine.ops.sample_kernels import Draw
 
 _POSITION, _DRAW, _KEY, _LIVE = range(4)
 
@@ -78,9 +88,13 @@ class SlotTables:
         """
         return self._send_rows([sequence.slot for sequence in sequences], [s for s in changed if s.slot >= 0])
 
-    def clear(self) -> None:
-        """Empties the tables: no row belongs to a sequence."""
+    @contextmanager
+    def cleared(self) -> Iterator[None]:
+        """Inside, no row belongs to a sequence; on exit, the rows are those of before."""
+        slots = self._sent
         self._send_rows([], [])
+        yield
+        self._send_rows(slots, [])
 
     def _send_rows(self, slots: list[int], changed: list[Sequence]) -> bool:
         places = []
@@ -142,60 +156,12 @@ def _views(flat: torch.Tensor, shapes: dict[str, tuple[int, ...]]) -> list[torch
     return [part.view(shape) for part, shape in zip(parts, shapes.values(), strict=True)]
 
 
-class Drawn(NamedTuple):
-    """The tokens drawn for the rows of a turn."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    ends: list[int]  # the rows whose token ends their sequence
-    tops: list[list[tuple[int, float]]] | None = None  # likeliest tokens of each row; None if no row requests them
-
-
-@dataclass(frozen=True)
-class Draw:
-    """Drawn tokens on their way to the host; `read()` waits for them."""
-
-    read: Callable[[], Drawn]
-
-
-def send_to_host(results: torch.Tensor, tops: torch.Tensor | None = None) -> Draw:
-    """Returns a Draw of `results [3, S]` fp64 and `tops [2, S, k]`; the device may overwrite them at once."""
-
-    def drawn(values: torch.Tensor, tops: torch.Tensor | None) -> Drawn:
-        tokens, logprobs, ends = values.numpy()
-        likeliest = None
-        if tops is not None:
-            ids, of_ids = tops
-            pairs = zip(ids.long().tolist(), of_ids.tolist(), strict=True)
-            likeliest = [list(zip(*row, strict=True)) for row in pairs]
-        return Drawn(tokens.astype(np.int64).tolist(), logprobs.tolist(), ends.nonzero()[0].tolist(), likeliest)
-
-    if not results.is_cuda:
-        copied = results.clone()
-        return Draw(lambda: drawn(copied, tops))
-    sent, sent_tops = _to_pinned(results), None if tops is None else _to_pinned(tops)
-    event = record_event(results.device)
-
-    def read() -> Drawn:
-        event.synchronize()
-        return drawn(sent, sent_tops)
-
-    return Draw(read)
-
-
-def _to_pinned(values: torch.Tensor) -> torch.Tensor:
-    """Returns pinned host memory that holds `values` once the device has executed the copy."""
-    pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    return pinned.copy_(values, non_blocking=True)
-
-
 class DecodeStep:
     """Model, sampler, stop check and next positions, as one function of the contents of the tables.
 
     Args:
         sample: sampler, used if every row has its options.
-        graphs: graphs of recorded steps; None: each step is launched as usual.
-        tapes: tapes of the forward passes of steps that are not recorded.
+        recorder: runs the steps; None: as they are written.
     """
 
     def __init__(
@@ -204,66 +170,45 @@ class DecodeStep:
         sample: SampleOp,
         tables: SlotTables,
         kv: torch.Tensor,
-        graphs: StepGraphs | None = None,
-        tapes: StepTapes | None = None,
+        recorder: StepRecorder | None = None,
     ):
-        self.model, self.sample, self.tables, self.kv, self.graphs = model, sample, tables, kv, graphs
-        self._tapes = tapes
+        self.model, self.sample, self.tables, self.kv = model, sample, tables, kv
+        self.recorder: StepRecorder = PlainSteps() if recorder is None else recorder
+        self.capacity = tables.num_columns * kv.shape[4]
         self._ends = torch.tensor(sample.options.eos_token_ids, dtype=torch.int64, device=kv.device)
         self._results = torch.zeros(3, tables.num_slots, dtype=torch.float64, device=kv.device)
         if sample.options.repetition_penalty != 1.0:
             tables.note_seen()  # before a graph holds the address
         self._mixed: MixedRows | None = None  # rows of the last step if their options differ from `sample`'s
-        self._logits = torch.empty(0)  # logits that a graph writes for mixed rows
         self._tops: torch.Tensor | None = None  # likeliest tokens of the last draw
 
-    def run(
-        self, sequences: list[Sequence], changed: list[Sequence], layers: Callable[[], Iterable[InferenceLayer]]
-    ) -> Draw:
+    def run(self, sequences: list[Sequence], changed: list[Sequence], layers: Layers) -> Draw:
         """Feeds each sequence's newest token and draws the next one; `changed` is that of `SlotTables.send`."""
-        tables = self.tables
+        tables, num_rows = self.tables, len(sequences)
         if tables.send(sequences, changed):
             self._mixed = self._mix(sequences)
-        context = tables.longest()
-        if self.graphs is None:
-            logits = self._run_unrecorded(len(sequences), context, layers)
-        else:
-            step = self._step if self._mixed is None else self._step_to_logits
-            num_rows = batch_bucket(len(sequences))
-            reach = context_bucket(context, tables.num_columns * self.kv.shape[4])
-            kind = (num_rows, reach, self._mixed is None)
-            if not self.graphs.has(kind):
-                tables.clear()
-                self.graphs.record(kind, lambda: step(num_rows, reach, False, layers))
-                tables.send(sequences, [])
-            self.graphs.replay(kind)
-            logits = self._logits
+        logits = self.recorder.run(self, num_rows, tables.longest(), self._mixed is None, layers)
         tables.advance()
-        if self._mixed is not None:
-            slots = tables.rows[: len(sequences)]
-            numbers = tables.numbers.index_select(1, slots)
-            drawn_before = numbers[_DRAW] - 1
-            self._draw_mixed(self._mixed, logits[: len(sequences)], slots, numbers[_KEY], drawn_before)
-        return send_to_host(self._results[:, : len(sequences)], None if self._mixed is None else self._tops)
+        if self._mixed is None:
+            return send_to_host(self._results[:, :num_rows])
+        slots = tables.rows[:num_rows]
+        numbers = tables.numbers.index_select(1, slots)
+        drawn_before = numbers[_DRAW] - 1
+        self._draw_mixed(self._mixed, logits[:num_rows], slots, numbers[_KEY], drawn_before)
+        return send_to_host(self._results[:, :num_rows], self._tops)
 
     def run_beside(
-        self,
-        prefill: PrefillBatch,
-        sequences: list[Sequence],
-        changed: list[Sequence],
-        layers: Callable[[], Iterable[InferenceLayer]],
+        self, prefill: PrefillBatch, sequences: list[Sequence], changed: list[Sequence], layers: Layers
     ) -> tuple[Draw, torch.Tensor]:
         """`run` with `prefill` in the same pass, never recorded; returns the draw and the prefill's logits `[R, V]`."""
         tables, num_rows = self.tables, len(sequences)
         if tables.send(sequences, changed):
             self._mixed = self._mix(sequences)
-        slots = tables.rows[:num_rows]
-        numbers = tables.numbers.index_select(1, slots)
-        context = tables.longest()
-        decode = self._batch(slots, numbers, context, self._is_identity(context))
+        rows, context = self.feed(num_rows), tables.longest()
+        decode = self._batch(rows, context, self.is_identity(context))
         logits = self.model.forward(MixedBatch(decode=decode, prefill=prefill), self.kv, layers())
-        self._draw_by(self._mixed, logits[:num_rows], slots, numbers[_KEY], numbers[_DRAW])
-        self._advance(slots, numbers)
+        self._draw_by(self._mixed, logits[:num_rows], rows.slots, rows.numbers[_KEY], rows.numbers[_DRAW])
+        self._advance(rows)
         tables.advance()
         return send_to_host(self._results[:, :num_rows], self._tops), logits[num_rows:]
 
@@ -276,89 +221,53 @@ class DecodeStep:
         self._draw_by(self._mix(sequences), logits, slots, keys, draws)
         return send_to_host(self._results[:, : len(sequences)], self._tops)
 
+    @property
+    def can_be_recorded(self) -> bool:
+        """See `InferenceModel.can_be_recorded`."""
+        return self.model.can_be_recorded
+
+    @property
+    def position_tables(self) -> tuple[int, ...]:
+        """Identities of the model's position tables, which may be built again."""
+        return tuple(id(cos) for cos, _ in self.model.angles.tables.values())
+
+    def feed(self, num_rows: int) -> FedRows:
+        """Reads the first `num_rows` rows of the tables."""
+        slots = self.tables.rows[:num_rows]
+        return FedRows(slots, self.tables.numbers.index_select(1, slots))
+
+    def is_identity(self, context: int) -> bool:
+        """Whether each row's only block has the number of the row, for rows of up to `context` tokens."""
+        return context <= self.kv.shape[4] and self.tables.are_rows_in_place()
+
+    def forward(self, rows: FedRows, context: int, is_identity: bool, layers: Layers) -> torch.Tensor:
+        """Returns the logits `[S, V]` after the newest tokens of `rows`, which have up to `context` tokens."""
+        return self.model.forward(self._batch(rows, context, is_identity), self.kv, layers())
+
+    def finish(self, rows: FedRows, logits: torch.Tensor, draws: bool) -> None:
+        """Draws the rows' next tokens by the options of `sample` if `draws`, and advances the rows."""
+        if draws:
+            self._draw(logits, rows.slots, rows.numbers[_KEY], rows.numbers[_DRAW])
+        self._advance(rows)
+
+    def _batch(self, rows: FedRows, context: int, is_identity: bool) -> DecodeBatch:
+        return DecodeBatch(
+            tokens=self.tables.tokens[rows.slots],
+            positions=rows.numbers[_POSITION],
+            block_tables=self.tables.blocks[rows.slots, : -(-context // self.kv.shape[4])],
+            context=context,
+            is_identity=is_identity,
+        )
+
+    def _advance(self, rows: FedRows) -> None:
+        self.tables.numbers[: _DRAW + 1].index_add_(1, rows.slots, rows.numbers[_LIVE].expand(_DRAW + 1, -1))
+
     def _mix(self, sequences: list[Sequence]) -> MixedRows | None:
         """Returns MixedRows for the sequences, or None if all of them have the options of `sample`."""
         kinds = {id(sequence.options): sequence.options for sequence in sequences}
         if all(options.is_plain and options.sampling == self.sample.options for options in kinds.values()):
             return None
         return MixedRows(sequences, self.model.vocab_size, self.kv.device, is_exact=self.sample.is_exact)
-
-    def _forward(
-        self,
-        slots: torch.Tensor,
-        numbers: torch.Tensor,
-        context: int,
-        is_identity: bool,
-        layers: Callable[[], Iterable[InferenceLayer]],
-    ) -> torch.Tensor:
-        """Returns the logits `[S, V]` after the newest tokens of `slots [S]`; `numbers [4, S]` are theirs."""
-        return self.model.forward(self._batch(slots, numbers, context, is_identity), self.kv, layers())
-
-    def _batch(self, slots: torch.Tensor, numbers: torch.Tensor, context: int, is_identity: bool) -> DecodeBatch:
-        return DecodeBatch(
-            tokens=self.tables.tokens[slots],
-            positions=numbers[_POSITION],
-            block_tables=self.tables.blocks[slots, : -(-context // self.kv.shape[4])],
-            context=context,
-            is_identity=is_identity,
-        )
-
-    def _run_unrecorded(
-        self, num_rows: int, context: int, layers: Callable[[], Iterable[InferenceLayer]]
-    ) -> torch.Tensor:
-        """Runs a step without a graph, with its forward pass from a tape if possible; returns the logits."""
-        tables = self.tables
-        slots = tables.rows[:num_rows]
-        numbers = tables.numbers.index_select(1, slots)
-        if self._tapes is None:
-            logits = self._forward(slots, numbers, context, self._is_identity(context), layers)
-        else:
-            logits = self._tapes.run(
-                (
-                    num_rows,
-                    *(id(cos) for cos, _ in self.model.angles.tables.values()),
-                ),  # position tables may be rebuilt
-                lambda: self._forward(slots, numbers, context, self._is_identity(context), layers),
-                lambda: self._forward_of_rows(num_rows, layers),
-            )
-        if self._mixed is None:
-            self._draw(logits, slots, numbers[_KEY], numbers[_DRAW])
-        self._advance(slots, numbers)
-        return logits
-
-    def _is_identity(self, context: int) -> bool:
-        return context <= self.kv.shape[4] and self.tables.are_rows_in_place()
-
-    def _forward_of_rows(self, num_rows: int, layers: Callable[[], Iterable[InferenceLayer]]) -> torch.Tensor:
-        """`_forward` in a form valid for any rows and lengths; it reads only tables, weights and cache."""
-        slots = self.tables.rows[:num_rows]
-        numbers = self.tables.numbers.index_select(1, slots)
-        return self._forward(slots, numbers, self.tables.num_columns * self.kv.shape[4], False, layers)
-
-    def _step(
-        self, num_rows: int, context: int, is_identity: bool, layers: Callable[[], Iterable[InferenceLayer]]
-    ) -> None:
-        """The function that a graph records: nothing here may depend on a number that only the device knows."""
-        slots = self.tables.rows[:num_rows]
-        numbers = self.tables.numbers.index_select(1, slots)
-        logits = self._forward(slots, numbers, context, is_identity, layers)
-        self._draw(logits, slots, numbers[_KEY], numbers[_DRAW])
-        self._advance(slots, numbers)
-
-    def _step_to_logits(
-        self, num_rows: int, context: int, is_identity: bool, layers: Callable[[], Iterable[InferenceLayer]]
-    ) -> None:
-        """`_step` without the draw, which is not part of the graph if rows are mixed."""
-        slots = self.tables.rows[:num_rows]
-        numbers = self.tables.numbers.index_select(1, slots)
-        logits = self._forward(slots, numbers, context, is_identity, layers)
-        if len(self._logits) == 0:
-            self._logits = logits.new_empty(self.tables.num_slots, logits.shape[1])
-        self._logits[:num_rows] = logits
-        self._advance(slots, numbers)
-
-    def _advance(self, slots: torch.Tensor, numbers: torch.Tensor) -> None:
-        self.tables.numbers[: _DRAW + 1].index_add_(1, slots, numbers[_LIVE].expand(_DRAW + 1, -1))
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, draws: torch.Tensor) -> None:
         tokens, logprobs = self.sample(logits, keys, draws, self.tables.seen, slots)
@@ -394,23 +303,9 @@ class DecodeStep:
         for row, values in enumerate(drawn[:3]):
             self._results[row, : len(slots)] = values
 
-    def record(
-        self, rows: Iterable[int], contexts: Iterable[int], layers: Callable[[], Iterable[InferenceLayer]]
-    ) -> None:
-        """Records the steps for these numbers of rows and context lengths that are not recorded yet."""
-        assert self.graphs is not None
-        capacity = self.tables.num_columns * self.kv.shape[4]
-        reaches = {context_bucket(context, capacity) for context in contexts}
-        for num_rows in sorted({batch_bucket(number) for number in rows}):
-            for reach in sorted(reaches):
-                kind = (num_rows, reach, True)
-                if not self.graphs.has(kind):
-                    self.tables.clear()
-                    self.graphs.record(kind, partial(self._step, num_rows, reach, False, layers))
 
-
-class TurnModel(Protocol):
-    """The model interface that the turns of a rollout need."""
+class SteppedModel(Protocol):
+    """The model interface that the steps of a rollout need."""
 
     @property
     def vocab_size(self) -> int:
@@ -434,14 +329,10 @@ If processes share the model, each of them calls it with the same logits, and it
 class OpenStep:
     """Replaces a DecodeStep in rollouts without forks (one sample of each prompt) and without lag."""
 
-    graphs = None
-
-    def __init__(self, model: TurnModel, kv: torch.Tensor, choice: Choice):
+    def __init__(self, model: SteppedModel, kv: torch.Tensor, choice: Choice):
         self.model, self.kv, self.choice = model, kv, choice
 
-    def run(
-        self, sequences: list[Sequence], changed: list[Sequence], layers: Callable[[], Iterable[InferenceLayer]]
-    ) -> Draw:
+    def run(self, sequences: list[Sequence], changed: list[Sequence], layers: Layers) -> Draw:
         """Feeds each sequence's newest token and draws the next one; `changed` is not used."""
         newest = [sequence.tokens[-1] for sequence in sequences]
         assert PENDING not in newest, "a token must be known before it is fed"
@@ -464,3 +355,88 @@ class OpenStep:
         """Draws the next token of each sequence from `logits [S, V]` fp32."""
         drawn = self.choice(sequences, logits)
         return Draw(lambda: drawn)
+
+
+# Number of kinds of rollout (sampling options, slots, workspace, addresses) whose steps are kept: training, evaluation
+# and one change of each. A step's graphs keep the memory of its intermediate results.
+MAX_KEPT = 4
+
+
+_everywhere: "WeakSet[DecodeSteps]" = WeakSet()
+
+
+def drop_recorded_steps() -> None:
+    """Drops the recorded steps of all engines in this process, before the process groups they use are destroyed."""
+    for steps in list(_everywhere):
+        steps.drop()
+
+
+class DecodeSteps:
+    """Builds the step of a rollout, or returns the one that an earlier rollout of the same kind left.
+
+    Args:
+        max_tokens: length of the longest sequence that a kept step must serve.
+        recorder: records graphs (`CudaGraphs`); None: steps are launched as usual and not kept.
+        has_tapes: whether steps that are not recorded may be played from a tape within a rollout (recorders.py).
+    """
+
+    def __init__(
+        self, model: InferenceModel, max_tokens: int, recorder: FunctionRecorder | None, has_tapes: bool = False
+    ):
+        self.model, self.max_tokens, self.recorder, self.has_tapes = model, max_tokens, recorder, has_tapes
+        self.stats = CaptureStats()
+        self._kept: dict[tuple, DecodeStep] = {}  # least recently used first
+        _everywhere.add(self)
+
+    def for_rollout(self, plan: RolloutPlan, kv: torch.Tensor, is_streamed: bool) -> DecodeStep:
+        """Returns the step of `plan` on the workspace `kv`; weights must be bound as the rollout will read them."""
+        step = self._step(plan, kv, is_streamed)
+        self.stats = step.recorder.begin_rollout()
+        return step
+
+    def _step(self, plan: RolloutPlan, kv: torch.Tensor, is_streamed: bool) -> DecodeStep:
+        if self.recorder is None or is_streamed:
+            can_note = self.has_tapes and not is_streamed and self.model.parallel.size == 1
+            recorder = StepTapes(len(self.model.layers)) if can_note else PlainSteps()
+            return self._build(plan, kv, plan.max_running, plan.num_columns, recorder)
+        num_slots, num_columns = batch_bucket(plan.max_running), -(-self.max_tokens // plan.block_size)
+        addresses = (kv.data_ptr(), *self.model.addresses())
+        self._forget([key for key in self._kept if key[-1] != addresses])
+        key = (plan.sampling, num_slots, num_columns, tuple(kv.shape), addresses)
+        step = self._kept.pop(key, None) or self._build(plan, kv, num_slots, num_columns, StepGraphs(self.recorder))
+        self._keep(key, step)
+        return step
+
+    def _keep(self, key: tuple, step: DecodeStep) -> None:
+        self._kept[key] = step
+        self._forget(list(self._kept)[:-MAX_KEPT])
+
+    def _forget(self, keys: list[tuple]) -> None:
+        """Drops these steps at once: their graphs, and a workspace that no longer exists, take memory."""
+        had_graphs = self._has_graphs
+        for key in keys:
+            del self._kept[key]
+        if had_graphs and not self._has_graphs:
+            self.recorder.renew()
+
+    @property
+    def _has_graphs(self) -> bool:
+        return any(step.recorder.num_recorded for step in self._kept.values())
+
+    @property
+    def num_kept(self) -> int:
+        """Number of kept steps."""
+        return len(self._kept)
+
+    def drop(self) -> None:
+        """Drops every step with its graphs and their memory."""
+        self._kept.clear()
+        if self.recorder is not None:
+            self.recorder.renew()
+
+    def _build(
+        self, plan: RolloutPlan, kv: torch.Tensor, num_slots: int, num_columns: int, recorder: StepRecorder
+    ) -> DecodeStep:
+        tables = SlotTables(num_slots, num_columns, kv.shape[2] - 1, self.model.vocab_size, kv.device)
+        sample = SampleOp(plan.sampling, is_exact=self.model.runs_module)
+        return DecodeStep(self.model, sample, tables, kv, recorder)

@@ -15,6 +15,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from hybrid_engine.generation.options import check_stop_strings
+
 # Number of tokens that are decoded again for each new one: from CONTEXT to LONGEST_WINDOW.
 CONTEXT = 16
 LONGEST_WINDOW = 48
@@ -204,16 +206,6 @@ def _byte_letters(tokenizer: Any) -> dict[str, int]:
     if b'"ByteLevel"' not in (state.encode() if isinstance(state, str) else state):
         return dict(getattr(tokenizer, "byte_decoder", {}))
     return {letter: byte for byte, letter in bytes_to_unicode().items()}
-
-
-def check_stop_strings(stop_strings: Any, option: str = "stop_strings") -> None:
-    """Raises ValueError unless `stop_strings` is a list of non-empty strings."""
-    if not isinstance(stop_strings, list | tuple) or not all(isinstance(stop, str) for stop in stop_strings):
-        raise ValueError(f"{option}={stop_strings!r} must be a list of strings")
-    if not all(stop_strings):
-        raise ValueError(
-            f"{option}={list(stop_strings)!r} has an empty string, which every text contains; leave it out"
-        )
 
 
 def first_stop(text: str, stop_strings: Sequence[str], free: int = 0) -> tuple[int, str] | None:

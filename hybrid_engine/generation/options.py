@@ -18,7 +18,6 @@ from typing import Any
 from transformers import GenerationConfig
 
 from hybrid_engine.config.checks import check_choice, check_flag, check_integer, check_number, whole_number
-from hybrid_engine.generation.detokenize import check_stop_strings
 from hybrid_engine.ops import SamplingOptions
 
 MOST_TOP_LOGPROBS = 100
@@ -542,3 +541,13 @@ def token_ids(option: str, value: Any, vocab_size: int) -> tuple[int, ...]:
         is_id = isinstance(token, int) and not isinstance(token, bool) and token >= 0
         _check(is_id, option, token, "be a token id", "pass an int or a list of ints")
     return tuple(token for token in ids if token < vocab_size)
+
+
+def check_stop_strings(stop_strings: Any, option: str = "stop_strings") -> None:
+    """Raises ValueError unless `stop_strings` is a list of non-empty strings."""
+    if not isinstance(stop_strings, list | tuple) or not all(isinstance(stop, str) for stop in stop_strings):
+        raise ValueError(f"{option}={stop_strings!r} must be a list of strings")
+    if not all(stop_strings):
+        raise ValueError(
+            f"{option}={list(stop_strings)!r} has an empty string, which every text contains; leave it out"
+        )

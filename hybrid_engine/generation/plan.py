@@ -4,22 +4,16 @@
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.containers.model import InferenceModel
-from hybrid_engine.generation.core import Prompt, Sequence
-from hybrid_engine.generation.in_step import UserFunctions
+from hybrid_engine.generation.core import Prompt, RolloutPlan, Sequence
 from hybrid_engine.generation.memory import usable_memory_bytes
 from hybrid_engine.generation.options import GenerationOptions
-from hybrid_engine.generation.scheduler import Scheduler
-from hybrid_engine.ops import SamplingOptions
 
-# Tokens of one prefill pass, which bounds its activations.
-MAX_PREFILL_TOKENS = 8192
 # Host memory of a sample: the Sequence with its lists, and for each token its id and log-probability, as Python objects
 # and in the results.
 BYTES_PER_SEQUENCE = 1024
@@ -32,49 +26,6 @@ MAX_RUNNING = {"cpu": 64, "cuda": 256}
 BLOCK_GRAIN = 16
 # On other devices attention reads through the block table at no cost, and small blocks are shared and waste little.
 BLOCK_SIZE = 64
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A rollout that fits into the available memory."""
-
-    sequences: list[Sequence]
-    own: slice  # this process's part of `sequences`; the rest are of processes that share the model
-    options: GenerationOptions
-    """Options of the whole rollout: samples of each prompt, padding, the result. Each sequence has options, too."""
-    num_blocks: int
-    block_size: int
-    max_running: int
-    longest_later: int = 1
-    """Number of tokens that are fed of the longest sequence added later."""
-    max_prefill_tokens: int | None = None
-    """Tokens of prompts that enter in one pass, unless one prompt alone has more; None: MAX_PREFILL_TOKENS."""
-
-    @property
-    def longest(self) -> int:
-        """Number of tokens that are fed of the longest sequence."""
-        return max((sequence.most_fed for sequence in self.sequences), default=self.longest_later)
-
-    @property
-    def sampling(self) -> SamplingOptions:
-        """Sampling options of the decode steps; sequences with other options are drawn after the steps."""
-        return self.sequences[0].options.sampling if self.sequences else self.options.sampling
-
-    @property
-    def num_columns(self) -> int:
-        """Number of blocks of the longest sequence: the columns of block tables."""
-        return -(-self.longest // self.block_size)
-
-    def build_scheduler(self) -> Scheduler:
-        """Builds the scheduler of this rollout in its initial state."""
-        return Scheduler(
-            self.sequences,
-            max_running=self.max_running,
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            max_prefill_tokens=self.max_prefill_tokens or MAX_PREFILL_TOKENS,
-            longest=self.longest,
-        )
 
 
 def build_sequences(
@@ -146,7 +97,7 @@ def plan_rollout(
     training_bytes: int = 0,
     own: slice = slice(None),
     is_in_step: bool = False,
-) -> Plan:
+) -> RolloutPlan:
     """Sizes the KV workspace from the demand of `sequences` and the memory available for it, `spare_bytes`.
 
     Args:
@@ -181,56 +132,7 @@ def plan_rollout(
             f"{block_size} tokens ({needed * block_bytes:,} bytes) and there are {num_blocks} ({spare_bytes:,} bytes "
             f"are free); lower it or {f'raise {config.prefix}max_kv_blocks' if is_capped else 'free memory'}"
         )
-    return Plan(sequences, own, options, num_blocks, block_size, demand.max_running)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wishes:
-    """A checked request of this process."""
-
-    input_ids: torch.Tensor
-    """`[B, P]` int64."""
-    mask: torch.Tensor
-    """`[B, P]` bool, True for tokens."""
-    prompts: list[list[int]]
-    """The tokens of each row that its mask selects."""
-    options: GenerationOptions
-    """Options of the whole rollout."""
-    of_prompts: list[GenerationOptions]
-    """Options of each prompt."""
-    only_native: str | None
-    """Name of an option that only containers serve, or None."""
-    functions: UserFunctions | None
-    """Functions of the user that require rows to stay in step, or None."""
-    fallback: str | None
-    """Why the model's own `generate()` would run; None if containers serve the request."""
-    kwargs: dict[str, Any]
-    """Keyword arguments of the model's own `generate()`."""
-    is_drawn: bool = False
-    """Whether the model's own `generate()` answers row by row, with each token drawn by the row's own options."""
-
-    @property
-    def is_native(self) -> bool:
-        """Whether containers can serve this request."""
-        return self.fallback is None
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether any token is drawn at random."""
-        return any(options.do_sample for options in (self.options, *self.of_prompts))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """A rollout that passed every check on all processes."""
-
-    wishes: Wishes
-    plan: Plan | None
-    """The plan on containers; None if the model's own `generate()` runs."""
-    seed: int | None
-    """Seed of the model's own `generate()`; None leaves torch's generator unchanged."""
-    sequences: list[Sequence] = field(default_factory=list)
-    """Rows that the model's own `generate()` answers one by one; empty: it answers all of them at once."""
+    return RolloutPlan(sequences, own, options, num_blocks, block_size, demand.max_running)
 
 
 class Demand(NamedTuple):

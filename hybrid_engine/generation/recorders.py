@@ -1,4 +1,6 @@
-"""Records decode steps: as CUDA graphs on a GPU, as tapes of operator calls on a CPU.
+"""Recorders of decode steps: as CUDA graphs on a GPU, as tapes of operator calls on a CPU, or none. One interface.
+
+A `DecodeStep` runs through a `StepRecorder`; `DecodeSteps` chooses which.
 
 A CPU step of a small model makes some 300 Python and PyTorch calls around the 40 that take time. A tape stores the
 calls of compiled functions and of torch's operators with their arguments, once for each number of rows. Playing it
@@ -10,10 +12,10 @@ Weights and workspace must stay at their addresses while a graph or tape is used
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager
+from functools import cache, partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -21,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hybrid_engine.containers.device import LAUNCHES, on_device
-from hybrid_engine.containers.model import InferenceModel
+from hybrid_engine.containers.layer import InferenceLayer
+from hybrid_engine.generation.core import CaptureStats
 from hybrid_engine.ops import cpu_kernels
 
 # Longest contexts are padded up to this times a power of two, which bounds the idle part of attention's grid.
@@ -55,14 +58,17 @@ def context_bucket(context: int, capacity: int) -> int:
     return min(CONTEXT_GRAIN << (grains - 1).bit_length(), capacity)
 
 
-@dataclass
-class CaptureStats:
-    """Time and results of recording."""
+class FunctionRecorder(Protocol):
+    """Records functions of tensors with fixed addresses; `CudaGraphs` is one."""
 
-    captures: int = 0
-    seconds: float = 0.0
-    played: int = 0
-    """Number of steps played from a tape; graphs are not counted."""
+    def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        """Returns a function that repeats the operations of `run`."""
+
+    def another(self) -> "FunctionRecorder":
+        """Returns a recorder with memory of its own."""
+
+    def renew(self) -> None:
+        """Called once all recordings are gone."""
 
 
 class CudaGraphs:
@@ -90,63 +96,220 @@ class CudaGraphs:
         return graph.replay
 
 
-class StepGraphs:
-    """The graphs of one step function by kind (rows, context, whether it draws); each is recorded when first needed.
+class FedRows(NamedTuple):
+    """The rows that a step feeds, read from its tables."""
 
-    Args:
-        recorder: `CudaGraphs`, or an object with its interface.
-        model: model of the steps.
+    slots: torch.Tensor
+    """`[S]` int64."""
+    numbers: torch.Tensor
+    """`[4, S]` int64: their columns of the tables."""
+
+
+Layers = Callable[[], Iterable[InferenceLayer]]
+"""Returns one pass over a model's layers."""
+
+
+class StepTables(Protocol):
+    """The tables that hold the rows of a step."""
+
+    num_slots: int
+
+    def cleared(self) -> AbstractContextManager[None]:
+        """Inside, no row belongs to a sequence."""
+
+
+class RecordableStep(Protocol):
+    """The parts of a decode step that a recorder composes; `DecodeStep` has them.
+
+    Everything that they read has a fixed address: tables, weights and KV workspace.
     """
 
-    def __init__(self, recorder: Any, model: InferenceModel):
-        self._recorder, self._model, self.stats = recorder, model, CaptureStats()
+    @property
+    def tables(self) -> StepTables:
+        """The rows' tables."""
+
+    @property
+    def capacity(self) -> int:
+        """Number of tokens of the longest sequence that the block tables hold."""
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """See `InferenceModel.can_be_recorded`."""
+
+    @property
+    def position_tables(self) -> tuple[int, ...]:
+        """Identities of the model's position tables, which may be built again."""
+
+    def feed(self, num_rows: int) -> FedRows:
+        """Reads the first `num_rows` rows of the tables."""
+
+    def is_identity(self, context: int) -> bool:
+        """Whether each row's only block has the number of the row, for rows of up to `context` tokens."""
+
+    def forward(self, rows: FedRows, context: int, is_identity: bool, layers: Layers) -> torch.Tensor:
+        """Returns the logits `[S, V]` after the newest tokens of `rows`, which have up to `context` tokens."""
+
+    def finish(self, rows: FedRows, logits: torch.Tensor, draws: bool) -> None:
+        """Draws the rows' next tokens by the step's own options if `draws`, and advances the rows."""
+
+
+class StepRecorder(Protocol):
+    """Runs decode steps: as they are written, from a tape, or as a CUDA graph."""
+
+    stats: CaptureStats
+
+    @property
+    def num_recorded(self) -> int:
+        """Number of recorded steps."""
+
+    def begin_rollout(self) -> CaptureStats:
+        """Returns the statistics of a new rollout, which the recorder fills from now on."""
+
+    def run(self, step: RecordableStep, num_rows: int, context: int, draws: bool, layers: Layers) -> torch.Tensor:
+        """Runs one step; returns its logits `[num_rows or more, V]`, valid until the next step.
+
+        Args:
+            num_rows: number of rows to feed.
+            context: number of tokens of the longest row.
+            draws: whether the step's own options draw the tokens; otherwise its caller does, from the logits.
+        """
+
+    def prepare(self, step: RecordableStep, rows: Iterable[int], contexts: Iterable[int], layers: Layers) -> None:
+        """Records the steps for these numbers of rows and context lengths in advance, if steps are recorded so."""
+
+
+class PlainSteps:
+    """A StepRecorder that records nothing: every operation of a step is launched as usual."""
+
+    num_recorded = 0
+
+    def __init__(self) -> None:
+        self.stats = CaptureStats()
+
+    def begin_rollout(self) -> CaptureStats:
+        """Returns new statistics. See `StepRecorder`."""
+        self.stats = CaptureStats()
+        return self.stats
+
+    def run(self, step: RecordableStep, num_rows: int, context: int, draws: bool, layers: Layers) -> torch.Tensor:
+        """Runs one step. See `StepRecorder`."""
+        rows = step.feed(num_rows)
+        logits = step.forward(rows, context, step.is_identity(context), layers)
+        step.finish(rows, logits, draws)
+        return logits
+
+    def prepare(self, step: RecordableStep, rows: Iterable[int], contexts: Iterable[int], layers: Layers) -> None:
+        """Does nothing. See `StepRecorder`."""
+
+
+class StepGraphs:
+    """A StepRecorder of CUDA graphs, by kind (rows, context, whether it draws); each is recorded when first needed.
+
+    Args:
+        recorder: records a function.
+    """
+
+    def __init__(self, recorder: "FunctionRecorder"):
+        self._recorder, self.stats = recorder, CaptureStats()
         self._replays: dict[tuple[int, int, bool], Callable[[], Any]] = {}
+        self._logits = torch.empty(0)  # [C, V]; what graphs without a draw write
 
     @property
     def num_recorded(self) -> int:
         """Number of recorded steps."""
         return len(self._replays)
 
-    def has(self, kind: tuple[int, int, bool]) -> bool:
-        """Whether a graph of this kind exists."""
-        return kind in self._replays
+    def begin_rollout(self) -> CaptureStats:
+        """Returns new statistics. See `StepRecorder`."""
+        self.stats = CaptureStats()
+        return self.stats
 
-    def record(self, kind: tuple[int, int, bool], run: Callable[[], Any]) -> None:
-        """Runs `run` once, to compile and allocate, then records it. It must leave no lasting effect.
+    def run(self, step: RecordableStep, num_rows: int, context: int, draws: bool, layers: Layers) -> torch.Tensor:
+        """Replays the graph of this kind of step, which is recorded before if there is none. See `StepRecorder`."""
+        kind = (batch_bucket(num_rows), context_bucket(context, step.capacity), draws)
+        if kind not in self._replays:
+            self._record(step, kind, layers)
+        self._replays[kind]()
+        return self._logits
 
-        If `run` meets a kernel that does not compile, the step cannot be recorded, and a replay calls `run` itself.
+    def prepare(self, step: RecordableStep, rows: Iterable[int], contexts: Iterable[int], layers: Layers) -> None:
+        """Records the steps that draw and have no graph yet. See `StepRecorder`."""
+        reaches = {context_bucket(context, step.capacity) for context in contexts}
+        for num_rows in sorted({batch_bucket(number) for number in rows}):
+            for reach in sorted(reaches):
+                if (num_rows, reach, True) not in self._replays:
+                    self._record(step, (num_rows, reach, True), layers)
+
+    def _record(self, step: RecordableStep, kind: tuple[int, int, bool], layers: Layers) -> None:
+        """Runs the step once on empty tables, to compile and allocate, then records it.
+
+        If it meets a kernel that does not compile, the step cannot be recorded, and its replay runs it.
         """
         start = time.perf_counter()
-        run()
-        if not self._model.can_be_recorded:
-            self._replays[kind] = run
-            return
-        self._replays[kind] = self._recorder.capture(run)
+        run = partial(self._run, step, *kind, layers)
+        with step.tables.cleared():
+            run()
+            if not step.can_be_recorded:
+                self._replays[kind] = run
+                return
+            self._replays[kind] = self._recorder.capture(run)
         self.stats.captures += 1
         self.stats.seconds += time.perf_counter() - start
 
-    def replay(self, kind: tuple[int, int, bool]) -> None:
-        """Starts the step recorded for `kind`; raises KeyError if there is none."""
-        self._replays[kind]()
+    def _run(self, step: RecordableStep, num_rows: int, context: int, draws: bool, layers: Layers) -> None:
+        """The function that a graph records: nothing here may depend on a number that only the device knows."""
+        rows = step.feed(num_rows)
+        logits = step.forward(rows, context, False, layers)
+        if not draws:
+            if len(self._logits) == 0:
+                self._logits = logits.new_empty(step.tables.num_slots, logits.shape[1])
+            self._logits[:num_rows] = logits
+        step.finish(rows, logits, draws)
 
 
 class StepTapes:
-    """The tapes of one forward pass, by kind; a step that cannot be recorded runs as usual.
+    """A StepRecorder that plays forward passes from tapes; a step that cannot be recorded runs as usual.
 
     Args:
         num_layers: number of layers whose attention must be compiled: torch's would read all places of the cache at
             every step.
-        stats: counts the steps that are played.
     """
 
-    def __init__(self, num_layers: int, stats: CaptureStats):
-        self.num_layers, self.stats = num_layers, stats
+    def __init__(self, num_layers: int):
+        self.num_layers, self.stats = num_layers, CaptureStats()
         self._tapes: dict[Hashable, _Tape] = {}
         self._uses: Counter[Hashable] = Counter()
         self._can_note, self._num_bytes = True, 0
 
-    def run(self, kind: Hashable, step: Callable[[], torch.Tensor], noted: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Returns the result of `step`, from a tape if there is one.
+    @property
+    def num_recorded(self) -> int:
+        """Number of recorded passes."""
+        return len(self._tapes)
+
+    def begin_rollout(self) -> CaptureStats:
+        """Returns new statistics. See `StepRecorder`."""
+        self.stats = CaptureStats()
+        return self.stats
+
+    def run(self, step: RecordableStep, num_rows: int, context: int, draws: bool, layers: Layers) -> torch.Tensor:
+        """Runs one step, with its forward pass from a tape if there is one. See `StepRecorder`.
+
+        A tape is valid for any rows and lengths: it attends over the whole block tables.
+        """
+        rows = step.feed(num_rows)
+        logits = self.play(
+            (num_rows, *step.position_tables),
+            lambda: step.forward(rows, context, step.is_identity(context), layers),
+            lambda: step.forward(step.feed(num_rows), step.capacity, False, layers),
+        )
+        step.finish(rows, logits, draws)
+        return logits
+
+    def prepare(self, step: RecordableStep, rows: Iterable[int], contexts: Iterable[int], layers: Layers) -> None:
+        """Does nothing: a tape is recorded once its step has been used often. See `StepRecorder`."""
+
+    def play(self, kind: Hashable, step: Callable[[], torch.Tensor], noted: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Returns the result of `step`, a forward pass, from a tape if there is one.
 
         Args:
             kind: everything that the operations of the step depend on.

@@ -4,18 +4,34 @@ The options are put into tensors when the rows change, and these serve until the
 tokens are applied row by row, by transformers' logits processors in its order, and only to rows that have any.
 `MixedRows` applies repetition penalty, early ends and rules on single tokens to all rows at once, between the two lists
 of processors. S rows, n of them sampled, V vocabulary.
+
+`InStep` serves the user's functions: logits_processor, prefix_allowed_tokens_fn, stopping_criteria, streamer.
+The functions get transformers' own arguments, `input_ids [R, P+t]` padded as in transformers and the scores of all
+rows. So all rows draw their t-th token in the same turn. Finished rows leave nevertheless: they take no further pass
+over the layers, `input_ids` has padding for them, and their scores are those of their last token.
+
+R rows, P padded prompt length, t tokens drawn, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
-from transformers import StopStringCriteria
+from transformers import (
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation import RepetitionPenaltyLogitsProcessor
 from transformers.generation import logits_process as transformers_logits
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
-from hybrid_engine.generation.core import Sequence
+from hybrid_engine.containers.device import record_event
+from hybrid_engine.generation.core import Draw, Drawn, Sequence, UserFunctions
 from hybrid_engine.generation.detokenize import first_stop
 from hybrid_engine.generation.guides import GuidedTokens
 from hybrid_engine.generation.options import GenerationOptions
@@ -336,3 +352,166 @@ class MixedRows:
 
 def _with_row(scores: torch.Tensor, row: int, changed: torch.Tensor | None) -> torch.Tensor:
     return scores if changed is None else torch.cat((scores[:row], changed, scores[row + 1 :]))
+
+
+def send_to_host(results: torch.Tensor, tops: torch.Tensor | None = None) -> Draw:
+    """Returns a Draw of `results [3, S]` fp64 and `tops [2, S, k]`; the device may overwrite them at once."""
+
+    def drawn(values: torch.Tensor, tops: torch.Tensor | None) -> Drawn:
+        tokens, logprobs, ends = values.numpy()
+        likeliest = None
+        if tops is not None:
+            ids, of_ids = tops
+            pairs = zip(ids.long().tolist(), of_ids.tolist(), strict=True)
+            likeliest = [list(zip(*row, strict=True)) for row in pairs]
+        return Drawn(tokens.astype(np.int64).tolist(), logprobs.tolist(), ends.nonzero()[0].tolist(), likeliest)
+
+    if not results.is_cuda:
+        copied = results.clone()
+        return Draw(lambda: drawn(copied, tops))
+    sent, sent_tops = _to_pinned(results), None if tops is None else _to_pinned(tops)
+    event = record_event(results.device)
+
+    def read() -> Drawn:
+        event.synchronize()
+        return drawn(sent, sent_tops)
+
+    return Draw(read)
+
+
+def _to_pinned(values: torch.Tensor) -> torch.Tensor:
+    """Returns pinned host memory that holds `values` once the device has executed the copy."""
+    pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return pinned.copy_(values, non_blocking=True)
+
+
+NAMES = ("logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria", "streamer")
+
+
+def read_functions(merged: dict[str, Any]) -> UserFunctions | None:
+    """Returns the functions among the options `merged`, or None if there are none.
+
+    Raises ValueError for a value that is not a function, a list of functions or a streamer.
+    """
+    given = {name: merged.get(name) for name in NAMES}
+    for name in ("logits_processor", "stopping_criteria"):
+        value = given[name]
+        if value is not None and (not isinstance(value, list | tuple) or not all(map(callable, value))):
+            raise ValueError(f"{name}={value!r} must be a list of functions of (input_ids, scores)")
+    prefix, streamer = given["prefix_allowed_tokens_fn"], given["streamer"]
+    if prefix is not None and not callable(prefix):
+        raise ValueError(f"prefix_allowed_tokens_fn={prefix!r} must be a function of (batch_id, input_ids)")
+    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise ValueError(f"streamer={streamer!r} must have put() and end(), as transformers' BaseStreamer")
+    if streamer is None and prefix is None and not any(given[name] for name in NAMES[::2]):
+        return None
+    return UserFunctions(
+        logits_processor=LogitsProcessorList(given["logits_processor"] or []),
+        prefix_allowed_tokens_fn=prefix,
+        stopping_criteria=StoppingCriteriaList(given["stopping_criteria"] or []),
+        streamer=streamer,
+        is_min_new=merged.get("min_new_tokens") is not None,
+    )
+
+
+class RowsInStep(MixedRows):
+    """All rows of a rollout, with rules and user functions that are called for all rows at once."""
+
+    def __init__(
+        self, sequences: list[Sequence], functions: UserFunctions, width: int, vocab: int, device: torch.device
+    ):
+        """`width`: P, the number of columns of the padded prompts."""
+        options, prefix = sequences[0].options, functions.prefix_allowed_tokens_fn
+        ends, penalty = _early_ends(options, width, functions.is_min_new), _penalty(options)
+        before, after = processors_before(options), processors_after(options, width, device, prefix, ends)
+        merged = merge_processors([*before, *penalty, *after], functions.logits_processor)
+        # Stand-ins for options that `MixedRows` applies itself, unless processors of the user replaced all of them.
+        stand_ins = [*penalty, *ends]
+        left = {type(stand_in) for stand_in in stand_ins if stand_in in merged}
+        sampling = replace(
+            options.sampling,
+            repetition_penalty=options.repetition_penalty if left & {type(each) for each in penalty} else 1.0,
+            min_new_tokens=options.min_new_tokens if left & {type(each) for each in ends} else 0,
+        )
+        super().__init__(sequences, vocab, device, sampling, is_exact=True)
+        first = len(before) + len(penalty)
+        self.before, self.after = (
+            LogitsProcessorList([processor for processor in part if processor not in stand_ins])
+            for part in (merged[:first], merged[first:])
+        )
+        self.input_ids = torch.empty(0)
+
+    def _apply_rules(self, logits: torch.Tensor, state: RowState) -> torch.Tensor:
+        adjusted = self._penalise(self.before(self.input_ids, logits.clone()), state)
+        return self.after(self.input_ids, adjusted)
+
+
+def _penalty(options: GenerationOptions) -> list[LogitsProcessor]:
+    return [RepetitionPenaltyLogitsProcessor(options.repetition_penalty)] if options.repetition_penalty != 1.0 else []
+
+
+def _early_ends(options: GenerationOptions, width: int, is_min_new: bool) -> list[LogitsProcessor]:
+    """Returns transformers' processors for `min_length` and, if it was passed, `min_new_tokens`."""
+    least, ends = options.min_new_tokens, list(options.eos_token_ids)
+    if least == 0 or not ends:
+        return []
+    made: list[LogitsProcessor] = [MinLengthLogitsProcessor(width + least, ends)]
+    return [*made, MinNewTokensLengthLogitsProcessor(width, least, ends)] if is_min_new else made
+
+
+class InStep:
+    """Draws for the rows of a rollout that stay in step; the `choice` of an `OpenStep`.
+
+    Args:
+        sequences: all sequences, in the order of their rows.
+        input_ids: `[R, P]` padded prompts.
+        mask: `[R, P]` bool, True for tokens.
+    """
+
+    def __init__(
+        self,
+        sequences: list[Sequence],
+        input_ids: torch.Tensor,
+        mask: torch.Tensor,
+        functions: UserFunctions,
+        vocab: int,
+    ):
+        self.sequences, self.functions, self.vocab = sequences, functions, vocab
+        self.device, self.width = input_ids.device, input_ids.shape[1]
+        self.input_ids, self.mask = input_ids, mask
+        self.options: GenerationOptions = sequences[0].options
+        self.rows = RowsInStep(sequences, functions, self.width, vocab, self.device)
+        self.keys = torch.tensor([sequence.key for sequence in sequences], device=self.device)
+        self.logits: torch.Tensor | None = None  # [R, V], those of each row's last turn
+        if functions.streamer is not None:
+            functions.streamer.put(input_ids.cpu())
+
+    def __call__(self, rows: list[Sequence], logits: torch.Tensor) -> Drawn:
+        """Draws the next token of `rows` from `logits [S, V]` fp32; all other rows have finished."""
+        places = torch.tensor([row.row for row in rows], device=self.device)
+        self.logits = logits if self.logits is None else self.logits.index_copy(0, places, logits)
+        self.rows.input_ids = self.input_ids
+        drawn = self.rows.draw(self.logits, self._state())
+        tokens = torch.full_like(self.keys, self.options.pad_token_id).index_copy_(0, places, drawn.tokens[places])
+        self.input_ids = torch.cat((self.input_ids, tokens[:, None].to(self.input_ids.dtype)), 1)
+        is_done = drawn.ends
+        if self.functions.stopping_criteria:
+            is_done = is_done | self.functions.stopping_criteria(self.input_ids, None).to(self.device)
+        if self.functions.streamer is not None:
+            self.functions.streamer.put(tokens.cpu())
+        results = torch.stack((drawn.tokens.double(), drawn.logprobs.double(), is_done.double()))[:, places]
+        return send_to_host(results, None if drawn.tops is None else drawn.tops[:, places]).read()
+
+    def _state(self) -> RowState:
+        said = self.input_ids[:, self.width :]
+        counts = torch.zeros(len(said), self.vocab, dtype=torch.int32, device=self.device)
+        counts.scatter_add_(1, said, torch.ones_like(said, dtype=torch.int32))
+        seen = torch.zeros(counts.shape, dtype=torch.int32, device=self.device)
+        seen.scatter_add_(1, self.input_ids[:, : self.width], self.mask.int())
+        draws = torch.full_like(self.keys, said.shape[1])
+        return RowState(self.keys, draws, (seen + counts) > 0, counts)
+
+    def finish(self) -> None:
+        """Tells the streamer that no more tokens come."""
+        if self.functions.streamer is not None:
+            self.functions.streamer.end()

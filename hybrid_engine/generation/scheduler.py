@@ -19,11 +19,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from hybrid_engine.generation.core import PENDING, Admission, Copy, Prefill, Prompt, Sequence
+from hybrid_engine.generation.core import PENDING, Admission, Copy, Prefill, Prompt, RolloutPlan, Sequence
 
 # Running sequences per sequence that a prefill must start. With 1 024 prompts over 256 slots and answers of 256 tokens
 # on average there are 58 prefill turns instead of 511, and 1 777 decode turns instead of 1 746: 2.5% of the slots wait.
 RUNNING_PER_NEWCOMER = 16
+# Tokens of one prefill pass, which bounds its activations.
+MAX_PREFILL_TOKENS = 8192
 
 
 class Scheduler:
@@ -58,6 +60,18 @@ class Scheduler:
         self.free_slots = list(range(max_running))
         self.changed: list[Sequence] = []  # started, or blocks changed, since `take_changed`
         self.num_preemptions = 0
+
+    @classmethod
+    def for_plan(cls, plan: RolloutPlan) -> "Scheduler":
+        """Builds the scheduler of a rollout in its initial state."""
+        return cls(
+            plan.sequences,
+            max_running=plan.max_running,
+            num_blocks=plan.num_blocks,
+            block_size=plan.block_size,
+            max_prefill_tokens=plan.max_prefill_tokens or MAX_PREFILL_TOKENS,
+            longest=plan.longest,
+        )
 
     def add(self, sequence: Sequence) -> None:
         """Appends a sequence to its share's line; one that has tokens already continues from them."""

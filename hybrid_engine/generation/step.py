@@ -1,26 +1,28 @@
-"""Continuous batching: turns waiting sequences into finished ones, one model pass per turn.
+"""One step of the machine: turns waiting sequences into finished ones, one pass over the layers per step.
 
-A turn is a decode of all running sequences, a prefill of the newly admitted ones, or both in one pass: a mixed turn, as
-in Sarathi-Serve (Agrawal et al. 2024, arXiv 2403.02310), in which a long prompt is fed in chunks over several turns.
-Every turn passes over the layers once. This keeps processes whose weights are streamed layer by layer in step although
-their sequences differ.
+`ContinuousBatch.step()` is the main line; rollouts and live batches call it until there is no work. A step is a decode
+of all running sequences, a prefill of the newly admitted ones, or both in one pass: a mixed step, as in Sarathi-Serve
+(Agrawal et al. 2024, arXiv 2403.02310), in which a long prompt is fed in chunks over several steps. Every step passes
+over the layers once. This keeps processes whose weights are streamed layer by layer together although their sequences
+differ.
 
-With `lag=1` the tokens of a turn are read while the next one runs, so that the host never waits for the device. A
+With `lag=1` the tokens of a step are read while the next one runs, so that the host never waits for the device. A
 sequence whose end of sequence is noticed late has been fed one token too many; its own blocks absorb that token, and
 the one drawn after it is dropped.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from hybrid_engine.containers.device import record_event, send_to_device
-from hybrid_engine.containers.layer import InferenceLayer
-from hybrid_engine.generation.core import PENDING, Admission, Copy, Prefill, Prompt, Sequence
-from hybrid_engine.generation.decode import DecodeStep, Draw, OpenStep, TurnModel
+from hybrid_engine.generation.core import PENDING, Admission, Copy, Draw, Prefill, Prompt, Sequence
+from hybrid_engine.generation.decode import DecodeStep, OpenStep, SteppedModel
+from hybrid_engine.generation.recorders import Layers
 from hybrid_engine.generation.sampling import is_ended
 from hybrid_engine.generation.scheduler import Scheduler
 from hybrid_engine.ops import BlockCopyOp, Context, PrefillBatch
@@ -35,36 +37,36 @@ CHUNK_TOKENS_ON_CPU = 512
 
 
 def chunk_tokens(device: torch.device) -> int:
-    """Number of tokens of a long prompt in one mixed turn."""
+    """Number of tokens of a long prompt in one mixed step."""
     return CHUNK_TOKENS_ON_CPU if device.type == "cpu" else CHUNK_TOKENS
 
 
-class TextGeneration:
-    """Runs a scheduler's sequences through a model.
+class ContinuousBatch:
+    """The machine: runs a scheduler's sequences through a model, one `step()` after the other.
 
     Args:
-        step: decode step; the scheduler's block numbers are indices into its KV workspace.
-        layers: called once per turn; yields the model's layers in order, gathered where they are sharded.
-        lag: number of turns that may be in flight before their tokens are read; 0 reads them at once.
+        decoder: decodes rows; the scheduler's block numbers are indices into its KV workspace.
+        layers: called once per step; yields the model's layers in order, gathered where they are sharded.
+        lag: number of steps that may be in flight before their tokens are read; 0 reads them at once.
         mixes: whether running sequences decode in the pass of a prefill; not supported with an OpenStep. A mixed pass
-            is not recorded. A prefill pass never is either, so a mixed turn saves a pass: on two busy Zen 5 cores,
+            is not recorded. A prefill pass never is either, so a mixed step saves a pass: on two busy Zen 5 cores,
             rollouts with 64 slots took 0.89 to 0.99 of the CPU seconds.
     """
 
     def __init__(
         self,
-        model: TurnModel,
+        model: SteppedModel,
         scheduler: Scheduler,
-        step: DecodeStep | OpenStep,
-        layers: Callable[[], Iterable[InferenceLayer]],
+        decoder: DecodeStep | OpenStep,
+        layers: Layers,
         lag: int = 0,
         mixes: bool = False,
     ):
         self.model, self.scheduler, self.layers, self.mixes = model, scheduler, layers, mixes
-        self.num_prefill_turns = self.num_mixed_turns = 0
-        self.step, self.kv, self.lag = step, step.kv, lag
+        self.num_prefill_steps = self.num_mixed_steps = 0
+        self.decoder, self.kv, self.lag = decoder, decoder.kv, lag
         self.raises_errors = True
-        """Whether an error of one row's own rule ends the turn; otherwise it ends that row."""
+        """Whether an error of one row's own rule ends the step; otherwise it ends that row."""
         self.copy_blocks = BlockCopyOp()
         self.prefill_time, self.decode_time = Stopwatch(self.kv.device), Stopwatch(self.kv.device)
         self._under_way: deque[tuple[list[Sequence], Draw]] = deque()
@@ -74,34 +76,38 @@ class TextGeneration:
         """True until every sequence has finished and every token has been read."""
         return self.scheduler.has_work or bool(self._under_way)
 
-    def turn(self) -> None:
-        """Makes one pass over the layers, which is empty if there is no work."""
-        self._recompute()
+    def step(self) -> None:
+        """Takes one step, with one pass over the layers, which is empty if there is no work.
+
+        Schedule, prepare, forward, sample, record, finish: the scheduler admits sequences, whose prompts are packed
+        into a batch or whose blocks are copied; the model computes logits; the decoder samples a token for each row;
+        the draw is recorded as pending; and when it has been read, rows that drew an end finish.
+        """
+        self._make_way()
         admission = self.scheduler.admit(chunk_tokens(self.kv.device) if self.mixes else None)
         if admission.prefills:
             with self.prefill_time.measure():
-                is_mixed = self._prefill(admission)
-                num_draws = is_mixed + bool(admission.sequences)  # a chunk that is not the last draws nothing
-                self._read(self.lag * num_draws)
+                num_draws = self._prefill(admission)
+                self._finish(self.lag * num_draws)
             return
-        # Reading is timed too: if the host is slower than the device, the device waits for it until the next turn.
+        # Reading is timed too: if the host is slower than the device, the device waits for it until the next step.
         with self.decode_time.measure():
             self._enter(admission)
             if self.scheduler.running:
                 self._decode()
             else:
                 self.idle()
-            self._read(self.lag if self.scheduler.running else 0)
+            self._finish(self.lag if self.scheduler.running else 0)
 
-    def _recompute(self) -> None:
+    def _make_way(self) -> None:
         """Sends back rows whose keys change frequencies at their next token, and rows that must make way."""
         length = self.model.recompute_length
         if length is not None and any(len(row) == length for row in self.scheduler.running):
-            self._read(0)
+            self._finish(0)
             for row in [row for row in self.scheduler.running if len(row) == length]:
                 self.scheduler.recompute(row)
         if self.scheduler.must_make_way:
-            self._read(0)
+            self._finish(0)
             self.scheduler.make_way()
 
     def idle(self) -> None:
@@ -109,8 +115,11 @@ class TextGeneration:
         for _ in self.layers():
             pass
 
-    def _prefill(self, admission: Admission) -> bool:
-        """Prefills the admitted sequences and draws for them; returns whether running rows decoded in the same pass."""
+    def _prefill(self, admission: Admission) -> int:
+        """Prefills the admitted sequences, beside which running rows may decode, and samples for all of them.
+
+        Returns the number of draws; a chunk that is not a prompt's last draws nothing.
+        """
         own: dict[Sequence, torch.Tensor] = {}
         logits: torch.Tensor | list[torch.Tensor] = []
         rows: list[Sequence] = []
@@ -119,9 +128,9 @@ class TextGeneration:
             batch = pack_prefills(admission.prefills, self.scheduler.block_size, is_recomputed_whole, self.kv.device)
             rows = self._rows_beside(admission)
             if rows:
-                assert isinstance(self.step, DecodeStep)
-                draw, logits = self.step.run_beside(batch, rows, self.scheduler.take_changed(rows), self.layers)
-                self._note(rows, draw)
+                assert isinstance(self.decoder, DecodeStep)
+                draw, logits = self.decoder.run_beside(batch, rows, self.scheduler.take_changed(rows), self.layers)
+                self._record(rows, draw)
             else:
                 logits = self.model.forward(batch, self.kv, self.layers())
         for prefill, row in zip(admission.prefills, logits, strict=True):
@@ -132,47 +141,48 @@ class TextGeneration:
             else:
                 own[prefill.owner] = row
         self._enter(admission, own)
-        self.num_prefill_turns += not rows
-        self.num_mixed_turns += bool(rows)
-        return bool(rows)
+        self.num_prefill_steps += not rows
+        self.num_mixed_steps += bool(rows)
+        return bool(rows) + bool(admission.sequences)
 
     def _rows_beside(self, admission: Admission) -> list[Sequence]:
-        """Rows that decode in the pass that prefills `admission`; empty in a pure prefill turn."""
+        """Rows that decode in the pass that prefills `admission`; empty in a pure prefill step."""
         if not self.mixes:
             return []
         entering = set(admission.sequences)
-        self._read_for([row for row in self.scheduler.running if row not in entering])
+        self._finish_for([row for row in self.scheduler.running if row not in entering])
         return self.scheduler.grow_beside(admission)
 
     def _enter(self, admission: Admission, own: dict[Sequence, torch.Tensor] | None = None) -> None:
-        """Forks the admitted sequences and draws their next tokens, from their own logits or their prompt's."""
+        """Forks the admitted sequences and samples their next tokens, from their own logits or their prompt's."""
         if not admission.sequences:
             return
         self._copy(admission.copies)
         rows = [(own or {}).get(sequence, sequence.prompt.logits) for sequence in admission.sequences]
-        self._note(admission.sequences, self.step.draw(admission.sequences, torch.stack(rows)))
+        self._record(admission.sequences, self.decoder.draw(admission.sequences, torch.stack(rows)))
         for prompt in {sequence.prompt for sequence in admission.sequences}:
             if prompt.num_waiting == 0:
                 prompt.logits = None
 
     def _decode(self) -> None:
+        """Decodes all running rows: gives each a place for its newest token, feeds it and samples the next one."""
         if self.scheduler.must_preempt:
-            self._read(0)  # some may have finished; a preempted one is recomputed from its tokens
-        self._read_for(self.scheduler.running)
+            self._finish(0)  # some may have finished; a preempted one is recomputed from its tokens
+        self._finish_for(self.scheduler.running)
         self.scheduler.grow()
         self._copy(self.scheduler.close_gaps())
         rows = self.scheduler.rows
         if rows:
-            self._note(rows, self.step.run(rows, self.scheduler.take_changed(), self.layers))
+            self._record(rows, self.decoder.run(rows, self.scheduler.take_changed(), self.layers))
         else:
             self.idle()
 
-    def _read_for(self, rows: list[Sequence]) -> None:
-        """Reads the turns in flight if the next draw of one of `rows` depends on their tokens."""
+    def _finish_for(self, rows: list[Sequence]) -> None:
+        """Reads the steps in flight if the next draw of one of `rows` depends on their tokens."""
         if self._under_way and any(row.options.rules.changes_by_tokens for row in rows):
-            self._read(0)
+            self._finish(0)
 
-    def _note(self, rows: list[Sequence], draw: Draw) -> None:
+    def _record(self, rows: list[Sequence], draw: Draw) -> None:
         """Appends a PENDING token to each row; finishes the rows that have all their new tokens."""
         self._under_way.append((rows, draw))
         for row in rows:
@@ -180,8 +190,8 @@ class TextGeneration:
             if len(row.tokens) >= row.options.max_new_tokens:
                 self.scheduler.finish(row, "length")
 
-    def _read(self, lag: int) -> None:
-        """Fills in the tokens of all turns but the last `lag`; finishes the rows that drew an end."""
+    def _finish(self, lag: int) -> None:
+        """Fills in the tokens of all steps but the last `lag`; finishes the rows that drew an end."""
         while len(self._under_way) > lag:
             rows, draw = self._under_way.popleft()
             tokens, logprobs, ends, tops = draw.read()
@@ -208,13 +218,35 @@ class TextGeneration:
 
     def read_all(self) -> None:
         """Waits for every token that was drawn."""
-        self._read(0)
+        self._finish(0)
 
     def _copy(self, copies: list[Copy]) -> None:
         if copies:
             numbers = [[copy.source for copy in copies], [copy.target for copy in copies]]
             numbers.append([copy.num_tokens for copy in copies])
             self.copy_blocks(self.kv, *send_to_device(torch.tensor(numbers), self.kv.device))
+
+
+class BatchInStep(ContinuousBatch):
+    """A ContinuousBatch that starts to draw when the last prompt is prefilled."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._held: dict[Sequence, torch.Tensor] = {}  # prefilled rows with their logits
+
+    def _enter(self, admission: Admission, own: dict[Sequence, torch.Tensor] | None = None) -> None:
+        for sequence in admission.sequences:
+            self._held[sequence] = (own or {})[sequence]
+        if self._held and not self.scheduler.waiting:
+            rows = sorted(self._held, key=lambda sequence: sequence.row)
+            self._record(rows, self.decoder.draw(rows, torch.stack([self._held[row] for row in rows])))
+            self._held.clear()
+
+    def _decode(self) -> None:
+        if self._held:
+            self.idle()
+        else:
+            super()._decode()
 
 
 def pack_prefills(

@@ -227,7 +227,7 @@ def groups_that_go(rank, world_size):
         raise ValueError("no room")
 
     def note(group=None):
-        seen.append(sum(step.graphs.num_recorded for step in steps._kept.values()))
+        seen.append(sum(step.recorder.num_recorded for step in steps._kept.values()))
         if group is not None:
             destroy(group)
 

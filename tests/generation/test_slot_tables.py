@@ -55,11 +55,10 @@ def test_a_turn_sends_the_cells_that_changed_and_nothing_else(monkeypatch):
 
 def test_a_cleared_table_is_restored_by_its_rows_alone():
     tables = build_tables()
-    rows = running(8, tables)
+    running(8, tables)
     before = tables._on_device.clone()
-    tables.clear()
-    assert set(tables.rows.tolist()) == {SLOTS}
-    tables.send(rows, [])
+    with tables.cleared():
+        assert set(tables.rows.tolist()) == {SLOTS}
     assert torch.equal(tables._on_device, before)
 
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybrid_engine
 from hybrid_engine.generation import recorders
-from hybrid_engine.generation.recorders import CaptureStats, StepTapes
+from hybrid_engine.generation.recorders import StepTapes
 from hybrid_engine.ops import cpu_kernels, cpu_library, dispatch
 from tests.support.models import PAD, build_model, padded_prompts
 
@@ -119,12 +119,12 @@ def forward(tapes, inputs, weight, between=lambda hidden: hidden):
     def run():
         return between(inputs + 1.0) @ weight + cpu_kernels.first_largest(inputs)[:, None]
 
-    return tapes.run("kind", run, run)
+    return tapes.play("kind", run, run)
 
 
 def test_a_tape_reads_its_inputs_anew_and_keeps_what_lies_between(monkeypatch, played):
     monkeypatch.setattr(recorders, "NOTED_AT", 2)
-    tapes, inputs, weight = StepTapes(0, CaptureStats()), torch.zeros(3, 8), torch.randn(8, 4)
+    tapes, inputs, weight = StepTapes(0), torch.zeros(3, 8), torch.randn(8, 4)
     for step in range(6):
         inputs.copy_(torch.randn(3, 8))
         expected = (inputs + 1.0) @ weight + inputs.argmax(1, keepdim=True)
@@ -146,7 +146,7 @@ def test_a_tape_reads_its_inputs_anew_and_keeps_what_lies_between(monkeypatch, p
 )
 def test_what_hands_values_to_the_host_is_never_played(monkeypatch, played, between):
     monkeypatch.setattr(recorders, "NOTED_AT", 1)
-    tapes, inputs, weight = StepTapes(0, CaptureStats()), torch.zeros(3, 8), torch.randn(8, 4)
+    tapes, inputs, weight = StepTapes(0), torch.zeros(3, 8), torch.randn(8, 4)
     for _ in range(3):
         inputs.copy_(torch.randn(3, 8))
         expected = between(inputs + 1.0) @ weight + inputs.argmax(1, keepdim=True)
@@ -157,10 +157,10 @@ def test_what_hands_values_to_the_host_is_never_played(monkeypatch, played, betw
 def test_a_step_without_compiled_attention_or_with_much_memory_runs_as_it_comes(monkeypatch, played):
     monkeypatch.setattr(recorders, "NOTED_AT", 1)
     inputs, weight = torch.randn(3, 8), torch.randn(8, 4)
-    tapes = StepTapes(1, CaptureStats())
+    tapes = StepTapes(1)
     assert torch.equal(forward(tapes, inputs, weight), forward(tapes, inputs, weight))
     monkeypatch.setattr(recorders, "MAX_BYTES", 100)
-    tapes = StepTapes(0, CaptureStats())
+    tapes = StepTapes(0)
     assert torch.equal(forward(tapes, inputs, weight), forward(tapes, inputs, weight))
     assert played == [0]
 
@@ -172,16 +172,16 @@ def test_who_watches_operators_sees_them(monkeypatch, played):
             return func(*args, **(kwargs or {}))
 
     monkeypatch.setattr(recorders, "NOTED_AT", 1)
-    tapes, inputs, weight, seen = StepTapes(0, CaptureStats()), torch.randn(3, 8), torch.randn(8, 4), []
+    tapes, inputs, weight, seen = StepTapes(0), torch.randn(3, 8), torch.randn(8, 4), []
     for _ in range(2):
         with Names():
-            tapes.run("kind", lambda: inputs @ weight, lambda: inputs @ weight)
+            tapes.play("kind", lambda: inputs @ weight, lambda: inputs @ weight)
     assert seen == ["mm", "mm"] and played == [0]
 
 
 def test_an_error_while_a_step_is_noted_leaves_nothing_behind(monkeypatch):
     monkeypatch.setattr(recorders, "NOTED_AT", 1)
-    tapes, inputs, weight = StepTapes(0, CaptureStats()), torch.randn(3, 8), torch.randn(8, 4)
+    tapes, inputs, weight = StepTapes(0), torch.randn(3, 8), torch.randn(8, 4)
     with pytest.raises(ZeroDivisionError):
         forward(tapes, inputs, weight, lambda x: x / (1 // 0))
     assert torch._C._len_torch_dispatch_stack() == 0 and cpu_kernels._noting.note is None

@@ -10,7 +10,7 @@ import torch
 
 import hybrid_engine
 from hybrid_engine.containers.device import LAUNCHES
-from hybrid_engine.generation import decode, step
+from hybrid_engine.generation import sampling, step
 from hybrid_engine.generation.core import Prompt, Sequence
 from hybrid_engine.generation.live.opening import live_batch
 from hybrid_engine.generation.live.thread import LiveThread
@@ -89,9 +89,9 @@ class OnSecond(torch.Tensor):
 
 
 def test_drawn_tokens_are_awaited_on_the_device_that_has_them(cuda, monkeypatch):
-    monkeypatch.setattr(decode, "_to_pinned", lambda values: values.as_subclass(torch.Tensor).clone())
+    monkeypatch.setattr(sampling, "_to_pinned", lambda values: values.as_subclass(torch.Tensor).clone())
     results = torch.tensor([[3.0, 5.0], [-0.5, -0.25], [0.0, 1.0]], dtype=torch.float64).as_subclass(OnSecond)
-    draw = decode.send_to_host(results)
+    draw = sampling.send_to_host(results)
     assert [event.device for event in cuda.events] == [1]
     assert draw.read() == ([3, 5], [-0.5, -0.25], [1], None)
     assert cuda.events[0].is_done

@@ -16,7 +16,7 @@ from torch.distributed import ReduceOp, irecv, isend, recv, send
 
 from hybrid_engine.distributed.groups import all_gather_single, reduce_scatter_single
 from hybrid_engine.extensions.deepspeed.distributed import init_distributed
-from hybrid_engine.generation.kept_steps import drop_recorded_steps
+from hybrid_engine.generation.decode import drop_recorded_steps
 
 __all__ = [
     "ReduceOp",

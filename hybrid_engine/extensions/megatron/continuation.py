@@ -14,8 +14,7 @@ import torch
 from hybrid_engine.distributed.verdict import Partners
 from hybrid_engine.extensions.megatron.parameters import CommonInferenceParams, mask_padding, sampling_options
 from hybrid_engine.extensions.megatron.wrapped_model import AbstractModelInferenceWrapper, GPTInferenceWrapper
-from hybrid_engine.generation.core import Sequence
-from hybrid_engine.generation.decode import Drawn
+from hybrid_engine.generation.core import Drawn, Sequence
 from hybrid_engine.generation.options import WITHOUT_EFFECT
 from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.generation.rollout.output import response_lengths

@@ -26,7 +26,7 @@ from hybrid_engine.generation.rollout.module_rollouts import (
 )
 from hybrid_engine.generation.rollout.output import ScoringTurns, is_unscored, score_prompts
 from hybrid_engine.generation.rollout.stages import MicroBatch, OrderedTurns
-from hybrid_engine.generation.step import TextGeneration
+from hybrid_engine.generation.step import ContinuousBatch
 from hybrid_engine.ops.dispatch import naming_kernels
 
 TOKENS_OF_A_TURN = 16
@@ -73,7 +73,7 @@ class LiveBatch:
     seconds_between_stays: float | None = None
     """Seconds between required calls of `stay`; None: no calls are required."""
 
-    def __init__(self, model: InferenceModel, strategy: TextGeneration, longest: int):
+    def __init__(self, model: InferenceModel, strategy: ContinuousBatch, longest: int):
         self.model, self.strategy, self.scheduler, self.longest = model, strategy, strategy.scheduler, longest
         strategy.raises_errors = False  # an error ends its sequence only
         self._num_told: dict[Sequence, int] = {}  # number of reported tokens of each unfinished sequence
@@ -157,7 +157,7 @@ class LiveBatch:
             self._scoring.turn()
             self._join_scored()
             if self.strategy.has_work:
-                self.strategy.turn()
+                self.strategy.step()
         return self.tell()
 
     def settle(self) -> list[Progress]:
@@ -423,7 +423,7 @@ class StreamedBatch(LiveBatch):
     def __init__(
         self,
         model: InferenceModel,
-        strategy: TextGeneration,
+        strategy: ContinuousBatch,
         longest: int,
         native: ContainerRollouts,
         partners: Partners,
@@ -450,4 +450,4 @@ class StreamedBatch(LiveBatch):
         with naming_kernels():
             if not self._scoring.turn():
                 self._join_scored()
-                self.strategy.turn()
+                self.strategy.step()

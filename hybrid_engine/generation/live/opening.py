@@ -20,12 +20,12 @@ from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers.device import on_device
 from hybrid_engine.containers.model import InferenceModel
 from hybrid_engine.distributed.presence import naming_who_left
-from hybrid_engine.generation.core import Prompt, Sequence
+from hybrid_engine.generation.core import Prompt, RolloutPlan, Sequence
 from hybrid_engine.generation.live.batches import KVBlocks, LiveBatch, Progress, StagedBatch, StreamedBatch, open_own
 from hybrid_engine.generation.live.shared import LeadingBatch, LiveLink
 from hybrid_engine.generation.memory import MemoryLimit
 from hybrid_engine.generation.options import GenerationOptions
-from hybrid_engine.generation.plan import BLOCK_SIZE, MAX_RUNNING, Plan, plan_rollout
+from hybrid_engine.generation.plan import BLOCK_SIZE, MAX_RUNNING, plan_rollout
 from hybrid_engine.generation.rollout.container_rollouts import ContainerRollouts
 from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.generation.rollout.stages import OrderedTurns, StageRollouts
@@ -110,7 +110,7 @@ def live_batch(
 def _open(
     generator: Generator,
     native: ContainerRollouts,
-    plan: Plan,
+    plan: RolloutPlan,
     kv: torch.Tensor,
     adapters: tuple[str, ...],
     release: ExitStack,
@@ -132,7 +132,7 @@ def _open(
     return AdapterBatches(batches, fused)
 
 
-def _open_one(native: ContainerRollouts, plan: Plan, kv: torch.Tensor, is_recorded: bool = True) -> LiveBatch:
+def _open_one(native: ContainerRollouts, plan: RolloutPlan, kv: torch.Tensor, is_recorded: bool = True) -> LiveBatch:
     model, longest = native.model, plan.longest + 1
     if not isinstance(native, StageRollouts):
         # Of prompts that come at once, the first ones are answered before the last ones are fed. Such passes cost a
@@ -182,7 +182,7 @@ def _open_own(generator: Generator, longest: int | None, release: ExitStack, cal
     return open_own(generator, longest, release, caller)
 
 
-def _plan(generator: Generator, asked: Asked, memory: list[Memory]) -> Plan:
+def _plan(generator: Generator, asked: Asked, memory: list[Memory]) -> RolloutPlan:
     """Plans a KV workspace, one of `num_parts`, for the requested number of sequences, or as many as memory allows."""
     config, model, native = generator.config, generator.model, generator.native
     longest, max_running, is_linked, num_parts, caller = asked
@@ -361,7 +361,7 @@ class AdapterBatches(LiveBatch):
         return others[0]
 
 
-def split_workspace(kv: torch.Tensor, model: InferenceModel, plan: Plan, num_parts: int) -> list[torch.Tensor]:
+def split_workspace(kv: torch.Tensor, model: InferenceModel, plan: RolloutPlan, num_parts: int) -> list[torch.Tensor]:
     """Returns the workspaces of `num_parts` batches like `plan`, each contiguous, in the memory of `kv`."""
     shape = model.kv_shape(kv.shape[2] // num_parts, plan.block_size)
     size = torch.Size(shape).numel()

@@ -17,20 +17,15 @@ from hybrid_engine.containers import InferenceModel
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.distributed.interrupts import holding_interrupts
 from hybrid_engine.distributed.verdict import Partners, attempt
-from hybrid_engine.generation.decode import Choice, OpenStep
-from hybrid_engine.generation.in_step import GenerationInStep, InStep
-from hybrid_engine.generation.kept_steps import DecodeSteps
+from hybrid_engine.generation.core import CaptureStats, RolloutPlan, RolloutResult
+from hybrid_engine.generation.decode import Choice, DecodeStep, DecodeSteps, OpenStep
 from hybrid_engine.generation.memory import KVWorkspace
 from hybrid_engine.generation.model.weights import LastingWeights, bound, bound_to_copies, pass_over_layers
-from hybrid_engine.generation.plan import Plan
-from hybrid_engine.generation.recorders import CaptureStats, CudaGraphs
-from hybrid_engine.generation.rollout.output import (
-    RolloutResult,
-    ScoringTurns,
-    collect_output,
-    score_prompts,
-)
-from hybrid_engine.generation.step import TextGeneration
+from hybrid_engine.generation.recorders import CudaGraphs
+from hybrid_engine.generation.rollout.output import ScoringTurns, collect_output, score_prompts
+from hybrid_engine.generation.sampling import InStep
+from hybrid_engine.generation.scheduler import Scheduler
+from hybrid_engine.generation.step import BatchInStep, ContinuousBatch
 from hybrid_engine.zero.gathering import WeightGatherer
 
 _FAILED = 2
@@ -64,7 +59,7 @@ class ContainerRollouts:
         recorder = CudaGraphs(model.device) if is_recorded else None
         has_tapes = model.device.type == "cpu" and config.enable_cuda_graph
         self.steps = DecodeSteps(model, config.max_out_tokens, recorder, has_tapes)
-        self.mixes = True  # see TextGeneration
+        self.mixes = True  # see ContinuousBatch
         self.lag = 1 if is_cuda else 0  # turns read late, so that the host does not wait
 
     @property
@@ -76,21 +71,22 @@ class ContainerRollouts:
         """Returns a new recorder with memory of its own; None if steps are not recorded."""
         return None if self.steps.recorder is None else self.steps.recorder.another()
 
-    def warm_up(self, plan: Plan, kv: torch.Tensor) -> CaptureStats:
+    def warm_up(self, plan: RolloutPlan, kv: torch.Tensor) -> CaptureStats:
         """Compiles the kernels of rollouts like `plan` by a prefill and a decode; records their steps of every size.
 
         Its sequences are left unfinished, and their drawn tokens are not read.
         """
         strategy = self.start(plan, kv)
         for _ in range(2):
-            strategy.turn()
-        step = strategy.step
-        if step.graphs is not None:
-            shortest = min(len(sequence.prompt.tokens) for sequence in plan.sequences)
-            step.record(range(1, plan.max_running + 1), range(shortest + 1, plan.longest + 1), self.layers)
+            strategy.step()
+        shortest = min(len(sequence.prompt.tokens) for sequence in plan.sequences)
+        rows, contexts = range(1, plan.max_running + 1), range(shortest + 1, plan.longest + 1)
+        decoder = strategy.decoder
+        assert isinstance(decoder, DecodeStep)
+        decoder.recorder.prepare(decoder, rows, contexts, self.layers)
         return self.steps.stats
 
-    def gather(self, plan: Plan, release: ExitStack, is_recorded: bool = True) -> torch.Tensor:
+    def gather(self, plan: RolloutPlan, release: ExitStack, is_recorded: bool = True) -> torch.Tensor:
         """Gathers the weights or a stream of them, fuses LoRA and takes the KV workspace.
 
         Returns the workspace's tensor.
@@ -133,20 +129,22 @@ class ContainerRollouts:
         return pass_over_layers(self.model, self.gatherer)
 
     def start(
-        self, plan: Plan, kv: torch.Tensor, choice: Choice | None = None, is_recorded: bool = True
-    ) -> TextGeneration:
+        self, plan: RolloutPlan, kv: torch.Tensor, choice: Choice | None = None, is_recorded: bool = True
+    ) -> ContinuousBatch:
         """Builds the strategy that takes the turns of `plan`; none is taken yet. `choice` is that of `run`.
 
         `is_recorded`: whether its steps may be recorded, which read weights at their current addresses.
         """
         if choice is not None:
-            kind = GenerationInStep if isinstance(choice, InStep) else TextGeneration
-            return kind(self.model, plan.build_scheduler(), OpenStep(self.model, kv, choice), self.layers)
+            kind = BatchInStep if isinstance(choice, InStep) else ContinuousBatch
+            return kind(self.model, Scheduler.for_plan(plan), OpenStep(self.model, kv, choice), self.layers)
         step = self.steps.for_rollout(plan, kv, self.gatherer.is_streamed or not is_recorded)
         lag = 0 if self.gatherer.is_streamed else self.lag
-        return TextGeneration(self.model, plan.build_scheduler(), step, self.layers, lag, self.mixes)
+        return ContinuousBatch(self.model, Scheduler.for_plan(plan), step, self.layers, lag, self.mixes)
 
-    def run(self, plan: Plan, kv: torch.Tensor, input_ids: torch.Tensor, choice: Choice | None = None) -> RolloutResult:
+    def run(
+        self, plan: RolloutPlan, kv: torch.Tensor, input_ids: torch.Tensor, choice: Choice | None = None
+    ) -> RolloutResult:
         """Takes turns until every sequence has finished or, if weights are streamed, those of every process have.
 
         `choice` draws the tokens and decides which rows end; if it is None, each sequence's options do.
@@ -172,8 +170,8 @@ class ContainerRollouts:
         )
 
     def run_turns(
-        self, plan: Plan, kv: torch.Tensor, choice: Choice | None, tell: Callable[[], None] = _say_nothing
-    ) -> list[TextGeneration]:
+        self, plan: RolloutPlan, kv: torch.Tensor, choice: Choice | None, tell: Callable[[], None] = _say_nothing
+    ) -> list[ContinuousBatch]:
         """Takes all turns of `plan` and returns their strategies. Calls `tell` between turns, unless it streams."""
         is_streamed = self.gatherer.is_streamed
         meets_others = is_streamed or self.model.parallel.size > 1
@@ -184,12 +182,12 @@ class ContainerRollouts:
             scoring.add(sequence.prompt for sequence in plan.sequences)
             self._turn_together(strategy, scoring)
         while strategy.has_work:
-            strategy.turn()
+            strategy.step()
             if tell is not _say_nothing:
                 self.partners.agree(tell)
         return [strategy]
 
-    def _turn_together(self, strategy: TextGeneration, scoring: ScoringTurns) -> None:
+    def _turn_together(self, strategy: ContinuousBatch, scoring: ScoringTurns) -> None:
         """Takes turns until every process's work is done, because streamed layers are gathered by all together.
 
         Prompts are scored first; a process without prompts to score takes turns in the meantime.
@@ -200,7 +198,7 @@ class ContainerRollouts:
 
         def take_pass() -> None:
             if not scoring.turn():
-                strategy.turn()
+                strategy.step()
 
         with holding_interrupts() as held:
             while True:

@@ -21,9 +21,9 @@ from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers import UnsupportedModelError
 from hybrid_engine.containers.views import is_adapted
 from hybrid_engine.distributed.verdict import forget_frames, is_out_of_memory
-from hybrid_engine.generation.core import Prompt, Sequence
+from hybrid_engine.generation.core import Prompt, Request, RolloutPlan, Sequence
 from hybrid_engine.generation.model.probe import describe_switch
-from hybrid_engine.generation.plan import MAX_RUNNING, Plan, Request
+from hybrid_engine.generation.plan import MAX_RUNNING
 from hybrid_engine.generation.rollout.container_rollouts import ContainerRollouts
 from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.generation.rollout.preparing import prepare
@@ -137,7 +137,7 @@ def _with_half_the_rows(generator: Generator, request: Request, error: RuntimeEr
     return replace(request, plan=_halved(plan, max(1, plan.max_running // 2)))
 
 
-def _halved(plan: Plan, rows: int) -> Plan:
+def _halved(plan: RolloutPlan, rows: int) -> RolloutPlan:
     """Returns `plan` in its initial state with as many KV blocks per row; at least those of a row and its prompt."""
     prompts: dict[Prompt, Prompt] = {}
     sequences = []

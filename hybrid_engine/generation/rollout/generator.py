@@ -22,19 +22,20 @@ from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.tensor_parallel import TensorParallel
 from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
 from hybrid_engine.distributed.verdict import LostError, Partners, attempt
+from hybrid_engine.generation.core import LocalRequest, Request, RolloutPlan, RolloutResult
 from hybrid_engine.generation.decode import Choice
-from hybrid_engine.generation.in_step import InStep
 from hybrid_engine.generation.memory import KVWorkspace, MemoryBudget, TrainingMemory
 from hybrid_engine.generation.model.container_probe import ContainerProbe
 from hybrid_engine.generation.model.exact import ExactModel
 from hybrid_engine.generation.model.model_group import ModelGroup
 from hybrid_engine.generation.model.probe import MAX_ROUNDING_FP32, LogprobDifference, describe_switch
 from hybrid_engine.generation.model.weights import LastingWeights, bound, computes_by, pass_over_layers
-from hybrid_engine.generation.plan import BLOCK_SIZE, Plan, Request, Wishes
+from hybrid_engine.generation.plan import BLOCK_SIZE
 from hybrid_engine.generation.rollout.container_rollouts import ContainerRollouts
 from hybrid_engine.generation.rollout.module_rollouts import ModuleRollouts
-from hybrid_engine.generation.rollout.output import GenerateOutput, RolloutResult, add_prompt_scores
+from hybrid_engine.generation.rollout.output import GenerateOutput, add_prompt_scores
 from hybrid_engine.generation.rollout.stages import StageModel, StageRollouts
+from hybrid_engine.generation.sampling import InStep
 from hybrid_engine.ops.dispatch import fallback_forced, naming_kernels
 from hybrid_engine.ops.fixed_shapes import NotExactError
 from hybrid_engine.zero.gathering import WeightGatherer
@@ -303,11 +304,11 @@ class Generator:
                 add_prompt_scores(result.output, plan.sequences[plan.own], wishes.mask)
             return result
 
-    def _choose(self, plan: Plan, wishes: Wishes) -> Choice | None:
+    def _choose(self, plan: RolloutPlan, wishes: LocalRequest) -> Choice | None:
         """Returns the function that draws the tokens of `plan`; None: the options of its sequences."""
         return self._choice if wishes.functions is None else self._stay_in_step(plan, wishes)
 
-    def _stay_in_step(self, plan: Plan, wishes: Wishes) -> InStep | None:
+    def _stay_in_step(self, plan: RolloutPlan, wishes: LocalRequest) -> InStep | None:
         assert self.model is not None and wishes.functions is not None
         if not plan.sequences:
             return None

@@ -21,10 +21,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from hybrid_engine.containers.device import LAUNCHES, launching
 from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
 from hybrid_engine.distributed.verdict import Partners, attempt
-from hybrid_engine.generation.core import Prompt, Sequence
+from hybrid_engine.generation.core import Prompt, RolloutResult, Sequence
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.rollout.output import (
-    RolloutResult,
     collect_output,
     measure_module_output,
     response_lengths,

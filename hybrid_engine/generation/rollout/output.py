@@ -7,8 +7,8 @@ V vocabulary.
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +18,6 @@ from hybrid_engine.containers import InferenceModel
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.generation.core import Prompt, Sequence
 from hybrid_engine.generation.options import GenerationOptions
-from hybrid_engine.generation.recorders import CaptureStats
 from hybrid_engine.generation.sampling import num_before_stop
 from hybrid_engine.ops import Context, PrefillBatch, token_logprobs
 
@@ -314,28 +313,3 @@ class ScoringTurns:
                 return True
             self._passes.popleft()  # its last pass was the previous one
         return False
-
-
-@dataclass
-class RolloutResult:
-    """The output of a rollout and its costs."""
-
-    output: Any
-    num_samples: int
-    generated_tokens: int = 0
-    preemptions: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    captures: CaptureStats = field(default_factory=CaptureStats)
-
-    def figures(self) -> dict[str, float]:
-        """The costs by the names of `latency_stats()`."""
-        return {
-            "prefill_seconds": self.prefill_seconds,
-            "decode_seconds": self.decode_seconds,
-            "graph_captures": self.captures.captures,
-            "graph_capture_seconds": self.captures.seconds,
-            "num_samples": self.num_samples,
-            "generated_tokens": self.generated_tokens,
-            "preemptions": self.preemptions,
-        }

@@ -15,9 +15,16 @@ from transformers import GenerationConfig
 from hybrid_engine.config.checks import check_integer
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.distributed.verdict import ErrorNotice, attempt, describe_error
-from hybrid_engine.generation.core import Sequence, prompt_digest, rank_seed, sample_keys
-from hybrid_engine.generation.in_step import NAMES as FUNCTIONS
-from hybrid_engine.generation.in_step import UserFunctions, read_functions
+from hybrid_engine.generation.core import (
+    LocalRequest,
+    Request,
+    RolloutPlan,
+    Sequence,
+    UserFunctions,
+    prompt_digest,
+    rank_seed,
+    sample_keys,
+)
 from hybrid_engine.generation.model.model_group import ModelGroup
 from hybrid_engine.generation.options import (
     NATIVE_DEFAULTS,
@@ -30,16 +37,10 @@ from hybrid_engine.generation.options import (
     own_options,
     read_options,
 )
-from hybrid_engine.generation.plan import (
-    Plan,
-    Request,
-    Wishes,
-    build_sequences,
-    check_lengths,
-    check_result_fits,
-    plan_rollout,
-)
+from hybrid_engine.generation.plan import build_sequences, check_lengths, check_result_fits, plan_rollout
 from hybrid_engine.generation.rollout.generator import Generator
+from hybrid_engine.generation.sampling import NAMES as FUNCTIONS
+from hybrid_engine.generation.sampling import read_functions
 
 MIXES_ROWS = ("rwkv", "recurrent_gemma")
 """Model types whose batches transformers mixes up: RWKV adds up states of rows, and RecurrentGemma reads padding."""
@@ -190,7 +191,7 @@ def prepare(
     )
 
 
-def _needs_seed(wishes: Wishes, group: ModelGroup) -> bool:
+def _needs_seed(wishes: LocalRequest, group: ModelGroup) -> bool:
     """Whether this process's samples need a seed for their noise.
 
     If not, no seed is drawn, because drawing one changes torch's random state.
@@ -198,7 +199,7 @@ def _needs_seed(wishes: Wishes, group: ModelGroup) -> bool:
     return wishes.is_sampled and (wishes.is_native or wishes.is_drawn or (group.has_same_prompts and group.size > 1))
 
 
-def _share(generator: Generator, wishes: Wishes | None) -> Share:
+def _share(generator: Generator, wishes: LocalRequest | None) -> Share:
     """Builds this process's message to those that share its model; `wishes` is None if it cannot start."""
     is_native = wishes is not None and wishes.is_native
     return Share(
@@ -212,7 +213,7 @@ def _share(generator: Generator, wishes: Wishes | None) -> Share:
     )
 
 
-def _bid(wishes: Wishes | None, seed: int | None, error: BaseException | None) -> Bid:
+def _bid(wishes: LocalRequest | None, seed: int | None, error: BaseException | None) -> Bid:
     """Builds this process's message to all others; `error` is why it cannot start."""
     problem = None if error is None else describe_error(error)
     if wishes is None:
@@ -227,7 +228,7 @@ def _bid(wishes: Wishes | None, seed: int | None, error: BaseException | None) -
     )
 
 
-def _plan(generator: Generator, wishes: Wishes, shares: list[Share]) -> Plan | None:
+def _plan(generator: Generator, wishes: LocalRequest, shares: list[Share]) -> RolloutPlan | None:
     """Plans the rollout of all prompts of the group, equal on each of its processes; None if containers do not run it.
 
     Raises:
@@ -259,7 +260,7 @@ def _plan(generator: Generator, wishes: Wishes, shares: list[Share]) -> Plan | N
     )
 
 
-def _sequences(group: ModelGroup, wishes: Wishes, bids: list[Bid], rank: int) -> list[Sequence]:
+def _sequences(group: ModelGroup, wishes: LocalRequest, bids: list[Bid], rank: int) -> list[Sequence]:
     """Builds this process's sequences with their noise keys; `rank` is that of `_name_noise`."""
     sequences = build_sequences(wishes.prompts, wishes.of_prompts, wishes.options.num_return_sequences)
     if group.has_same_prompts:
@@ -280,7 +281,7 @@ def _seed_of_fallback(generator: Generator, seed: int | None, bids: list[Bid]) -
     return rank_seed(int(torch.randint(2**62, ()).item()) if seed is None else seed, generator.partners.rank)
 
 
-def _name_noise(group: ModelGroup, plan: Plan, bids: list[Bid], rank: int) -> None:
+def _name_noise(group: ModelGroup, plan: RolloutPlan, bids: list[Bid], rank: int) -> None:
     """Sets the noise key of each sequence of `plan`; a group of processes with the same prompts counts once.
 
     `rank` is this process's index in `bids`, which is 0 if it generates alone.
@@ -302,7 +303,7 @@ def read_wishes(
     seed: int | None,
     kwargs: dict[str, Any],
     in_sequences: bool = False,
-) -> Wishes:
+) -> LocalRequest:
     """Reads these arguments of `generate()` for `generator` in its current state; changes nothing.
 
     `in_sequences`: whether each row must be a sequence of its own, even if the model's own `generate()` runs.
@@ -352,7 +353,7 @@ def read_wishes(
             if undrawn is not None and (in_sequences or only_native is not None):
                 fallback = undrawn
     kwargs = {name: value for name, value in kwargs.items() if name not in OWN_OPTIONS}
-    return Wishes(
+    return LocalRequest(
         input_ids=input_ids,
         mask=mask,
         prompts=prompts,

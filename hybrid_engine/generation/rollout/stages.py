@@ -27,13 +27,12 @@ from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.tensor_parallel import TensorParallel
 from hybrid_engine.distributed.interrupts import holding_interrupts
 from hybrid_engine.distributed.verdict import ErrorNotice, FollowedError, LostError, Partners, attempt, describe_error
-from hybrid_engine.generation.core import Prompt, Sequence
-from hybrid_engine.generation.decode import Choice, DecodeStep, Draw, Drawn, OpenStep, SlotTables
+from hybrid_engine.generation.core import CaptureStats, Draw, Drawn, Prompt, RolloutPlan, Sequence
+from hybrid_engine.generation.decode import Choice, DecodeStep, OpenStep, SlotTables
 from hybrid_engine.generation.model.model_group import ModelGroup, Stage
-from hybrid_engine.generation.plan import Plan
-from hybrid_engine.generation.recorders import CaptureStats
 from hybrid_engine.generation.rollout.container_rollouts import ContainerRollouts
-from hybrid_engine.generation.step import TextGeneration
+from hybrid_engine.generation.scheduler import Scheduler
+from hybrid_engine.generation.step import ContinuousBatch
 from hybrid_engine.ops import Batch, SampleOp
 
 HIDDEN, DRAWN = 2, 4
@@ -332,12 +331,12 @@ class StageStep(OpenStep):
         return drawn
 
 
-class MicroBatch(TextGeneration):
+class MicroBatch(ContinuousBatch):
     """A continuous batch whose tokens are read before its next turn, not at the end of its last."""
 
-    def turn(self) -> None:
+    def step(self) -> None:
         """Makes one pass over the layers and one draw, or a draw alone; all tokens drawn before must have been read."""
-        self._recompute()
+        self._make_way()
         admission = self.scheduler.admit()
         if admission.sequences:
             with self.prefill_time.measure():
@@ -347,7 +346,7 @@ class MicroBatch(TextGeneration):
                 self._decode()
 
 
-def split_plan(plan: Plan, num_parts: int) -> list[Plan]:
+def split_plan(plan: RolloutPlan, num_parts: int) -> list[RolloutPlan]:
     """Splits `plan` into up to `num_parts`, as many as have rows and KV blocks for their longest sequence.
 
     Whole prompts are dealt out in turn; if there are fewer prompts than parts, their samples are.
@@ -367,19 +366,19 @@ def split_plan(plan: Plan, num_parts: int) -> list[Plan]:
     return [plan]
 
 
-def _part(plan: Plan, num_parts: int, place: int, hands: list[list[Sequence]]) -> Plan:
+def _part(plan: RolloutPlan, num_parts: int, place: int, hands: list[list[Sequence]]) -> RolloutPlan:
     first, last = (-(-plan.max_running * edge // num_parts) for edge in (place, place + 1))
     blocks = plan.num_blocks * last // plan.max_running - plan.num_blocks * first // plan.max_running
     sequences = [sequence for hand in hands for sequence in hand]
     return replace(plan, sequences=sequences, max_running=last - first, num_blocks=blocks, own=slice(None))
 
 
-def _fewest_blocks(part: Plan) -> int:
+def _fewest_blocks(part: RolloutPlan) -> int:
     """Number of blocks for the longest sequence, and one more if samples fork from its prompt."""
     return part.num_columns + (1 if part.options.num_return_sequences > 1 else 0)
 
 
-def _separate_prompts(parts: list[Plan]) -> None:
+def _separate_prompts(parts: list[RolloutPlan]) -> None:
     """Gives samples of one prompt in several parts a prompt in each, because its blocks belong to one part."""
     for part in parts[1:]:
         others: dict[Prompt, Prompt] = {}
@@ -387,7 +386,7 @@ def _separate_prompts(parts: list[Plan]) -> None:
             sequence.prompt = others.setdefault(sequence.prompt, sequence.prompt.with_own_blocks())
 
 
-def split_empty_plan(plan: Plan, num_parts: int) -> list[Plan]:
+def split_empty_plan(plan: RolloutPlan, num_parts: int) -> list[RolloutPlan]:
     """Splits a plan without sequences into micro-batches with blocks for one sequence each, for a live batch."""
     for number in range(min(num_parts, plan.max_running), 1, -1):
         parts = [_part(plan, number, place, []) for place in range(number)]
@@ -396,7 +395,7 @@ def split_empty_plan(plan: Plan, num_parts: int) -> list[Plan]:
     return [plan]
 
 
-def split_workspace(kv: torch.Tensor, model: StageModel, parts: list[Plan]) -> list[torch.Tensor]:
+def split_workspace(kv: torch.Tensor, model: StageModel, parts: list[RolloutPlan]) -> list[torch.Tensor]:
     """Returns each part's workspace, contiguous, in the memory of `kv`, which has at least all their blocks."""
     shapes = [model.kv_shape(part.num_blocks, part.block_size) for part in parts]
     sizes = [torch.Size(shape).numel() for shape in shapes]
@@ -414,14 +413,14 @@ class StageRollouts(ContainerRollouts):
         super().__init__(*parts)
         self.peers = peers
 
-    def warm_up(self, plan: Plan, kv: torch.Tensor) -> CaptureStats:
+    def warm_up(self, plan: RolloutPlan, kv: torch.Tensor) -> CaptureStats:
         """Compiles the kernels of rollouts like `plan`, by a prefill and a decode of each micro-batch; collective."""
         self._take_turns(self._start_all(plan, kv, None), lambda: None, most=2)
         return self.steps.stats
 
     def run_turns(
-        self, plan: Plan, kv: torch.Tensor, choice: Choice | None, tell: Callable[[], None] = lambda: None
-    ) -> list[TextGeneration]:
+        self, plan: RolloutPlan, kv: torch.Tensor, choice: Choice | None, tell: Callable[[], None] = lambda: None
+    ) -> list[ContinuousBatch]:
         """Takes all turns of `plan`, and calls `tell` before each; collective.
 
         An error of one stage is raised on all.
@@ -430,18 +429,18 @@ class StageRollouts(ContainerRollouts):
         self._take_turns(batches, tell)
         return list(batches)
 
-    def _start_all(self, plan: Plan, kv: torch.Tensor, choice: Choice | None) -> list[MicroBatch]:
+    def _start_all(self, plan: RolloutPlan, kv: torch.Tensor, choice: Choice | None) -> list[MicroBatch]:
         """Starts as many micro-batches as there are stages, if there are rows for them."""
         parts = split_plan(plan, self.model.stage.size)
         workspaces = split_workspace(kv, self.model, parts)
         return [self._start(part, space, choice) for part, space in zip(parts, workspaces, strict=True)]
 
-    def _start(self, plan: Plan, kv: torch.Tensor, choice: Choice | None) -> MicroBatch:
+    def _start(self, plan: RolloutPlan, kv: torch.Tensor, choice: Choice | None) -> MicroBatch:
         model = self.model
         tables = SlotTables(plan.max_running, plan.num_columns, kv.shape[2] - 1, model.vocab_size, kv.device)
         drawer = DecodeStep(model, SampleOp(plan.sampling), tables, kv)
         step = StageStep(model, kv, drawer, choice, self.peers)
-        return MicroBatch(StageTurns(model), plan.build_scheduler(), step, self.layers)
+        return MicroBatch(StageTurns(model), Scheduler.for_plan(plan), step, self.layers)
 
     def _take_turns(self, batches: list[MicroBatch], tell: Callable[[], None], most: int | None = None) -> None:
         """Takes rounds of one turn of each micro-batch, at most `most`, until none has work.
@@ -464,7 +463,7 @@ class StageRollouts(ContainerRollouts):
             turns.read_all()
             self.model.links.finish()
 
-    def start_live(self, plan: Plan, kv: torch.Tensor) -> list[MicroBatch]:
+    def start_live(self, plan: RolloutPlan, kv: torch.Tensor) -> list[MicroBatch]:
         """Starts empty micro-batches that sequences join later, as many as stages if memory suffices."""
         parts = split_empty_plan(plan, self.model.stage.size)
         workspaces = split_workspace(kv, self.model, parts)
@@ -520,7 +519,7 @@ class OrderedTurns:
         sent.
         """
         self.links.begin_turn(self.at_once)
-        problem = attempt(begin)[1] or attempt(batch.turn)[1]
+        problem = attempt(begin)[1] or attempt(batch.step)[1]
         if isinstance(problem, LostError):
             raise problem
         if problem is not None:
