@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.processes import get_rank, on_rank_zero
 from hybrid_engine.generation.core import Prompt, Sequence, prompt_digest, sample_keys
-from hybrid_engine.generation.end_tokens import answer_text, end_token_ids
+from hybrid_engine.generation.detokenize import answer_text, end_token_ids
 from hybrid_engine.generation.live.batches import LiveBatch
 from hybrid_engine.generation.live.opening import live_batch
 from hybrid_engine.generation.options import GenerationOptions, read_options

@@ -30,9 +30,14 @@ from hybrid_engine.engine.zero_engine import ZeroEngine
 from hybrid_engine.generation.core import Request, RolloutResult
 from hybrid_engine.generation.live.asynchronous import AsyncRollout, Carried, start_async
 from hybrid_engine.generation.memory import AllocatorPeak, TrainingMemory
-from hybrid_engine.generation.model.model_group import TRAINING_OPTION, check_group_size, share_sharded_model
 from hybrid_engine.generation.model.probe import LogprobDifference, compare_logprobs
-from hybrid_engine.generation.model.weights import check_parts, share_unit
+from hybrid_engine.generation.model.weights import (
+    TRAINING_OPTION,
+    check_group_size,
+    check_parts,
+    share_sharded_model,
+    share_unit,
+)
 from hybrid_engine.generation.rollout.engine_methods import (
     ModuleGenerate,
     WarmUp,

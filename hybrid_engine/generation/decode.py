@@ -31,7 +31,7 @@ import torch
 from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.model import InferenceModel
-from hybrid_engine.generation.core import PENDING, CaptureStats, Drawn, RolloutPlan, Sequence
+from hybrid_engine.generation.core import PENDING, CaptureStats, Draw, Drawn, RolloutPlan, Sequence
 from hybrid_engine.generation.recorders import (
     FedRows,
     FunctionRecorder,
@@ -44,7 +44,6 @@ from hybrid_engine.generation.recorders import (
 )
 from hybrid_engine.generation.sampling import DrawnRows, MixedRows, RowState, send_to_host
 from hybrid_engine.ops import Batch, DecodeBatch, MixedBatch, PrefillBatch, SampleOp
-from hybrid_engine.ops.sample_kernels import Draw
 
 _POSITION, _DRAW, _KEY, _LIVE = range(4)
 
@@ -416,7 +415,7 @@ class DecodeSteps:
         had_graphs = self._has_graphs
         for key in keys:
             del self._kept[key]
-        if had_graphs and not self._has_graphs:
+        if self.recorder is not None and had_graphs and not self._has_graphs:
             self.recorder.renew()
 
     @property

@@ -1,21 +1,29 @@
-"""Turns tokens that arrive one by one into text that can be shown at once, for streams and stop strings.
+"""The text of answers: turns tokens that arrive one by one into text at once, and finds the tokens that end an answer.
+
+`IncrementalDetokenizer` serves streams and stop strings:
 
     shown so far + held back = tokenizer.decode(tokens so far), up to a stop string
 
 Text that later tokens may change is held back: bytes of an unfinished UTF-8 character, a run of byte-fallback tokens
 (which decodes as a whole or not at all), the end of a text whose spaces the tokenizer cleans up, and a possible
 beginning of a stop string. Only the last tokens are decoded each time; they are enough context.
+
+Four places name end tokens, and models differ in which of them they use: the tokenizer's `eos_token`,
+`generation_config.json` (Gemma's `<end_of_turn>`, gpt-oss' `<|call|>`), `config.json`, and the chat template, by the
+text that it writes after an assistant's turn (`<|im_end|>` of ChatML on a base model, for which the other three name
+`<|endoftext|>`). `end_token_ids` joins them for rollouts, `generate`, servers and encodings of training data.
 """
 
 import re
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from hybrid_engine.generation.options import check_stop_strings
+from hybrid_engine.generation.options import check_stop_strings, token_ids
 
 # Number of tokens that are decoded again for each new one: from CONTEXT to LONGEST_WINDOW.
 CONTEXT = 16
@@ -25,6 +33,12 @@ LONGEST_WINDOW = 48
 CLEANED_UP = 16
 REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+PREFIX = "abcdef"
+"""Text before a token that is decoded alone: a decoder may strip the first space of a text."""
+# Stands for an answer when a template is rendered: no template changes its letters, and no text contains it.
+_PLACEHOLDER = "ANSWERc2b90de7714f"
+_turn_ends: "WeakKeyDictionary[PreTrainedTokenizerBase, _TurnEnd]" = WeakKeyDictionary()
+"""The turn end of each tokenizer, with the chat template that it was read from."""
 
 
 class IncrementalDetokenizer:
@@ -172,10 +186,6 @@ def _decoder(tokenizer: Any, cleans_up: bool) -> Callable[..., str]:
     return tokenizer.decode
 
 
-PREFIX = "abcdef"
-"""Text before a token that is decoded alone: a decoder may strip the first space of a text."""
-
-
 def token_bytes(tokenizer: Any, token: int) -> bytes:
     """Returns the UTF-8 bytes that `token` adds to a text, which may be part of a character."""
     name = tokenizer.convert_ids_to_tokens(token)
@@ -231,3 +241,71 @@ def longest_beginning(text: str, stop_strings: Sequence[str]) -> int:
                 longest = size
                 break
     return longest
+
+
+class ModelWithEnds(Protocol):
+    """A model of transformers, or an engine over one."""
+
+    config: PretrainedConfig
+    generation_config: GenerationConfig
+
+
+class _TurnEnd(NamedTuple):
+    template: Any
+    token: int | None
+
+
+def end_token_ids(model: ModelWithEnds, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Returns the ids of the tokens that end an answer of `model`, without duplicates, those of its configs first.
+
+    Ids outside the model's vocabulary cannot be drawn and are left out.
+    """
+    config = model.config.get_text_config()
+    of_configs = (
+        ("generation_config.eos_token_id", getattr(model.generation_config, "eos_token_id", None)),
+        ("config.eos_token_id", getattr(model.config, "eos_token_id", None)),
+        ("config.eos_token_id", getattr(config, "eos_token_id", None)),
+    )
+    ends = [token for option, value in of_configs for token in token_ids(option, value, config.vocab_size)]
+    ends += token_ids("eos_token_id", answer_ends(tokenizer), config.vocab_size)
+    return list(dict.fromkeys(ends))
+
+
+def answer_ends(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Returns the ids of the end tokens that the tokenizer knows: its `eos_token` and its `turn_end`."""
+    ends = (tokenizer.eos_token_id, turn_end(tokenizer))
+    return list(dict.fromkeys(end for end in ends if end is not None))
+
+
+def answer_text(tokenizer: PreTrainedTokenizerBase, tokens: list[int], ends: Collection[int]) -> str:
+    """Decodes an answer without special tokens and its end token, which some tokenizers do not mark as special."""
+    is_ended = bool(tokens) and tokens[-1] in ends
+    return tokenizer.decode(tokens[:-1] if is_ended else tokens, skip_special_tokens=True)
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Returns the id of the special token with which the chat template ends an assistant's turn, or None.
+
+    Blanks before the token and everything after it are ignored: Phi-3 ends a turn with `<|end|>`, then a line feed and,
+    after the last turn, `<|endoftext|>`.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        return None
+    known = _turn_ends.get(tokenizer)
+    if known is None or known.template != template:
+        known = _turn_ends[tokenizer] = _TurnEnd(template, _find_turn_end(tokenizer))
+    return known.token
+
+
+def _find_turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _PLACEHOLDER}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception:  # templates are programs; the code that renders rows reports the refused ones
+        return None
+    _, shown, behind = text.rpartition(_PLACEHOLDER)
+    ids = tokenizer(behind.lstrip(), add_special_tokens=False)["input_ids"] if shown else []
+    first = next((token for token in ids if tokenizer.decode([token]).strip()), None)
+    specials = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return first if first in specials else None

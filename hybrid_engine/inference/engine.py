@@ -21,8 +21,8 @@ from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.generation.core import Request
 from hybrid_engine.generation.memory import num_bytes
-from hybrid_engine.generation.model.model_group import ModelGroup
 from hybrid_engine.generation.model.probe import LogprobDifference
+from hybrid_engine.generation.model.weights import ModelGroup
 from hybrid_engine.generation.options import merge_options
 from hybrid_engine.generation.rollout.engine_methods import WarmUp, describe_generation, roll_out_what_fits, warm_up
 from hybrid_engine.generation.rollout.generator import Generator

@@ -38,7 +38,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from hybrid_engine.generation.guides import prepare_guides
-from hybrid_engine.generation.live.thread import LiveThread
+from hybrid_engine.generation.live.asynchronous import LiveThread
 from hybrid_engine.serving.access import Keys, Pages
 from hybrid_engine.serving.errors import RequestError, broken, cut, ended
 from hybrid_engine.serving.protocol import (

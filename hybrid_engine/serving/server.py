@@ -23,11 +23,11 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybrid_engine.config.checks import check_integer, check_number
-from hybrid_engine.generation.end_tokens import end_token_ids
+from hybrid_engine.generation.detokenize import end_token_ids
+from hybrid_engine.generation.live.asynchronous import LiveThread
 from hybrid_engine.generation.live.batches import LiveBatch
 from hybrid_engine.generation.live.opening import live_batch
 from hybrid_engine.generation.live.shared import LeadingBatch, LiveFollower, LiveLink
-from hybrid_engine.generation.live.thread import LiveThread
 from hybrid_engine.generation.memory import read_memory
 from hybrid_engine.generation.options import token_ids
 from hybrid_engine.generation.rollout.generator import Generator

@@ -18,8 +18,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from hybrid_engine.generation.core import Sequence
+from hybrid_engine.generation.live.asynchronous import EndedError, LiveThread, TooManyWaitError
 from hybrid_engine.generation.live.batches import Progress
-from hybrid_engine.generation.live.thread import EndedError, LiveThread, TooManyWaitError
 from hybrid_engine.serving.errors import RequestError, broken, ended, not_finite, overloaded, rule_failed
 from hybrid_engine.serving.responses import Piece, Writer
 from hybrid_engine.serving.sessions import Recorder

@@ -4,8 +4,8 @@ import time
 
 import torch.distributed as dist
 
-from hybrid_engine.generation.model import model_group
-from hybrid_engine.generation.model.model_group import LayerSums
+from hybrid_engine.generation.model import weights
+from hybrid_engine.generation.model.weights import LayerSums
 from tests.support.distributed import run_distributed
 
 
@@ -24,7 +24,7 @@ def make_slowly(rank, world_size):
             store.add("made", 1)
             return made
 
-    model_group.dist = SlowDist()
+    weights.dist = SlowDist()
     sums = LayerSums([list(range(world_size))])
     seen = [store.add("made", 0) == world_size]
     sums.renew()

@@ -5,7 +5,7 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import hybrid_engine
-from hybrid_engine.generation.end_tokens import answer_ends, end_token_ids, turn_end
+from hybrid_engine.generation.detokenize import answer_ends, end_token_ids, turn_end
 from hybrid_engine.rlhf.data.encoding import encode_completion, encode_pair, encode_scored
 from hybrid_engine.rlhf.data.rows import CompletionRow, ConversationRow, PreferenceRow, PromptRow
 from hybrid_engine.rlhf.experience.evaluation import evaluate

@@ -7,7 +7,7 @@ import torch
 
 import hybrid_engine
 from hybrid_engine.containers.tensor_parallel import TensorParallel
-from hybrid_engine.generation.model.model_group import TRAINING_OPTION, ModelGroup
+from hybrid_engine.generation.model.weights import TRAINING_OPTION, ModelGroup
 from tests.support.models import PAD, build_model, module_logprobs, padded_prompts
 
 OPTIONS = {"do_sample": True, "top_k": 0, "max_new_tokens": 24, "eos_token_id": 11, "pad_token_id": PAD}

@@ -12,8 +12,8 @@ import hybrid_engine
 from hybrid_engine.containers.device import LAUNCHES
 from hybrid_engine.generation import sampling, step
 from hybrid_engine.generation.core import Prompt, Sequence
+from hybrid_engine.generation.live.asynchronous import LiveThread
 from hybrid_engine.generation.live.opening import live_batch
-from hybrid_engine.generation.live.thread import LiveThread
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.recorders import CudaGraphs
 from hybrid_engine.generation.rollout.module_rollouts import ModuleRollouts

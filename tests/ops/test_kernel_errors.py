@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hybrid_engine
-from hybrid_engine.generation.live.batches import LiveBatch
+from hybrid_engine.generation.live.batches import ContainerBatch
 from hybrid_engine.ops import dispatch, expert_gemm, log_prob, norm
 from hybrid_engine.ops.dispatch import KernelError, Launch, describe_kernel_error, need_kernels, replaced_kernels, tl
 from hybrid_engine.ops.linear_log_prob import linear_log_prob
@@ -251,7 +251,7 @@ def test_live_batches_and_warm_ups_end_by_the_kernels_name_too(compiled, monkeyp
         engine.warm_up()
     strategy = SimpleNamespace(scheduler=None, has_work=True, turn=lambda: launch_it(compiled))
     with pytest.raises(KernelError, match=r"broken_kernel of .* does not compile"):
-        LiveBatch(engine.generator.model, strategy, 8).turn()
+        ContainerBatch(engine.generator.model, strategy, 8).turn()
 
 
 def test_the_op_is_named_and_other_errors_are_not(compiled, monkeypatch):

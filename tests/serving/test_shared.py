@@ -14,7 +14,7 @@ import hybrid_engine
 from hybrid_engine.generation import guides
 from hybrid_engine.generation.core import Prompt, Sequence
 from hybrid_engine.generation.decode import DecodeStep
-from hybrid_engine.generation.live.batches import LiveBatch
+from hybrid_engine.generation.live.batches import ContainerBatch
 from hybrid_engine.generation.live.opening import live_batch
 from hybrid_engine.generation.live.shared import _Codec
 from hybrid_engine.generation.options import GenerationOptions
@@ -187,7 +187,7 @@ def stop_while_serving(rank, world_size):
     expected = engine.generate(prompt, max_new_tokens=4)
     layer, steps = engine.generator.model.layers[1], engine.generator.native.steps
     for who in range(world_size):
-        for place, name, calls in ((layer, "forward", 3), (DecodeStep, "draw", 0), (LiveBatch, "add", 0)):
+        for place, name, calls in ((layer, "forward", 3), (DecodeStep, "draw", 0), (ContainerBatch, "add", 0)):
             with (
                 without_room(place, name, calls if rank == who else 10**9),
                 pytest.raises(Exception) as raised,

@@ -8,7 +8,7 @@ all processes gather together.
 
 import math
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from hybrid_engine.config.checks import check_integer
 from hybrid_engine.containers.model import InferenceModel
@@ -20,7 +20,7 @@ from hybrid_engine.generation.rollout.module_rollouts import (
     IDLE,
     STREAMED_STAYS,
     WORKS,
-    JointPasses,
+    JointModulePasses,
     JointTurns,
     answer_sequence,
 )
@@ -46,7 +46,7 @@ class Progress(NamedTuple):
     """
 
 
-class KVBlocks(NamedTuple):
+class KVUsage(NamedTuple):
     """Use of the blocks of a KV workspace."""
 
     used: int
@@ -61,8 +61,61 @@ class KVBlocks(NamedTuple):
         return self.used / max(1, sum(self))
 
 
-class LiveBatch:
-    """Takes turns for the sequences in it. One thread owns it.
+class LiveBatch(Protocol):
+    """A batch that sequences join and leave while it runs. One thread owns it and calls it between its turns."""
+
+    longest: int
+    """Number of tokens of the longest sequence that fits, including the last one drawn."""
+
+    @property
+    def seconds_between_stays(self) -> float | None:
+        """Seconds between required calls of `stay`; None: no calls are required."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a turn has a result."""
+
+    @property
+    def num_running(self) -> int:
+        """Number of sequences that decode now."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of sequences that have not started, or start again."""
+
+    @property
+    def kv_blocks(self) -> KVUsage:
+        """Use of the KV blocks. May be called by another thread."""
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """All sequences for which progress is still to come."""
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """Queues `sequences`. Each must fit: prompt and answer within `longest` tokens."""
+
+    def cancel(self, sequences: list[Sequence]) -> None:
+        """Removes `sequences` at once, whether they run or wait; finished ones are not changed."""
+
+    def take_out(self) -> list[Progress]:
+        """Removes all sequences so that another batch can continue them; returns the progress not reported yet."""
+
+    def turn(self) -> list[Progress]:
+        """Takes one step of the batch; returns its progress, in the order in which the sequences were added."""
+
+    def stay(self) -> None:
+        """Called at least every `seconds_between_stays`, even without requests."""
+
+
+class SettledBatch(LiveBatch, Protocol):
+    """A live batch whose weights may change between two turns."""
+
+    def settle(self) -> list[Progress]:
+        """Reads the messages of other processes about earlier turns, before weights change; returns their progress."""
+
+
+class ContainerBatch:
+    """A live batch on containers with whole weights.
 
     Args:
         model: model that `strategy` runs.
@@ -70,8 +123,7 @@ class LiveBatch:
         longest: number of tokens of the longest sequence that fits, including the last one drawn.
     """
 
-    seconds_between_stays: float | None = None
-    """Seconds between required calls of `stay`; None: no calls are required."""
+    seconds_between_stays = None
 
     def __init__(self, model: InferenceModel, strategy: ContinuousBatch, longest: int):
         self.model, self.strategy, self.scheduler, self.longest = model, strategy, strategy.scheduler, longest
@@ -96,11 +148,11 @@ class LiveBatch:
         return len(self.scheduler.waiting) + len(self._unscored)
 
     @property
-    def kv_blocks(self) -> KVBlocks:
+    def kv_blocks(self) -> KVUsage:
         """Use of the KV blocks. May be called by another thread."""
         pool, kept = self.scheduler.pool, self.scheduler.kept.num_given_up_on_demand
         num_free = len(pool.free)
-        return KVBlocks(max(0, pool.num_blocks - num_free - kept), kept, num_free)
+        return KVUsage(max(0, pool.num_blocks - num_free - kept), kept, num_free)
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -161,11 +213,18 @@ class LiveBatch:
         return self.tell()
 
     def settle(self) -> list[Progress]:
-        """Reads the messages of other processes about earlier turns, before weights change; returns their progress."""
+        """Returns no progress: no process has messages. See `SettledBatch.settle`."""
         return []
 
     def stay(self) -> None:
-        """Called at least every `seconds_between_stays`, even without requests."""
+        """Does nothing: no process waits for this one."""
+
+    def take_pass(self) -> None:
+        """Makes one pass over the layers, even if there is nothing to compute."""
+        with naming_kernels():
+            if not self._scoring.turn():
+                self._join_scored()
+                self.strategy.step()
 
     def tell(self) -> list[Progress]:
         """Returns the progress that was read and not reported yet."""
@@ -195,7 +254,7 @@ class LiveBatch:
         return Progress(sequence, tokens, logprobs, sequence.finish_reason if is_complete else None)
 
 
-class OwnBatch(LiveBatch):
+class OwnBatch:
     """Answers sequences in the order of their arrival by the model's own `generate()`, a part of an answer per turn.
 
     If they are of several shares (`Sequence.share`), the shares take turns.
@@ -208,7 +267,7 @@ class OwnBatch(LiveBatch):
         passes: keeps the model's forward passes in step with those of other processes; None: no process waits for them.
     """
 
-    def __init__(self, generator: Generator, longest: int, passes: JointPasses | None = None):
+    def __init__(self, generator: Generator, longest: int, passes: JointModulePasses | None = None):
         self.generator, self.longest, self._passes = generator, longest, passes
         self.seconds_between_stays = None if passes is None else STREAMED_STAYS
         self._num_told: dict[Sequence, int] = {}
@@ -230,9 +289,14 @@ class OwnBatch(LiveBatch):
         return len(self._num_told) - self.num_running
 
     @property
-    def kv_blocks(self) -> KVBlocks:
+    def kv_blocks(self) -> KVUsage:
         """No blocks: the model has a cache of its own."""
-        return KVBlocks(0, 0, 0)
+        return KVUsage(0, 0, 0)
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """All sequences for which progress is still to come."""
+        return list(self._num_told)
 
     def add(self, sequences: list[Sequence]) -> None:
         """Queues `sequences` for their turns."""
@@ -310,17 +374,19 @@ def open_own(generator: Generator, longest: int | None, release: ExitStack, call
     return OwnBatch(generator, longest or limit, None if passes is None else release.enter_context(passes.joined()))
 
 
-class StagedBatch(LiveBatch):
+class StagedBatch:
     """The micro-batches of a pipeline as one batch; every stage makes the same calls.
 
     Args:
         batches: micro-batches that take turns by `turns`.
     """
 
+    seconds_between_stays = None
+
     def __init__(self, model: InferenceModel, batches: list[MicroBatch], longest: int, turns: OrderedTurns):
         self.model, self.longest = model, longest
         self._turns = turns
-        self._parts = [LiveBatch(model, batch, longest) for batch in batches]
+        self._parts = [ContainerBatch(model, batch, longest) for batch in batches]
         self._settled: list[Progress] = []  # not reported yet
         self._next = 0
 
@@ -340,9 +406,9 @@ class StagedBatch(LiveBatch):
         return sum(part.num_waiting for part in self._parts)
 
     @property
-    def kv_blocks(self) -> KVBlocks:
+    def kv_blocks(self) -> KVUsage:
         """Use of the KV blocks of all micro-batches on this stage; those of other stages are equal."""
-        return KVBlocks(*map(sum, zip(*(part.kv_blocks for part in self._parts), strict=True)))
+        return KVUsage(*map(sum, zip(*(part.kv_blocks for part in self._parts), strict=True)))
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -363,7 +429,7 @@ class StagedBatch(LiveBatch):
             if part.strategy not in self._turns.failed:
                 part.add(samples)
 
-    def _choose_part(self, samples: list[Sequence]) -> LiveBatch:
+    def _choose_part(self, samples: list[Sequence]) -> ContainerBatch:
         for sequence in samples:
             for part in self._parts:
                 if sequence.begins_from in part.scheduler.kept.sequences:
@@ -389,6 +455,9 @@ class StagedBatch(LiveBatch):
         settled, self._settled = self._settled, []
         return settled + [told for part in self._parts for told in part.take_out()]
 
+    def stay(self) -> None:
+        """Does nothing: the stages of a process group make the same calls."""
+
     def settle(self) -> list[Progress]:
         """Reads the last stage's messages about earlier turns; returns their progress."""
         self._turns.read_all()
@@ -410,8 +479,8 @@ class StagedBatch(LiveBatch):
         return settled
 
 
-class StreamedBatch(LiveBatch):
-    """A LiveBatch whose turns are taken by all processes together.
+class StreamedBatch:
+    """A live batch whose turns are taken by all processes together, each with a pass over the streamed layers.
 
     Args:
         native: runs a turn over the stream.
@@ -420,21 +489,51 @@ class StreamedBatch(LiveBatch):
 
     seconds_between_stays = STREAMED_STAYS
 
-    def __init__(
-        self,
-        model: InferenceModel,
-        strategy: ContinuousBatch,
-        longest: int,
-        native: ContainerRollouts,
-        partners: Partners,
-    ):
-        super().__init__(model, strategy, longest)
-        self._turns = JointTurns(partners, lambda: native.pass_over_stream(self._pass))
+    def __init__(self, batch: ContainerBatch, native: ContainerRollouts, partners: Partners):
+        self._batch, self.longest = batch, batch.longest
+        self._turns = JointTurns(partners, lambda: native.pass_over_stream(batch.take_pass))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a turn has a result for this process."""
+        return self._batch.has_work
+
+    @property
+    def num_running(self) -> int:
+        """Number of sequences of this process that decode now."""
+        return self._batch.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of sequences of this process that have not started, or start again."""
+        return self._batch.num_waiting
+
+    @property
+    def kv_blocks(self) -> KVUsage:
+        """Use of this process's KV blocks."""
+        return self._batch.kv_blocks
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """All sequences of this process for which progress is still to come."""
+        return self._batch.unfinished
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """Queues `sequences`, whose prompts are scored in the passes of turns. See `LiveBatch.add`."""
+        self._batch.add(sequences)
+
+    def cancel(self, sequences: list[Sequence]) -> None:
+        """Removes `sequences`, whether they run or wait."""
+        self._batch.cancel(sequences)
+
+    def take_out(self) -> list[Progress]:
+        """Removes all sequences; returns the progress not reported yet."""
+        return self._batch.take_out()
 
     def turn(self) -> list[Progress]:
         """Makes one pass over the layers, on all processes."""
         self._turns.meet(WORKS)
-        return self.tell()
+        return self._batch.tell()
 
     def stay(self) -> None:
         """Takes part in the turns of others; if there is work here, its next turn does."""
@@ -444,10 +543,3 @@ class StreamedBatch(LiveBatch):
     def leaving(self) -> AbstractContextManager[None]:
         """On exit, takes part in the turns of others until all have left; raises an error inside on all."""
         return self._turns.leaving()
-
-    def _pass(self) -> None:
-        """Makes one pass over the layers, even if there is nothing to compute."""
-        with naming_kernels():
-            if not self._scoring.turn():
-                self._join_scored()
-                self.strategy.step()

@@ -21,7 +21,16 @@ from hybrid_engine.containers.device import on_device
 from hybrid_engine.containers.model import InferenceModel
 from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.generation.core import Prompt, RolloutPlan, Sequence
-from hybrid_engine.generation.live.batches import KVBlocks, LiveBatch, Progress, StagedBatch, StreamedBatch, open_own
+from hybrid_engine.generation.live.batches import (
+    ContainerBatch,
+    KVUsage,
+    LiveBatch,
+    Progress,
+    SettledBatch,
+    StagedBatch,
+    StreamedBatch,
+    open_own,
+)
 from hybrid_engine.generation.live.shared import LeadingBatch, LiveLink
 from hybrid_engine.generation.memory import MemoryLimit
 from hybrid_engine.generation.options import GenerationOptions
@@ -77,7 +86,7 @@ def live_batch(
         spare = partners.agree(lambda: _spare_bytes(generator, memory))
         of_all = generator.group.gather_objects(Memory(spare, generator.memory.training_bytes))
         num_parts = len(adapters) + 1 if adapters else 1
-        asked = Asked(longest, max_running, link is not None, num_parts, caller)
+        asked = LiveBatchRequest(longest, max_running, link is not None, num_parts, caller)
         plan = partners.agree(lambda: _plan(generator, asked, of_all))
         native = generator.native
         assert native is not None
@@ -89,7 +98,7 @@ def live_batch(
         if generator.gatherer.is_streamed:
             strategy = partners.agree(lambda: native.start(plan, kv))
             say_once(f"{caller}: layers are gathered one by one on every turn, with those of all processes")
-            streamed = StreamedBatch(native.model, strategy, plan.longest + 1, native, partners)
+            streamed = StreamedBatch(ContainerBatch(native.model, strategy, plan.longest + 1), native, partners)
             with streamed.leaving():
                 yield streamed
             return
@@ -124,7 +133,7 @@ def _open(
     fused = FusedAdapter(generator.module, native.model)
     release.callback(fused.give_back)
     names: tuple[str | None, ...] = (None, *adapters)
-    batches: dict[str | None, LiveBatch] = {}
+    batches: dict[str | None, SettledBatch] = {}
     for name, part in zip(names, split_workspace(kv, native.model, plan, len(names)), strict=True):
         fused.fuse(name)
         # A graph holds addresses, which fusing again may change; on a CPU they stay.
@@ -132,14 +141,14 @@ def _open(
     return AdapterBatches(batches, fused)
 
 
-def _open_one(native: ContainerRollouts, plan: RolloutPlan, kv: torch.Tensor, is_recorded: bool = True) -> LiveBatch:
+def _open_one(native: ContainerRollouts, plan: RolloutPlan, kv: torch.Tensor, is_recorded: bool = True) -> SettledBatch:
     model, longest = native.model, plan.longest + 1
     if not isinstance(native, StageRollouts):
         # Of prompts that come at once, the first ones are answered before the last ones are fed. Such passes cost a
         # CPU as much as one pass over all; see step.py.
         if kv.device.type == "cpu" and native.mixes:
             plan = replace(plan, max_prefill_tokens=chunk_tokens(kv.device))
-        return LiveBatch(model, native.start(plan, kv, is_recorded=is_recorded), longest)
+        return ContainerBatch(model, native.start(plan, kv, is_recorded=is_recorded), longest)
     batches = native.start_live(plan, kv)
     return StagedBatch(
         model, batches, longest, OrderedTurns(native.model.links, model.dtype, len(batches), native.peers)
@@ -155,7 +164,7 @@ class Memory(NamedTuple):
     """Bytes that training will take of them."""
 
 
-class Asked(NamedTuple):
+class LiveBatchRequest(NamedTuple):
     """A requested live batch; `longest` and `max_running` are those of `live_batch`."""
 
     longest: int | None
@@ -182,7 +191,7 @@ def _open_own(generator: Generator, longest: int | None, release: ExitStack, cal
     return open_own(generator, longest, release, caller)
 
 
-def _plan(generator: Generator, asked: Asked, memory: list[Memory]) -> RolloutPlan:
+def _plan(generator: Generator, asked: LiveBatchRequest, memory: list[Memory]) -> RolloutPlan:
     """Plans a KV workspace, one of `num_parts`, for the requested number of sequences, or as many as memory allows."""
     config, model, native = generator.config, generator.model, generator.native
     longest, max_running, is_linked, num_parts, caller = asked
@@ -284,14 +293,16 @@ class FusedAdapter:
             self._module.set_adapter(name)  # type: ignore[operator]
 
 
-class AdapterBatches(LiveBatch):
+class AdapterBatches:
     """The batches of all adapters as one batch.
 
     Args:
         batches: batch of each adapter; None is the base model.
     """
 
-    def __init__(self, batches: Mapping[str | None, LiveBatch], fused: FusedAdapter):
+    seconds_between_stays = None
+
+    def __init__(self, batches: Mapping[str | None, SettledBatch], fused: FusedAdapter):
         self._batches, self._fused = batches, fused
         self._current, self._num_turns = next(iter(batches)), 0
         self._settled: list[Progress] = []  # not reported yet
@@ -313,9 +324,9 @@ class AdapterBatches(LiveBatch):
         return sum(batch.num_waiting for batch in self._batches.values())
 
     @property
-    def kv_blocks(self) -> KVBlocks:
+    def kv_blocks(self) -> KVUsage:
         """Use of the KV blocks of all adapters' batches together."""
-        return KVBlocks(*map(sum, zip(*(batch.kv_blocks for batch in self._batches.values()), strict=True)))
+        return KVUsage(*map(sum, zip(*(batch.kv_blocks for batch in self._batches.values()), strict=True)))
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -340,6 +351,9 @@ class AdapterBatches(LiveBatch):
         """Removes all sequences from all adapters' batches; returns the progress not reported yet."""
         settled, self._settled = self._settled, []
         return settled + [told for batch in self._batches.values() for told in batch.take_out()]
+
+    def stay(self) -> None:
+        """Does nothing: no process waits for this one."""
 
     def turn(self) -> list[Progress]:
         """Takes a turn of the batch whose adapter is fused, or of the next one that has work."""

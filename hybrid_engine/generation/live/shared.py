@@ -17,13 +17,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_engine.containers.device import give_back_openmp_pool
 from hybrid_engine.distributed.groups import host_group
 from hybrid_engine.distributed.verdict import ErrorNotice, FollowedError, LostError, attempt, describe_error
 from hybrid_engine.generation.core import Prompt, Sequence
 from hybrid_engine.generation.guides import CompiledGuide, compile_guide, prepare_guides
-from hybrid_engine.generation.live.batches import KVBlocks, LiveBatch, Progress
-from hybrid_engine.generation.live.thread import give_back_openmp_pool
-from hybrid_engine.generation.model.model_group import ModelGroup
+from hybrid_engine.generation.live.batches import KVUsage, LiveBatch, Progress
+from hybrid_engine.generation.model.weights import ModelGroup
 from hybrid_engine.generation.options import Rules
 
 Result = TypeVar("Result")
@@ -34,7 +34,7 @@ SECONDS_BETWEEN_POLLS = 0.01
 """Time that the leader waits where nothing but guides is to come."""
 
 
-class Call(NamedTuple):
+class LeaderCall(NamedTuple):
     """A call of the leader's batch."""
 
     name: str
@@ -71,10 +71,10 @@ class LiveLink:
         """Sends a call to the followers; waits until they have received it."""
         self.send((name, self._codec.encode(sequences or [])))
 
-    def receive_call(self) -> Call:
+    def receive_call(self) -> LeaderCall:
         """Waits for the leader's next call and returns it."""
         name, sequences = self.receive()
-        return Call(name, self._codec.decode(sequences))
+        return LeaderCall(name, self._codec.decode(sequences))
 
     @contextmanager
     def leading(self) -> Iterator[None]:
@@ -264,7 +264,7 @@ class _Codec:
         return sequences
 
 
-class LeadingBatch(LiveBatch):
+class LeadingBatch:
     """The batch of a leading process: the followers repeat each call of it."""
 
     seconds_between_stays = 0.5
@@ -291,7 +291,7 @@ class LeadingBatch(LiveBatch):
         return self._batch.num_waiting + len(self._guided)
 
     @property
-    def kv_blocks(self) -> KVBlocks:
+    def kv_blocks(self) -> KVUsage:
         """Use of the KV blocks of this process; those of the others are equal."""
         return self._batch.kv_blocks
 
@@ -388,7 +388,7 @@ def follow(batch: LiveBatch, link: LiveLink, is_staying: Callable[[], bool]) -> 
                 raise error
 
 
-def _make(call: Call, batch: LiveBatch, link: LiveLink) -> None:
+def _make(call: LeaderCall, batch: LiveBatch, link: LiveLink) -> None:
     with link.making_call():
         if call.name == "add":
             link.guides.hold(call.sequences)

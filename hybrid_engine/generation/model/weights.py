@@ -1,32 +1,384 @@
-"""Binds containers to gathered weights: once, to copies at fixed addresses, or layer by layer if layers are streamed.
+"""The weights that a model generates with: who holds which part, and containers bound to them.
 
-`Generator` uses it around every rollout. It also checks that containers can generate with the weights of a model that a
-plan splits, builds that model's group, and detects changes of a module's children, hooks and forward.
+`Generator` uses it around every rollout. `ModelGroup` is the consecutive ranks that share one model, and their
+collectives: each process has its part of every layer (tensor parallelism), some of the layers (pipeline stages), or
+both. `bound` binds containers to gathered weights: once, to copies at fixed addresses, or layer by layer if layers are
+streamed. This file also checks that containers can generate with the weights of a model that a plan splits, builds
+that model's group, and detects changes of a module's children, hooks and forward.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.containers.device import LastingBuffer
 from hybrid_engine.containers.layer import InferenceLayer
-from hybrid_engine.containers.tensor_parallel import Cut, TensorParallel
-from hybrid_engine.distributed.verdict import agree
-from hybrid_engine.generation.model.model_group import ModelGroup, join_model_group, join_stages
+from hybrid_engine.containers.tensor_parallel import ALONE, Cut, TensorParallel
+from hybrid_engine.distributed.groups import all_gather_single, host_group
+from hybrid_engine.distributed.presence import LOST
+from hybrid_engine.distributed.processes import get_rank, get_world_size
+from hybrid_engine.distributed.verdict import FollowedError, LostError, Partners, agree, everyone
 from hybrid_engine.zero.gathering import WeightGatherer
-from hybrid_engine.zero.slicing import PartReader, places_of_ranks
+from hybrid_engine.zero.sharding import Sharding
+from hybrid_engine.zero.slicing import PartReader, SliceReader, places_of_ranks
 from hybrid_engine.zero.split_module import num_stages_of, original_of, split_axes_of, stages_of, unit_size_of
 
+Value = TypeVar("Value")
+TRAINING_OPTION = "hybrid_engine.inference_tp_size"
+"""Option for the number of processes that share the model of a training engine."""
+PIPELINE_OPTION = "pipeline_parallel_size"
+"""Option for the number of stages of a model that only generates."""
 Read = Callable[[torch.Tensor, Cut | None, int, str], torch.Tensor]
 """Signature of `TensorParallel.read`: returns a rank's part of a parameter."""
 OPTION = "plan_ngpus"
 WITHOUT_EFFECT = ("hybrid_engine.", "torch.distributed.")
 """Packages whose hooks and forwards do not change what a module computes."""
+
+
+class Recordings(Protocol):
+    """Recorded steps, whose graphs may hold collectives of a group."""
+
+    def drop(self) -> None:
+        """Drops every graph."""
+
+
+class LayerSums:
+    """The collectives of this process's group.
+
+    Args:
+        ranks: ranks of every group; all processes of the run create the groups together.
+    """
+
+    def __init__(self, ranks: list[list[int]]):
+        self._ranks = ranks
+        self._group: dist.ProcessGroup | None = None
+        self._recordings: WeakSet[Recordings] = WeakSet()
+        self.renew()
+
+    def drop_before_leaving(self, recordings: "Recordings") -> None:
+        """Registers `recordings` to drop before the group is destroyed: NCCL's must not outlive their communicator."""
+        self._recordings.add(recordings)
+
+    def renew(self) -> None:
+        """Creates the groups, or creates them again; collective over all processes of the run.
+
+        When it returns, all have theirs: a process that left its group early would break it for those still connecting.
+        """
+        self._leave()
+        self._group = everyone().agree(lambda: dist.new_subgroups_by_enumeration(self._ranks)[0])
+
+    def _leave(self) -> None:
+        """Destroys this process's group; the last reference to the group must be dropped with it."""
+        if self._group is not None:
+            for recordings in list(self._recordings):
+                recordings.drop()
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    @contextmanager
+    def ending_others(self) -> Iterator[None]:
+        """Inside, an error of this process ends the sums that the others wait in; then all must call `renew`.
+
+        The locals of the frames that raised the error are cleared, because one might reference the group.
+        """
+        try:
+            yield
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
+            self._leave()
+            raise
+
+    @contextmanager
+    def _noting_who_left(self) -> Iterator[dist.ProcessGroup]:
+        if self._group is None:
+            raise FollowedError("an error has parted the processes that share this model; start them again")
+        try:
+            yield self._group
+        except RuntimeError as error:
+            if any(words in str(error) for words in LOST):
+                raise FollowedError(str(error)) from error
+            raise
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the sum over the group; may overwrite `tensor`. Raises FollowedError if another process left."""
+        tensor = tensor.contiguous()
+        with self._noting_who_left() as group:
+            dist.all_reduce(tensor, group=group)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Concatenates the tensors of the group's processes along the last dimension; raises as `all_reduce`."""
+        with self._noting_who_left() as group:
+            size = dist.get_world_size(group)
+            gathered = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
+            all_gather_single(gathered, tensor.contiguous(), group=group)
+        return torch.cat(gathered.chunk(size), -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """The pipeline stage of this process."""
+
+    index: int
+    """Index from 0, the stage of the embedding; the last one has the final norm and the LM head."""
+    ranks: tuple[int, ...]
+    """Rank of the process of each stage, this one included, that exchanges hidden states with this process."""
+    group: dist.ProcessGroup
+    """Process group of these ranks."""
+    host_group: dist.ProcessGroup
+    """Gloo group of the same processes: messages that the host reads do not wait for the device."""
+    bounds: tuple[range, ...] | None = None
+    """The layers of each stage; None: split as equally as possible."""
+
+    @property
+    def size(self) -> int:
+        """Number of stages."""
+        return len(self.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage embeds tokens."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage computes logits."""
+        return self.index == self.size - 1
+
+    def layers(self, num_layers: int) -> range:
+        """Returns the layers of this stage."""
+        return self.all_layers(num_layers)[self.index]
+
+    def all_layers(self, num_layers: int) -> Sequence[range]:
+        """Returns the layers of each stage."""
+        return self.bounds or split_layers(num_layers, self.size)
+
+
+def split_layers(num_layers: int, num_stages: int) -> list[range]:
+    """Splits layers into stages; if they cannot be equal, the first ones have one more, as the last has the LM head."""
+    fewest, num_longer = divmod(num_layers, num_stages)
+    starts = [stage * fewest + min(stage, num_longer) for stage in range(num_stages + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelGroup:
+    """The group of this process; alone, it holds the whole model."""
+
+    parallel: TensorParallel = ALONE
+    """Tensor parallelism of the processes that share each layer, for the containers."""
+    stage: Stage | None = None
+    """This process's pipeline stage; None: it has a part of all layers."""
+    stage_option: str = PIPELINE_OPTION
+    """Option that sets the number of stages, for errors."""
+    process_group: dist.ProcessGroup | None = None
+    """Process group of the processes that share the model; None for one process."""
+    layer_group: dist.ProcessGroup | None = None
+    """Process group of those that share each layer; None for one process."""
+    sums: LayerSums | None = None
+    """Sums the parts of layers so that an error of one process ends the waiting of the others; or None."""
+    slices: SliceReader | None = None
+    """Reads this rank's part of parameters sharded over the processes; None if nothing is shared."""
+    parts: PartReader | None = None
+    """Reads this rank's part of the weights that its unit trains by a plan; None if no plan splits parameters."""
+    places: tuple[int, ...] | None = None
+    """Index in the layer's group of the process of each tensor-parallel rank; None: the rank itself."""
+    has_same_prompts: bool = False
+    """Whether every rank gets the same prompts and returns all rows, instead of its own prompts and rows."""
+    has_whole_module: bool = True
+    """Whether the module itself can run on every process, gathered if it is sharded."""
+
+    @property
+    def size(self) -> int:
+        """Number of processes that share the model."""
+        return self.parallel.size * self.num_stages
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages of the model's layers."""
+        return 1 if self.stage is None else self.stage.size
+
+    @property
+    def rank(self) -> int:
+        """Index of this process among those that share the model."""
+        return self._layer_place + (0 if self.stage is None else self.stage.index * self.parallel.size)
+
+    @property
+    def _layer_place(self) -> int:
+        """Index of this process among those that share each layer."""
+        return self.parallel.rank if self.places is None else self.places[self.parallel.rank]
+
+    @property
+    def remedy(self) -> str:
+        """The options with which nothing would be shared, for errors."""
+        alone = [f"{self.parallel.option}=1"] if self.parallel.size > 1 else []
+        return " and ".join(dict.fromkeys(alone + ([] if self.stage is None else [f"{self.stage_option}=1"])))
+
+    @property
+    def partners(self) -> Partners:
+        """The processes that share the model."""
+        return Partners(size=self.size, rank=self.rank, group=self.process_group)
+
+    @property
+    def layer_partners(self) -> Partners:
+        """The processes that share each layer; those of the last stage draw tokens together."""
+        return Partners(size=self.parallel.size, rank=self._layer_place, group=self.layer_group)
+
+    @property
+    def ranks(self) -> range:
+        """The ranks, among all processes, of those that share the model."""
+        first = get_rank() // self.size * self.size
+        return range(first, first + self.size)
+
+    def in_order(self, places: Sequence[int]) -> "ModelGroup":
+        """Returns this group with its tensor-parallel ranks permuted: rank r is the process at `places[r]`."""
+        gather, size = self.parallel.all_gather, self.parallel.size
+
+        def all_gather(tensor: torch.Tensor) -> torch.Tensor:
+            parts = gather(tensor).chunk(size, -1)
+            return torch.cat([parts[place] for place in places], -1)
+
+        rank = list(places).index(self.parallel.rank)
+        return replace(self, places=tuple(places), parallel=replace(self.parallel, rank=rank, all_gather=all_gather))
+
+    def without_module(self) -> "ModelGroup":
+        """Returns this group for processes that keep only their parts of the model."""
+        return replace(self, has_whole_module=False)
+
+    def gather_objects(self, value: Value) -> list[Value]:
+        """Returns `value` of every process of the group, in the order of ranks; collective."""
+        if self.size == 1:
+            return [value]
+        values: list[Value | None] = [None] * self.size
+        dist.all_gather_object(values, value, group=host_group(self.process_group))
+        return values  # type: ignore[return-value]
+
+    def agree(self, action: Callable[[], Value]) -> Value:
+        """Runs `action`, in which the processes meet in layers; raises an error of one on all; collective."""
+        try:
+            return self.partners.agree(lambda: self._ending_others(action))
+        except LostError:
+            raise
+        except BaseException:
+            self.renew_sums(self.partners)
+            raise
+
+    def _ending_others(self, action: Callable[[], Value]) -> Value:
+        with nullcontext() if self.sums is None else self.sums.ending_others():
+            return action()
+
+    def renew_sums(self, partners: Partners) -> None:
+        """Recreates the groups after an error raised by `partners`, if these are all processes of the run.
+
+        Collective.
+        """
+        if self.sums is not None and partners.size == get_world_size():
+            self.sums.renew()
+
+    def from_last_stage(self, value: Value) -> Value:
+        """Returns the last stage's `value` on all stages, or `value` itself without stages; collective."""
+        return value if self.stage is None else self.gather_objects(value)[-1]
+
+
+def check_group_size(size: int, option: str) -> None:
+    """Raises ValueError, which names `option`, if groups of `size` processes do not cover all processes."""
+    world_size = get_world_size()
+    if world_size % size:
+        choices = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        raise ValueError(f"{option}={size} must divide the number of processes {world_size}; use one of {choices}")
+
+
+def join_model_group(size: int, device: torch.device, option: str) -> ModelGroup:
+    """Returns the group of `size` consecutive processes with this one; collective over all processes.
+
+    Raises ValueError as `check_group_size` does.
+    """
+    check_group_size(size, option)
+    if size == 1:
+        return ModelGroup()
+    mesh = init_device_mesh(device.type, (get_world_size() // size, size), mesh_dim_names=("replicate", "tensor"))
+    return _with_sums(describe_group(mesh["tensor"].get_group(), option), size)
+
+
+def _with_sums(group: ModelGroup, size: int) -> ModelGroup:
+    """Returns `group` with separate groups of `size` consecutive processes for the sums in layers; collective."""
+    sums = LayerSums(torch.arange(get_world_size()).view(-1, size).tolist())
+    parallel = replace(group.parallel, all_reduce=sums.all_reduce, all_gather=sums.all_gather)
+    return replace(group, parallel=parallel, sums=sums)
+
+
+def describe_group(group: dist.ProcessGroup, option: str) -> ModelGroup:
+    """Returns a ModelGroup of the processes in `group`."""
+    size = dist.get_world_size(group)
+
+    def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.contiguous()
+        dist.all_reduce(tensor, group=group)
+        return tensor
+
+    def all_gather(tensor: torch.Tensor) -> torch.Tensor:
+        gathered = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
+        all_gather_single(gathered, tensor.contiguous(), group=group)
+        return torch.cat(gathered.chunk(size), -1)
+
+    parallel = TensorParallel(
+        rank=dist.get_rank(group), size=size, all_reduce=all_reduce, all_gather=all_gather, option=option
+    )
+    return ModelGroup(parallel=parallel, process_group=group, layer_group=group)
+
+
+def check_layout(tp_size: int, num_stages: int, option: str) -> None:
+    """Raises ValueError, which names both options, if groups of this size do not cover all processes."""
+    world_size, size = get_world_size(), tp_size * num_stages
+    if world_size % size:
+        pairs = [(tp, n // tp) for n in range(1, world_size + 1) if world_size % n == 0 for tp in range(1, n + 1)]
+        fitting = ", ".join(f"{tp} x {pp}" for tp, pp in pairs if world_size % (tp * pp) == 0 and pp > 1) or "1 x 1"
+        raise ValueError(
+            f"{option}={tp_size} times {PIPELINE_OPTION}={num_stages} makes {size} processes for one model, which must "
+            f"divide the number of processes {world_size}; start {size} processes, or use one of {fitting}"
+        )
+
+
+def join_stages(
+    tp_size: int, num_stages: int, device: torch.device, option: str, bounds: tuple[range, ...] | None = None
+) -> ModelGroup:
+    """Returns this process's group of `num_stages` stages of `tp_size` processes; collective over all processes.
+
+    `bounds` are the layers of each stage; None: as equal as possible. Raises ValueError as `check_layout` does.
+    """
+    check_layout(tp_size, num_stages, option)
+    shape = (get_world_size() // (tp_size * num_stages), num_stages, tp_size)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "pipeline", "tensor"))
+    stages = host = mesh["pipeline"].get_group()
+    if device.type != "cpu":
+        by_stage = torch.arange(get_world_size()).view(shape).transpose(1, 2).flatten(0, 1)
+        host, _ = dist.new_subgroups_by_enumeration(by_stage.tolist(), backend="gloo")
+    ranks = tuple(dist.get_process_group_ranks(stages))
+    stage = Stage(index=dist.get_rank(stages), ranks=ranks, group=stages, host_group=host, bounds=bounds)
+    whole = mesh["pipeline", "tensor"]._flatten("model").get_group()
+    layer = ModelGroup()
+    if tp_size > 1:
+        layer = _with_sums(describe_group(mesh["tensor"].get_group(), option), tp_size)
+    return replace(layer, stage=stage, process_group=whole)
+
+
+def share_sharded_model(size: int, sharding: Sharding, device: torch.device) -> ModelGroup:
+    """Returns the group in which `generate()` of a training engine shares the model; collective."""
+    group = join_model_group(size, device, TRAINING_OPTION)
+    if size == 1:
+        return group
+    slices = SliceReader(sharding, size)
+    return replace(group, slices=slices, parallel=replace(group.parallel, read=slices.read, wait=slices.wait))
 
 
 class LastingWeights:

@@ -27,9 +27,8 @@ from hybrid_engine.generation.decode import Choice
 from hybrid_engine.generation.memory import KVWorkspace, MemoryBudget, TrainingMemory
 from hybrid_engine.generation.model.container_probe import ContainerProbe
 from hybrid_engine.generation.model.exact import ExactModel
-from hybrid_engine.generation.model.model_group import ModelGroup
 from hybrid_engine.generation.model.probe import MAX_ROUNDING_FP32, LogprobDifference, describe_switch
-from hybrid_engine.generation.model.weights import LastingWeights, bound, computes_by, pass_over_layers
+from hybrid_engine.generation.model.weights import LastingWeights, ModelGroup, bound, computes_by, pass_over_layers
 from hybrid_engine.generation.plan import BLOCK_SIZE
 from hybrid_engine.generation.rollout.container_rollouts import ContainerRollouts
 from hybrid_engine.generation.rollout.module_rollouts import ModuleRollouts

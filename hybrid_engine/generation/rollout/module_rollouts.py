@@ -6,7 +6,7 @@ log-probabilities and seeds work on every architecture that transformers generat
 
 If each layer is gathered by all processes together, all take the same turns while any has work. Before a turn each
 process reports whether it has work; those without work take the turn for the others. `JointTurns` are turns of
-containers, with one pass over the layers each. `JointPasses` are the forward passes of a module that gathers its
+containers, with one pass over the layers each. `JointModulePasses` are the forward passes of a module that gathers its
 layers itself, whatever code calls them: each pass is a turn.
 """
 
@@ -181,7 +181,7 @@ class JointTurns:
             pass
 
 
-class JointPasses(JointTurns):
+class JointModulePasses(JointTurns):
     """The forward passes of `module`, which is sharded as `sharding` says and gathers its layers itself.
 
     All weights outside the layers must be gathered. A process without work passes a single token through the module.
@@ -196,7 +196,7 @@ class JointPasses(JointTurns):
         self._held: HeldInterrupts | None = None
 
     @contextmanager
-    def joined(self) -> Iterator["JointPasses"]:
+    def joined(self) -> Iterator["JointModulePasses"]:
         """Inside, each pass waits for one of every other process, and so does the exit. Raises an error on all."""
         with holding_interrupts() as self._held, ExitStack() as hooks:
             self._order = GatheringOrder(self._sharding.fsdp_modules())
@@ -288,14 +288,14 @@ class ModuleRollouts:
         """Gathers weights for forward passes of the module: whole, or layer by layer in each pass."""
         release.enter_context(self.gatherer.gathered_for_forward())
 
-    def joint_passes(self) -> JointPasses | None:
+    def joint_passes(self) -> JointModulePasses | None:
         """Returns the passes that keep processes in step if layers are gathered one by one, otherwise None.
 
         With whole weights no process waits for others, as transformers would for every token of a module under FSDP2.
         """
         if not self.gatherer.is_streamed or self.partners.size == 1:
             return None
-        return JointPasses(self.module, self.gatherer.sharding, self.partners)
+        return JointModulePasses(self.module, self.gatherer.sharding, self.partners)
 
     def _in_step(self) -> AbstractContextManager[object]:
         passes = self.joint_passes()

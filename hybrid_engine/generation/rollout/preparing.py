@@ -25,7 +25,7 @@ from hybrid_engine.generation.core import (
     rank_seed,
     sample_keys,
 )
-from hybrid_engine.generation.model.model_group import ModelGroup
+from hybrid_engine.generation.model.weights import ModelGroup
 from hybrid_engine.generation.options import (
     NATIVE_DEFAULTS,
     OWN_OPTIONS,

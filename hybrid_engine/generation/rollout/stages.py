@@ -29,7 +29,7 @@ from hybrid_engine.distributed.interrupts import holding_interrupts
 from hybrid_engine.distributed.verdict import ErrorNotice, FollowedError, LostError, Partners, attempt, describe_error
 from hybrid_engine.generation.core import CaptureStats, Draw, Drawn, Prompt, RolloutPlan, Sequence
 from hybrid_engine.generation.decode import Choice, DecodeStep, OpenStep, SlotTables
-from hybrid_engine.generation.model.model_group import ModelGroup, Stage
+from hybrid_engine.generation.model.weights import ModelGroup, Stage
 from hybrid_engine.generation.rollout.container_rollouts import ContainerRollouts
 from hybrid_engine.generation.scheduler import Scheduler
 from hybrid_engine.generation.step import ContinuousBatch

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.config.checks import flag
 from hybrid_engine.config.notices import say_once
-from hybrid_engine.generation.end_tokens import answer_ends
+from hybrid_engine.generation.detokenize import answer_ends
 from hybrid_engine.rlhf.batches.packing import SharedPrompt
 from hybrid_engine.rlhf.data.rows import (
     CompletionRow,

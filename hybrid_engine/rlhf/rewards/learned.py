@@ -17,7 +17,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, PreTrain
 
 from hybrid_engine.config.checks import check_number
 from hybrid_engine.distributed.processes import default_device
-from hybrid_engine.generation.end_tokens import answer_ends
+from hybrid_engine.generation.detokenize import answer_ends
 from hybrid_engine.optim.build import cast_module
 from hybrid_engine.rlhf.batches.packing import Layout, layout_of, pack
 from hybrid_engine.rlhf.batches.passes import in_passes, limit_rows, split, until_fewer_rows_fit

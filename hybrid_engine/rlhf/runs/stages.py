@@ -20,7 +20,7 @@ from hybrid_engine.config.checks import flag
 from hybrid_engine.containers.quantised import is_quantised
 from hybrid_engine.distributed.processes import on_rank_zero
 from hybrid_engine.engine.faster_linears import use_faster_linears
-from hybrid_engine.generation.end_tokens import end_token_ids
+from hybrid_engine.generation.detokenize import end_token_ids
 from hybrid_engine.rlhf.runs.model_card import ADAPTER, write_model_card
 from hybrid_engine.rlhf.runs.run_folder import check_out, has_checkpoint, set_aside
 from hybrid_engine.rlhf.runs.run_log import say

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from hybrid_engine.generation.live.thread import LiveThread, give_back_openmp_pool
+from hybrid_engine.generation.live.asynchronous import LiveThread, give_back_openmp_pool
 
 pytestmark = pytest.mark.skipif(
     not (os.path.isdir("/proc/self/task") and torch.backends.openmp.is_available()),
