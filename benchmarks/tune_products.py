@@ -23,7 +23,7 @@ from common import DTYPES, append_rows, environment, measure_ceilings, parse_run
 from hybrid_engine.ops import QKVGemmOp, VectorMatMulOp, mlp_gemm, qkv_gemm, vector_matmul
 from hybrid_engine.ops.dispatch import forget_prepared
 from hybrid_engine.ops.mlp_gemm import up_product
-from hybrid_engine.ops.skinny_gemm import Tiles, choose_tiles
+from hybrid_engine.ops.skinny_gemm import ProductTiles, choose_tiles
 
 # Weights that are rotated, several times the second-level cache of an H100 (50 MB) or H200 (60 MB).
 ROTATED_BYTES = 2**29
@@ -70,7 +70,7 @@ PRODUCTS = [
 ]
 
 
-def candidates(product: Product, own: Tiles, is_small: bool = False) -> list[Tiles]:
+def candidates(product: Product, own: ProductTiles, is_small: bool = False) -> list[ProductTiles]:
     """The rule's own choice first."""
     splits = (1, 2, 4, 8) if product.kind == "linear" and sum(product.widths_out) < 20_000 else (1,)
     found = [own]
@@ -87,7 +87,7 @@ def candidates(product: Product, own: Tiles, is_small: bool = False) -> list[Til
             continue
         if parts * 2 * block_k > product.width_in and parts > 1:
             continue
-        found.append(Tiles(own.rows, block_n, block_k, parts, warps, stages))
+        found.append(ProductTiles(own.rows, block_n, block_k, parts, warps, stages))
     return list(dict.fromkeys(found))[: 3 if is_small else None]
 
 
@@ -148,14 +148,14 @@ def read_arguments(parser: argparse.ArgumentParser, name: str) -> argparse.Names
     return args
 
 
-def use(tiles: Tiles) -> None:
+def use(tiles: ProductTiles) -> None:
     """From now on products run with these."""
     for module in (qkv_gemm, mlp_gemm, vector_matmul):
         module.choose_tiles = lambda *given, **options: tiles
     forget_prepared()
 
 
-def own_choice(product: Product, dtype: torch.dtype) -> Tiles:
+def own_choice(product: Product, dtype: torch.dtype) -> ProductTiles:
     """What the rule says."""
     return choose_tiles(
         product.rows, product.width_in, product.widths_out, dtype,

@@ -10,10 +10,10 @@ N packed tokens, E hidden size, I MLP size, H query heads, K key/value heads, D 
 
 import math
 from itertools import zip_longest
-from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from hybrid_engine.containers.moe import ExpertList, MoEBlock, ParameterView
 from hybrid_engine.containers.policy import MoEPolicy, Policy, UnsupportedModelError
@@ -47,7 +47,9 @@ WINDOWED_KINDS = ("sliding_attention", "local")
 class InferenceLayer:
     """One decoder layer on views. `forward` neither reads nor changes the module's mode or hooks."""
 
-    def __init__(self, policy: Policy, layer: nn.Module, config: Any, index: int, parallel: TensorParallel = ALONE):
+    def __init__(
+        self, policy: Policy, layer: nn.Module, config: PretrainedConfig, index: int, parallel: TensorParallel = ALONE
+    ):
         """Raises ValueError if the ranks cannot share heads or MLP equally."""
         self.index, self.policy, self.module = index, policy, layer
         self.kind = layer_kind(policy, config, index)
@@ -154,20 +156,20 @@ class InferenceLayer:
         return self.mlp.forward(stream, is_added=True)
 
 
-def layer_kind(policy: Policy, config: Any, index: int) -> str | None:
+def layer_kind(policy: Policy, config: PretrainedConfig, index: int) -> str | None:
     """Returns the config's kind of layer `index`; None if the config has one kind only."""
     kinds = getattr(config, policy.layer_kinds, None) if policy.layer_kinds else None
     return None if kinds is None else kinds[index]
 
 
-def sliding_window(policy: Policy, config: Any, index: int) -> int | None:
+def sliding_window(policy: Policy, config: PretrainedConfig, index: int) -> int | None:
     """Number of tokens that layer `index` attends to, including its own; None: all."""
     if policy.window is None or layer_kind(policy, config, index) not in (None, *WINDOWED_KINDS):
         return None
     return config_value(config, policy.window)
 
 
-def soft_capping(policy: Policy, config: Any) -> float | None:
+def soft_capping(policy: Policy, config: PretrainedConfig) -> float | None:
     """Cap of the scores in the model's own attention, or None; transformers' SDPA does not cap them."""
     if policy.softcap is None or getattr(config, "_attn_implementation", None) == "sdpa":
         return None
@@ -186,7 +188,7 @@ def alibi_slopes(num_heads: int) -> torch.Tensor:
     return torch.tensor(slopes, dtype=torch.float32)
 
 
-def read_heads(policy: Policy, config: Any, parallel: TensorParallel = ALONE) -> Heads:
+def read_heads(policy: Policy, config: PretrainedConfig, parallel: TensorParallel = ALONE) -> Heads:
     """Returns the numbers of heads of a family's attention."""
     num_heads, num_kv_heads = config.num_attention_heads, policy.num_kv_heads
     if isinstance(num_kv_heads, str):
@@ -198,7 +200,15 @@ def read_heads(policy: Policy, config: Any, parallel: TensorParallel = ALONE) ->
 class Attention:
     """Views and ops of one layer's attention, or of this rank's heads."""
 
-    def __init__(self, policy: Policy, layer: nn.Module, config: Any, index: int, norm: NormView | None, heads: Heads):
+    def __init__(
+        self,
+        policy: Policy,
+        layer: nn.Module,
+        config: PretrainedConfig,
+        index: int,
+        norm: NormView | None,
+        heads: Heads,
+    ):
         """`norm` is applied before the projections; None: no norm."""
         self.norm, self.heads, self.parallel = norm, heads, heads.parallel
         self.num_heads, self.num_kv_heads, self.head_dim = heads.local
@@ -229,7 +239,7 @@ class Attention:
         self.alibi: torch.Tensor | None = None
         self._build_ops(policy, config, index)
 
-    def _build_ops(self, policy: Policy, config: Any, index: int) -> None:
+    def _build_ops(self, policy: Policy, config: PretrainedConfig, index: int) -> None:
         heads = self.num_heads, self.num_kv_heads, self.head_dim
         kind, eps = (self.norm.kind, self.norm.eps) if self.norm else (None, 0.0)
         self.qkv_gemm = QKVGemmOp(kind, eps, *heads, layout=policy.qkv_layout)
@@ -325,7 +335,7 @@ class DenseMLP:
         self,
         policy: Policy,
         layer: nn.Module,
-        config: Any,
+        config: PretrainedConfig,
         index: int,
         norm: NormView | None,
         parallel: TensorParallel = ALONE,
@@ -395,7 +405,7 @@ class MoEMLP:
         self,
         policy: Policy,
         layer: nn.Module,
-        config: Any,
+        config: PretrainedConfig,
         index: int,
         norm: NormView | None,
         parallel: TensorParallel = ALONE,

@@ -8,10 +8,10 @@ R rows whose next token is wanted, E hidden size, V vocabulary.
 
 import importlib
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from hybrid_engine.containers import FAMILIES
 from hybrid_engine.containers.layer import InferenceLayer, MoEMLP
@@ -45,7 +45,7 @@ def layer_class_name(layer: nn.Module) -> str:
     return type(layer).__name__.removeprefix("FSDP")
 
 
-def find_decoder(model: nn.Module, config: Any) -> tuple[nn.Module, nn.ModuleList, Policy]:
+def find_decoder(model: nn.Module, config: PretrainedConfig) -> tuple[nn.Module, nn.ModuleList, Policy]:
     """Returns the module that holds the decoder layers, the layers and their policy.
 
     Raises UnsupportedModelError if no list of layers has a policy.
@@ -114,7 +114,7 @@ class InferenceModel:
         """Length of a sequence at which all its keys are recomputed; None: they never are."""
         return self.angles.recompute_length
 
-    def _take_ends(self, policy: Policy, decoder: nn.Module, config: Any) -> None:
+    def _take_ends(self, policy: Policy, decoder: nn.Module, config: PretrainedConfig) -> None:
         """Takes the modules before the first layer and after the last."""
 
         def linear(path: str | None) -> TransposedLinear | None:

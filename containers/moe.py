@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from hybrid_engine.containers.device import LastingBuffer
 from hybrid_engine.containers.policy import MoEPolicy, UnsupportedModelError
@@ -248,7 +249,9 @@ class MoEBlock:
     Call `bind` before `forward`, and whenever weights moved.
     """
 
-    def __init__(self, policy: MoEPolicy, layer: nn.Module, config: Any, name: str, parallel: TensorParallel = ALONE):
+    def __init__(
+        self, policy: MoEPolicy, layer: nn.Module, config: PretrainedConfig, name: str, parallel: TensorParallel = ALONE
+    ):
         """Raises UnsupportedModelError if policy and layer do not fit."""
         self.policy, self.name, self.parallel = policy, name, parallel
         router, experts = submodule(layer, policy.router), submodule(layer, policy.experts)
@@ -328,7 +331,7 @@ class MoEBlock:
                 f"{num_experts} experts of hidden size {hidden} in layout {self.policy.layout!r}"
             )
 
-    def _build_ops(self, config: Any, activation: str, experts: nn.Module) -> None:
+    def _build_ops(self, config: PretrainedConfig, activation: str, experts: nn.Module) -> None:
         policy = self.policy
         normalizes = policy.normalizes if isinstance(policy.normalizes, bool) else getattr(config, policy.normalizes)
         top_k = getattr(config, policy.top_k)

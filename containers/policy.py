@@ -9,7 +9,10 @@ Several policies may share a layer class: the first one whose `required` values 
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 NormKind = Literal["layer", "rms", "rms_fp32", "rms_offset"]
 
@@ -175,7 +178,7 @@ def register_policy(policy: Policy) -> Policy:
     return policy
 
 
-def find_policy(layer_class: str, config: Any) -> Policy | None:
+def find_policy(layer_class: str, config: "PretrainedConfig") -> Policy | None:
     """Returns the policy for a layer class under `config`; None if the class has none.
 
     Raises UnsupportedModelError if the class has policies and the config meets none of them.

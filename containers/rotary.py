@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hybrid_engine.containers.layer import InferenceLayer
@@ -45,7 +46,7 @@ class Rotary:
     Raises UnsupportedModelError for an unknown rope type.
     """
 
-    def __init__(self, module: nn.Module, config: Any, kind: str | None, is_interleaved: bool):
+    def __init__(self, module: nn.Module, config: PretrainedConfig, kind: str | None, is_interleaved: bool):
         self.module, self.config, self.is_interleaved = module, config, is_interleaved
         types = getattr(module, "rope_type", None)
         self.prefix, self.kind = ("", None) if not isinstance(types, dict) else (f"{kind}_", kind)
@@ -189,7 +190,9 @@ class RotaryAngles:
         return cos[batch.positions], sin[batch.positions]
 
 
-def take_angles(policy: Policy, decoder: nn.Module, config: Any, layers: list[InferenceLayer]) -> RotaryAngles:
+def take_angles(
+    policy: Policy, decoder: nn.Module, config: PretrainedConfig, layers: list[InferenceLayer]
+) -> RotaryAngles:
     """Builds the angles that `decoder` gives its `layers`; sets each layer's `kind` to that of its angles."""
     if layers[0].attention.alibi is not None or not (policy.rotary or policy.rotary_dim):
         return RotaryAngles({}, policy.recomputes_longrope)

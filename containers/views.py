@@ -13,7 +13,7 @@ that scripts for DeepSpeed define (`weight`, `lora_right_weight` [in, r], `lora_
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from hybrid_engine.containers.policy import NormKind, UnsupportedModelError
 from hybrid_engine.containers.quantised import Quantised, read_quantised
 from hybrid_engine.containers.tensor_parallel import ALONE, Ranges, TensorParallel, cut
 from hybrid_engine.ops import NORM_OPS
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def submodule(root: nn.Module, path: str) -> nn.Module:
@@ -51,7 +54,7 @@ def attribute(root: nn.Module, path: str) -> Any:
     return getattr(module, name)
 
 
-def config_value(config: Any, name: str) -> Any:
+def config_value(config: "PretrainedConfig", name: str) -> Any:
     """Returns the config's value of `name`; raises UnsupportedModelError if it has none."""
     if not hasattr(config, name):
         raise UnsupportedModelError(f"{type(config).__name__} has no {name!r}, which the policy names")

@@ -333,13 +333,13 @@ def first_largest(values: torch.Tensor) -> torch.Tensor:
     return output
 
 
-class _Linear(Structure):
+class _LinearStruct(Structure):
     _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("row", c_int64)]
 
 
 class _Product(Structure):
     _fields_ = [
-        *((name, _Linear) for name in ("linear", "gate")),
+        *((name, _LinearStruct) for name in ("linear", "gate")),
         ("activation", c_int64),
         ("residual", c_void_p),
         *((name, c_int64) for name in ("residual_row", "residual_column")),
@@ -383,15 +383,15 @@ def _empty(input: torch.Tensor, width: int, by_rows: bool) -> torch.Tensor:
     return input.new_empty(len(input), width) if by_rows else input.new_empty(width, len(input)).t()
 
 
-def _linear(linear: Linear) -> _Linear:
+def _linear(linear: Linear) -> _LinearStruct:
     weight, bias = linear
-    return _Linear(weight.data_ptr(), pointer(bias), weight.stride(1))
+    return _LinearStruct(weight.data_ptr(), pointer(bias), weight.stride(1))
 
 
 def _product(linear: Linear, output: torch.Tensor, residual: torch.Tensor | None) -> _Product:
     strides = (0, 0) if residual is None else residual.stride()
     added = (pointer(residual), *strides)
-    return _Product(_linear(linear), _Linear(), -1, *added, output.data_ptr(), *output.stride(), output.shape[1])
+    return _Product(_linear(linear), _LinearStruct(), -1, *added, output.data_ptr(), *output.stride(), output.shape[1])
 
 
 def _multiply(input: torch.Tensor, all: list[_Product]) -> None:

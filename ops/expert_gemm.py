@@ -36,7 +36,7 @@ from hybrid_engine.ops.dispatch import (
     triton,
     use_triton,
 )
-from hybrid_engine.ops.moe_gating import Routing
+from hybrid_engine.ops.moe_gating import ExpertRouting
 from hybrid_engine.ops.skinny_gemm import multiply
 
 LAYOUTS = ("plain", "halves", "interleaved")
@@ -48,7 +48,7 @@ FEW_PROGRAMS = 264
 FEW_ROWS = 4
 
 
-class Tiles(NamedTuple):
+class ExpertTiles(NamedTuple):
     """Sizes of the tiles of a grouped product."""
 
     m: int  # pairs
@@ -58,15 +58,15 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def choose_tiles(num_pairs: int, num_experts: int, columns: int, dtype: torch.dtype) -> Tiles:
+def choose_tiles(num_pairs: int, num_experts: int, columns: int, dtype: torch.dtype) -> ExpertTiles:
     """Tiles for `num_pairs` spread over `num_experts` and `columns` of output; depends on shapes only."""
     average = -(-num_pairs // num_experts)
     m = min(64, max(16, next_power_of_2(2 * average if average > 1 else 1)))
     is_wide = max_tiles(num_pairs, num_experts, m) * -(-columns // 64) >= FEW_PROGRAMS
     is_small = m <= 32
     if dtype == torch.float32:
-        return Tiles(m, 64 if is_wide else 32, 32, 4, 2)
-    return Tiles(m, 64 if is_wide else 32, 128 if is_small and not is_wide else 64, 4, 4 if is_small else 3)
+        return ExpertTiles(m, 64 if is_wide else 32, 32, 4, 2)
+    return ExpertTiles(m, 64 if is_wide else 32, 128 if is_small and not is_wide else 64, 4, 4 if is_small else 3)
 
 
 def max_tiles(num_pairs: int, num_experts: int, tile: int) -> int:
@@ -121,7 +121,7 @@ class ExpertGemmOp:
     def __call__(
         self,
         input: torch.Tensor,
-        routing: Routing,
+        routing: ExpertRouting,
         up: torch.Tensor,
         up_bias: torch.Tensor | None,
         down: torch.Tensor,
@@ -150,7 +150,7 @@ class ExpertGemmOp:
     def _check(
         self,
         input: torch.Tensor,
-        routing: Routing,
+        routing: ExpertRouting,
         up: torch.Tensor,
         up_bias: torch.Tensor | None,
         down: torch.Tensor,
@@ -174,7 +174,7 @@ class ExpertGemmOp:
     def reference(
         self,
         input: torch.Tensor,
-        routing: Routing,
+        routing: ExpertRouting,
         up: torch.Tensor,
         up_bias: torch.Tensor | None,
         down: torch.Tensor,
@@ -206,7 +206,7 @@ class ExpertGemmOp:
     def _launch(
         self,
         input: torch.Tensor,
-        routing: Routing,
+        routing: ExpertRouting,
         up: torch.Tensor,
         up_bias: torch.Tensor | None,
         down: torch.Tensor,
@@ -227,7 +227,7 @@ class ExpertGemmOp:
         return output
 
 
-class Rows(NamedTuple):
+class ExpertRows(NamedTuple):
     """The rows of x, which experts multiply with their weights."""
 
     ptr: Any  # [N or M, in]
@@ -274,7 +274,7 @@ class Gate(NamedTuple):
 def _launch_product(
     kernel: Callable,
     input: torch.Tensor,
-    routing: Routing,
+    routing: ExpertRouting,
     weight_and_bias: tuple[torch.Tensor, torch.Tensor | None],
     output: Inner,
     gate_or_weights: Gate | torch.Tensor,
@@ -288,7 +288,7 @@ def _launch_product(
     weights = ExpertWeights(weight, x, k, n, depth, bias, bias_x, bias_n)
     launch(
         kernel, (max_tiles(num_pairs, num_experts, tiles.m), -(-output.columns // tiles.n)),
-        Rows(input, *input.stride()), pairs, weights, output, gate_or_weights,
+        ExpertRows(input, *input.stride()), pairs, weights, output, gate_or_weights,
         device=input.device, EXPERTS=max(next_power_of_2(num_experts), 2), TILES=tiles,
         num_warps=tiles.warps, num_stages=tiles.stages, **form,
     )  # fmt: skip

@@ -32,7 +32,7 @@ CHUNK_KEYS = 64
 TRIED_DIMS = (8, 64, 80, 256)
 
 
-class Attention(NamedTuple):
+class AttentionParameters(NamedTuple):
     """Parameters of the attention of one layer, other than tensors."""
 
     scale: float  # multiplies q.k
@@ -45,7 +45,7 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     positions: torch.Tensor,
-    attention: Attention,
+    attention: AttentionParameters,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Queries against the keys of their sequence, from position 0.
@@ -74,7 +74,7 @@ def _attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    attention = Attention(scale, window, softcap)
+    attention = AttentionParameters(scale, window, softcap)
     if use_triton(query):
         return _attend_padded(query, key, value, positions, attention, sinks)
     (num_rows, length, num_heads, dim), num_kv_heads = query.shape, key.shape[2]
@@ -111,7 +111,7 @@ def _attend_padded(
     key: torch.Tensor,
     value: torch.Tensor,
     positions: torch.Tensor,
-    attention: Attention,
+    attention: AttentionParameters,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """`attend` by the kernel."""
@@ -153,7 +153,7 @@ def _tile(
     values: tuple[torch.Tensor, ...],
     first: int,
     places: torch.Tensor,
-    attention: Attention,
+    attention: AttentionParameters,
     sink: torch.Tensor | None,
 ) -> torch.Tensor:
     """`query [X, rows, D]` against chunks `[X, CHUNK_KEYS, D]`, numbered from `first`."""
@@ -187,7 +187,7 @@ def attend_prefill(
     value: torch.Tensor,
     caches: tuple[torch.Tensor, torch.Tensor],
     batch: PrefillBatch,
-    attention: Attention,
+    attention: AttentionParameters,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Packed sequences, `query [N, H, D]`, `key`, `value` `[N, K, D]` -> `[N, H, D]`; writes into `caches`.
@@ -217,7 +217,7 @@ def _attend_continued(
     cache: KVBlocks,
     batch: PrefillBatch,
     context: Context,
-    attention: Attention,
+    attention: AttentionParameters,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of the last tokens of packed sequences, whose keys are written: `query [N, H, D]` -> the same shape."""
@@ -241,7 +241,7 @@ def attend_decode(
     value: torch.Tensor,
     caches: tuple[torch.Tensor, torch.Tensor],
     batch: DecodeBatch,
-    attention: Attention,
+    attention: AttentionParameters,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token per row, `query [S, H, D]`, `key`, `value` `[S, K, D]` -> `[S, H, D]`; see `attend_prefill`."""
@@ -270,7 +270,7 @@ def _write(
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     query, key, value, _, scale, window, softcap, sinks = inputs
     ctx.save_for_backward(query, key, value, sinks)
-    ctx.attention = Attention(scale, window, softcap)
+    ctx.attention = AttentionParameters(scale, window, softcap)
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -294,7 +294,7 @@ def attend_as_usual(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention: Attention,
+    attention: AttentionParameters,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The function of `attend` without tiles, for whole sequences `[R, n, ...]`."""

@@ -22,7 +22,7 @@ from hybrid_engine.ops.fixed_product import aligned
 from hybrid_engine.ops.softmax_context_kernels import _dot, _tanh, padded_dim
 
 
-class Heads(NamedTuple):
+class AttentionTensors(NamedTuple):
     """The inputs of attention and `output [N, H, D]`, all dense."""
 
     q_ptr: Any  # [N, H, D]
@@ -41,7 +41,7 @@ class Queries(NamedTuple):
     most: int  # upper bound of the queries of a sequence
 
 
-class Scores(NamedTuple):
+class FixedScores(NamedTuple):
     """Parameters of the scores; constant per layer, so that they may compile to constants."""
 
     scale: float
@@ -49,7 +49,7 @@ class Scores(NamedTuple):
     softcap: float
 
 
-class Form(NamedTuple):
+class FixedForm(NamedTuple):
     """Form and tile sizes of a layer's attention, constant in the kernel."""
 
     groups: int  # G
@@ -180,14 +180,14 @@ def fixed_attention_kernel(
     tl.store(heads.output_ptr + places, context.to(heads.output_ptr.dtype.element_ty), mask=is_row[:, None] & is_dim)
 
 
-def form_of(head_dim: int, groups: int, dtype: torch.dtype, has_window: bool, has_softcap: bool) -> Form:
+def form_of(head_dim: int, groups: int, dtype: torch.dtype, has_window: bool, has_softcap: bool) -> FixedForm:
     """The single form of a layer's attention, independent of the inputs."""
     is_wide = padded_dim(head_dim) > 128
     rows, keys = (16, 32) if dtype == torch.float32 else (64, 32 if is_wide else 64)
-    return Form(groups, head_dim, padded_dim(head_dim), rows, keys, has_window, has_softcap, IS_INTERPRETED)
+    return FixedForm(groups, head_dim, padded_dim(head_dim), rows, keys, has_window, has_softcap, IS_INTERPRETED)
 
 
-def num_warps(form: Form) -> int:
+def num_warps(form: FixedForm) -> int:
     """Warps of a program: a context of 64 rows of 256 in fp32 does not fit the registers of four warps."""
     return 8 if form.dim > 128 else 4
 
@@ -222,7 +222,7 @@ def _attend_keys(
     grid = (len(starts) - 1, num_kv_heads, -(-most * form.groups // form.rows))
     launch(
         fixed_attention_kernel, grid,
-        Heads(query, keys, values, sinks, output), Scores(scale, window or 0, softcap or 1.0),
+        AttentionTensors(query, keys, values, sinks, output), FixedScores(scale, window or 0, softcap or 1.0),
         starts, positions, tables, tables.stride(0), *sizes,
         device=query.device, FORM=form, num_warps=num_warps(form), num_stages=2,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from hybrid_engine.ops.dispatch import launch, next_power_of_2, tl, triton
-from hybrid_engine.ops.skinny_gemm import Weights, multiply, weights_of
+from hybrid_engine.ops.skinny_gemm import ProductWeights, multiply, weights_of
 
 NUM_STAGES = 4
 MAX_CHUNK = 4096
@@ -80,7 +80,9 @@ def fixed_product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     return output
 
 
-def _launch_product(rows: torch.Tensor, weights: Weights, output: torch.Tensor, tile: FixedTile, width_in: int) -> None:
+def _launch_product(
+    rows: torch.Tensor, weights: ProductWeights, output: torch.Tensor, tile: FixedTile, width_in: int
+) -> None:
     grid = (-(-rows.shape[0] // tile.rows), -(-weights.width // tile.columns))
     launch(
         fixed_product_kernel, grid, rows, weights, output, rows.shape[0], width_in,

@@ -41,13 +41,13 @@ from hybrid_engine.ops.linear_log_prob_tiles import (
     tile_width,
 )
 
-__all__ = ["PLAIN", "LogitShape", "PieceBytes", "TokenLogProbs", "VocabularyShare", "linear_log_prob", "piece_bytes"]
+__all__ = ["PLAIN", "LinearLogProbs", "LogitShape", "PieceBytes", "VocabularyShare", "linear_log_prob", "piece_bytes"]
 
 ROWS_AT_ONCE = 2048
 KEPT_BYTES = 64 * 2**20  # of tiles from a forward pass to its backward pass
 
 
-class TokenLogProbs(NamedTuple):
+class LinearLogProbs(NamedTuple):
     """The results of `linear_log_prob`."""
 
     logprobs: torch.Tensor  # [N] fp32
@@ -98,7 +98,7 @@ def linear_log_prob(
     shape: LogitShape = PLAIN,
     with_entropy: bool = False,
     share: VocabularyShare | None = None,
-) -> TokenLogProbs:
+) -> LinearLogProbs:
     """Log-probabilities of `targets` under the softmax of a linear head.
 
     Differentiable in hidden, weight and bias; a second derivative is an error.
@@ -119,7 +119,7 @@ def linear_log_prob(
     _check(hidden, weight, targets, bias, is_whole=share is None)
     with _as_given(hidden):
         logprobs, entropy = _LinearLogProb.apply(hidden, weight, bias, targets, shape, with_entropy, share)
-    return TokenLogProbs(logprobs, entropy)
+    return LinearLogProbs(logprobs, entropy)
 
 
 def _as_given(tensor: torch.Tensor) -> torch.autocast:

@@ -40,7 +40,7 @@ SORT_BLOCK = 1024
 MAX_EXPERTS = 1024
 
 
-class Routing(NamedTuple):
+class ExpertRouting(NamedTuple):
     """The experts of N tokens. M = N top_k pairs; pair `n * top_k + slot` is token n's expert in that slot."""
 
     weights: torch.Tensor  # [N, top_k]
@@ -72,7 +72,7 @@ class MoEGatingOp:
         self.num_experts, self.top_k = num_experts, top_k
         self.scoring, self.normalizes, self.fp32_weights = scoring, normalizes, fp32_weights
 
-    def __call__(self, logits: torch.Tensor) -> Routing:
+    def __call__(self, logits: torch.Tensor) -> ExpertRouting:
         """Raises ValueError for logits of another shape."""
         check_tensor("router logits", logits, shape=(None, self.num_experts))
         if use_triton(logits):
@@ -81,7 +81,7 @@ class MoEGatingOp:
             say_once(f"MoEGatingOp: {self.num_experts} experts, over {MAX_EXPERTS}, run on the torch reference")
         return self.reference(logits)
 
-    def reference(self, logits: torch.Tensor) -> Routing:
+    def reference(self, logits: torch.Tensor) -> ExpertRouting:
         """The reference: the function of the kernel in plain torch."""
         softmax_first = self.scoring == "softmax_then_topk"
         softmax_dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -97,12 +97,12 @@ class MoEGatingOp:
         bounds = torch.arange(self.num_experts + 1, device=flat.device)
         by_expert, order = torch.sort(flat, stable=True)
         offsets = torch.searchsorted(by_expert, bounds).to(torch.int32)
-        return Routing(weights.to(self._weights_dtype(logits)).contiguous(), experts, order, offsets)
+        return ExpertRouting(weights.to(self._weights_dtype(logits)).contiguous(), experts, order, offsets)
 
     def _weights_dtype(self, logits: torch.Tensor) -> torch.dtype:
         return torch.float32 if self.fp32_weights else logits.dtype
 
-    def _launch(self, logits: torch.Tensor) -> Routing:
+    def _launch(self, logits: torch.Tensor) -> ExpertRouting:
         num_tokens, device = len(logits), logits.device
         num_pairs = num_tokens * self.top_k
         weights = torch.empty(num_tokens, self.top_k, dtype=self._weights_dtype(logits), device=device)
@@ -127,7 +127,7 @@ class MoEGatingOp:
             device=device,
             BLOCK=SORT_BLOCK,
         )  # fmt: skip
-        return Routing(weights, experts, order, offsets)
+        return ExpertRouting(weights, experts, order, offsets)
 
 
 @triton.jit

@@ -63,7 +63,7 @@ def qkv_kernel(x, q, k, v, y, TILES: tl.constexpr):
             _project(x, v, tile - q_tiles - kv_tiles, y, column, TILES)
 
 
-class Heads(NamedTuple):
+class HeadSizes(NamedTuple):
     """K, G = H / K and D."""
 
     num_kv_heads: int
@@ -109,7 +109,7 @@ class QKVGemmOp:
             raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
         assert num_heads % num_kv_heads == 0, f"{num_heads=} {num_kv_heads=}"
         self.norm = None if norm is None else NORM_OPS[norm](eps)
-        self.heads, self.layout = Heads(num_kv_heads, num_heads // num_kv_heads, head_dim), layout
+        self.heads, self.layout = HeadSizes(num_kv_heads, num_heads // num_kv_heads, head_dim), layout
 
     def __call__(
         self,
@@ -168,7 +168,7 @@ class QKVGemmOp:
 
 
 def _prepare(
-    heads: Heads, num_weights: int, input: torch.Tensor, *weights_and_biases: torch.Tensor
+    heads: HeadSizes, num_weights: int, input: torch.Tensor, *weights_and_biases: torch.Tensor
 ) -> tuple[Launch, tuple[int, int]]:
     """The launch, and the sizes of its output."""
     weights, biases = weights_and_biases[:num_weights], weights_and_biases[num_weights:]

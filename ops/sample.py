@@ -41,10 +41,10 @@ from hybrid_engine.ops.sample_kernels import (
     MAX_KEPT,
     TILE,
     Adjustment,
-    Cut,
-    Draw,
+    DrawBuffers,
     Filters,
     Logits,
+    SampleTiles,
     Scanned,
     Sizes,
     draw_kernel,
@@ -87,11 +87,11 @@ def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float
     return torch.where(seen, penalized, logits)
 
 
-def choose_cut(vocab: int, top_k: int) -> Cut:
+def choose_cut(vocab: int, top_k: int) -> SampleTiles:
     """Tile sizes for rows of `vocab` logits; `top_k` is 0 if it is off."""
     chunks = next_power_of_2(-(-vocab // CHUNK))
     kept = next_power_of_2(top_k) if 0 < top_k <= MAX_KEPT else MAX_KEPT
-    return Cut(CHUNK, chunks, min(kept, MAX_CANDIDATES // chunks), TILE)
+    return SampleTiles(CHUNK, chunks, min(kept, MAX_CANDIDATES // chunks), TILE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,7 @@ class SampleOp:
         cut = choose_cut(vocab, self.options.top_k if self.options.top_k < vocab else 0)
         sizes = Sizes(vocab, -(-vocab // cut.chunk))
         tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
-        draw = Draw(keys, draws, tokens, torch.empty(num_rows, dtype=torch.float32, device=device))
+        draw = DrawBuffers(keys, draws, tokens, torch.empty(num_rows, dtype=torch.float32, device=device))
         filters = self._filters(vocab)
         given = Logits(logits, logits.stride(0), self.temperature)
         scanned = self._scan(given, draws, self._adjustment(device, seen, slots), filters, sizes, cut)
@@ -227,7 +227,7 @@ class SampleOp:
         adjustment: Adjustment | None,
         filters: Filters,
         sizes: Sizes,
-        cut: Cut,
+        cut: SampleTiles,
     ) -> Scanned:
         """Launches the scan, and allocates its outputs."""
         device, (num_rows, num_chunks) = draws.device, (len(draws), sizes.num_chunks)

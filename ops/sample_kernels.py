@@ -34,7 +34,7 @@ MAX_KEPT = 256
 MAX_CANDIDATES = 4096
 
 
-class Cut(NamedTuple):
+class SampleTiles(NamedTuple):
     """Tile sizes of rows; all powers of two."""
 
     chunk: int  # logits of one program
@@ -89,7 +89,7 @@ class Filters(NamedTuple):
     log_min_p: float | None
 
 
-class Draw(NamedTuple):
+class DrawBuffers(NamedTuple):
     """Seeds of each row's noise, `[S]` int64, and the outputs for its token and log-probability."""
 
     keys_ptr: Any

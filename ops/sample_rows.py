@@ -42,7 +42,7 @@ class EarlyEnds(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RowOptions:
+class RowSamplingOptions:
     """The sampling options of S rows on their device; None means off for every row."""
 
     sampled: torch.Tensor | None
@@ -60,7 +60,7 @@ class RowOptions:
     """`[S, e]` int64: tokens that end each row, padded with -1."""
 
 
-def build_row_options(options: list[SamplingOptions], vocab: int, device: torch.device) -> RowOptions:
+def build_row_options(options: list[SamplingOptions], vocab: int, device: torch.device) -> RowSamplingOptions:
     """Tensors of `options`, one entry per row in order, for logits `[S, vocab]` on `device`."""
     sampled = [row for row, option in enumerate(options) if option.do_sample]
     drawn = [options[row] for row in sampled]
@@ -79,7 +79,7 @@ def build_row_options(options: list[SamplingOptions], vocab: int, device: torch.
 
     width = max((len(option.eos_token_ids) for option in options), default=0)
     ends = [[*option.eos_token_ids, *[-1] * (width - len(option.eos_token_ids))] for option in options]
-    return RowOptions(
+    return RowSamplingOptions(
         sampled=torch.tensor(sampled, device=device) if sampled else None,
         temperature=column([float(option.temperature) if option.do_sample else 1.0 for option in options]),
         top_k=values([o.top_k for o in drawn], [0 < o.top_k < vocab for o in drawn], torch.int64),
@@ -103,7 +103,7 @@ def _early_ends(options: list[SamplingOptions], device: torch.device) -> EarlyEn
 
 def adjust_rows(
     logits: torch.Tensor,
-    options: RowOptions,
+    options: RowSamplingOptions,
     draws: torch.Tensor,
     seen: torch.Tensor | None,
     penalties: torch.Tensor | None = None,
@@ -143,7 +143,7 @@ def count_penalties(
     return penalties
 
 
-def filter_rows(adjusted: torch.Tensor, options: RowOptions) -> torch.Tensor:
+def filter_rows(adjusted: torch.Tensor, options: RowSamplingOptions) -> torch.Tensor:
     """`[n, V]`: the filtered logits of the sampled rows of `adjusted [S, V]`; -inf for excluded tokens."""
     if options.sampled is None:
         return adjusted[:0]
@@ -168,7 +168,7 @@ def _keep_rows_from(rows: torch.Tensor, threshold: torch.Tensor, logits: torch.T
 
 
 def pick_rows(
-    adjusted: torch.Tensor, scores: torch.Tensor, options: RowOptions, keys: torch.Tensor, draws: torch.Tensor
+    adjusted: torch.Tensor, scores: torch.Tensor, options: RowSamplingOptions, keys: torch.Tensor, draws: torch.Tensor
 ) -> torch.Tensor:
     """`[S]` int64: a token drawn from `scores [n, V]` for sampled rows, the largest of `adjusted [S, V]` for others.
 

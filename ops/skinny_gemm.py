@@ -69,7 +69,7 @@ class Rows(NamedTuple):
     width: int
 
 
-class Weights(NamedTuple):
+class ProductWeights(NamedTuple):
     """W `[K, N]` and the bias `[N]` or None; without a pointer the product does not exist."""
 
     ptr: Any
@@ -86,7 +86,7 @@ class Output(NamedTuple):
     stride_m: int
 
 
-class Tiles(NamedTuple):
+class ProductTiles(NamedTuple):
     """Tile sizes of a product, constant in a kernel."""
 
     rows: int  # M padded
@@ -105,7 +105,7 @@ class Tiles(NamedTuple):
         return {"TILES": self, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-NO_WEIGHTS = Weights(None, 0, 0, None, 0)
+NO_WEIGHTS = ProductWeights(None, 0, 0, None, 0)
 
 
 def takes_rows(input: torch.Tensor) -> bool:
@@ -119,10 +119,10 @@ def rows_of(input: torch.Tensor) -> Rows:
     return Rows(input, stride_m, stride_k, num_rows, width)
 
 
-def weights_of(weight: torch.Tensor, bias: torch.Tensor | None) -> Weights:
+def weights_of(weight: torch.Tensor, bias: torch.Tensor | None) -> ProductWeights:
     """`weight [K, N]`, `bias [N]` for a kernel."""
     stride_k, stride_n = weight.stride()
-    return Weights(weight, stride_k, stride_n, bias, weight.shape[1])
+    return ProductWeights(weight, stride_k, stride_n, bias, weight.shape[1])
 
 
 def padded_rows(num_rows: int) -> int:
@@ -133,7 +133,7 @@ def padded_rows(num_rows: int) -> int:
 @functools.cache
 def choose_tiles(
     num_rows: int, width_in: int, widths_out: tuple[int, ...], dtype: torch.dtype, *, num_weights=1, can_split=False
-) -> Tiles:
+) -> ProductTiles:
     """Tiles of a product `[num_rows, width_in] x [width_in, each of widths_out]`.
 
     Args:
@@ -167,12 +167,12 @@ def choose_tiles(
         block_k //= 2
     wanted_stages = 1 + -(-IN_FLIGHT_BYTES // (width * block_k * itemsize))
     num_stages = min(wanted_stages, room // ((width + rows) * block_k * itemsize), 7)
-    return Tiles(rows, block_n, block_k, splits, 4, num_stages)
+    return ProductTiles(rows, block_n, block_k, splits, 4, num_stages)
 
 
 def _wide_tiles(
     rows: int, width_in: int, widths_out: tuple[int, ...], itemsize: int, num_weights: int, can_split: bool
-) -> Tiles:
+) -> ProductTiles:
     """The tiles with the shortest time by cache bandwidth; among equals the widest and least split."""
 
     def programs(block_n: int, splits: int) -> int:
@@ -199,7 +199,7 @@ def _wide_tiles(
     room = 2 * SHARED_BYTES if is_alone else SHARED_BYTES
     num_stages = min(WIDE_STAGES, room // ((width + rows) * block_k * itemsize))
     num_warps = width * rows // 2048  # 64 sums per thread
-    return Tiles(rows, block_n, block_k, splits, num_warps, num_stages)
+    return ProductTiles(rows, block_n, block_k, splits, num_warps, num_stages)
 
 
 def check_linear(

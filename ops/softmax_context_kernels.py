@@ -72,7 +72,7 @@ class Tables(NamedTuple):
     block_size: int
 
 
-class Scores(NamedTuple):
+class AttentionScores(NamedTuple):
     """Parameters of the scores."""
 
     scale: float
@@ -82,7 +82,7 @@ class Scores(NamedTuple):
     alibi_ptr: Any  # [H] fp32, or None
 
 
-class Parts(NamedTuple):
+class SplitContexts(NamedTuple):
     """The context of each split: `[S, H, num_splits, D]` fp32; with a single split in the dtype of q, without `lse`."""
 
     context_ptr: Any
@@ -96,7 +96,7 @@ class Changed(NamedTuple):
     k_ptr: Any  # [N, K, D]
 
 
-class Form(NamedTuple):
+class AttentionForm(NamedTuple):
     """The form of a layer's attention, constant in the kernels."""
 
     num_kv_heads: int  # K
@@ -136,7 +136,7 @@ def padded_groups(groups: int) -> int:
     return max(16, next_power_of_2(groups))
 
 
-def decode_tiles(form: Form, element_size: int) -> DecodeTiles:
+def decode_tiles(form: AttentionForm, element_size: int) -> DecodeTiles:
     """Tile sizes of decode: at most 16 KiB each of keys and values are loaded at once, and scores fit the registers.
 
     For heads of 256 bytes and more 32 tokens: with less memory per program more of them share an SM, which at 32 and 64

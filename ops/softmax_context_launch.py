@@ -28,9 +28,9 @@ class Numbers(NamedTuple):
     norm_eps: float
     is_interleaved: bool
 
-    def form(self, rotary_dim: int) -> kernels.Form:
+    def form(self, rotary_dim: int) -> kernels.AttentionForm:
         """Constants of the kernels."""
-        return kernels.Form(
+        return kernels.AttentionForm(
             num_kv_heads=self.num_kv_heads,
             groups=self.num_heads // self.num_kv_heads,
             head_dim=self.head_dim,
@@ -43,9 +43,9 @@ class Numbers(NamedTuple):
             upcasts=IS_INTERPRETED,
         )
 
-    def scores(self, weights: HeadWeights) -> kernels.Scores:
+    def scores(self, weights: HeadWeights) -> kernels.AttentionScores:
         """Parameters of the scores."""
-        return kernels.Scores(self.scale, self.window or 0, self.softcap or 1.0, weights.sinks, weights.alibi)
+        return kernels.AttentionScores(self.scale, self.window or 0, self.softcap or 1.0, weights.sinks, weights.alibi)
 
     def changes(self, qkv: QKV, weights: HeadWeights) -> kernels.Changes:
         """The norms and angles of queries and keys."""
@@ -84,10 +84,10 @@ def _decode(
     num_splits = -(-batch.context // kernels.SPLIT)
     decoding = prepared(_prepare_decoding, numbers, num_splits, batch.block_tables, batch.positions, *tensors)
     output = qkv.q.new_empty(decoding.output_sizes)
-    scores, parts = numbers.scores(weights), kernels.Parts(output, None)
+    scores, parts = numbers.scores(weights), kernels.SplitContexts(output, None)
     if decoding.merge is not None:
         context = qkv.q.new_empty((*decoding.lse_sizes, numbers.head_dim), dtype=torch.float32)
-        parts = kernels.Parts(context, qkv.q.new_empty(decoding.lse_sizes, dtype=torch.float32))
+        parts = kernels.SplitContexts(context, qkv.q.new_empty(decoding.lse_sizes, dtype=torch.float32))
     decoding.launch(
         _new_heads(qkv), numbers.changes(qkv, weights), _cache(cache),
         kernels.Tables(batch.block_tables, batch.block_tables.stride(0), cache.keys.shape[2]),
@@ -115,7 +115,7 @@ def _prepare_decoding(
     return Decoding(launch, merge if num_splits > 1 else None, *sizes)
 
 
-class Packed(NamedTuple):
+class PackedLaunches(NamedTuple):
     """Launches for packed sequences; without `store` their keys and values are not written."""
 
     store: Launch | None
@@ -171,7 +171,7 @@ def _prepare_packed(
     blocks: torch.Tensor | None,
     offsets: torch.Tensor | None,
     *tensors: torch.Tensor,
-) -> Packed:
+) -> PackedLaunches:
     q, cos, is_causal, store = tensors[0], tensors[3], blocks is not None, None
     form = _check(numbers, *tensors)
     if is_causal:
@@ -184,7 +184,7 @@ def _prepare_packed(
         kernels.prefill_kernel, (-(-max_length // tiles.queries), num_sequences, numbers.num_heads), q.device,
         IS_CAUSAL=is_causal, FORM=form, TILES=tiles, num_warps=num_warps, num_stages=2,
     )  # fmt: skip
-    return Packed(store, attend)
+    return PackedLaunches(store, attend)
 
 
 def _check(
@@ -200,7 +200,7 @@ def _check(
     k_gamma: torch.Tensor | None,
     sinks: torch.Tensor | None,
     alibi: torch.Tensor | None,
-) -> kernels.Form:
+) -> kernels.AttentionForm:
     """The constants of the kernels. Raises ValueError for tensors that they cannot read."""
     heads, dim = numbers.num_kv_heads, numbers.head_dim
     check_tensor("q", q, shape=(None, heads, numbers.num_heads // heads, dim), is_dense_last=True)

@@ -40,7 +40,7 @@ def linear_fp32(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     return output if bias is None else output + bias
 
 
-class Parts(NamedTuple):
+class SplitProducts(NamedTuple):
     """Buffers for the parts of a split K; None if it is not split."""
 
     ptr: Any  # [tiles, splits, BLOCK_N, ROWS] fp32
@@ -48,7 +48,7 @@ class Parts(NamedTuple):
     split_width: int  # of K
 
 
-NO_PARTS = Parts(None, None, 0)
+NO_PARTS = SplitProducts(None, None, 0)
 
 
 @triton.jit
@@ -144,7 +144,7 @@ class VectorMatMulOp:
         output = torch.empty(product.sizes, dtype=product.dtype, device=input.device)
         parts = NO_PARTS
         if product.parts is not None:
-            parts = Parts(
+            parts = SplitProducts(
                 torch.empty(product.parts, dtype=torch.float32, device=input.device),
                 self._counts(input.device),
                 product.split_width,

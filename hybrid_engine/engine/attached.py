@@ -31,8 +31,8 @@ from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.generation.core import Request
 from hybrid_engine.generation.model.probe import LogprobDifference, evaluating
-from hybrid_engine.generation.rollout.engine_methods import PutGenerate, describe_generation, roll_out_what_fits
-from hybrid_engine.generation.rollout.generator import Generator
+from hybrid_engine.generation.rollout.engine_methods import PutGenerate, describe_generation
+from hybrid_engine.generation.rollout.generator import Generator, roll_out_what_fits
 from hybrid_engine.generation.rollout.output import GenerateOutput
 from hybrid_engine.generation.rollout.preparing import prepare
 from hybrid_engine.ops.gpu import kernel_problem

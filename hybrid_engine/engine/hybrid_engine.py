@@ -38,14 +38,8 @@ from hybrid_engine.generation.model.weights import (
     share_sharded_model,
     share_unit,
 )
-from hybrid_engine.generation.rollout.engine_methods import (
-    ModuleGenerate,
-    WarmUp,
-    describe_generation,
-    roll_out_what_fits,
-    warm_up,
-)
-from hybrid_engine.generation.rollout.generator import Generator
+from hybrid_engine.generation.rollout.engine_methods import ModuleGenerate, WarmUp, describe_generation, warm_up
+from hybrid_engine.generation.rollout.generator import Generator, roll_out_what_fits
 from hybrid_engine.generation.rollout.output import GenerateOutput
 from hybrid_engine.generation.rollout.preparing import prepare
 from hybrid_engine.metrics.latency import LatencyStats

@@ -30,6 +30,11 @@ class Prompt:
     num_tops: int | None = None  # number of likeliest tokens reported at each position; None: the prompt is not scored
     scores: Any = None  # `TokenScores` of its tokens, if requested
 
+    @property
+    def is_unscored(self) -> bool:
+        """Whether scores of its tokens are requested and it does not have them."""
+        return self.num_tops is not None and self.scores is None
+
     def with_own_blocks(self) -> "Prompt":
         """Returns a copy of the prompt for samples that do not share blocks with the samples of this one."""
         return Prompt(self.tokens, num_tops=self.num_tops, scores=self.scores)

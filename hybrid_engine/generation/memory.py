@@ -242,7 +242,7 @@ class TrainingMemory:
         """Bytes of masters and optimizer state on the device now."""
         if self._optimizer is None:
             return 0
-        state = [v for values in self._optimizer.state.values() for v in values.values() if torch.is_tensor(v)]
+        state = [v for values in self._optimizer.inner.state.values() for v in values.values() if torch.is_tensor(v)]
         return num_bytes(t for t in (*self._masters, *state) if t.device.type == self._device.type)
 
 

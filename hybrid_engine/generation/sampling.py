@@ -23,7 +23,6 @@ import torch
 from transformers import (
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
-    StoppingCriteriaList,
     StopStringCriteria,
 )
 from transformers.generation import RepetitionPenaltyLogitsProcessor
@@ -383,35 +382,6 @@ def _to_pinned(values: torch.Tensor) -> torch.Tensor:
     """Returns pinned host memory that holds `values` once the device has executed the copy."""
     pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     return pinned.copy_(values, non_blocking=True)
-
-
-NAMES = ("logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria", "streamer")
-
-
-def read_functions(merged: dict[str, Any]) -> UserFunctions | None:
-    """Returns the functions among the options `merged`, or None if there are none.
-
-    Raises ValueError for a value that is not a function, a list of functions or a streamer.
-    """
-    given = {name: merged.get(name) for name in NAMES}
-    for name in ("logits_processor", "stopping_criteria"):
-        value = given[name]
-        if value is not None and (not isinstance(value, list | tuple) or not all(map(callable, value))):
-            raise ValueError(f"{name}={value!r} must be a list of functions of (input_ids, scores)")
-    prefix, streamer = given["prefix_allowed_tokens_fn"], given["streamer"]
-    if prefix is not None and not callable(prefix):
-        raise ValueError(f"prefix_allowed_tokens_fn={prefix!r} must be a function of (batch_id, input_ids)")
-    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
-        raise ValueError(f"streamer={streamer!r} must have put() and end(), as transformers' BaseStreamer")
-    if streamer is None and prefix is None and not any(given[name] for name in NAMES[::2]):
-        return None
-    return UserFunctions(
-        logits_processor=LogitsProcessorList(given["logits_processor"] or []),
-        prefix_allowed_tokens_fn=prefix,
-        stopping_criteria=StoppingCriteriaList(given["stopping_criteria"] or []),
-        streamer=streamer,
-        is_min_new=merged.get("min_new_tokens") is not None,
-    )
 
 
 class RowsInStep(MixedRows):

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.config.notices import say_once
@@ -165,7 +166,7 @@ def _ends(path: str, names: tuple[str, ...]) -> bool:
     return any(path == name or path.endswith(f".{name}") for name in names)
 
 
-def check_layer(layer: nn.Module, plan: LinearPlan, config: Any, parallel: TensorParallel) -> None:
+def check_layer(layer: nn.Module, plan: LinearPlan, config: PretrainedConfig, parallel: TensorParallel) -> None:
     """Raises ValueError, with the sizes that work, if heads or outputs of the layer cannot be shared equally."""
     num_heads = getattr(config, "num_attention_heads", None) or 1
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
@@ -287,7 +288,7 @@ def build_engine(model: nn.Module, config: InferenceConfig) -> InferenceEngine:
 
 
 @dataclass
-class Weights:
+class WeightSources:
     """The sources of the model's weights for the containers; nothing is read yet."""
 
     decoder: InferenceModel | None = None
@@ -380,10 +381,10 @@ def take_weights(
     reason: str | None,
     group: ModelGroup,
     checkpoint: CheckpointReader | None,
-) -> tuple[Weights, str | None]:
+) -> tuple[WeightSources, str | None]:
     """Finds attention, MLP and norm weights through the policy; without one, returns no containers and the reason."""
     if policy is None:
-        return Weights(checkpoint=checkpoint), reason
+        return WeightSources(checkpoint=checkpoint), reason
     held = None
     parallel = group.parallel
     if group.size > 1:
@@ -391,13 +392,13 @@ def take_weights(
         parallel = replace(parallel, read=held.read)
     try:
         if policy.is_encoder:
-            return Weights(encoder=InferenceEncoder(model, parallel), held=held, checkpoint=checkpoint), None
+            return WeightSources(encoder=InferenceEncoder(model, parallel), held=held, checkpoint=checkpoint), None
         if group.stage is not None:
             stage = StageModel(model, parallel, group, default_device())
-            return Weights(decoder=stage, held=held, checkpoint=checkpoint), None
-        return Weights(decoder=InferenceModel(model, parallel), held=held, checkpoint=checkpoint), None
+            return WeightSources(decoder=stage, held=held, checkpoint=checkpoint), None
+        return WeightSources(decoder=InferenceModel(model, parallel), held=held, checkpoint=checkpoint), None
     except UnsupportedModelError as error:
-        return Weights(checkpoint=checkpoint), str(error)
+        return WeightSources(checkpoint=checkpoint), str(error)
 
 
 def answer_old_flags(config: InferenceConfig, policy: Policy | None, reason: str | None) -> None:
@@ -430,7 +431,7 @@ class _OwnOptions(HybridEngineConfig):
     prefix = ""
 
 
-def build_layer_config(model: nn.Module, config: InferenceConfig, weights: Weights) -> HybridEngineConfig:
+def build_layer_config(model: nn.Module, config: InferenceConfig, weights: WeightSources) -> HybridEngineConfig:
     """The options of generation. Raises ValueError for more tokens than the model has positions."""
     model_config = _text_config(model) if hasattr(model, "config") else None
     positions = getattr(model_config, "max_position_embeddings", None)
@@ -451,7 +452,7 @@ def build_layer_config(model: nn.Module, config: InferenceConfig, weights: Weigh
     )
 
 
-def check_memory(model: nn.Module, weights: Weights, group: ModelGroup, device: torch.device) -> None:
+def check_memory(model: nn.Module, weights: WeightSources, group: ModelGroup, device: torch.device) -> None:
     """Raises ValueError if weights that are not yet on `device` do not fit there; nothing has moved."""
     is_whole = group.size == 1 or (weights.encoder is not None and weights.checkpoint is None)
     missing = sum(p.numel() * p.element_size() for p in model.parameters() if p.device != device)
@@ -464,7 +465,7 @@ def check_memory(model: nn.Module, weights: Weights, group: ModelGroup, device: 
         )
 
 
-def fill_module(weights: Weights, group: ModelGroup, device: torch.device) -> None:
+def fill_module(weights: WeightSources, group: ModelGroup, device: torch.device) -> None:
     """Reads the checkpoint into the model if one process holds all of it."""
     if weights.checkpoint is not None and group.size == 1:
         weights.checkpoint.fill(device)
@@ -474,7 +475,7 @@ def build_module(
     model: nn.Module,
     config: InferenceConfig,
     layer_config: HybridEngineConfig,
-    weights: Weights,
+    weights: WeightSources,
     group: ModelGroup,
     reason: str | None,
     device: torch.device,
@@ -491,7 +492,7 @@ def build_module(
     return InferenceEngine(model, config, generator, weights.encoder, group, reason)
 
 
-def transpose_for_inference(engine: InferenceEngine, weights: Weights) -> None:
+def transpose_for_inference(engine: InferenceEngine, weights: WeightSources) -> None:
     """Binds the containers to [in, out] views of the weights, or to this rank's parts, and measures them once."""
     if weights.encoder is not None:
         weights.encoder.bind()
@@ -534,7 +535,7 @@ def read_adapters(module: nn.Module, model: InferenceModel) -> None:
     fused.give_back()
 
 
-def apply_tensor_parallelism(engine: InferenceEngine, weights: Weights, config: InferenceConfig) -> None:
+def apply_tensor_parallelism(engine: InferenceEngine, weights: WeightSources, config: InferenceConfig) -> None:
     """Frees the weights that other processes hold; cuts the linears of a model without a policy.
 
     Experts need no separate step: each process has its part of every one.
@@ -562,7 +563,7 @@ def apply_tensor_parallelism(engine: InferenceEngine, weights: Weights, config: 
 
 
 def _text_config(model: nn.Module) -> Any:
-    config: Any = model.config
+    config = model.config
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 

@@ -114,7 +114,7 @@ class Stacked:
         return torch.stack([read_part(self.parts[i], None, 0) for start, stop in ranges for i in range(start, stop)])
 
 
-class Rows:
+class StoredRows:
     """Ranges of another tensor's first dimension, concatenated: a part of a fused projection."""
 
     def __init__(self, source: Source, ranges: Bounds):

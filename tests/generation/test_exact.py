@@ -13,7 +13,7 @@ from torch import nn
 
 import hybrid_engine
 from hybrid_engine.ops import SampleOp, SamplingOptions, token_logprobs
-from hybrid_engine.ops.fixed_attention import Attention, attend, attend_as_usual
+from hybrid_engine.ops.fixed_attention import AttentionParameters, attend, attend_as_usual
 from hybrid_engine.ops.fixed_shapes import FixedShapes, NotExactError
 from tests.support.distributed import run_distributed
 from tests.support.models import build_model, padded_prompts
@@ -261,7 +261,9 @@ def test_a_row_is_computed_as_if_it_were_alone(dtype):
             rows.cumsum(0)
 
 
-@pytest.mark.parametrize("attention", [Attention(0.3), Attention(0.3, window=50), Attention(0.3, softcap=2.0)])
+@pytest.mark.parametrize(
+    "attention", [AttentionParameters(0.3), AttentionParameters(0.3, window=50), AttentionParameters(0.3, softcap=2.0)]
+)
 def test_attention_of_a_query_is_the_same_wherever_it_is_computed(attention):
     torch.manual_seed(0)
     query, key, value = (torch.randn(3, 90, heads, 8, requires_grad=True) for heads in (6, 2, 2))

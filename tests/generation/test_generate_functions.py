@@ -151,9 +151,9 @@ def test_samples_in_step_are_those_of_the_same_rollout_without_functions():
 
 
 def test_prompts_of_several_prefills_begin_together(monkeypatch):
-    from hybrid_engine.generation import plan
+    from hybrid_engine.generation import scheduler
 
-    monkeypatch.setattr(plan, "MAX_PREFILL_TOKENS", 10)
+    monkeypatch.setattr(scheduler, "MAX_PREFILL_TOKENS", 10)
     engine, model = build_engine(kv_block_size=4), build_model()
     input_ids, mask = padded_prompts()
     expected = model.generate(input_ids, attention_mask=mask, logits_processor=[ByHistory()], **GREEDY)

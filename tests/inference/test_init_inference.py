@@ -256,7 +256,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_move(monkeypatch):
     )
     with pytest.raises(ValueError, match=message):
         inference_build.check_memory(
-            model, inference_build.Weights(), inference_build.ModelGroup(), torch.device("cpu")
+            model, inference_build.WeightSources(), inference_build.ModelGroup(), torch.device("cpu")
         )
 
 

@@ -9,7 +9,13 @@ from hybrid_engine.generation.model import probe
 from hybrid_engine.generation.step import pack_prefills
 from hybrid_engine.ops import DecodeBatch, PrefillBatch, SampleOp, SamplingOptions, token_logprobs
 from hybrid_engine.ops.dispatch import IS_INTERPRETED
-from hybrid_engine.ops.fixed_attention import Attention, attend, attend_as_usual, attend_decode, attend_prefill
+from hybrid_engine.ops.fixed_attention import (
+    AttentionParameters,
+    attend,
+    attend_as_usual,
+    attend_decode,
+    attend_prefill,
+)
 from hybrid_engine.ops.fixed_product import fixed_product
 from hybrid_engine.ops.fixed_shapes import FixedShapes, NotExactError
 from tests.generation.test_exact import build_engine, rollout, trainer_logprobs
@@ -107,9 +113,9 @@ def test_a_log_probability_is_as_if_its_row_were_alone(dtype, kernels):
 
 
 ATTENTIONS = {
-    "plain": (Attention(0.3), False),
-    "window and sinks": (Attention(0.3, window=21), True),
-    "softcap": (Attention(0.3, softcap=2.0), False),
+    "plain": (AttentionParameters(0.3), False),
+    "window and sinks": (AttentionParameters(0.3, window=21), True),
+    "softcap": (AttentionParameters(0.3, softcap=2.0), False),
 }
 
 

@@ -9,7 +9,7 @@ from hybrid_engine.containers.moe import MoEBlock
 from hybrid_engine.ops.dispatch import IS_INTERPRETED
 from hybrid_engine.ops.expert_gemm import ExpertGemmOp, max_tiles
 from hybrid_engine.ops.expert_sum import ExpertSumOp
-from hybrid_engine.ops.moe_gating import MoEGatingOp, Routing
+from hybrid_engine.ops.moe_gating import ExpertRouting, MoEGatingOp
 from hybrid_engine.ops.moe_res_matmul import MoEResMatmulOp
 from tests.support.models_moe import FAMILIES, build_block, run_block
 
@@ -290,5 +290,5 @@ def test_bad_input_is_named_before_a_launch(kernels):
 
 def test_more_experts_than_the_kernel_takes_run_on_the_reference_and_say_so(kernels, caplog):
     routing = MoEGatingOp(1500, 2)(torch.randn(2, 1500, device=kernels))
-    assert isinstance(routing, Routing)
+    assert isinstance(routing, ExpertRouting)
     assert "1500 experts" in caplog.text

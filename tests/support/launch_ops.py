@@ -29,7 +29,7 @@ from hybrid_engine.ops import (
 from hybrid_engine.ops.activation import ACTIVATIONS
 from hybrid_engine.ops.expert_gemm import CLAMPED_SWIGLU, ExpertGemmOp
 from hybrid_engine.ops.expert_sum import ExpertSumOp
-from hybrid_engine.ops.fixed_attention import Attention, attend
+from hybrid_engine.ops.fixed_attention import AttentionParameters, attend
 from hybrid_engine.ops.fixed_product import REDUCTIONS, SOFTMAXES, fixed_product, norm_rows, reduce_rows, softmax_rows
 from hybrid_engine.ops.linear_log_prob import linear_log_prob
 from hybrid_engine.ops.linear_log_prob_tiles import PLAIN, LogitShape
@@ -246,7 +246,7 @@ def exact_mode(dtype: torch.dtype) -> Iterator[Check]:
     ):
         tensors = [randn(dtype, 2, 70, heads, dim) for heads in (4, 2, 2)]
         positions = torch.arange(70).expand(2, 70)
-        call = partial(attend, *tensors, positions, Attention(dim**-0.5, window, softcap), sinks)
+        call = partial(attend, *tensors, positions, AttentionParameters(dim**-0.5, window, softcap), sinks)
         yield f"exact attention of {dim}, window {window}, {'sinks' if sinks is not None else 'no sinks'}", call
 
 

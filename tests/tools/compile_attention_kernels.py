@@ -10,7 +10,16 @@ from typing import NamedTuple
 import torch
 
 from hybrid_engine.ops import softmax_context_kernels as kernels
-from hybrid_engine.ops.softmax_context_kernels import Cache, Changed, Changes, Form, NewHeads, Parts, Scores, Tables
+from hybrid_engine.ops.softmax_context_kernels import (
+    AttentionForm,
+    AttentionScores,
+    Cache,
+    Changed,
+    Changes,
+    NewHeads,
+    SplitContexts,
+    Tables,
+)
 from tests.tools.compile_kernels import compile_kernel
 
 NAMES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
@@ -48,13 +57,13 @@ FAMILIES = {
 def compile_family(label: str, dtype: torch.dtype) -> None:
     """All four kernels, decode with one split and with several."""
     family, x, size = FAMILIES[label], NAMES[dtype], dtype.itemsize
-    form = Form(8, *family[:2], kernels.padded_dim(family.head_dim), *family[2:7], upcasts=False)
+    form = AttentionForm(8, *family[:2], kernels.padded_dim(family.head_dim), *family[2:7], upcasts=False)
     new = NewHeads(x, STRIDE, STRIDE, STRIDE, x, STRIDE, STRIDE, x, STRIDE, STRIDE)
     angles = (x, x, STRIDE) if family.rotary_dim else (None, None, "i32")
     changes = Changes(*angles, *[x if family.norm else None] * 2, "fp32")
     cache = Cache(x, x, STRIDE, STRIDE, STRIDE)
     sinks, alibi = x if family.has_sinks else None, "*fp32" if family.has_alibi else None
-    scores = Scores("fp32", "i32", "fp32", sinks, alibi)
+    scores = AttentionScores("fp32", "i32", "fp32", sinks, alibi)
 
     def compile_one(kernel, given: dict, warps: int, stages: int, **fixed) -> None:
         fixed["FORM"] = form
@@ -63,9 +72,9 @@ def compile_family(label: str, dtype: torch.dtype) -> None:
     decode = {"new": new, "changes": changes, "cache": cache, "tables": Tables("*i64", "i32", "i32"), "scores": scores}
     decode["positions_ptr"] = "*i64"
     tiles = kernels.decode_tiles(form, size)
-    for parts in (Parts(x, None), Parts("*fp32", "*fp32")):
+    for parts in (SplitContexts(x, None), SplitContexts("*fp32", "*fp32")):
         compile_one(kernels.decode_kernel, {**decode, "parts": parts}, 4, kernels.DECODE_STAGES, TILES=tiles)
-    merge = {"parts": Parts("*fp32", "*fp32"), "scores": scores, "positions_ptr": "*i64", "output_ptr": x}
+    merge = {"parts": SplitContexts("*fp32", "*fp32"), "scores": scores, "positions_ptr": "*i64", "output_ptr": x}
     merge["num_splits"] = "i32"
     compile_one(kernels.merge_kernel, merge, 2, 3, SPLIT=kernels.SPLIT, SPLITS_AT_ONCE=kernels.SPLITS_AT_ONCE)
     store = {"new": new, "changes": changes, "cache": cache, "blocks_ptr": "*i64", "offsets_ptr": "*i64"}

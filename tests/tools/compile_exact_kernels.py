@@ -8,7 +8,13 @@ import sys
 import torch
 import triton
 
-from hybrid_engine.ops.fixed_attention_kernel import NOT_SPECIALIZED, Heads, Scores, fixed_attention_kernel, form_of
+from hybrid_engine.ops.fixed_attention_kernel import (
+    NOT_SPECIALIZED,
+    AttentionTensors,
+    FixedScores,
+    fixed_attention_kernel,
+    form_of,
+)
 from hybrid_engine.ops.fixed_attention_kernel import num_warps as attention_warps
 from hybrid_engine.ops.fixed_product import (
     NUM_STAGES,
@@ -19,7 +25,7 @@ from hybrid_engine.ops.fixed_product import (
     tile_of,
 )
 from hybrid_engine.ops.log_prob import logprob_kernel
-from hybrid_engine.ops.skinny_gemm import Weights
+from hybrid_engine.ops.skinny_gemm import ProductWeights
 from tests.tools.compile_kernels import compile_kernel
 
 NAMES = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
@@ -32,7 +38,7 @@ def compile_products(dtype: torch.dtype) -> None:
     """A linear's transposed weight, with and without a bias."""
     x, fixed = NAMES[dtype], {"TILE": tile_of(dtype)}
     for bias in (None, x):
-        w = Weights(x, 1, "i32/16", bias, "i32/16")
+        w = ProductWeights(x, 1, "i32/16", bias, "i32/16")
         given = {"x_ptr": x, "w": w, "y_ptr": x, "num_rows": INT, "width_in": "i32/16"}
         compile_kernel(fixed_product_kernel, given, fixed, stages=NUM_STAGES)
 
@@ -42,7 +48,10 @@ def compile_attention(dtype: torch.dtype) -> None:
     x = NAMES[dtype]
     for head_dim, groups, has_window, has_softcap, has_sinks in ATTENTIONS:
         form = form_of(head_dim, groups, dtype, has_window, has_softcap)._replace(upcasts=False)
-        given = {"heads": Heads(x, x, x, x if has_sinks else None, x), "scores": Scores(FLOAT, INT, FLOAT)}
+        given = {
+            "heads": AttentionTensors(x, x, x, x if has_sinks else None, x),
+            "scores": FixedScores(FLOAT, INT, FLOAT),
+        }
         given |= dict.fromkeys(("starts_ptr", "positions_ptr", "tables_ptr"), "*i64")
         given |= dict.fromkeys(NOT_SPECIALIZED, INT)
         compile_kernel(fixed_attention_kernel, given, {"FORM": form}, warps=attention_warps(form), stages=2)

@@ -10,7 +10,7 @@ import torch
 
 from hybrid_engine.ops import deepspeed_bindings, mlp_gemm, norm, qkv_gemm, skinny_gemm, vector_matmul
 from hybrid_engine.ops.norm import NormWeights
-from hybrid_engine.ops.skinny_gemm import NO_WEIGHTS, Output, Rows, Weights
+from hybrid_engine.ops.skinny_gemm import NO_WEIGHTS, Output, ProductWeights, Rows
 from tests.tools.compile_kernels import compile_kernel
 
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
@@ -22,13 +22,13 @@ def rows_of(dtype: torch.dtype) -> Rows:
     return Rows(POINTERS[dtype], WIDTH, 1, "i32", WIDTH)
 
 
-def weights_of(dtype: torch.dtype, stored: str, bias: str | None = None) -> Weights:
+def weights_of(dtype: torch.dtype, stored: str, bias: str | None = None) -> ProductWeights:
     """A weight stored [out, in] or [in, out]; the stride along what lies together is 1."""
     strides = (1, WIDTH) if stored == "[out, in]" else (WIDTH, 1)
-    return Weights(POINTERS[dtype], *strides, bias, WIDTH)
+    return ProductWeights(POINTERS[dtype], *strides, bias, WIDTH)
 
 
-def compile_product(kernel, given: dict, fixed: dict, tiles: skinny_gemm.Tiles) -> None:
+def compile_product(kernel, given: dict, fixed: dict, tiles: skinny_gemm.ProductTiles) -> None:
     """Weights that are not copied 16 bytes at a time stream at a fraction of the memory's speed; wide tiles need
     the tensor cores' widest instruction."""
     compiled = compile_kernel(kernel, given, {**fixed, "TILES": tiles}, tiles.num_warps, tiles.num_stages)
@@ -40,7 +40,9 @@ def compile_linear(rows: int, n_in: int, n_out: int, dtype: torch.dtype, stored:
     """Projection with a residual."""
     tiles = skinny_gemm.choose_tiles(rows, n_in, (n_out,), dtype, can_split=True)
     pointer, is_split = POINTERS[dtype], tiles.splits > 1
-    parts = vector_matmul.Parts("*fp32", "*i32", WIDTH) if is_split else vector_matmul.Parts(None, None, 0)
+    parts = (
+        vector_matmul.SplitProducts("*fp32", "*i32", WIDTH) if is_split else vector_matmul.SplitProducts(None, None, 0)
+    )
     given = {"x": rows_of(dtype), "w": weights_of(dtype, stored), "parts": parts}
     given |= {"residual": Output(pointer, WIDTH), "y": Output(pointer, WIDTH)}
     compile_product(vector_matmul.linear_kernel, given, {"DTYPE": vector_matmul.TRITON_DTYPES[dtype]}, tiles)

@@ -16,7 +16,7 @@ from hybrid_engine.ops.linear_log_prob_kernels import (
     sums_kernel,
     tile_of,
 )
-from hybrid_engine.ops.skinny_gemm import Weights
+from hybrid_engine.ops.skinny_gemm import ProductWeights
 from tests.tools.compile_kernels import compile_kernel
 
 F32, INT, FLOAT = "*fp32", "i32", "fp32"
@@ -26,7 +26,7 @@ def compile_both(dtype: torch.dtype, num_rows: int, has_softcap: bool, with_entr
     """For so many tokens; hidden sizes are multiples of 16."""
     x = F32 if dtype == torch.float32 else "*bf16"
     tile = tile_of(dtype, num_rows)
-    w = Weights(x, 1, "i32/16", x if has_softcap else None, "i32/16")
+    w = ProductWeights(x, 1, "i32/16", x if has_softcap else None, "i32/16")
     given = {"x_ptr": x, "w": w, "shape": ShapeArgs(FLOAT, FLOAT, FLOAT), "num_rows": INT, "width_in": "i32/16"}
     fixed = {"HAS_SOFTCAP": has_softcap, "WITH_ENTROPY": with_entropy, "TILE": tile}
     sums = {**given, "places_ptr": "*i64", "sums": SumPointers(F32, F32, F32, F32), "run": INT}

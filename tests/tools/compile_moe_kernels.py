@@ -45,7 +45,7 @@ def compile_products(dtype: torch.dtype, form: tuple) -> None:
     bias = (pointer, width, 1) if has_bias else (None, 0, 0)
     strides = (width, 1) if layout == 2 else (1, width)  # of k and n
     pairs = expert_gemm.Pairs("*i64", "*i32", "i32", "i32" if top_k > 1 else 1)
-    given = {"x": expert_gemm.Rows(pointer, width, 1), "pairs": pairs}
+    given = {"x": expert_gemm.ExpertRows(pointer, width, 1), "pairs": pairs}
     given["w"] = expert_gemm.ExpertWeights(pointer, width, *strides, width, *bias)
     fixed = {"EXPERTS": next_power_of_2(num_experts), "TILES": tiles}
     sizes = tiles.warps, tiles.stages

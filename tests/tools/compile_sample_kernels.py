@@ -8,7 +8,7 @@ import sys
 from hybrid_engine.ops import block_copy, sample
 from hybrid_engine.ops.sample_kernels import (
     Adjustment,
-    Draw,
+    DrawBuffers,
     Filters,
     Logits,
     Scanned,
@@ -20,7 +20,7 @@ from hybrid_engine.ops.sample_kernels import (
 from tests.tools.compile_kernels import compile_kernel
 
 F32, I32, I64, INT, FLOAT = "*fp32", "*i32", "*i64", "i32", "fp32"
-LOGITS, DRAW = Logits(F32, INT, FLOAT), Draw(I64, I64, I64, F32)
+LOGITS, DRAW = Logits(F32, INT, FLOAT), DrawBuffers(I64, I64, I64, F32)
 SIZES, ONES = Sizes(INT, INT), Sizes(1, 1)  # integers of 1 are constants to Triton, another kind of value
 UNCHANGED, CHANGED = Adjustment(FLOAT, None, 0, None, None, 0, 0), Adjustment(FLOAT, "*u8", INT, I64, I64, INT, INT)
 RAW = Scanned(F32, F32, None, None, None, None)

@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hybrid_engine.extensions.megatron.rank_files import LAYERS, layer_of
-from hybrid_engine.inference.checkpoint import Rows, Source
+from hybrid_engine.inference.checkpoint import Source, StoredRows
 from hybrid_engine.ops.activation import ACTIVATIONS
 
 LlamaForm: TypeAlias = LlamaConfig | Qwen2Config | Qwen3Config
@@ -336,11 +336,11 @@ def llama_sources(sources: Mapping[str, Source], config: LlamaForm) -> dict[str,
         prefix = f"model.layers.{layer}."
         if path == "self_attention.query_key_value":
             parts = zip("qkv", _head_rows(config), strict=True)
-            result |= {f"{prefix}self_attn.{part}_proj.{kind}": Rows(source, rows) for part, rows in parts}
+            result |= {f"{prefix}self_attn.{part}_proj.{kind}": StoredRows(source, rows) for part, rows in parts}
         elif path == "mlp.dense_h_to_4h":
             size = config.intermediate_size
-            result[f"{prefix}mlp.gate_proj.{kind}"] = Rows(source, ((0, size),))
-            result[f"{prefix}mlp.up_proj.{kind}"] = Rows(source, ((size, 2 * size),))
+            result[f"{prefix}mlp.gate_proj.{kind}"] = StoredRows(source, ((0, size),))
+            result[f"{prefix}mlp.up_proj.{kind}"] = StoredRows(source, ((size, 2 * size),))
         else:
             result[f"{prefix}{WHOLE.get(path, path)}.{kind}"] = source
     return result

@@ -37,7 +37,7 @@ from hybrid_engine.extensions.megatron.rank_files import (
     read_distributed,
     with_layer,
 )
-from hybrid_engine.inference.checkpoint import Joined, Rows, Source, compute_buffers, open_checkpoint_of
+from hybrid_engine.inference.checkpoint import Joined, Source, StoredRows, compute_buffers, open_checkpoint_of
 from hybrid_engine.optim.build import cast_module
 
 CUT_BY_ROWS = (
@@ -163,8 +163,8 @@ class MegatronCheckpoint:
         mapped: list[Source] = [Mapped(part, self.version, num_heads) for part in parts]
         if ".dense_h_to_4h." in name and self.arguments.get("swiglu"):  # each rank has its own gate and up
             halves = [part.shape[0] // 2 for part in parts]
-            gates = [Rows(source, ((0, half),)) for source, half in zip(mapped, halves, strict=True)]
-            ups = [Rows(source, ((half, 2 * half),)) for source, half in zip(mapped, halves, strict=True)]
+            gates = [StoredRows(source, ((0, half),)) for source, half in zip(mapped, halves, strict=True)]
+            ups = [StoredRows(source, ((half, 2 * half),)) for source, half in zip(mapped, halves, strict=True)]
             return Joined([*gates, *ups], 0)
         return mapped[0] if dim is None else Joined(mapped, dim)
 

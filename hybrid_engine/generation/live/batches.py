@@ -24,7 +24,7 @@ from hybrid_engine.generation.rollout.module_rollouts import (
     JointTurns,
     answer_sequence,
 )
-from hybrid_engine.generation.rollout.output import ScoringTurns, is_unscored, score_prompts
+from hybrid_engine.generation.rollout.output import ScoringTurns, score_prompts
 from hybrid_engine.generation.rollout.stages import MicroBatch, OrderedTurns
 from hybrid_engine.generation.step import ContinuousBatch
 from hybrid_engine.ops.dispatch import naming_kernels
@@ -175,9 +175,9 @@ class ContainerBatch:
 
     def _join_scored(self) -> None:
         for sequence in self._unscored:
-            if not is_unscored(sequence.prompt):
+            if not sequence.prompt.is_unscored:
                 self.scheduler.add(sequence)
-        self._unscored = [sequence for sequence in self._unscored if is_unscored(sequence.prompt)]
+        self._unscored = [sequence for sequence in self._unscored if sequence.prompt.is_unscored]
 
     def cancel(self, sequences: list[Sequence]) -> None:
         """Removes `sequences` at once, whether they run or wait; finished ones are not changed."""
@@ -438,7 +438,7 @@ class StagedBatch:
 
     def score(self, prompts: list[Prompt]) -> None:
         """See `LiveBatch.score`; makes passes through all stages."""
-        wanted = [prompt for prompt in prompts if is_unscored(prompt)]
+        wanted = [prompt for prompt in prompts if prompt.is_unscored]
         if wanted:
             self._settled += self.settle()  # a pass through all stages has messages of its own
             score_prompts(self.model, wanted)

@@ -20,7 +20,7 @@ from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.ops import Batch, DecodeBatch, MixedBatch, PrefillBatch
 from hybrid_engine.ops.dispatch import SWITCH, need_kernels, replaced_kernels, use_triton
-from hybrid_engine.ops.fixed_attention import Attention, attend, attend_decode, attend_prefill
+from hybrid_engine.ops.fixed_attention import AttentionParameters, attend, attend_decode, attend_prefill
 from hybrid_engine.ops.fixed_shapes import FixedShapes, NotExactError
 
 OPTION = "hybrid_engine.exact"
@@ -63,7 +63,7 @@ def _attention(
     now = _pass.get()
     if now is None or attention_mask is not None or dropout:
         raise NotExactError(f"{type(module).__name__}: exact attention takes no dropout and no mask of its own")
-    attention = Attention(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
+    attention = AttentionParameters(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     if isinstance(now, TrainerPass):
         return _over_padded(query, key, value, now.order, attention, s_aux), None
@@ -85,7 +85,7 @@ def _over_blocks(
     value: torch.Tensor,
     caches: tuple[torch.Tensor, torch.Tensor],
     batch: PrefillBatch | DecodeBatch,
-    attention: Attention,
+    attention: AttentionParameters,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of packed or decoded tokens, `query [N, H, D]`, `key`, `value` `[N, K, D]` -> `[N, H, D]`."""
@@ -99,7 +99,7 @@ def _over_padded(
     key: torch.Tensor,
     value: torch.Tensor,
     order: torch.Tensor | None,
-    attention: Attention,
+    attention: AttentionParameters,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of sequences `[B, T, ...]` as if each had its tokens first; the values at padding are never read."""

@@ -190,7 +190,7 @@ def _probe_beginning(module: nn.Module, model: InferenceModel, layers: LayerPass
     """Probes the narrow probe's tokens as they are, decoded one by one."""
     tokens = _tokens(model, NUM_NARROW_TOKENS)
     num_prefilled = max(1, len(tokens) // 2)
-    passes = _Passes(model, layers, tokens, len(tokens))
+    passes = _ProbePasses(model, layers, tokens, len(tokens))
     logits = [passes.prefill(num_prefilled)]
     logits += [passes.decode([position], is_identity=True) for position in range(num_prefilled, len(tokens) - 1)]
     found = token_logprobs(torch.cat(logits)[: len(tokens) - 1], tokens[1:])
@@ -238,7 +238,7 @@ def _probe_rope_switch(
     num_before = min(length, num_tokens // 2)
     first = length - num_before
     with model.angles.shifted(first):
-        passes = _Passes(model, layers, tokens, len(tokens))
+        passes = _ProbePasses(model, layers, tokens, len(tokens))
         prompt = {"a prompt at which rope changes": passes.prefill_all()}
         _judge(module, model, tokens, prompt, world_size, first)
         if model.recompute_length is None:
@@ -252,7 +252,7 @@ def _probe_rope_switch(
 
 def _all_places(model: InferenceModel, layers: LayerPass, tokens: torch.Tensor, what: str) -> Found:
     """Computes every token's log-probability by one prefill, and by one step that decodes all of them."""
-    passes = _Passes(model, layers, tokens, len(tokens))
+    passes = _ProbePasses(model, layers, tokens, len(tokens))
     prefilled, places = passes.prefill_all()
     decoded = token_logprobs(passes.decode(places.tolist()), tokens[1:])
     return {f"prefill, {what}": (prefilled, places), f"decode, {what}": (decoded, places)}
@@ -272,7 +272,7 @@ def probe_widely(
     `recorder` records a step, as `CudaGraphs` does; None if steps are not recorded.
     """
     tokens = _tokens(model, NUM_WIDE_TOKENS)
-    passes = _Passes(model, layers, tokens, block_size)
+    passes = _ProbePasses(model, layers, tokens, block_size)
     found = {"prefill": passes.prefill_all()}
     for num_rows in WIDE_ROWS:
         rows = _spread(num_rows, len(tokens))
@@ -301,7 +301,7 @@ def probe_bits(
         UnsupportedModelError: the bits differ on this machine.
     """
     tokens = _tokens(model, NUM_EXACT_TOKENS)
-    passes = _Passes(model, layers, tokens, EXACT_BLOCK_SIZE)
+    passes = _ProbePasses(model, layers, tokens, EXACT_BLOCK_SIZE)
     found = [token_logprobs(passes.prefill(len(tokens))[:-1], tokens[1:])]
     places = [torch.arange(len(tokens) - 1, device=tokens.device)]
     for num_rows in EXACT_ROWS:
@@ -356,7 +356,7 @@ def _spread(num_rows: int, length: int) -> list[int]:
     return [int(place) for place in torch.linspace(length - 2, 0, num_rows)]
 
 
-class _Passes:
+class _ProbePasses:
     """Forward passes of containers over one sequence, with its keys and values."""
 
     def __init__(self, model: InferenceModel, layers: LayerPass, tokens: torch.Tensor, block_size: int):

@@ -152,8 +152,9 @@ class ContainerRollouts:
         Raises:
             RuntimeError: the model's logits are not finite.
         """
-        if not self.gatherer.is_streamed:
-            score_prompts(self.model, (sequence.prompt for sequence in plan.sequences))
+        unscored = [sequence.prompt for sequence in plan.sequences if sequence.prompt.is_unscored]
+        if unscored and not self.gatherer.is_streamed:
+            score_prompts(self.model, unscored)
         strategies = self.run_turns(plan, kv, choice)
         if not all(math.isfinite(logprob) for sequence in plan.sequences for logprob in sequence.logprobs):
             raise RuntimeError("generate(): the model's logits are not finite; check the weights for NaN or inf")

@@ -1,27 +1,22 @@
 """Methods that the training engine and the inference engine share: all act on a `Generator`.
 
-`ModuleGenerate` replaces the module's own `generate()`, `roll_out_what_fits` retries rollouts that run out of memory
-with fewer rows, `warm_up` does the work that the first rollout would wait for, and `describe_generation` is the
-generator's part of an engine's report.
+`ModuleGenerate` replaces the module's own `generate()`, `warm_up` does the work that the first rollout would wait for,
+and `describe_generation` is the generator's part of an engine's report.
 """
 
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers import GenerationConfig
 
 from hybrid_engine.config.checks import check_integer
-from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers import UnsupportedModelError
 from hybrid_engine.containers.views import is_adapted
-from hybrid_engine.distributed.verdict import forget_frames, is_out_of_memory
-from hybrid_engine.generation.core import Prompt, Request, RolloutPlan, Sequence
 from hybrid_engine.generation.model.probe import describe_switch
 from hybrid_engine.generation.plan import MAX_RUNNING
 from hybrid_engine.generation.rollout.container_rollouts import ContainerRollouts
@@ -32,7 +27,6 @@ from hybrid_engine.metrics.memory_plan import format_bytes
 from hybrid_engine.ops.cpu_kernels import use_compiled
 from hybrid_engine.ops.dispatch import fallback_forced, naming_kernels, replaced_kernels, use_triton
 
-Result = TypeVar("Result")
 PROMPT_LENGTH = 256
 
 
@@ -98,55 +92,6 @@ def with_one_name(inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> dict[s
     if kwargs.get("input_ids") is not None:
         raise ValueError("generate(): inputs and input_ids are two names of the prompts; pass one of them")
     return {**kwargs, "input_ids": inputs}
-
-
-def roll_out_what_fits(generator: Generator, request: Request, roll_out: Callable[[Request], Result]) -> Result:
-    """Calls `roll_out(request)`; starts over with half the rows at once if a process runs out of memory; collective.
-
-    Raises:
-        RuntimeError: see `_with_half_the_rows`.
-    """
-    while True:
-        try:
-            return roll_out(request)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            request = _with_half_the_rows(generator, request, error)
-
-
-def _with_half_the_rows(generator: Generator, request: Request, error: RuntimeError) -> Request:
-    """Returns `request` with half the rows at once; collective, called on all processes after an error of one.
-
-    Processes with rows of their own each halve their own number; one with a single row starts over with it.
-
-    Raises:
-        RuntimeError: `error`, if one row ran alone on each process, if rows must stay in step, or if the model's own
-            `generate()` ran.
-    """
-    plan = request.plan
-    is_bound = plan is None or request.wishes.functions is not None
-    most, cannot = generator.partners.highest([1 if plan is None else plan.max_running, int(is_bound)])
-    if plan is None or cannot or most <= 1:
-        raise error
-    forget_frames(error)
-    say_once(
-        f"generate(): out of memory with {most} rows at once; goes on with {most // 2}: "
-        f"{generator.config.prefix}max_running={most // 2}, or as many prompts in a call, avoids it"
-    )
-    return replace(request, plan=_halved(plan, max(1, plan.max_running // 2)))
-
-
-def _halved(plan: RolloutPlan, rows: int) -> RolloutPlan:
-    """Returns `plan` in its initial state with as many KV blocks per row; at least those of a row and its prompt."""
-    prompts: dict[Prompt, Prompt] = {}
-    sequences = []
-    for sequence in plan.sequences:
-        old = sequence.prompt
-        prompt = prompts.setdefault(old, old.with_own_blocks())
-        sequences.append(Sequence(prompt, sequence.row, sequence.options, sequence.key))
-    num_blocks = min(plan.num_blocks, max(plan.num_blocks * rows // plan.max_running, 2 * plan.num_columns))
-    return replace(plan, sequences=sequences, max_running=rows, num_blocks=num_blocks)
 
 
 def describe_generation(generator: Generator) -> str:

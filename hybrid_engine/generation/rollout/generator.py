@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,8 +21,8 @@ from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.tensor_parallel import TensorParallel
 from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
-from hybrid_engine.distributed.verdict import LostError, Partners, attempt
-from hybrid_engine.generation.core import LocalRequest, Request, RolloutPlan, RolloutResult
+from hybrid_engine.distributed.verdict import LostError, Partners, attempt, forget_frames, is_out_of_memory
+from hybrid_engine.generation.core import LocalRequest, Prompt, Request, RolloutPlan, RolloutResult, Sequence
 from hybrid_engine.generation.decode import Choice
 from hybrid_engine.generation.memory import KVWorkspace, MemoryBudget, TrainingMemory
 from hybrid_engine.generation.model.container_probe import ContainerProbe
@@ -39,6 +39,8 @@ from hybrid_engine.ops.dispatch import fallback_forced, naming_kernels
 from hybrid_engine.ops.fixed_shapes import NotExactError
 from hybrid_engine.zero.gathering import WeightGatherer
 from hybrid_engine.zero.sharding import Sharding
+
+Result = TypeVar("Result")
 
 
 class Generator:
@@ -325,3 +327,52 @@ class Generator:
             yield
         finally:
             self._choice = None
+
+
+def roll_out_what_fits(generator: Generator, request: Request, roll_out: Callable[[Request], Result]) -> Result:
+    """Calls `roll_out(request)`; starts over with half the rows at once if a process runs out of memory; collective.
+
+    Raises:
+        RuntimeError: see `_with_half_the_rows`.
+    """
+    while True:
+        try:
+            return roll_out(request)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            request = _with_half_the_rows(generator, request, error)
+
+
+def _with_half_the_rows(generator: Generator, request: Request, error: RuntimeError) -> Request:
+    """Returns `request` with half the rows at once; collective, called on all processes after an error of one.
+
+    Processes with rows of their own each halve their own number; one with a single row starts over with it.
+
+    Raises:
+        RuntimeError: `error`, if one row ran alone on each process, if rows must stay in step, or if the model's own
+            `generate()` ran.
+    """
+    plan = request.plan
+    is_bound = plan is None or request.wishes.functions is not None
+    most, cannot = generator.partners.highest([1 if plan is None else plan.max_running, int(is_bound)])
+    if plan is None or cannot or most <= 1:
+        raise error
+    forget_frames(error)
+    say_once(
+        f"generate(): out of memory with {most} rows at once; goes on with {most // 2}: "
+        f"{generator.config.prefix}max_running={most // 2}, or as many prompts in a call, avoids it"
+    )
+    return replace(request, plan=_halved(plan, max(1, plan.max_running // 2)))
+
+
+def _halved(plan: RolloutPlan, rows: int) -> RolloutPlan:
+    """Returns `plan` in its initial state with as many KV blocks per row; at least those of a row and its prompt."""
+    prompts: dict[Prompt, Prompt] = {}
+    sequences = []
+    for sequence in plan.sequences:
+        old = sequence.prompt
+        prompt = prompts.setdefault(old, old.with_own_blocks())
+        sequences.append(Sequence(prompt, sequence.row, sequence.options, sequence.key))
+    num_blocks = min(plan.num_blocks, max(plan.num_blocks * rows // plan.max_running, 2 * plan.num_columns))
+    return replace(plan, sequences=sequences, max_running=rows, num_blocks=num_blocks)

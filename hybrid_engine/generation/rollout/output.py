@@ -211,13 +211,8 @@ def _whole_blocks(lengths: list[int], device: torch.device) -> Context:
 def score_prompts(model: InferenceModel, prompts: Iterable[Prompt]) -> None:
     """Scores those of `prompts` that request scores and do not have them. The weights must be bound."""
     for prompt in dict.fromkeys(prompts):
-        for _ in score_in_passes(model, prompt, lambda: model.layers) if is_unscored(prompt) else ():
+        for _ in score_in_passes(model, prompt, lambda: model.layers) if prompt.is_unscored else ():
             pass
-
-
-def is_unscored(prompt: Prompt) -> bool:
-    """Whether `prompt` requests scores of its tokens and does not have them."""
-    return prompt.num_tops is not None and prompt.scores is None
 
 
 def score_in_passes(
@@ -252,7 +247,7 @@ def score_by_module(module: nn.Module, prompts: Iterable[Prompt], vocab_size: in
         logits = module(input_ids=given[None], attention_mask=torch.ones_like(given[None]), **options).logits[0]
         return logits if keeps_places else logits[places]
 
-    for prompt in filter(is_unscored, dict.fromkeys(prompts)):
+    for prompt in [prompt for prompt in dict.fromkeys(prompts) if prompt.is_unscored]:
         for _ in _score(prompt, logits_after, vocab_size, device):
             pass
 
@@ -299,7 +294,7 @@ class ScoringTurns:
     def add(self, prompts: Iterable[Prompt]) -> None:
         """Queues those of `prompts` that request scores and do not have them."""
         known = {prompt for prompt, _ in self._passes}
-        new = [prompt for prompt in dict.fromkeys(prompts) if is_unscored(prompt) and prompt not in known]
+        new = [prompt for prompt in dict.fromkeys(prompts) if prompt.is_unscored and prompt not in known]
         self._passes += [(prompt, score_in_passes(self._model, prompt, self._layers)) for prompt in new]
 
     def keep(self, wanted: set[Prompt]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from hybrid_engine.config.checks import check_integer
 from hybrid_engine.config.notices import say_once
@@ -39,9 +39,9 @@ from hybrid_engine.generation.options import (
 )
 from hybrid_engine.generation.plan import build_sequences, check_lengths, check_result_fits, plan_rollout
 from hybrid_engine.generation.rollout.generator import Generator
-from hybrid_engine.generation.sampling import NAMES as FUNCTIONS
-from hybrid_engine.generation.sampling import read_functions
 
+FUNCTIONS = ("logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria", "streamer")
+"""Options that are functions of the user."""
 MIXES_ROWS = ("rwkv", "recurrent_gemma")
 """Model types whose batches transformers mixes up: RWKV adds up states of rows, and RecurrentGemma reads padding."""
 # Options of the whole rollout: the number of rows, and the form of the output.
@@ -364,6 +364,32 @@ def read_wishes(
         functions=functions,
         kwargs={"generation_config": generation_config, **kwargs},
         is_drawn=is_drawn,
+    )
+
+
+def read_functions(merged: dict[str, Any]) -> UserFunctions | None:
+    """Returns the functions among the options `merged`, or None if there are none.
+
+    Raises ValueError for a value that is not a function, a list of functions or a streamer.
+    """
+    given = {name: merged.get(name) for name in FUNCTIONS}
+    for name in ("logits_processor", "stopping_criteria"):
+        value = given[name]
+        if value is not None and (not isinstance(value, list | tuple) or not all(map(callable, value))):
+            raise ValueError(f"{name}={value!r} must be a list of functions of (input_ids, scores)")
+    prefix, streamer = given["prefix_allowed_tokens_fn"], given["streamer"]
+    if prefix is not None and not callable(prefix):
+        raise ValueError(f"prefix_allowed_tokens_fn={prefix!r} must be a function of (batch_id, input_ids)")
+    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise ValueError(f"streamer={streamer!r} must have put() and end(), as transformers' BaseStreamer")
+    if streamer is None and prefix is None and not any(given[name] for name in FUNCTIONS[::2]):
+        return None
+    return UserFunctions(
+        logits_processor=LogitsProcessorList(given["logits_processor"] or []),
+        prefix_allowed_tokens_fn=prefix,
+        stopping_criteria=StoppingCriteriaList(given["stopping_criteria"] or []),
+        streamer=streamer,
+        is_min_new=merged.get("min_new_tokens") is not None,
     )
 
 

@@ -7,7 +7,7 @@ import torch
 
 import hybrid_engine
 from hybrid_engine.generation.core import Prompt, Sequence, prompt_digest, sample_keys
-from hybrid_engine.generation.live.batches import StreamedBatch
+from hybrid_engine.generation.live.batches import ContainerBatch, StreamedBatch
 from hybrid_engine.generation.live.opening import live_batch
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.rollout import output as rollout_output
@@ -124,7 +124,7 @@ class Others:
 @pytest.mark.parametrize(("error", "heard"), [(None, [LEFT]), (KeyError("of whoever listens"), [FAILED])])
 def test_whoever_leaves_a_streamed_batch_tells_the_others_by_an_error_too(error, heard):
     others = Others()
-    batch = StreamedBatch(None, SimpleNamespace(scheduler=None), 8, None, others)
+    batch = StreamedBatch(ContainerBatch(None, SimpleNamespace(scheduler=None), 8), None, others)
     try:
         with batch.leaving():
             if error is not None:
