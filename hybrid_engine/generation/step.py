@@ -116,7 +116,7 @@ class ContinuousBatch:
             pass
 
     def _prefill(self, admission: Admission) -> int:
-        """Prefills the admitted sequences, beside which running rows may decode, and samples for all of them.
+        """Prefills the admitted sequences, in a pass in which running rows may decode too, and samples for all of them.
 
         Returns the number of draws; a chunk that is not a prompt's last draws nothing.
         """

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from hybrid_engine.recipes import agent, sft
 from hybrid_engine.rlhf.batches.sequences import epochs_of_similar_length, response_logprobs
 from hybrid_engine.rlhf.experience.policy import build_policy
+from hybrid_engine.rlhf.options.algorithm import Algorithm
 from hybrid_engine.rlhf.runs.engine_config import Schedule
 from hybrid_engine.rlhf.runs.run_folder import read_metrics
 from hybrid_engine.rlhf.runs.stages import seed_everything
@@ -169,7 +170,7 @@ def test_rows_learn_from_what_the_policy_wrote_alone(tiny):
 def test_old_log_probabilities_are_the_trainers_where_the_bound_asks_for_them(tiny):
     seed_everything(0)
     policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"), keeps_reference=False)
-    corrected = agent.Algorithm(correction="truncated", correction_threshold=0.0)
+    corrected = Algorithm(correction="truncated", correction_threshold=0.0)
     config = replace(tiny, group_size=4, logprob_bound=0.0, algorithm=corrected)
     episodes = agent.play(policy, [PROBLEM] * 4, config, seed=0)
     for episode in episodes:  # as a sampler in 16 bits has them
@@ -243,10 +244,10 @@ def test_steps_of_the_first_stage_see_those_who_ask_and_those_who_guess(tmp_path
         ({"group_size": 1}, "--group-size"),
         ({"learning_rate": -1.0}, "--learning-rate"),
         ({"temperature": 0.0}, "--temperature"),
-        ({"algorithm": agent.Algorithm(kl_place="loss", kl_coef=0.1)}, "--kl-place"),
-        ({"algorithm": agent.Algorithm(dynamic_sampling=2)}, "--dynamic-sampling=2"),
-        ({"algorithm": agent.Algorithm(overlong_buffer=0.5)}, "--overlong-buffer=0.5"),
-        ({"algorithm": agent.Algorithm(mask_cut_off=True)}, "--mask-cut-off=True"),
+        ({"algorithm": Algorithm(kl_place="loss", kl_coef=0.1)}, "--kl-place"),
+        ({"algorithm": Algorithm(dynamic_sampling=2)}, "--dynamic-sampling=2"),
+        ({"algorithm": Algorithm(overlong_buffer=0.5)}, "--overlong-buffer=0.5"),
+        ({"algorithm": Algorithm(mask_cut_off=True)}, "--mask-cut-off=True"),
     ],
 )
 def test_wrong_options_are_refused(tiny, options, word):
