@@ -20,6 +20,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Options:
+    LENGTH = "steps"
     steps: int = NUM_STEPS
     resume: bool = False
     betas: tuple[float, ...] = (0.9, 0.95)

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_engine.recipes import evaluate, grpo, online_dpo, ppo
 from hybrid_engine.rlhf.data.prompts import load_prompt_rows
+from hybrid_engine.rlhf.options.algorithm import Algorithm
 from hybrid_engine.rlhf.runs.run_folder import read_answers, read_metrics
 from hybrid_engine.rlhf.tasks import arithmetic
 from tests.support.small_actors import save_small_actor, save_sums
@@ -63,7 +64,7 @@ def test_what_nobody_judges_is_in_no_mean_of_a_group_and_in_no_loss(sources, tmp
     seen = []
     update = grpo.update
     monkeypatch.setattr(grpo, "update", lambda *args, **kwargs: seen.append(args[1]) or update(*args, **kwargs))
-    algorithm = grpo.Algorithm(scale="none", entropy_coef=0.1, kl_place="loss", kl_coef=0.1)
+    algorithm = Algorithm(scale="none", entropy_coef=0.1, kl_place="loss", kl_coef=0.1)
     reward = reward_of("even")
     (line,) = run(grpo, sources, tmp_path / "run", reward, group_size=4, minibatch_size=16, algorithm=algorithm)
     batch = seen[0].batch

@@ -476,8 +476,8 @@ class RolloutRunOptions(LoopOptions, AnswerOptions):
     UPDATE = "minibatch_size"
 
     def __post_init__(self) -> None:
-        AnswerOptions.__post_init__(self)
         LoopOptions.__post_init__(self)
+        AnswerOptions.__post_init__(self)
         check_rollout_budget(self)
 
 
@@ -526,9 +526,9 @@ class PromptRunOptions(RewardOptions, DataOptions, RolloutRunOptions):
     """A run whose model answers the prompts of a data set, and whose answers get rewards."""
 
     def __post_init__(self) -> None:
+        RolloutRunOptions.__post_init__(self)
         RewardOptions.__post_init__(self)
         DataOptions.__post_init__(self)
-        RolloutRunOptions.__post_init__(self)
 
     @property
     def keeps_reference(self) -> bool:
