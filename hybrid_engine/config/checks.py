@@ -14,7 +14,7 @@ from typing import Any
 LARGEST_COUNT = 10**9
 """Largest count of the command: more steps or rows than any run has. A typing error is refused before it takes
 memory."""
-LARGEST_SIZE = 2**60
+LARGEST_SIZE = 2**38
 """Largest size of the command, in bytes."""
 
 
