@@ -249,7 +249,7 @@ def test_live_batches_and_warm_ups_end_by_the_kernels_name_too(compiled, monkeyp
     monkeypatch.setattr(engine.generator.native, "warm_up", lambda *_: launch_it(compiled))
     with pytest.raises(KernelError, match=r"broken_kernel of .* does not compile"):
         engine.warm_up()
-    strategy = SimpleNamespace(scheduler=None, has_work=True, turn=lambda: launch_it(compiled))
+    strategy = SimpleNamespace(scheduler=None, has_work=True, step=lambda: launch_it(compiled))
     with pytest.raises(KernelError, match=r"broken_kernel of .* does not compile"):
         ContainerBatch(engine.generator.model, strategy, 8).turn()
 

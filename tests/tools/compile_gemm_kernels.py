@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from hybrid_engine.ops import deepspeed_bindings, mlp_gemm, norm, qkv_gemm, skinny_gemm, vector_matmul
+from hybrid_engine.ops import activation, deepspeed_bindings, mlp_gemm, norm, qkv_gemm, skinny_gemm, vector_matmul
 from hybrid_engine.ops.norm import NormWeights
 from hybrid_engine.ops.skinny_gemm import NO_WEIGHTS, Output, ProductWeights, Rows
 from tests.tools.compile_kernels import compile_kernel
@@ -79,8 +79,8 @@ def compile_rest(pointer: str) -> None:
         weights = NormWeights(pointer, pointer if kind == "layer" else None, "fp32")
         given = {"x": x, "weights": weights, "output_ptr": pointer}
         compile_kernel(norm.norm_kernel, given, {"NORM": kind, "ROWS": 1, "BLOCK": 4096})
-    for activation in ("silu", "relu", "relu2", "gelu", "gelu_new", "quick_gelu"):
-        fixed = {"ACTIVATION": activation, "BLOCK": activation.BLOCK}
+    for name in ("silu", "relu", "relu2", "gelu", "gelu_new", "quick_gelu"):
+        fixed = {"ACTIVATION": name, "BLOCK": activation.BLOCK}
         compile_flat(activation.gated_activation_kernel, pointer, fixed)
     compile_flat(
         deepspeed_bindings.residual_add_kernel, pointer, {"IS_PARALLEL": True, "BLOCK": deepspeed_bindings.BLOCK}
