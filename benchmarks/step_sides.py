@@ -26,7 +26,7 @@ from transformers import LlamaForCausalLM, TrainerCallback
 from hybrid_engine.cli.cli import keep_freed_memory
 from hybrid_engine.recipes import grpo
 from hybrid_engine.rlhf.data.rows import PromptRow
-from hybrid_engine.rlhf.experience.policy import Policy, build_policy
+from hybrid_engine.rlhf.experience.policy import TrainedPolicy, build_policy
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling, GroupSource
 from hybrid_engine.rlhf.options.algorithm import Algorithm
 from hybrid_engine.rlhf.rewards.loading import load_rewards
@@ -115,7 +115,7 @@ class Ours:
             raise RuntimeError(f"no containers: {self.policy.actor.generator.fallback_reason}")
         self.clock, self.step_number, actor = Clock(), 0, self.policy.actor
         actor.generate = self.clock.timing("generation", actor.generate)
-        Policy.reference_logprobs = self.clock.timing("reference", Policy.reference_logprobs)  # type: ignore[method-assign]
+        TrainedPolicy.reference_logprobs = self.clock.timing("reference", TrainedPolicy.reference_logprobs)  # type: ignore[method-assign]
         for name in ("present_batch", "policy_objective"):
             setattr(grpo, name, self.clock.timing("forward", getattr(grpo, name)))
         actor.backward = self.clock.timing("backward", actor.backward)

@@ -32,7 +32,7 @@ from hybrid_engine.rlhf.batches.sequences import build_sequences, note_rows, pad
 from hybrid_engine.rlhf.experience.evaluation import EVALUATION_SEED, mean_sums, step_means
 from hybrid_engine.rlhf.experience.policy import (
     Experience,
-    Policy,
+    TrainedPolicy,
     build_policy,
     has_gradient,
     present_batch,
@@ -118,7 +118,7 @@ def run(config: Config) -> Path:
     return out / "actor"
 
 
-def train_loop(policy: Policy, config: Config, log: RunLog, first_step: int) -> None:
+def train_loop(policy: TrainedPolicy, config: Config, log: RunLog, first_step: int) -> None:
     """Runs episodes, computes advantages and updates the policy, step by step."""
     asked = itertools.islice(problems(False, config.seed), first_step * config.rollout_size, None)
     with log:
@@ -139,7 +139,7 @@ def train_loop(policy: Policy, config: Config, log: RunLog, first_step: int) -> 
 
 
 def play(
-    policy: Policy, drawn: list[Problem], config: Config, seed: int, limits: Mapping[str, Any] | None = None
+    policy: TrainedPolicy, drawn: list[Problem], config: Config, seed: int, limits: Mapping[str, Any] | None = None
 ) -> list[Episode]:
     """An episode for each problem, many at once, with the policy as it is now; `limits` are options of its server.
 
@@ -178,7 +178,7 @@ def solve(client: Any, problem: Problem, session_id: str, config: Config, seed: 
     return 0.0, MAX_TURNS
 
 
-def evaluate(policy: Policy, config: Config) -> float:
+def evaluate(policy: TrainedPolicy, config: Config) -> float:
     """The share of the held-out problems, up to `--eval-prompts` of them, that are solved."""
     held_out = held_out_problems()[: config.eval_prompts]
     episodes = play(policy, held_out, config, EVALUATION_SEED, config.server_options)
@@ -195,7 +195,7 @@ def describe_episodes(episodes: list[Episode]) -> dict[str, float]:
     }
 
 
-def build_experience(policy: Policy, episodes: list[Episode], config: Config) -> Experience:
+def build_experience(policy: TrainedPolicy, episodes: list[Episode], config: Config) -> Experience:
     """Episodes as padded rows: the prompt is the part before the first answer; tokens of others are not learned."""
     device, rows = policy.actor.device, [episode.trajectory for episode in episodes]
     begins = [row.written.index(True) for row in rows]
@@ -216,7 +216,7 @@ def build_experience(policy: Policy, episodes: list[Episode], config: Config) ->
     return Experience(sequences, sampled, PolicyBatch(logprobs, logprobs, advantages, mask, None, weights))
 
 
-def update(policy: Policy, episodes: list[Episode], config: Config) -> dict[str, float]:
+def update(policy: TrainedPolicy, episodes: list[Episode], config: Config) -> dict[str, float]:
     """One optimizer step on the episodes of groups with variance; returns means over the policy's tokens in them."""
     actor, experience = policy.actor, build_experience(policy, episodes, config)
     step = count_step(experience.batch.mask, config.max_new_tokens * MAX_TURNS, all_processes())

@@ -44,7 +44,7 @@ from hybrid_engine.rlhf.experience.evaluation import (
 )
 from hybrid_engine.rlhf.experience.policy import (
     Experience,
-    Policy,
+    TrainedPolicy,
     build_policy,
     evaluate_policy,
     has_gradient,
@@ -135,7 +135,7 @@ def run(config: Config) -> Path:
 
 
 def train_loop(
-    policy: Policy, start: Start, config: Config, log: RunLog, carried: RunState, followed: FollowedAnswers
+    policy: TrainedPolicy, start: Start, config: Config, log: RunLog, carried: RunState, followed: FollowedAnswers
 ) -> RunState:
     """GRPO: groups of answers to a step's prompts, their advantages, and the updates from them."""
     actor, options = policy.actor, AnswerSampling.of(config, config.group_size)
@@ -178,7 +178,7 @@ def train_loop(
 
 @torch.no_grad()
 def build_experience(
-    policy: Policy, groups: ScoredGroups, config: Config, kl_coef: float
+    policy: TrainedPolicy, groups: ScoredGroups, config: Config, kl_coef: float
 ) -> tuple[Experience, dict[str, float]]:
     """Old and reference log-probabilities and advantages of a step's groups."""
     algorithm, rollout, scores = config.algorithm, groups.rollout, groups.scores
@@ -211,7 +211,9 @@ def build_experience(
     return Experience(sequences, rollout.logprobs, batch), global_means(sums)
 
 
-def update(policy: Policy, experience: Experience, config: Config, kl_coef: float, seed: int) -> dict[str, float]:
+def update(
+    policy: TrainedPolicy, experience: Experience, config: Config, kl_coef: float, seed: int
+) -> dict[str, float]:
     """`epochs` passes over the experience in reshuffled minibatches, an optimizer step on each.
 
     Returns:

@@ -38,7 +38,7 @@ from hybrid_engine.rlhf.experience.evaluation import (
     score_sum,
     show_comparison,
 )
-from hybrid_engine.rlhf.experience.policy import Policy, build_policy, trained_rows
+from hybrid_engine.rlhf.experience.policy import TrainedPolicy, build_policy, trained_rows
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling, GroupSource, ScoredGroups, warm_up
 from hybrid_engine.rlhf.experience.start import Stages, Start, prepare
 from hybrid_engine.rlhf.options.online_dpo import Config
@@ -104,7 +104,13 @@ def run(config: Config) -> Path:
 
 
 def train_loop(
-    policy: Policy, start: Start, config: Config, log: RunLog, first_step: int, best: Best, followed: FollowedAnswers
+    policy: TrainedPolicy,
+    start: Start,
+    config: Config,
+    log: RunLog,
+    first_step: int,
+    best: Best,
+    followed: FollowedAnswers,
 ) -> Best:
     """Samples answers to a step's prompts, makes pairs of them, and updates the policy on these."""
     actor = policy.actor
@@ -141,7 +147,7 @@ def train_loop(
     return best
 
 
-def choose_pairs(policy: Policy, groups: ScoredGroups, config: Config) -> list[TrainingPair]:
+def choose_pairs(policy: TrainedPolicy, groups: ScoredGroups, config: Config) -> list[TrainingPair]:
     """A pair for each prompt of this process, with weight 0 if all of its answers have the same score; collective."""
     rollout = groups.rollout
     best, worst, differs = best_and_worst(groups.scores.view(-1, config.group_size))  # [B] each
@@ -161,7 +167,7 @@ def choose_pairs(policy: Policy, groups: ScoredGroups, config: Config) -> list[T
     ]
 
 
-def update_on_pairs(policy: Policy, pairs: Sequence[TrainingPair], config: Config) -> dict[str, float]:
+def update_on_pairs(policy: TrainedPolicy, pairs: Sequence[TrainingPair], config: Config) -> dict[str, float]:
     """An optimizer step on each minibatch that has a pair; one without only advances the schedule. Collective.
 
     Returns:
@@ -187,7 +193,7 @@ def update_on_pairs(policy: Policy, pairs: Sequence[TrainingPair], config: Confi
     return figures
 
 
-def evaluate_policy(policy: Policy, start: Start, config: Config) -> Evaluation:
+def evaluate_policy(policy: TrainedPolicy, start: Start, config: Config) -> Evaluation:
     """One answer to each of the same held-out prompts, with scores and the KL to the reference; collective."""
     return evaluate(
         policy.actor,

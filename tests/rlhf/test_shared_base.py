@@ -17,7 +17,7 @@ from hybrid_engine.generation.memory import count_bytes
 from hybrid_engine.recipes import ppo
 from hybrid_engine.rlhf.batches.sequences import ValueModel, build_sequences
 from hybrid_engine.rlhf.data.prompts import PromptTokens
-from hybrid_engine.rlhf.experience.policy import Policy, engine_config_of, playing
+from hybrid_engine.rlhf.experience.policy import TrainedPolicy, engine_config_of, playing
 from hybrid_engine.rlhf.experience.roles import CriticExperience, Roles
 from hybrid_engine.rlhf.experience.start import Start
 from hybrid_engine.rlhf.planning.following import fuses_at_once
@@ -107,7 +107,7 @@ def build_separate(config, shared):
         )[0]
         for model, rate, first in ((actor, RATES[0], True), (critic, RATES[1], False))
     ]
-    policy = Policy(actor=engines[0], tokenizer=shared.policy.tokenizer, reference=None, refers_to_base=True)
+    policy = TrainedPolicy(actor=engines[0], tokenizer=shared.policy.tokenizer, reference=None, refers_to_base=True)
     return Roles(policy=policy, critic=engines[1], rewards=load_rewards(config.reward))
 
 

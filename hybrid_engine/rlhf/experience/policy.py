@@ -40,7 +40,7 @@ from hybrid_engine.rlhf.runs.stages import load_model, load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
+class TrainedPolicy:
     """The trained actor and the reference that it is compared with."""
 
     actor: Any
@@ -87,7 +87,7 @@ class Policy:
 
 def build_policy(
     config: RolloutRunOptions, source: str, learning_rate: float, schedule: Schedule, keeps_reference: bool
-) -> Policy:
+) -> TrainedPolicy:
     """The actor in `source`, without dropout, with an engine as configured by a recipe's `Config`. Collective.
 
     Args:
@@ -112,10 +112,12 @@ def build_policy(
             pack_where_exact(role, config)
     tokenizer = load_tokenizer(source)
     refers_to_base = keeps_reference and bool(config.lora_rank)
-    return Policy(actor=actor, tokenizer=tokenizer, reference=reference, refers_to_base=refers_to_base)
+    return TrainedPolicy(actor=actor, tokenizer=tokenizer, reference=reference, refers_to_base=refers_to_base)
 
 
-def evaluate_policy(policy: Policy, rows: Sequence[PromptRow], rewards: Rewards, config: grpo.Config) -> Evaluation:
+def evaluate_policy(
+    policy: TrainedPolicy, rows: Sequence[PromptRow], rewards: Rewards, config: grpo.Config
+) -> Evaluation:
     """Answers and scores held-out prompts, always with the same seed; collective.
 
     Args:

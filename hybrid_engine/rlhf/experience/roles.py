@@ -30,7 +30,7 @@ from hybrid_engine.rlhf.batches.sequences import (
     recompute_activations,
 )
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, Sums, answer_sums, evaluate, judge_sums, reference_sums
-from hybrid_engine.rlhf.experience.policy import Policy, build_policy, engine_config_of, playing
+from hybrid_engine.rlhf.experience.policy import TrainedPolicy, build_policy, engine_config_of, playing
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling, Rollout
 from hybrid_engine.rlhf.experience.start import Start
 from hybrid_engine.rlhf.options import ppo
@@ -57,7 +57,7 @@ TRAINED = (ACTOR, CRITIC)
 class Roles:
     """The models of the run."""
 
-    policy: Policy
+    policy: TrainedPolicy
     """The actor, which is trained, and its reference, the actor at the start."""
     critic: Any
     """ZeroEngine of a ValueModel, which is trained; or an `AdapterRole` of the actor's engine."""
@@ -263,7 +263,7 @@ def build_roles_on_shared_base(
     schedule: Schedule,
     *,
     fuses_at_once: bool,
-) -> tuple[Policy, AdapterRole, Rewards]:
+) -> tuple[TrainedPolicy, AdapterRole, Rewards]:
     """The actor with its reference, the critic and the rewards. Collective.
 
     Args:
@@ -285,7 +285,7 @@ def build_roles_on_shared_base(
         model=model, model_parameters=groups, config=engine_config, lr_scheduler=schedule.build
     )
     pack_where_exact(engine, config)
-    policy = Policy(actor=engine, tokenizer=load_tokenizer(source), reference=None, refers_to_base=True)
+    policy = TrainedPolicy(actor=engine, tokenizer=load_tokenizer(source), reference=None, refers_to_base=True)
     judges = {spec: _shared_reward(engine, spec, role, source) for spec, role in roles.items()}
     return policy, AdapterRole(engine, CRITIC), rewards.judged_by(judges)
 

@@ -51,7 +51,7 @@ def follow_answers(recipe: str, config: TrainingOptions, start: Any, policy: Any
     Args:
         recipe, config: as in `follow_memory`.
         start: an `experience.start.Start`.
-        policy: an `experience.policy.Policy`.
+        policy: an `experience.policy.TrainedPolicy`.
         critic: an engine, or a role of the actor's.
     """
     specs, first = start.rewards.specs, policy.actor.module.config
