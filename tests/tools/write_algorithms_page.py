@@ -14,7 +14,7 @@ from hybrid_engine.rlhf.options.algorithm import PRESETS, Algorithm
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 BEGIN, END = "<!-- presets -->\n", "<!-- end of presets -->\n"
 REWARDS = [0.5, -1.0, 3.0, 0.0]
-HEAD = ("preset", "baseline", "scale", "policy loss", "aggregation", "KL", "besides", "0.5, -1, 3, 0 become")
+HEAD = ("preset", "baseline", "scale", "policy loss", "aggregation", "KL", "other options", "0.5, -1, 3, 0 become")
 
 
 def scale(algorithm: Algorithm) -> str:
@@ -39,8 +39,8 @@ def kl(algorithm: Algorithm) -> str:
     return f"{algorithm.kl_place}, {algorithm.kl_estimator}, {algorithm.kl_coef:g}"
 
 
-def besides(algorithm: Algorithm) -> str:
-    """What only some presets have."""
+def other(algorithm: Algorithm) -> str:
+    """The options that only some presets set."""
     found = []
     if algorithm.dynamic_sampling:
         found.append(f"dynamic-sampling {algorithm.dynamic_sampling}")
@@ -64,7 +64,7 @@ def preset_table() -> str:
     rows = [HEAD, ("---",) * len(HEAD)]
     for name in PRESETS:
         chosen = Algorithm.from_options({"preset": name})
-        cells = (chosen.baseline, scale(chosen), policy_loss(chosen), chosen.aggregation, kl(chosen), besides(chosen))
+        cells = (chosen.baseline, scale(chosen), policy_loss(chosen), chosen.aggregation, kl(chosen), other(chosen))
         rows.append((f"`{name}`", *cells, advantages(chosen)))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
