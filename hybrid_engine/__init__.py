@@ -8,7 +8,7 @@ This file only says which module has which name. A module is imported when one o
 torch and transformers take seconds, which `hybrid-engine --help` must not wait for. Type checkers read `__init__.pyi`.
 """
 
-from importlib.metadata import version
+from typing import Any
 
 from hybrid_engine.lazy import lazy_attributes
 
@@ -60,11 +60,18 @@ _ABSENT = (
     "tp_model_init",
 )
 
-__version__ = version("hybrid-engine")
 __all__ = sorted(_MODULE_OF)
 __path__.append(f"{__path__[0]}/extensions/deepspeed/paths")
-__getattr__ = lazy_attributes(__name__, {**_MODULE_OF, **dict.fromkeys(_ABSENT, f"{_DEEPSPEED}.absent")})
+_read = lazy_attributes(__name__, {**_MODULE_OF, **dict.fromkeys(_ABSENT, f"{_DEEPSPEED}.absent")})
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version  # takes as long as everything else here
+
+        return version("hybrid-engine")
+    return _read(name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "__version__"})
