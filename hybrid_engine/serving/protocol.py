@@ -48,7 +48,6 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 TokenId = Annotated[StrictInt, Field(ge=0)]
 Texts = Annotated[list[StrictStr], Field(min_length=1)]
 Tokens = Annotated[list[TokenId], Field(min_length=1)]
-TokenLists = Annotated[list[Tokens], Field(min_length=1)]
 
 
 def only(*served: Any) -> Any:

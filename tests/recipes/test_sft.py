@@ -11,8 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from hybrid_engine.recipes import sft
 from hybrid_engine.rlhf.data.parts import load_parts
 from hybrid_engine.rlhf.data.reading import read_learned_rows
+from hybrid_engine.rlhf.options.sft import TASKS
 from hybrid_engine.rlhf.runs.run_folder import read_config, read_metrics
 from hybrid_engine.rlhf.runs.run_log import RunLog
+from hybrid_engine.rlhf.tasks import corpus
 from tests.support.chat import MARKED_TEMPLATE, build_chat_tokenizer
 from tests.support.distributed import run_distributed
 from tests.support.interrupted_runs import stopped_after
@@ -297,3 +299,7 @@ def test_only_the_length_of_a_finished_run_may_grow(config, capsys):
         ValueError, match=r"--epochs=2 but the interrupted run had 3; .* as it was, or more for a longer run$"
     ):
         sft.run(replace(longer, epochs=2))
+
+
+def test_the_tasks_that_the_option_allows_are_those_that_have_rows():
+    assert tuple(corpus.TASKS) == TASKS
