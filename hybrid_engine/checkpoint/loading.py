@@ -33,9 +33,8 @@ from hybrid_engine.checkpoint.saving import (
     with_shards,
 )
 from hybrid_engine.checkpoint.tensor_files import INDEX_FILE, STATE_FILE, read_index, read_tensors, read_values
-from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
 from hybrid_engine.distributed.processes import on_rank_zero
-from hybrid_engine.distributed.verdict import agree
+from hybrid_engine.distributed.verdict import HeldInterrupts, agree, holding_interrupts
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.zero.sharding import local_tensor
 

@@ -26,9 +26,8 @@ from hybrid_engine.checkpoint.manifest import check_folder, check_tag, describe_
 from hybrid_engine.checkpoint.tensor_files import STATE_FILE, serialize, write_tensors
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.distributed.dataloader import TrainingDataLoader
-from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
 from hybrid_engine.distributed.processes import gather_objects, on_rank_zero
-from hybrid_engine.distributed.verdict import agree
+from hybrid_engine.distributed.verdict import HeldInterrupts, agree, holding_interrupts
 from hybrid_engine.optim.accumulation import GradientAccumulation, StepCounters
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.zero.sharding import Sharding, saved_buffers

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from hybrid_engine.checkpoint.folder import find_cause
-from hybrid_engine.distributed.interrupts import HeldInterrupts
+from hybrid_engine.distributed.verdict import HeldInterrupts
 
 INDEX_FILE = ".metadata"
 METADATA = "torch.distributed.checkpoint.metadata"

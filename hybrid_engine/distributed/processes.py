@@ -24,9 +24,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hybrid_engine.config.notices import say_once
-from hybrid_engine.distributed import presence
 from hybrid_engine.distributed.groups import host_group
-from hybrid_engine.distributed.verdict import attempt
+from hybrid_engine.distributed.verdict import attempt, watch_processes
 from hybrid_engine.ops.gpu import foreign_memory_line, kernel_problem, why_no_gpu
 
 Result = TypeVar("Result")
@@ -77,7 +76,7 @@ def init_distributed(
         os.environ.setdefault("MASTER_PORT", str(port))
         with announcing(os.environ, init_method):
             _join(backend, timeout, init_method)
-    presence.start()
+    watch_processes()
 
 
 def _join(backend: str | None, timeout: timedelta | None, init_method: str | None) -> None:

@@ -26,9 +26,8 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from hybrid_engine.config.blocks import HybridEngineConfig
 from hybrid_engine.config.checks import find_nearest
 from hybrid_engine.config.notices import say_once
-from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
-from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.distributed.processes import get_rank, get_world_size
+from hybrid_engine.distributed.verdict import HeldInterrupts, holding_interrupts, naming_who_left
 from hybrid_engine.generation.core import Request
 from hybrid_engine.generation.model.probe import LogprobDifference, evaluating
 from hybrid_engine.generation.rollout.engine_methods import PutGenerate, describe_generation

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hybrid_engine.distributed.interrupts import restoring_modes
-from hybrid_engine.distributed.verdict import agree
+from hybrid_engine.distributed.verdict import agree, restoring_modes
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.optim.state_offload import TRAINING
 from hybrid_engine.zero.split_module import BatchTraining, run_batches, stages_of

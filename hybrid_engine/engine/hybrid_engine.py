@@ -23,8 +23,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.containers.views import TransposedLinear
-from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
-from hybrid_engine.distributed.presence import naming_who_left
+from hybrid_engine.distributed.verdict import HeldInterrupts, holding_interrupts, naming_who_left
 from hybrid_engine.engine.checks import check_generates
 from hybrid_engine.engine.zero_engine import ZeroEngine
 from hybrid_engine.generation.core import Request, RolloutResult

@@ -32,10 +32,8 @@ from hybrid_engine.config.checks import check_flag, check_integer, check_path
 from hybrid_engine.containers.device import launching
 from hybrid_engine.containers.quantised import keep_as_loaded
 from hybrid_engine.distributed.dataloader import build_training_dataloader
-from hybrid_engine.distributed.interrupts import holding_interrupts, restoring_modes
-from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.distributed.processes import broadcast_module, default_device, get_rank, get_world_size
-from hybrid_engine.distributed.verdict import agree, attempt
+from hybrid_engine.distributed.verdict import agree, attempt, holding_interrupts, naming_who_left, restoring_modes
 from hybrid_engine.engine.batches import Batches, LossFunction, StagedBatches, SuccessiveBatches
 from hybrid_engine.engine.checks import CallChecks, check_loss, check_training
 from hybrid_engine.engine.faster_linears import use_faster_linears

@@ -16,9 +16,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.modeling_outputs import CausalLMOutput
 
 from hybrid_engine.containers import InferenceEncoder
-from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
-from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.distributed.processes import default_device
+from hybrid_engine.distributed.verdict import HeldInterrupts, holding_interrupts, naming_who_left
 from hybrid_engine.generation.core import Request
 from hybrid_engine.generation.memory import num_bytes
 from hybrid_engine.generation.model.probe import LogprobDifference

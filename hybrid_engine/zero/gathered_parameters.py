@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import unserializable_hook
 
 from hybrid_engine.config.checks import check_integer
-from hybrid_engine.distributed.interrupts import holding_interrupts
 from hybrid_engine.distributed.processes import default_device, get_world_size
+from hybrid_engine.distributed.verdict import holding_interrupts
 from hybrid_engine.zero.sharding import Sharding, full_tensor, local_tensor
 
 MARKS = ("ds_id", "ds_shape", "ds_numel", "ds_tensor")

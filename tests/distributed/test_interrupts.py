@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import hybrid_engine
-from hybrid_engine.distributed import interrupts
-from hybrid_engine.distributed.interrupts import holding_interrupts, restoring_modes
+from hybrid_engine.distributed import verdict
+from hybrid_engine.distributed.verdict import holding_interrupts, restoring_modes
 from tests.support.training_reference import tiny_llama
 from tests.tools.attack.interrupts import Cycle
 
@@ -50,7 +50,7 @@ def test_an_interrupt_comes_through_where_it_is_allowed_and_is_held_again_after_
 
 
 def test_who_insists_is_not_held(monkeypatch):
-    monkeypatch.setattr(interrupts, "INSISTS_AFTER", 0.0)
+    monkeypatch.setattr(verdict, "INSISTS_AFTER", 0.0)
     seen = []
     with pytest.raises(KeyboardInterrupt), holding_interrupts():
         press()

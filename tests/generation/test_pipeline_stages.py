@@ -6,7 +6,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.containers import InferenceModel
-from hybrid_engine.distributed.interrupts import HeldInterrupts
+from hybrid_engine.distributed.verdict import HeldInterrupts
 from hybrid_engine.generation.decode import DecodeStep
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.plan import build_sequences, plan_rollout

@@ -19,7 +19,7 @@ from hybrid_engine.config.checks import check_integer
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers.device import on_device
 from hybrid_engine.containers.model import InferenceModel
-from hybrid_engine.distributed.presence import naming_who_left
+from hybrid_engine.distributed.verdict import naming_who_left
 from hybrid_engine.generation.core import Prompt, RolloutPlan, Sequence
 from hybrid_engine.generation.live.batches import (
     ContainerBatch,

@@ -25,9 +25,8 @@ from hybrid_engine.containers.device import LastingBuffer
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.tensor_parallel import ALONE, Cut, TensorParallel
 from hybrid_engine.distributed.groups import all_gather_single, host_group
-from hybrid_engine.distributed.presence import LOST
 from hybrid_engine.distributed.processes import get_rank, get_world_size
-from hybrid_engine.distributed.verdict import FollowedError, LostError, Partners, agree, everyone
+from hybrid_engine.distributed.verdict import LOST, FollowedError, LostError, Partners, agree, everyone
 from hybrid_engine.zero.gathering import WeightGatherer
 from hybrid_engine.zero.sharding import Sharding
 from hybrid_engine.zero.slicing import PartReader, SliceReader, places_of_ranks

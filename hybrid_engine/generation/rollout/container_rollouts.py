@@ -15,8 +15,7 @@ import torch
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.containers import InferenceModel
 from hybrid_engine.containers.layer import InferenceLayer
-from hybrid_engine.distributed.interrupts import holding_interrupts
-from hybrid_engine.distributed.verdict import Partners, attempt
+from hybrid_engine.distributed.verdict import Partners, attempt, holding_interrupts
 from hybrid_engine.generation.core import CaptureStats, RolloutPlan, RolloutResult
 from hybrid_engine.generation.decode import Choice, DecodeStep, DecodeSteps, OpenStep
 from hybrid_engine.generation.memory import KVWorkspace

@@ -20,8 +20,15 @@ from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.tensor_parallel import TensorParallel
-from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
-from hybrid_engine.distributed.verdict import LostError, Partners, attempt, forget_frames, is_out_of_memory
+from hybrid_engine.distributed.verdict import (
+    HeldInterrupts,
+    LostError,
+    Partners,
+    attempt,
+    forget_frames,
+    holding_interrupts,
+    is_out_of_memory,
+)
 from hybrid_engine.generation.core import LocalRequest, Prompt, Request, RolloutPlan, RolloutResult, Sequence
 from hybrid_engine.generation.decode import Choice
 from hybrid_engine.generation.memory import KVWorkspace, MemoryBudget, TrainingMemory

@@ -19,8 +19,7 @@ from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from hybrid_engine.containers.device import LAUNCHES, launching
-from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
-from hybrid_engine.distributed.verdict import Partners, attempt
+from hybrid_engine.distributed.verdict import HeldInterrupts, Partners, attempt, holding_interrupts
 from hybrid_engine.generation.core import Prompt, RolloutResult, Sequence
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.rollout.output import (

@@ -25,8 +25,15 @@ from torch import nn
 from hybrid_engine.containers import InferenceModel
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.tensor_parallel import TensorParallel
-from hybrid_engine.distributed.interrupts import holding_interrupts
-from hybrid_engine.distributed.verdict import ErrorNotice, FollowedError, LostError, Partners, attempt, describe_error
+from hybrid_engine.distributed.verdict import (
+    ErrorNotice,
+    FollowedError,
+    LostError,
+    Partners,
+    attempt,
+    describe_error,
+    holding_interrupts,
+)
 from hybrid_engine.generation.core import CaptureStats, Draw, Drawn, Prompt, RolloutPlan, Sequence
 from hybrid_engine.generation.decode import Choice, DecodeStep, OpenStep, SlotTables
 from hybrid_engine.generation.model.weights import ModelGroup, Stage

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedToken
 
 import hybrid_engine
 from hybrid_engine.checkpoint.saved_logits import without_renamed_attribute_warning
-from hybrid_engine.distributed.interrupts import holding_interrupts
 from hybrid_engine.distributed.processes import get_rank, get_world_size, init_distributed, on_rank_zero
+from hybrid_engine.distributed.verdict import holding_interrupts
 from hybrid_engine.generation.core import Sequence
 from hybrid_engine.generation.plan import check_lengths, plan_rollout
 from hybrid_engine.generation.rollout.generator import Generator

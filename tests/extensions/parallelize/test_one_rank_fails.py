@@ -12,7 +12,7 @@ from torch import nn
 
 import hybrid_engine
 from hybrid_engine import ComputeConfig, parallelize
-from hybrid_engine.distributed.presence import LOST
+from hybrid_engine.distributed.verdict import LOST
 from hybrid_engine.extensions.parallelize.module.steps import Steps
 from tests.extensions.parallelize.test_generate import build as build_model_of
 from tests.extensions.parallelize.test_generate import build_engine, cycles, parallel

@@ -30,9 +30,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
 
 from hybrid_engine.distributed.groups import axis_name, close_groups, default_store, with_own_group
-from hybrid_engine.distributed.presence import LOST
 from hybrid_engine.distributed.processes import default_device, gather_objects
-from hybrid_engine.distributed.verdict import Partners
+from hybrid_engine.distributed.verdict import LOST, Partners
 from hybrid_engine.extensions.parallelize.graph.compute_config import ComputeConfig
 from hybrid_engine.extensions.parallelize.graph.graph import without_weights
 from hybrid_engine.extensions.parallelize.graph.tracing import PLAIN, copy_trace_state, plain_attributes
