@@ -1,4 +1,4 @@
-"""Devices of a process with several threads and several GPUs: events, captures, and memory that keeps its address.
+"""Devices of a process with several threads and several GPUs: events, captures, free memory, lasting addresses.
 
 A thread starts on device 0, an event is recorded on the current device unless its stream is named, and PyTorch's
 capture stream is on the device where it was first used. Functions here take the device explicitly.
@@ -7,15 +7,22 @@ capture stream is on the device where it was first used. Functions here take the
 it stay valid. PyTorch's allocator gives a tensor that is created again another address. CUDA's driver can map memory
 to a reserved range of addresses and unmap it ("Virtual Memory Management" in the CUDA Driver API), so recorded CUDA
 graphs stay valid, and the memory can be used for other purposes meanwhile.
+
+`host_memory_bytes` is the host memory that this process may use: what the machine has, within the limits of its
+container and its shell. Servers and rollouts size their KV workspace by it, plans of `parallelize` their devices, and
+`hybrid-engine doctor` shows it. A container's limit is that of its control group or of a group above it (Linux,
+Documentation/admin-guide: cgroup-v2.rst, cgroup-v1/memory.rst); the shell's is `ulimit -v`.
 """
 
 import ctypes
 import functools
 import mmap
+import resource
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -28,6 +35,12 @@ _HAS_PAGES = sys.platform == "linux"
 _KEPT_BYTES = 64 * 1024
 _PINNED, _ON_DEVICE, _READ_AND_WRITE, _RECOMMENDED, _IS_SUPPORTED = 1, 1, 3, 1, 102
 _OUT_OF_MEMORY = 2
+_OMP_PAUSE_SOFT = 1
+"""Resources may be used again and are then created again."""
+ROOT = Path("/")
+V2_FILES = ("memory.max", "memory.current", "")
+V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+"""Names of the files with limit and use, and the prefix of a group's sums in memory.stat."""
 
 
 class FairLock:
@@ -311,8 +324,6 @@ class DeviceMemory:
             raise RuntimeError(f"{name} for {self.num_bytes} bytes on {self.device} failed with CUDA error {status}")
 
 
-_OMP_PAUSE_SOFT = 1
-"""Resources may be used again and are then created again."""
 _ABANDONED: list[DeviceMemory] = []
 
 
@@ -341,3 +352,70 @@ def give_back_openmp_pool() -> bool:
     except (AttributeError, OSError):
         return False
     return pause(_OMP_PAUSE_SOFT) == 0
+
+
+def host_memory_bytes() -> tuple[int, int]:
+    """Returns the bytes available without swapping, and the total: the least that machine, container and shell allow.
+
+    File pages that the kernel can drop count as available, in a container as on the machine.
+    """
+    free, total = _machine_bytes()
+    bounds = [(free, total), *_control_group_bytes(ROOT, total), *_address_space_bytes(ROOT)]
+    return max(0, min(free for free, _ in bounds)), min(total for _, total in bounds)
+
+
+def _machine_bytes() -> tuple[int, int]:
+    if sys.platform == "linux":
+        with open(ROOT / "proc/meminfo", "rb", buffering=0) as file:  # each rollout reads it several times
+            total, _, available = (int(line.split()[1]) * 1024 for line in file.read(256).splitlines()[:3])
+        return available, total
+    import psutil  # here, not at the top: Linux does not need it
+
+    memory = psutil.virtual_memory()
+    return int(memory.available), int(memory.total)
+
+
+def _control_group_bytes(root: Path, total: int) -> Iterator[tuple[int, int]]:
+    """Yields free and total bytes of each control group with a limit below the machine's `total`."""
+    for folder, (limit_file, use_file, prefix) in _control_groups(root):
+        try:
+            limit = (folder / limit_file).read_text().strip()
+            if limit != "max" and int(limit) < total:
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                cached = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+                used = int((folder / use_file).read_text())
+                yield int(limit) - max(0, used - cached), int(limit)
+        except (OSError, ValueError):  # the group is gone, or its files are not for this process
+            continue
+
+
+@functools.cache
+def _control_groups(root: Path) -> list[tuple[Path, tuple[str, str, str]]]:
+    """The folders of this process's control groups that can limit memory, the groups above them included.
+
+    In a container the path may be one of the host, and its group is then what is mounted as the root.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # not Linux
+        return []
+    found = []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        is_v1 = "memory" in controllers.split(",")
+        if not is_v1 and controllers:
+            continue
+        mount, files = root / "sys/fs/cgroup", V1_FILES if is_v1 else V2_FILES
+        mount = mount / "memory" if is_v1 else mount
+        inside = PurePosixPath(path.lstrip("/"))
+        groups = [] if ".." in inside.parts else [mount / inside, *(mount / above for above in inside.parents)]
+        found += [(folder, files) for folder in dict.fromkeys([*groups, mount]) if (folder / files[0]).exists()]
+    return found
+
+
+def _address_space_bytes(root: Path) -> Iterator[tuple[int, int]]:
+    """Yields free and total bytes of `ulimit -v`, if it is set."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY or sys.platform != "linux":
+        return
+    num_pages = int((root / "proc/self/statm").read_text().split()[0])
+    yield limit - num_pages * resource.getpagesize(), limit

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from hybrid_engine.config import EngineConfig, HybridEngineConfig
-from hybrid_engine.containers.device import LastingBuffer
+from hybrid_engine.containers.device import LastingBuffer, host_memory_bytes
 from hybrid_engine.containers.quantised import stored_tensors
-from hybrid_engine.metrics.host_memory import host_memory_bytes
 from hybrid_engine.metrics.memory_plan import format_bytes, read_bytes
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.zero.fsdp2_private import fsdp_params, unreduced_gradients

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from hybrid_engine.metrics.host_memory import host_memory_bytes
+from hybrid_engine.containers.device import host_memory_bytes
 from hybrid_engine.ops.cpu_library import cache_folder, load_library
 from hybrid_engine.ops.dispatch import HAS_TRITON, IS_INTERPRETED, fallback_forced
 from hybrid_engine.ops.gpu import foreign_memory_line, kernel_problem, why_no_gpu

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from hybrid_engine.containers.device import host_memory_bytes
 from hybrid_engine.distributed.processes import default_device
-from hybrid_engine.metrics.host_memory import host_memory_bytes
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
 """Writing 5 to it makes Linux forget the peak; see proc(5)."""

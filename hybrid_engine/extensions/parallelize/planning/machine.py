@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybrid_engine.containers.device import host_memory_bytes
 from hybrid_engine.distributed.groups import all_gather_single, reduce_scatter_single
 from hybrid_engine.distributed.processes import default_device, get_world_size
-from hybrid_engine.metrics.host_memory import host_memory_bytes
 
 VERSION = 1
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")

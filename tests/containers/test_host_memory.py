@@ -5,11 +5,11 @@ import resource
 import pytest
 import torch
 
+from hybrid_engine.containers import device
+from hybrid_engine.containers.device import host_memory_bytes
 from hybrid_engine.extensions.deepspeed.accelerator import Accelerator
 from hybrid_engine.generation.memory import free_and_total_bytes, read_memory
-from hybrid_engine.metrics import host_memory
 from hybrid_engine.metrics.health import examine
-from hybrid_engine.metrics.host_memory import host_memory_bytes
 
 MIB, GIB = 2**20, 2**30
 UNLIMITED_V1 = 9223372036854771712
@@ -27,8 +27,8 @@ def machine(tmp_path, monkeypatch):
     memory = (("MemTotal", 8 * GIB), ("MemFree", 1 * GIB), ("MemAvailable", 6 * GIB), ("Buffers", 0))
     add("proc/meminfo", "\n".join(f"{name}:{size // 1024:16} kB" for name, size in memory))
     add("proc/self/statm", "1000 10 10 10 0 10 0")
-    monkeypatch.setattr(host_memory, "ROOT", tmp_path)
-    monkeypatch.setattr(host_memory.sys, "platform", "linux")
+    monkeypatch.setattr(device, "ROOT", tmp_path)
+    monkeypatch.setattr(device.sys, "platform", "linux")
     return add
 
 
@@ -107,7 +107,7 @@ def test_a_path_that_is_not_below_the_mounted_groups_means_the_mounted_one(machi
 
 
 def test_the_shells_limit_of_addresses_counts(machine, monkeypatch):
-    monkeypatch.setattr(host_memory.resource, "getrlimit", lambda kind: (GIB, resource.RLIM_INFINITY))
+    monkeypatch.setattr(device.resource, "getrlimit", lambda kind: (GIB, resource.RLIM_INFINITY))
     assert host_memory_bytes() == (GIB - 1000 * resource.getpagesize(), GIB)
 
 
