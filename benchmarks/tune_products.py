@@ -1,4 +1,4 @@
-"""Which tiles make a product of few rows fastest on this GPU; `ops/skinny_gemm.py` chooses by a rule.
+"""Which tiles make a product of few rows fastest on this GPU; `ops/linears_kernels.py` chooses by a rule.
 
     python benchmarks/tune_products.py                       # every shape, some 60 tiles each
     python benchmarks/tune_products.py --only opt-1.3b --seconds 20
@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import torch
 from common import DTYPES, append_rows, environment, measure_ceilings, parse_run, run_options
 
-from hybrid_engine.ops import QKVGemmOp, VectorMatMulOp, mlp_gemm, qkv_gemm, vector_matmul
+from hybrid_engine.ops import QKVGemmOp, VectorMatMulOp, linears
 from hybrid_engine.ops.dispatch import forget_prepared
-from hybrid_engine.ops.mlp_gemm import up_product
-from hybrid_engine.ops.skinny_gemm import ProductTiles, choose_tiles
+from hybrid_engine.ops.linears import up_product
+from hybrid_engine.ops.linears_kernels import ProductTiles, choose_tiles
 
 # Weights that are rotated, several times the second-level cache of an H100 (50 MB) or H200 (60 MB).
 ROTATED_BYTES = 2**29
@@ -150,8 +150,7 @@ def read_arguments(parser: argparse.ArgumentParser, name: str) -> argparse.Names
 
 def use(tiles: ProductTiles) -> None:
     """From now on products run with these."""
-    for module in (qkv_gemm, mlp_gemm, vector_matmul):
-        module.choose_tiles = lambda *given, **options: tiles
+    linears.choose_tiles = lambda *given, **options: tiles
     forget_prepared()
 
 

@@ -35,10 +35,9 @@ from hybrid_engine.containers.views import (
 )
 from hybrid_engine.ops.expert_gemm import CLAMPED_SWIGLU, EXPERT_ACTIVATIONS, ExpertGemmOp
 from hybrid_engine.ops.expert_sum import ExpertSumOp
-from hybrid_engine.ops.mlp_gemm import MLPGemmOp
+from hybrid_engine.ops.linears import MLPGemmOp, VectorMatMulOp
 from hybrid_engine.ops.moe_gating import MoEGatingOp
 from hybrid_engine.ops.moe_res_matmul import MoEResMatmulOp
-from hybrid_engine.ops.vector_matmul import VectorMatMulOp
 
 
 class ExpertList:

@@ -1,4 +1,4 @@
-"""The ops of inference, one file each with its maths and a torch reference. They know tensors and numbers.
+"""The ops of inference; each file has the maths and a torch reference. They know tensors and numbers.
 
 An op is imported when its name is first read: training needs few of them.
 """
@@ -22,13 +22,11 @@ if TYPE_CHECKING:
     )
     from hybrid_engine.ops.block_copy import BlockCopyOp
     from hybrid_engine.ops.deepspeed_bindings import GELUGemmOp, LinearOp, ResidualAddOp
+    from hybrid_engine.ops.linears import MLPGemmOp, QKVGemmOp, VectorMatMulOp
     from hybrid_engine.ops.log_prob import token_logprobs
-    from hybrid_engine.ops.mlp_gemm import MLPGemmOp
     from hybrid_engine.ops.norm import NORM_OPS, LayerNormOp, NormOp, RMSNormOp
-    from hybrid_engine.ops.qkv_gemm import QKVGemmOp
     from hybrid_engine.ops.sample import SampleOp, SamplingOptions
     from hybrid_engine.ops.softmax_context import SoftmaxContextOp
-    from hybrid_engine.ops.vector_matmul import VectorMatMulOp
 
 __all__ = [
     "NORM_OPS",
@@ -73,13 +71,11 @@ _NAMES_OF = {
     ),
     "block_copy": ("BlockCopyOp",),
     "deepspeed_bindings": ("GELUGemmOp", "LinearOp", "ResidualAddOp"),
+    "linears": ("MLPGemmOp", "QKVGemmOp", "VectorMatMulOp"),
     "log_prob": ("token_logprobs",),
-    "mlp_gemm": ("MLPGemmOp",),
     "norm": ("NORM_OPS", "LayerNormOp", "NormOp", "RMSNormOp"),
-    "qkv_gemm": ("QKVGemmOp",),
     "sample": ("SampleOp", "SamplingOptions"),
     "softmax_context": ("SoftmaxContextOp",),
-    "vector_matmul": ("VectorMatMulOp",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 

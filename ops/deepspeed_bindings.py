@@ -4,7 +4,7 @@
 exact one (erf), "gelu_new" the tanh approximation (`activation.py`). Moves both weights once, 2 E I elements, and does
 4 N E I operations.
 
-`LinearOp`: `y = x W + b (+ residual)`, the product of `vector_matmul.py`.
+`LinearOp`: `y = x W + b (+ residual)`, the product of `linears.py`.
 
 `ResidualAddOp` (`residual_add`): the sum of a block's output, its residual and its biases, if a group of `tp_size`
 processes sums the result.
@@ -25,9 +25,8 @@ from hybrid_engine.ops import dispatch
 from hybrid_engine.ops.activation import ACTIVATIONS
 from hybrid_engine.ops.cpu_gemm import linear_transposed
 from hybrid_engine.ops.dispatch import check_tensor, kernel_or_reference, tl, triton, use_triton
-from hybrid_engine.ops.mlp_gemm import up_in_torch, up_product
-from hybrid_engine.ops.skinny_gemm import takes_rows
-from hybrid_engine.ops.vector_matmul import VectorMatMulOp
+from hybrid_engine.ops.linears import VectorMatMulOp, up_in_torch, up_product
+from hybrid_engine.ops.linears_kernels import takes_rows
 
 GELUS = ("gelu", "gelu_new")
 BLOCK = 1024

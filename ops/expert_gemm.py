@@ -36,8 +36,8 @@ from hybrid_engine.ops.dispatch import (
     triton,
     use_triton,
 )
+from hybrid_engine.ops.linears_kernels import multiply
 from hybrid_engine.ops.moe_gating import ExpertRouting
-from hybrid_engine.ops.skinny_gemm import multiply
 
 LAYOUTS = ("plain", "halves", "interleaved")
 CLAMPED_SWIGLU = "clamped_swiglu"

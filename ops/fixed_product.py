@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from hybrid_engine.ops.dispatch import launch, next_power_of_2, tl, triton
-from hybrid_engine.ops.skinny_gemm import ProductWeights, multiply, weights_of
+from hybrid_engine.ops.linears_kernels import ProductWeights, multiply, weights_of
 
 NUM_STAGES = 4
 MAX_CHUNK = 4096

@@ -15,7 +15,7 @@ import torch
 
 from hybrid_engine.ops.dispatch import launch, next_power_of_2, tl, triton
 from hybrid_engine.ops.linear_log_prob_tiles import Head, LogitShape, Sums, Tile
-from hybrid_engine.ops.skinny_gemm import ProductWeights, multiply, weights_of
+from hybrid_engine.ops.linears_kernels import ProductWeights, multiply, weights_of
 
 LEAST_ROWS = 16  # minimum M of a tensor core's operand
 NUM_PROGRAMS = 264  # two for each multiprocessor of an H100

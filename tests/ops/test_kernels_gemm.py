@@ -14,7 +14,7 @@ from hybrid_engine.ops import (
     ResidualAddOp,
     VectorMatMulOp,
     dispatch,
-    skinny_gemm,
+    linears_kernels,
 )
 from hybrid_engine.ops.activation import ACTIVATIONS
 from hybrid_engine.ops.dispatch import Launch, forget_prepared
@@ -36,14 +36,14 @@ def poisoned():
 @pytest.fixture
 def small_splits(monkeypatch):
     """K is split where there is little of it."""
-    monkeypatch.setattr(skinny_gemm, "SPLIT_BYTES", 2000)
+    monkeypatch.setattr(linears_kernels, "SPLIT_BYTES", 2000)
     _forget_tiles()
     yield
     _forget_tiles()
 
 
 def _forget_tiles():
-    skinny_gemm.choose_tiles.cache_clear()
+    linears_kernels.choose_tiles.cache_clear()
     forget_prepared()
 
 
@@ -264,7 +264,7 @@ def test_wide_tiles_equal_the_references(kernels, launches, rows, stored, dtype)
     x, residual = randn(2 * rows, 200, like=like)[::2], randn(rows, 280, like=like)[:, :140]
     weight, bias = weight_of(stored, 200, 140, like), randn(140, like=like)
     linear = LinearOp()
-    tiles = skinny_gemm.choose_tiles(rows, 200, (140,), dtype, can_split=True)
+    tiles = linears_kernels.choose_tiles(rows, 200, (140,), dtype, can_split=True)
     assert (tiles.splits > 1) == (rows <= 128)
     for _ in range(2):  # the second finds the counts of those that have arrived as the first did
         check(linear, x, weight, bias, residual)
@@ -309,12 +309,12 @@ def test_products_are_cut_so_that_they_fill_an_h100():
         (4096, 128256, 1), (2048, 8192, 1), (896, 896, 1), (4096, 4096, 2), (14336, 4096, 2), (2048, 2048, 4),
         (8192, 2048, 4), (4864, 896, 8), (32768, 512, 8),
     ):  # fmt: skip
-        tiles = skinny_gemm.choose_tiles(1, n_in, (n_out,), torch.bfloat16, can_split=True)
+        tiles = linears_kernels.choose_tiles(1, n_in, (n_out,), torch.bfloat16, can_split=True)
         assert tiles.splits == splits
         assert tiles.programs(n_out) * splits >= 50
-        assert tiles.programs(n_out) * splits <= skinny_gemm.NUM_SMS or splits == 1
+        assert tiles.programs(n_out) * splits <= linears_kernels.NUM_SMS or splits == 1
     for rows in (1, 17, 33, 113, 241):
-        widths = {skinny_gemm.choose_tiles(m, 4096, (4096,), torch.bfloat16) for m in (rows, rows + 15)}
+        widths = {linears_kernels.choose_tiles(m, 4096, (4096,), torch.bfloat16) for m in (rows, rows + 15)}
         assert len(widths) == 1, "rows of one padding are cut alike"
 
 

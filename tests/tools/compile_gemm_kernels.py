@@ -8,9 +8,9 @@ import sys
 
 import torch
 
-from hybrid_engine.ops import activation, deepspeed_bindings, mlp_gemm, norm, qkv_gemm, skinny_gemm, vector_matmul
+from hybrid_engine.ops import activation, deepspeed_bindings, linears_kernels, norm
+from hybrid_engine.ops.linears_kernels import NO_WEIGHTS, Output, ProductWeights, Rows
 from hybrid_engine.ops.norm import NormWeights
-from hybrid_engine.ops.skinny_gemm import NO_WEIGHTS, Output, ProductWeights, Rows
 from tests.tools.compile_kernels import compile_kernel
 
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
@@ -28,24 +28,22 @@ def weights_of(dtype: torch.dtype, stored: str, bias: str | None = None) -> Prod
     return ProductWeights(POINTERS[dtype], *strides, bias, WIDTH)
 
 
-def compile_product(kernel, given: dict, fixed: dict, tiles: skinny_gemm.ProductTiles) -> None:
+def compile_product(kernel, given: dict, fixed: dict, tiles: linears_kernels.ProductTiles) -> None:
     """Weights that are not copied 16 bytes at a time stream at a fraction of the memory's speed; wide tiles need
     the tensor cores' widest instruction."""
     compiled = compile_kernel(kernel, given, {**fixed, "TILES": tiles}, tiles.num_warps, tiles.num_stages)
     assert "cp.async.cg.shared.global" in compiled.asm["ptx"]
-    assert tiles.rows <= skinny_gemm.FEW_ROWS or "wgmma" in compiled.asm["ptx"]
+    assert tiles.rows <= linears_kernels.FEW_ROWS or "wgmma" in compiled.asm["ptx"]
 
 
 def compile_linear(rows: int, n_in: int, n_out: int, dtype: torch.dtype, stored: str) -> None:
     """Projection with a residual."""
-    tiles = skinny_gemm.choose_tiles(rows, n_in, (n_out,), dtype, can_split=True)
+    tiles = linears_kernels.choose_tiles(rows, n_in, (n_out,), dtype, can_split=True)
     pointer, is_split = POINTERS[dtype], tiles.splits > 1
-    parts = (
-        vector_matmul.SplitProducts("*fp32", "*i32", WIDTH) if is_split else vector_matmul.SplitProducts(None, None, 0)
-    )
+    parts = linears_kernels.SplitProducts("*fp32", "*i32", WIDTH) if is_split else linears_kernels.NO_PARTS
     given = {"x": rows_of(dtype), "w": weights_of(dtype, stored), "parts": parts}
     given |= {"residual": Output(pointer, WIDTH), "y": Output(pointer, WIDTH)}
-    compile_product(vector_matmul.linear_kernel, given, {"DTYPE": vector_matmul.TRITON_DTYPES[dtype]}, tiles)
+    compile_product(linears_kernels.linear_kernel, given, {"DTYPE": linears_kernels.TRITON_DTYPES[dtype]}, tiles)
 
 
 def compile_layer(rows: int, n_in: int, widths: tuple, n_mlp: int, dtype: torch.dtype, stored: str) -> None:
@@ -54,11 +52,11 @@ def compile_layer(rows: int, n_in: int, widths: tuple, n_mlp: int, dtype: torch.
     weights = weights_of(dtype, stored, pointer)
     other = weights if is_gated else NO_WEIGHTS
     common = {"x": rows_of(dtype), "y": Output(pointer, WIDTH)}
-    tiles = skinny_gemm.choose_tiles(rows, n_in, widths, dtype)
-    compile_product(qkv_gemm.qkv_kernel, {**common, "q": weights, "k": other, "v": other}, {}, tiles)
-    tiles = skinny_gemm.choose_tiles(rows, n_in, (n_mlp,), dtype, num_weights=2 if is_gated else 1)
+    tiles = linears_kernels.choose_tiles(rows, n_in, widths, dtype)
+    compile_product(linears_kernels.qkv_kernel, {**common, "q": weights, "k": other, "v": other}, {}, tiles)
+    tiles = linears_kernels.choose_tiles(rows, n_in, (n_mlp,), dtype, num_weights=2 if is_gated else 1)
     form = {"ACTIVATION": "silu" if is_gated else "gelu"}
-    compile_product(mlp_gemm.up_kernel, {**common, "gate": other, "up": weights}, form, tiles)
+    compile_product(linears_kernels.up_kernel, {**common, "gate": other, "up": weights}, form, tiles)
 
 
 def compile_flat(kernel, pointer: str, fixed: dict) -> None:

@@ -16,7 +16,7 @@ from hybrid_engine.ops.linear_log_prob_kernels import (
     sums_kernel,
     tile_of,
 )
-from hybrid_engine.ops.skinny_gemm import ProductWeights
+from hybrid_engine.ops.linears_kernels import ProductWeights
 from tests.tools.compile_kernels import compile_kernel
 
 F32, INT, FLOAT = "*fp32", "i32", "fp32"

@@ -1,4 +1,4 @@
-"""Products of few rows: functions, types and tile sizes that the kernels of all linears share.
+"""Kernels of linears with few rows, and the functions, types and tile sizes that all products of few rows share.
 
     y[M, N] = x[M, K] W[K, N]        M <= 256 in 16 bits, 64 in fp32
 
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hybrid_engine.ops.activation import activate
 from hybrid_engine.ops.dispatch import HAS_TRITON, IS_INTERPRETED, check_tensor, next_power_of_2, tl, triton
 
 # With more rows cuBLAS is the better product, as the weights no longer dominate memory traffic. On an H100 a product of
@@ -271,3 +272,119 @@ def store_columns(y, num_rows, total, n, width_out):
     m = tl.arange(0, total.shape[1])
     mask = (n < width_out)[:, None] & (m < num_rows)[None, :]
     tl.store(y.ptr + m[None, :] * y.stride_m + n[:, None], total.to(y.ptr.dtype.element_ty), mask=mask)
+
+
+TRITON_DTYPES = {
+    getattr(torch, name): getattr(tl, name, None) for name in ("float32", "bfloat16", "float16")
+}  # of constexprs
+
+
+class SplitProducts(NamedTuple):
+    """Buffers for the parts of a split K; None if it is not split."""
+
+    ptr: Any  # [tiles, splits, BLOCK_N, ROWS] fp32
+    arrived_ptr: Any  # [tiles] int32, zeros before and after: number of programs that have written their part
+    split_width: int  # of K
+
+
+NO_PARTS = SplitProducts(None, None, 0)
+
+
+@triton.jit
+def _finish(total, x, w, n, residual, y, DTYPE: tl.constexpr):
+    """The steps after the product: bias, rounding, residual."""
+    total = add_bias(total, w, n).to(DTYPE)
+    if residual.ptr is not None:
+        m = tl.arange(0, total.shape[1])
+        mask = (n < w.width)[:, None] & (m < x.num_rows)[None, :]
+        added = tl.load(residual.ptr + m[None, :] * residual.stride_m + n[:, None], mask=mask, other=0.0)
+        total = total.to(tl.float32) + added.to(tl.float32)
+    store_columns(y, x.num_rows, total, n, w.width)
+
+
+@triton.jit
+def linear_kernel(x, w, residual, y, parts, DTYPE: tl.constexpr, TILES: tl.constexpr):
+    """One tile (program 0) over one part of K (program 1)."""
+    BLOCK_N: tl.constexpr = TILES.block_n
+    ROWS: tl.constexpr = TILES.rows
+    SPLITS: tl.constexpr = TILES.splits
+    tile = tl.program_id(0)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if SPLITS == 1:
+        total = tile_product(x, w, n, 0, x.width, TILES)
+        _finish(total, x, w, n, residual, y, DTYPE)
+    else:
+        part = tl.program_id(1)
+        begin = part * parts.split_width
+        end = tl.minimum(begin + parts.split_width, x.width)
+        total = tile_product(x, w, n, begin, end, TILES)
+        place = tl.arange(0, BLOCK_N)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        written = parts.ptr + tile * (SPLITS * BLOCK_N * ROWS) + place
+        tl.store(written + part * (BLOCK_N * ROWS), total)
+        # All threads' stores come before the barrier. The barrier comes before the count, which releases earlier stores
+        # and acquires those that others released; loads bypass the first-level cache, which is not coherent with them.
+        tl.debug_barrier()
+        num_before = tl.atomic_add(parts.arrived_ptr + tile, 1, sem="acq_rel")
+        if num_before == SPLITS - 1:
+            tl.store(parts.arrived_ptr + tile, 0)
+            total = tl.zeros([BLOCK_N, ROWS], tl.float32)
+            for index in range(SPLITS):
+                total += tl.load(written + index * (BLOCK_N * ROWS), cache_modifier=".cg")
+            _finish(total, x, w, n, residual, y, DTYPE)
+
+
+@triton.jit
+def _project(x, w, tile, y, column, TILES: tl.constexpr):
+    """One tile of one projection, whose columns of y start at `column`."""
+    n = tile * TILES.block_n + tl.arange(0, TILES.block_n)
+    total = add_bias(tile_product(x, w, n, 0, x.width, TILES), w, n)
+    m = tl.arange(0, TILES.rows)
+    mask = (n < w.width)[:, None] & (m < x.num_rows)[None, :]
+    place = y.ptr + m[None, :] * y.stride_m + (column + n)[:, None]
+    tl.store(place, total.to(y.ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def qkv_kernel(x, q, k, v, y, TILES: tl.constexpr):
+    """Programs: tiles of q, of k, of v. y is `[M, H D + 2 K D]`.
+
+    Each branch contains the whole product: with weights and strides chosen at run time the compiler would not know that
+    a stride is 1, and could not use wide loads. One fused weight is passed as q.
+    """
+    tile = tl.program_id(0)
+    q_tiles = tl.cdiv(q.width, TILES.block_n)
+    if tile < q_tiles:
+        _project(x, q, tile, y, 0, TILES)
+    if k.ptr is not None:
+        kv_tiles = tl.cdiv(k.width, TILES.block_n)
+        if (tile >= q_tiles) & (tile < q_tiles + kv_tiles):
+            _project(x, k, tile - q_tiles, y, q.width, TILES)
+        if (tile >= q_tiles + kv_tiles) & (tile < q_tiles + 2 * kv_tiles):
+            column = q.width + k.width
+            _project(x, v, tile - q_tiles - kv_tiles, y, column, TILES)
+
+
+@triton.jit
+def up_kernel(x, gate, up, y, ACTIVATION: tl.constexpr, TILES: tl.constexpr):
+    """One tile of `inner`: both weights are streamed for the same rows. gate.ptr None: no gate."""
+    DTYPE: tl.constexpr = y.ptr.dtype.element_ty
+    BLOCK_N: tl.constexpr = TILES.block_n
+    ROWS: tl.constexpr = TILES.rows
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    outer = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    for start in range(0, x.width, TILES.block_k):
+        k = start + tl.arange(0, TILES.block_k)
+        up_tile = load_weights(up, n, k, x.width)
+        rows = load_rows(x, k, ROWS)
+        inner = multiply(up_tile, rows, inner)
+        if gate.ptr is not None:
+            gate_tile = load_weights(gate, n, k, x.width)
+            outer = multiply(gate_tile, rows, outer)
+    inner = add_bias(inner, up, n).to(DTYPE).to(tl.float32)
+    if gate.ptr is not None:
+        outer = add_bias(outer, gate, n).to(DTYPE).to(tl.float32)
+        inner = activate(outer, ACTIVATION).to(DTYPE).to(tl.float32) * inner
+    else:
+        inner = activate(inner, ACTIVATION)
+    store_columns(y, x.num_rows, inner, n, up.width)
