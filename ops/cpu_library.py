@@ -6,6 +6,8 @@ does not match is compiled again. It is moved into place whole, by a rename. Sin
 folder that belongs to this user and that no other user can write to, else compiled for this process alone.
 
 It is linked to the OpenMP runtime that torch has loaded, so that both have one pool of threads.
+
+`cpu_kernels.py` calls its functions, whose argument types stand here.
 """
 
 import ctypes
@@ -20,8 +22,10 @@ import subprocess
 import tempfile
 import time
 from contextlib import suppress
+from ctypes import Structure, c_double, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hybrid_engine.ops.dispatch import say_once
 
@@ -40,10 +44,69 @@ VARIABLE = "HYBRID_ENGINE_CACHE"
 
 
 OPTIONS += ["-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"]
-
-
 # Otherwise the sums of a product, which fill the registers, are regrouped into more than there are registers.
 OPTIONS += ["-fno-tree-reassoc"]
+
+# Of each function of the library.
+ARGUMENTS: dict[str, list[Any]] = {
+    "norm": [c_void_p] * 6 + [c_int64] * 3 + [c_double] + [c_int64] * 2,
+    "gated_activation": [c_void_p] * 3 + [c_int64] * 5,
+    "by_rows": [c_void_p] * 2 + [c_int64] * 3,
+    "decode_attention": [c_void_p] * 7 + [c_int64] * 3,
+    "log_sum_exp": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_double, c_int64],
+    "exp_rows": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3],
+    "first_largest": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64],
+    "products": [c_void_p] * 2 + [c_int64] * 4,
+}
+
+
+class CMatrix(Structure):
+    _fields_ = [("data", c_void_p), ("row", c_int64), ("column", c_int64)]
+
+
+class CHeads(Structure):
+    _fields_ = [("data", c_void_p), *((name, c_int64) for name in ("row", "head", "query", "dim"))]
+
+
+class AttentionNumbers(Structure):
+    """The parameters of an attention that are the same in every step; window and softcap are 0 if unused."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("num_kv_heads", "num_queries", "head_dim", "window", "is_interleaved")),
+        *((name, c_double) for name in ("scale", "softcap")),
+    ]
+
+
+class CWorkspace(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("keys", "values")),
+        *((name, c_int64) for name in ("block", "head", "place", "block_size", "num_blocks")),
+        *((name, c_void_p) for name in ("positions", "tables")),
+        *((name, c_int64) for name in ("table_row", "reach")),
+    ]
+
+
+class CExtras(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("cos", "sin")),
+        *((name, c_int64) for name in ("row", "width")),
+        *((name, c_void_p) for name in ("sinks", "alibi")),
+    ]
+
+
+class CLinear(Structure):
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("row", c_int64)]
+
+
+class CProduct(Structure):
+    _fields_ = [
+        *((name, CLinear) for name in ("linear", "gate")),
+        ("activation", c_int64),
+        ("residual", c_void_p),
+        *((name, c_int64) for name in ("residual_row", "residual_column")),
+        ("output", c_void_p),
+        *((name, c_int64) for name in ("row", "column", "width")),
+    ]
 
 
 class NotBuilt(Exception):

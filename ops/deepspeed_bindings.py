@@ -23,7 +23,7 @@ import torch
 
 from hybrid_engine.ops import dispatch
 from hybrid_engine.ops.activation import ACTIVATIONS
-from hybrid_engine.ops.cpu_gemm import linear_transposed
+from hybrid_engine.ops.cpu_kernels import linear_transposed
 from hybrid_engine.ops.dispatch import check_tensor, kernel_or_reference, tl, triton, use_triton
 from hybrid_engine.ops.linears import VectorMatMulOp, up_in_torch, up_product
 from hybrid_engine.ops.linears_kernels import takes_rows

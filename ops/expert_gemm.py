@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from hybrid_engine.ops.activation import ACTIVATIONS, activate
-from hybrid_engine.ops.cpu_gemm import linear_transposed
+from hybrid_engine.ops.cpu_kernels import linear_transposed
 from hybrid_engine.ops.dispatch import (
     check_tensor,
     is_replaced,

@@ -25,7 +25,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hybrid_engine.ops import linear_log_prob_kernels as kernels
-from hybrid_engine.ops.cpu_gemm import mkl_leaves_half, product_over_rows
+from hybrid_engine.ops.cpu_kernels import mkl_leaves_half, product_over_rows
 from hybrid_engine.ops.dispatch import check_tensor, kernel_or_reference, use_triton
 from hybrid_engine.ops.linear_log_prob_tiles import (
     PLAIN,

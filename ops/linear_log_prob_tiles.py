@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from hybrid_engine.ops import cpu_kernels
-from hybrid_engine.ops.cpu_gemm import product, use_onednn
+from hybrid_engine.ops.cpu_kernels import product, use_onednn
 
 TILE_BYTES = 8 * 2**20  # of fp32 logits that exist at once, so that they fit a CPU's cache
 TILE_BYTES_ON_GPU = 64 * 2**20  # large enough for a product that fills the device

@@ -28,8 +28,14 @@ import torch
 
 from hybrid_engine.ops import cpu_kernels
 from hybrid_engine.ops.activation import ACTIVATIONS, activate_and_multiply
-from hybrid_engine.ops.cpu_gemm import is_compiled, linear_by_rows, linear_transposed, linears_transposed
-from hybrid_engine.ops.cpu_kernels import Linear, activated_product
+from hybrid_engine.ops.cpu_kernels import (
+    Linear,
+    activated_product,
+    is_compiled,
+    linear_by_rows,
+    linear_transposed,
+    linears_transposed,
+)
 from hybrid_engine.ops.dispatch import Launch, check_tensor, kernel_or_reference, prepared, use_triton
 from hybrid_engine.ops.linears_kernels import (
     FEW_ROWS,

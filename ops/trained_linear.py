@@ -2,7 +2,7 @@
 
     dx = dy W      dW = dy^T x      db = sum of dy over the rows
 
-On processors that are not Intel's (`cpu_gemm.py` says why) oneDNN takes 0.75 to 0.88 of MKL's time for `y`, 0.66 to
+On processors that are not Intel's (`cpu_kernels.py` says why) oneDNN takes 0.75 to 0.88 of MKL's time for `y`, 0.66 to
 0.88 for `dx` and 0.95 to 1.16 for `dW`, which stays with MKL: 2048 and 4096 rows, 384 x 384 to 1024 x 384, one core of
 an AMD EPYC, both in turns (torch 2.13). On Zen 5 it takes half for `y` and `dx`, 0.51 to 0.65 for `dW`. oneDNN gets the
 weight as it is stored and packs it at every call, which these figures include, so no packed copy can be older than the
@@ -18,8 +18,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from hybrid_engine.ops.cpu_gemm import prefers_onednn, product, product_over_rows
-from hybrid_engine.ops.cpu_kernels import is_watched
+from hybrid_engine.ops.cpu_kernels import is_watched, prefers_onednn, product, product_over_rows
 
 # Forward and backward of a layer together, measured alternately as above: 0.97 to 1.02 of MKL's time at 2**26, 0.93 to
 # 0.96 at 2**27, 0.89 to 0.93 from 2**28 on. Zen 5 gains from 2**23 on, 0.82, if many products have the same number of

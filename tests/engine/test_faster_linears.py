@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import hybrid_engine
 from hybrid_engine.engine.faster_linears import use_faster_linears, use_own_linears
 from hybrid_engine.metrics.memory_use import LiveBytes
-from hybrid_engine.ops import cpu_gemm, trained_linear
+from hybrid_engine.ops import cpu_kernels, trained_linear
 from hybrid_engine.ops.fixed_shapes import FixedShapes
 from tests.support.distributed import run_distributed
 
@@ -33,8 +33,8 @@ def everywhere(request, monkeypatch):
         number[0] += 1
         return product(*arguments)
 
-    monkeypatch.setattr(cpu_gemm, "is_intel", lambda: False)
-    monkeypatch.setattr(cpu_gemm, "mkl_leaves_half", lambda: request.param)
+    monkeypatch.setattr(cpu_kernels, "is_intel", lambda: False)
+    monkeypatch.setattr(cpu_kernels, "mkl_leaves_half", lambda: request.param)
     monkeypatch.setattr(trained_linear, "LEAST_MULTIPLICATIONS", 0)
     monkeypatch.setattr(trained_linear, "product", counted)
     return number
@@ -297,7 +297,7 @@ ZEN_4, ZEN_5, XEON = "AuthenticAMD\ncpu family\t: 25", "AuthenticAMD\ncpu family
 
 @pytest.mark.parametrize(("processor", "expected"), [(ZEN_4, (0, 0)), (ZEN_5, (0, 1)), (XEON, (1, 0)), ("arm", (0, 0))])
 def test_mkl_leaves_half_on_amds_processors_from_zen_5_on(processor, expected):
-    assert cpu_gemm.Processor.of(f"vendor_id\t: {processor}\nflags\t\t: fpu avx512f\n") == expected
+    assert cpu_kernels.Processor.of(f"vendor_id\t: {processor}\nflags\t\t: fpu avx512f\n") == expected
 
 
 @pytest.mark.parametrize("size", [0, 10**9], ids=["large", "small"])
@@ -315,12 +315,12 @@ def test_what_torch_compiles_reads_no_file(size, monkeypatch):
 @pytest.mark.parametrize("num_rows", [2, 64, 101 * 2])
 def test_a_product_over_rows_is_the_gradient_of_a_weight(lay_out, num_rows):
     left, right = lay_out(torch.randn(num_rows, OUT)), lay_out(torch.randn(num_rows, IN))
-    found = cpu_gemm.product_over_rows(left, right)
+    found = cpu_kernels.product_over_rows(left, right)
     torch.testing.assert_close(found.double(), left.double().t() @ right.double(), rtol=1e-5, atol=1e-5)
 
 
 def train(rank, world_size, stage):
-    trained_linear.LEAST_MULTIPLICATIONS, cpu_gemm.is_intel = 0, lambda: False
+    trained_linear.LEAST_MULTIPLICATIONS, cpu_kernels.is_intel = 0, lambda: False
     losses = {}
     for is_plain in (False, True):
         config = {

@@ -125,7 +125,8 @@ def test_every_op_runs_in_torch_once_its_kernel_did_not_compile_which_one_line_s
     assert all(line.endswith("; torch's operations run in its place") for line in lines)
     assert sorted(ops) == [
         "activation", "deepspeed_bindings", "expert_gemm", "expert_sum", "linear_log_prob_kernels",
-        "linears", "linears", "linears", "log_prob", "moe_gating", "moe_res_matmul", "norm", "sample", "softmax_context_launch",
+        "linears", "linears", "linears", "log_prob", "moe_gating", "moe_res_matmul", "norm", "sample",
+        "softmax_context_launch",
     ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hybrid_engine.metrics.memory_use import LiveBytes
-from hybrid_engine.ops import cpu_gemm, linear_log_prob_tiles
+from hybrid_engine.ops import cpu_kernels, linear_log_prob_tiles
 from hybrid_engine.ops import linear_log_prob as op
 from hybrid_engine.ops.linear_log_prob import PLAIN, LogitShape, _plus_product, linear_log_prob, piece_bytes
 from hybrid_engine.rlhf.batches.head_log_probs import vocabulary_share
@@ -71,8 +71,8 @@ def compare(case, shape, with_entropy, trained):
 @pytest.fixture(params=["one tile", "many tiles", "some kept", "some kept, by oneDNN"])
 def tiles(request, monkeypatch):
     by_onednn = request.param.endswith("oneDNN")
-    monkeypatch.setattr(cpu_gemm, "is_intel", lambda: not by_onednn)
-    for module in (cpu_gemm, op):
+    monkeypatch.setattr(cpu_kernels, "is_intel", lambda: not by_onednn)
+    for module in (cpu_kernels, op):
         monkeypatch.setattr(module, "mkl_leaves_half", lambda: by_onednn)
     if request.param != "one tile":
         monkeypatch.setattr(op, "ROWS_AT_ONCE", 20)
@@ -208,7 +208,7 @@ def test_a_bias_of_minus_infinity_below_a_softcap_is_what_the_softcap_makes_of_i
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("trained", [("hidden",), ("hidden", "weight", "bias")], ids="-".join)
 def test_autocast_changes_nothing(trained, with_entropy, monkeypatch):
-    monkeypatch.setattr(cpu_gemm, "is_intel", lambda: True)  # by torch's own products, which heed autocast
+    monkeypatch.setattr(cpu_kernels, "is_intel", lambda: True)  # by torch's own products, which heed autocast
 
     def compute():
         return run(lambda *case: linear_log_prob(*case, PLAIN, with_entropy), build_case(), trained, with_entropy)

@@ -22,10 +22,10 @@ from hybrid_engine.ops import (
     SamplingOptions,
     SoftmaxContextOp,
     VectorMatMulOp,
-    cpu_gemm,
+    cpu_kernels,
     token_logprobs,
 )
-from hybrid_engine.ops.cpu_gemm import linear_transposed, linear_transposed_reference
+from hybrid_engine.ops.cpu_kernels import linear_transposed, linear_transposed_reference
 from hybrid_engine.ops.rotary import apply_rotary, rotary_rows, rotary_table
 from hybrid_engine.ops.sample import keyed_uniform
 from hybrid_engine.ops.softmax_context import like_lengths
@@ -97,8 +97,8 @@ def test_linear_on_this_machine_equals_the_reference_to_its_own_error(rows, bias
 @pytest.mark.parametrize("rows", [1, 2, 32, 128, 129])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_linear_adds_bias_and_residual_on_every_maker_of_processors(rows, bias, is_intel, monkeypatch):
-    monkeypatch.setattr(cpu_gemm, "is_intel", lambda: is_intel)
-    monkeypatch.setattr(cpu_gemm, "_mkl_goes_by_columns", lambda: is_intel)
+    monkeypatch.setattr(cpu_kernels, "is_intel", lambda: is_intel)
+    monkeypatch.setattr(cpu_kernels, "_mkl_goes_by_columns", lambda: is_intel)
     x, b = torch.randn(rows, 63), torch.randn(100) if bias else None
     for weight in (torch.randn(63, 100), torch.randn(100, 63).t()):
         expected = linear_transposed_reference(x, weight, b)
@@ -112,7 +112,7 @@ def test_a_linear_adds_bias_and_residual_on_every_maker_of_processors(rows, bias
 @pytest.mark.parametrize("rows", [31, 32, 64, 128])
 @pytest.mark.parametrize(("inputs", "outputs"), [(63, 100), (1024, 6), (1024, 7)])
 def test_a_product_by_columns_is_the_same_on_every_number_of_threads(rows, inputs, outputs, monkeypatch):
-    monkeypatch.setattr(cpu_gemm, "_mkl_goes_by_columns", lambda: True)
+    monkeypatch.setattr(cpu_kernels, "_mkl_goes_by_columns", lambda: True)
     x, weight, b = torch.randn(rows, inputs), torch.randn(outputs, inputs).t(), torch.randn(outputs)
     exact, residual = x.double() @ weight.double(), torch.randn(rows, outputs)
     for num_threads in (1, 2, 3):

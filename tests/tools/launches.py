@@ -33,7 +33,7 @@ from hybrid_engine.containers import InferenceModel
 from hybrid_engine.engine.hybrid_engine import HybridEngine
 from hybrid_engine.generation.model import probe
 from hybrid_engine.generation.model.probe import LogprobDifference, compare_logprobs
-from hybrid_engine.ops import DecodeBatch, cpu_gemm, dispatch, linear_log_prob_tiles
+from hybrid_engine.ops import DecodeBatch, cpu_kernels, dispatch, linear_log_prob_tiles
 from tests.support.fake_cuda import Launches, Meter, install, memory_as_it_is, p20, replaced, zeroed_memory
 from tests.support.launch_ops import Check, op_checks
 from tests.support.models import WIDE_FAMILIES
@@ -197,7 +197,7 @@ def as_on_a_gpu() -> Iterator[None]:
     """What is chosen by where tensors lie is chosen as for a GPU."""
     with ExitStack() as stack:
         # Else products beyond the kernels' rows would lie by columns on some processors, which kernels do not read.
-        stack.enter_context(patch.object(cpu_gemm, "_PROCESSOR", cpu_gemm.Processor(False, False)))
+        stack.enter_context(patch.object(cpu_kernels, "_PROCESSOR", cpu_kernels.Processor(False, False)))
         tile_bytes = linear_log_prob_tiles.TILE_BYTES_ON_GPU
         stack.enter_context(patch.object(linear_log_prob_tiles, "TILE_BYTES", tile_bytes))
         yield
