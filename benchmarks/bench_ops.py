@@ -42,7 +42,7 @@ from hybrid_engine.ops import (
 )
 from hybrid_engine.ops.expert_gemm import ExpertGemmOp
 from hybrid_engine.ops.moe_gating import MoEGatingOp
-from hybrid_engine.ops.rotary import apply_rotary, rotary_table
+from hybrid_engine.ops.softmax_context import apply_rotary, rotary_table
 
 # Bytes of input sets that are rotated on a GPU, so that no call finds its input in the second-level cache.
 ROTATED_BYTES = 2**28

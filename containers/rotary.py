@@ -25,7 +25,7 @@ from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.policy import Policy, UnsupportedModelError
 from hybrid_engine.containers.views import config_value, submodule
 from hybrid_engine.ops import Batch, MixedBatch, PrefillBatch
-from hybrid_engine.ops.rotary import rotary_rows
+from hybrid_engine.ops.softmax_context import rotary_rows
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 LENGTH_ROPE_TYPES = ("dynamic", "longrope")

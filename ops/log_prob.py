@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.ops import cpu_kernels
 from hybrid_engine.ops.dispatch import kernel_or_reference, launch, tl, triton, use_triton
 from hybrid_engine.ops.fixed_product import aligned, chunk_of, top_and_sum_of_row
 
@@ -88,11 +87,3 @@ def _logprobs_in_torch(logits: torch.Tensor, tokens: torch.Tensor, temperature: 
     scaled = logits.float() if temperature == 1.0 else _divided(logits, temperature)
     chosen = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     return chosen - scaled.logsumexp(-1)
-
-
-def sampled_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """`token_logprobs` for a rollout that need not have its bits: compiled on a CPU, with different rounding."""
-    if not cpu_kernels.can_search(logits):
-        return token_logprobs(logits, tokens, temperature)
-    chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) / temperature
-    return chosen - cpu_kernels.log_sum_exp(logits, temperature)

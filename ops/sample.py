@@ -33,7 +33,7 @@ import torch
 
 from hybrid_engine.ops import cpu_kernels, dispatch
 from hybrid_engine.ops.dispatch import check_tensor, kernel_or_reference, next_power_of_2, say_once, use_triton
-from hybrid_engine.ops.log_prob import sampled_logprobs, token_logprobs
+from hybrid_engine.ops.log_prob import token_logprobs
 from hybrid_engine.ops.sample_kernels import (
     CHUNK,
     MAX_CANDIDATES,
@@ -422,3 +422,11 @@ def _first_above(totals: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     target = torch.minimum(target, torch.nextafter(last, torch.zeros_like(last)))
     # NaN sorts beyond the end: the index stays inside, and the log-probability shows the NaN.
     return torch.searchsorted(totals, target, right=True).clamp_(max=totals.shape[1] - 1)
+
+
+def sampled_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """`token_logprobs` for a rollout that need not have its bits: compiled on a CPU, with different rounding."""
+    if not cpu_kernels.can_search(logits):
+        return token_logprobs(logits, tokens, temperature)
+    chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) / temperature
+    return chosen - cpu_kernels.log_sum_exp(logits, temperature)

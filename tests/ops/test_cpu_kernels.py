@@ -29,7 +29,7 @@ from hybrid_engine.ops import (
 from hybrid_engine.ops.activation import ACTIVATIONS, activate_and_multiply
 from hybrid_engine.ops.linear_log_prob import linear_log_prob
 from hybrid_engine.ops.norm import NORM_OPS
-from hybrid_engine.ops.rotary import rotary_table
+from hybrid_engine.ops.softmax_context import rotary_table
 from tests.support.models import PAD, build_model, module_logprobs, padded_prompts
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler cc")

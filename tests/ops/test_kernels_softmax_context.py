@@ -9,7 +9,7 @@ from hybrid_engine.generation.core import Prefill, Prompt
 from hybrid_engine.generation.step import pack_prefills
 from hybrid_engine.ops import QKV, DecodeBatch, HeadWeights, KVBlocks, PrefillBatch, SoftmaxContextOp
 from hybrid_engine.ops.dispatch import IS_INTERPRETED, Launch
-from hybrid_engine.ops.rotary import rotary_table
+from hybrid_engine.ops.softmax_context import rotary_table
 from hybrid_engine.ops.softmax_context_kernels import SPLIT
 
 pytestmark = pytest.mark.long

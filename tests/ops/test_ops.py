@@ -26,9 +26,8 @@ from hybrid_engine.ops import (
     token_logprobs,
 )
 from hybrid_engine.ops.cpu_kernels import linear_transposed, linear_transposed_reference
-from hybrid_engine.ops.rotary import apply_rotary, rotary_rows, rotary_table
 from hybrid_engine.ops.sample import keyed_uniform
-from hybrid_engine.ops.softmax_context import like_lengths
+from hybrid_engine.ops.softmax_context import apply_rotary, like_lengths, rotary_rows, rotary_table
 
 pytestmark = pytest.mark.quick
 

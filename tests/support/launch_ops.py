@@ -35,7 +35,7 @@ from hybrid_engine.ops.linear_log_prob import linear_log_prob
 from hybrid_engine.ops.linear_log_prob_tiles import PLAIN, LogitShape
 from hybrid_engine.ops.moe_gating import SCORINGS, MoEGatingOp
 from hybrid_engine.ops.moe_res_matmul import MoEResMatmulOp
-from hybrid_engine.ops.rotary import rotary_table
+from hybrid_engine.ops.softmax_context import rotary_table
 
 Check = tuple[str, Callable[[], object]]
 N, E, I, V = 5, 256, 512, 4099  # noqa: E741

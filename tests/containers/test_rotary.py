@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 import hybrid_engine
 from hybrid_engine.containers.rotary import Rotary
-from hybrid_engine.ops.rotary import apply_rotary
+from hybrid_engine.ops.softmax_context import apply_rotary
 from tests.support.models import PAD, VOCAB
 
 pytestmark = pytest.mark.quick
