@@ -38,7 +38,7 @@ from hybrid_engine.ops import (
     SoftmaxContextOp,
     VectorMatMulOp,
 )
-from hybrid_engine.ops.activation import ACTIVATIONS
+from hybrid_engine.ops.linears import ACTIVATIONS
 
 RotaryRows = tuple[torch.Tensor, torch.Tensor]
 WINDOWED_KINDS = ("sliding_attention", "local")

@@ -8,7 +8,6 @@ from pkgutil import extend_path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybrid_engine.ops.activation import GatedActivationOp
     from hybrid_engine.ops.batch import (
         QKV,
         Batch,
@@ -22,10 +21,9 @@ if TYPE_CHECKING:
     )
     from hybrid_engine.ops.block_copy import BlockCopyOp
     from hybrid_engine.ops.deepspeed_bindings import GELUGemmOp, LinearOp, ResidualAddOp
-    from hybrid_engine.ops.linears import MLPGemmOp, QKVGemmOp, VectorMatMulOp
-    from hybrid_engine.ops.log_prob import token_logprobs
+    from hybrid_engine.ops.linears import GatedActivationOp, MLPGemmOp, QKVGemmOp, VectorMatMulOp
     from hybrid_engine.ops.norm import NORM_OPS, LayerNormOp, NormOp, RMSNormOp
-    from hybrid_engine.ops.sample import SampleOp, SamplingOptions
+    from hybrid_engine.ops.sample import SampleOp, SamplingOptions, token_logprobs
     from hybrid_engine.ops.softmax_context import SoftmaxContextOp
 
 __all__ = [
@@ -57,7 +55,6 @@ __all__ = [
 ]
 
 _NAMES_OF = {
-    "activation": ("GatedActivationOp",),
     "batch": (
         "QKV",
         "Batch",
@@ -71,10 +68,9 @@ _NAMES_OF = {
     ),
     "block_copy": ("BlockCopyOp",),
     "deepspeed_bindings": ("GELUGemmOp", "LinearOp", "ResidualAddOp"),
-    "linears": ("MLPGemmOp", "QKVGemmOp", "VectorMatMulOp"),
-    "log_prob": ("token_logprobs",),
+    "linears": ("GatedActivationOp", "MLPGemmOp", "QKVGemmOp", "VectorMatMulOp"),
     "norm": ("NORM_OPS", "LayerNormOp", "NormOp", "RMSNormOp"),
-    "sample": ("SampleOp", "SamplingOptions"),
+    "sample": ("SampleOp", "SamplingOptions", "token_logprobs"),
     "softmax_context": ("SoftmaxContextOp",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}

@@ -1,7 +1,7 @@
 """Ops that are named after DeepSpeed's bindings and that containers do not use.
 
 `GELUGemmOp`, projection, GELU, projection (`fused_gemm_gelu`): `y = gelu(x W + b) Wout`. Both GELUs: "gelu" is the
-exact one (erf), "gelu_new" the tanh approximation (`activation.py`). Moves both weights once, 2 E I elements, and does
+exact one (erf), "gelu_new" the tanh approximation (`linears.py`). Moves both weights once, 2 E I elements, and does
 4 N E I operations.
 
 `LinearOp`: `y = x W + b (+ residual)`, the product of `linears.py`.
@@ -22,10 +22,9 @@ operations. DeepSpeed's works in place, this one does not.
 import torch
 
 from hybrid_engine.ops import dispatch
-from hybrid_engine.ops.activation import ACTIVATIONS
 from hybrid_engine.ops.cpu_kernels import linear_transposed
 from hybrid_engine.ops.dispatch import check_tensor, kernel_or_reference, tl, triton, use_triton
-from hybrid_engine.ops.linears import VectorMatMulOp, up_in_torch, up_product
+from hybrid_engine.ops.linears import ACTIVATIONS, VectorMatMulOp, up_in_torch, up_product
 from hybrid_engine.ops.linears_kernels import takes_rows
 
 GELUS = ("gelu", "gelu_new")

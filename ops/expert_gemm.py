@@ -24,7 +24,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from hybrid_engine.ops.activation import ACTIVATIONS, activate
 from hybrid_engine.ops.cpu_kernels import linear_transposed
 from hybrid_engine.ops.dispatch import (
     check_tensor,
@@ -36,7 +35,8 @@ from hybrid_engine.ops.dispatch import (
     triton,
     use_triton,
 )
-from hybrid_engine.ops.linears_kernels import multiply
+from hybrid_engine.ops.linears import ACTIVATIONS
+from hybrid_engine.ops.linears_kernels import activate, multiply
 from hybrid_engine.ops.moe_gating import ExpertRouting
 
 LAYOUTS = ("plain", "halves", "interleaved")

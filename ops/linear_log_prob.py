@@ -4,7 +4,7 @@
     logprob_t = logit_t - logsumexp_v(logit_v)
     entropy   = logsumexp_v(logit_v) - sum_v p_v logit_v         p = softmax(logit)
 
-The same function of the weights as the sampler's (`ops/log_prob.py`): products in the dtype of the weights, everything
+The same function of the weights as the sampler's (`ops/sample.py`): products in the dtype of the weights, everything
 after them in fp32. The vocabulary is read in tiles with a running maximum and sum (online softmax, Milakov and
 Gimelshein 2018), as Cut Cross-Entropy does (Wijmans et al. 2024, arXiv:2411.09009).
 

@@ -1,4 +1,4 @@
-"""The linears of a layer: the plain product, the projections to queries, keys and values, and the MLP.
+"""The linears of a layer: the plain product, the projections to queries, keys and values, the MLP and its activation.
 
     VectorMatMulOp   y = x W (+ b) (+ residual)
     QKVGemmOp        normed = norm(input);  q, k, v = normed Wq + bq, normed Wk + bk, normed Wv + bv
@@ -6,6 +6,7 @@
                      inner  = act(normed Wup + bup)                           plain
                               act(normed Wgate + bgate) * (normed Wup + bup)  gated
                      output = inner Wdown + bdown (+ residual_add)
+    GatedActivationOp  up, gate = chunk(activation + bias, 2);  y = up * act(gate)
 
 Weights are [in, out]. A `torch.nn.Linear` weight is [out, in]; its `.t()` is the view that these ops take, so nothing
 is copied. A product moves in x out elements of W once for all N rows and does 2 N in out operations: below about 100
@@ -19,15 +20,21 @@ or residual, which take one launch there too. If the tiles do not fill the GPU, 
 fp32, and the last program of a tile sums them, always in the same order.
 
 On a CPU `cpu_kernels.py` computes fp32 products, whose result may be stored by columns.
+
+`ACTIVATIONS` are the references, by the names that Hugging Face configs use (`hidden_act`, `activation_function`);
+`activate` is the same functions inside a kernel, in fp32. There tanh(u) is 2 sigmoid(2u) - 1, so
+0.5 x (1 + tanh(u)) is x sigmoid(2u). The order of the halves of `GatedActivationOp` is DeepSpeed's
+(`gated_activation` in csrc/transformer/inference/csrc/gelu.cu). Its activation runs in fp32 and is rounded before it is
+multiplied, as transformers' MLPs round. It moves 3 N I elements and does about 10 N I operations.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-from hybrid_engine.ops import cpu_kernels
-from hybrid_engine.ops.activation import ACTIVATIONS, activate_and_multiply
+from hybrid_engine.ops import cpu_kernels, dispatch
 from hybrid_engine.ops.cpu_kernels import (
     Linear,
     activated_product,
@@ -47,6 +54,7 @@ from hybrid_engine.ops.linears_kernels import (
     SplitProducts,
     check_linear,
     choose_tiles,
+    gated_activation_kernel,
     linear_kernel,
     qkv_kernel,
     rows_of,
@@ -57,6 +65,8 @@ from hybrid_engine.ops.linears_kernels import (
 from hybrid_engine.ops.norm import NORM_OPS
 
 LAYOUTS = ("blocks", "grouped")
+# Values of one row per program: 8 per thread of 4 warps, 16 bytes of each operand in 16 bits.
+GATED_BLOCK = 1024
 
 
 def linear_fp32(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -397,3 +407,117 @@ class MLPGemmOp:
         if use_triton(normed) and takes_rows(normed):
             return kernel_or_reference(up_product, up_in_torch, normed, gate, up, self.activation_name)
         return up_in_torch(normed, gate, up, self.activation_name)
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU by the tanh approximation (Hendrycks & Gimpel 2016), the one that GPT-2 was trained with."""
+    return F.gelu(x, approximate="tanh")
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """GELU by the sigmoid approximation (Hendrycks & Gimpel 2016), rounded where transformers rounds."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def relu_squared(x: torch.Tensor) -> torch.Tensor:
+    """relu(x)^2 (So et al. 2021, arXiv 2109.08668)."""
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "relu": F.relu,
+    "relu2": relu_squared,
+    "gelu": F.gelu,
+    "gelu_new": gelu_tanh,
+    "gelu_fast": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
+}
+
+
+def gated_activation(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    gate_bias: torch.Tensor | None,
+    up_bias: torch.Tensor | None,
+    activation: str,
+) -> torch.Tensor:
+    """Launches `act(gate + gate_bias) * (up + up_bias)` of two `[N, I]`; with both biases or none."""
+    check_tensor("gate", gate, shape=(None, None), is_dense_last=True)
+    check_tensor("up", up, like=gate, shape=gate.shape, is_dense_last=True)
+    for name, bias in (("gate bias", gate_bias), ("up bias", up_bias)):
+        if bias is not None:
+            check_tensor(name, bias, like=gate, shape=gate.shape[1:], is_dense_last=True)
+    output = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    dispatch.launch(
+        gated_activation_kernel,
+        (gate.shape[0], -(-gate.shape[1] // GATED_BLOCK)),
+        gate,
+        up,
+        gate_bias,
+        up_bias,
+        output,
+        gate.stride(0),
+        up.stride(0),
+        gate.shape[1],
+        device=gate.device,
+        ACTIVATION=activation,
+        BLOCK=GATED_BLOCK,
+        num_warps=4,
+    )
+    return output
+
+
+def gated_in_torch(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    gate_bias: torch.Tensor | None,
+    up_bias: torch.Tensor | None,
+    activation: str,
+) -> torch.Tensor:
+    """`gated_activation` in plain torch."""
+    if gate_bias is not None and up_bias is not None:
+        gate, up = gate + gate_bias, up + up_bias
+    return ACTIVATIONS[activation](gate) * up
+
+
+def activate_and_multiply(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """`act(gate) * up` of two `[N, I]`, by a form that accepts them."""
+    if use_triton(gate):  # on a CPU, where kernels are interpreted, products may be stored by columns
+        halves = gate.contiguous(), up.contiguous()
+        return kernel_or_reference(gated_activation, gated_in_torch, *halves, None, None, activation)
+    # SiLU is one operation in torch too: 3 us with the product for a row of 1024, where the call takes 15, and no
+    # longer for 32 rows; torch takes two to three times as long for GELU's forms (one core of a Zen 5, torch 2.13).
+    if activation not in ("silu", "swish") and gate.numel() and cpu_kernels.use_compiled(gate, up):
+        return cpu_kernels.gated_activation(gate, up, activation)
+    return ACTIVATIONS[activation](gate) * up
+
+
+class GatedActivationOp:
+    """Callable `(activation [N, 2I], bias [2I] or None, type) -> [N, I]`, type a name in ACTIVATIONS."""
+
+    def __call__(self, activation: torch.Tensor, bias: torch.Tensor | None, type: str) -> torch.Tensor:
+        """The first half of the columns is up, the second is the gate. ValueError for an unknown type."""
+        self._check(activation, type)
+        if not use_triton(activation):
+            return self.reference(activation, bias, type)
+        if bias is not None:
+            check_tensor("bias", bias, like=activation, shape=activation.shape[1:], is_dense_last=True)
+        up, gate = activation.chunk(2, dim=1)
+        up_bias, gate_bias = (None, None) if bias is None else bias.chunk(2)
+        return kernel_or_reference(gated_activation, gated_in_torch, gate, up, gate_bias, up_bias, type)
+
+    def reference(self, activation: torch.Tensor, bias: torch.Tensor | None, type: str) -> torch.Tensor:
+        """The reference: the function of the kernel in plain torch."""
+        self._check(activation, type)
+        up, gate = (activation if bias is None else activation + bias).chunk(2, dim=1)
+        return gated_in_torch(gate, up, None, None, type)
+
+    @staticmethod
+    def _check(activation: torch.Tensor, type: str) -> None:
+        if type not in ACTIVATIONS:
+            raise ValueError(f"type={type!r} must be one of {', '.join(ACTIVATIONS)}")
+        if activation.dim() != 2 or activation.shape[1] % 2:
+            raise ValueError(f"activation has shape {list(activation.shape)}; expected [any, an even number]")

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hybrid_engine.ops.activation import activate
 from hybrid_engine.ops.dispatch import HAS_TRITON, IS_INTERPRETED, check_tensor, next_power_of_2, tl, triton
 
 # With more rows cuBLAS is the better product, as the weights no longer dominate memory traffic. On an H100 a product of
@@ -277,6 +276,54 @@ def store_columns(y, num_rows, total, n, width_out):
 TRITON_DTYPES = {
     getattr(torch, name): getattr(tl, name, None) for name in ("float32", "bfloat16", "float16")
 }  # of constexprs
+
+
+@triton.jit
+def activate(x, NAME: tl.constexpr):
+    """fp32 in, fp32 out; NAME is a key of ACTIVATIONS. NaN stays NaN."""
+    if NAME == "silu" or NAME == "swish":
+        y = x * tl.sigmoid(x)
+    elif NAME == "relu":
+        y = tl.where(x < 0, 0.0, x)
+    elif NAME == "relu2":
+        y = tl.where(x < 0, 0.0, x * x)
+    elif NAME == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif NAME == "quick_gelu":
+        y = x * tl.sigmoid(1.702 * x)
+    else:
+        tl.static_assert(NAME == "gelu_new" or NAME == "gelu_fast" or NAME == "gelu_pytorch_tanh")
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return y
+
+
+@triton.jit
+def gated_activation_kernel(
+    gate_ptr,
+    up_ptr,
+    gate_bias_ptr,
+    up_bias_ptr,
+    y_ptr,
+    gate_stride,
+    up_stride,
+    width,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program 0 is the row, program 1 a block of it."""
+    DTYPE: tl.constexpr = y_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    gate = tl.load(gate_ptr + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
+    if gate_bias_ptr is not None:
+        gate += tl.load(gate_bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
+        up += tl.load(up_bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
+        gate = gate.to(DTYPE).to(tl.float32)
+        up = up.to(DTYPE).to(tl.float32)
+    y = activate(gate, ACTIVATION).to(DTYPE).to(tl.float32) * up
+    tl.store(y_ptr + row * width + column, y.to(DTYPE), mask=mask)
 
 
 class SplitProducts(NamedTuple):

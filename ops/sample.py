@@ -6,6 +6,12 @@ The noise is one number per row, a hash of (key, position), so that a draw depen
 batch, its order, a preemption or the number of processes. Filters apply in the order of Hugging Face's logits warpers:
 temperature, top-k, top-p, min-p. The log-probability is that of the temperature-scaled, unfiltered distribution.
 
+    logprob(token) = logits[token] / temperature - logsumexp(logits / temperature)
+
+`token_logprobs` is one function for the sampler and the trainer, in fp32 whatever the dtype of the logits. In its
+kernel one program takes one row, in chunks from its start, and no argument depends on the number of rows: a row's
+result has the same bits in every batch, for the trainer and for a rollout.
+
 Moves the S x V logits once in the kernels, which are two launches (see `sample_kernels.py`); about four times in the
 reference.
 
@@ -27,13 +33,20 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from hybrid_engine.ops import cpu_kernels, dispatch
-from hybrid_engine.ops.dispatch import check_tensor, kernel_or_reference, next_power_of_2, say_once, use_triton
-from hybrid_engine.ops.log_prob import token_logprobs
+from hybrid_engine.ops.dispatch import (
+    check_tensor,
+    kernel_or_reference,
+    next_power_of_2,
+    say_once,
+    use_triton,
+)
+from hybrid_engine.ops.fixed_product import aligned, chunk_of
 from hybrid_engine.ops.sample_kernels import (
     CHUNK,
     MAX_CANDIDATES,
@@ -49,6 +62,7 @@ from hybrid_engine.ops.sample_kernels import (
     Sizes,
     draw_kernel,
     greedy_kernel,
+    logprob_kernel,
     scan_kernel,
 )
 
@@ -430,3 +444,64 @@ def sampled_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: fl
         return token_logprobs(logits, tokens, temperature)
     chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) / temperature
     return chosen - cpu_kernels.log_sum_exp(logits, temperature)
+
+
+class _KernelLogprobs(torch.autograd.Function):
+    """The kernel's log-probabilities of `logits [N, V]`, which it reads in fp32; the gradient in torch.
+
+    Between the passes the logits keep their dtype: 16 bits take half the memory of fp32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+        logits, (num_rows, vocab) = aligned(given.float()), given.shape
+        logprobs, lse = (logits.new_empty(num_rows) for _ in range(2))
+        if num_rows:
+            dispatch.launch(
+                logprob_kernel, (num_rows,), logits, tokens.contiguous(), logprobs, lse, vocab, temperature,
+                device=logits.device, CHUNK=chunk_of(vocab), num_warps=4,
+            )  # fmt: skip
+        ctx.save_for_backward(given, tokens, lse)
+        ctx.temperature = temperature
+        return logprobs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        given, tokens, lse = ctx.saved_tensors
+        # The gradient of the token's own logit; every logit also gets minus its probability times it.
+        scaled = gradient[:, None] / ctx.temperature
+        found = _divided(given, ctx.temperature).sub_(lse[:, None]).exp_().mul_(-scaled)
+        return found.scatter_add_(1, tokens[:, None], scaled).to(given.dtype), None, None
+
+
+def _divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """`logits / temperature` in fp32, in new memory: one copy of the logits for any dtype."""
+    copy = logits.float()
+    return logits / temperature if copy is logits else copy.div_(temperature)
+
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probabilities of `tokens` under softmax(logits / temperature).
+
+    Args:
+        logits: `[..., V]`, any float dtype.
+        tokens: `[...]` int64, each in `[0, V)`.
+        temperature: above 0.
+
+    Returns:
+        `[...]` fp32, differentiable in `logits`.
+    """
+    if use_triton(logits):
+        return kernel_or_reference(_logprobs_by_kernel, _logprobs_in_torch, logits, tokens, temperature)
+    return _logprobs_in_torch(logits, tokens, temperature)
+
+
+def _logprobs_by_kernel(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+    rows = logits.reshape(-1, logits.shape[-1])
+    return _KernelLogprobs.apply(rows, tokens.reshape(-1), float(temperature)).view(tokens.shape)
+
+
+def _logprobs_in_torch(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+    scaled = logits.float() if temperature == 1.0 else _divided(logits, temperature)
+    chosen = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return chosen - scaled.logsumexp(-1)

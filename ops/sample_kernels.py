@@ -1,4 +1,6 @@
-"""The Triton kernels of `SampleOp`; the maths is in `sample.py`. S rows, V vocabulary, C chunks of a row.
+"""The Triton kernels of `SampleOp` and `token_logprobs`; the maths is in `sample.py`.
+
+S rows, V vocabulary, C chunks of a row.
 
 The logits are cut into chunks, one program each, so that a single row keeps many programs busy too:
 
@@ -24,6 +26,7 @@ computed by the same instructions.
 from typing import Any, NamedTuple
 
 from hybrid_engine.ops.dispatch import tl, triton
+from hybrid_engine.ops.fixed_product import top_and_sum_of_row
 
 CHUNK = 4096  # logits of one program
 TILE = 512  # logits compared with all thresholds at once when a row is searched
@@ -359,3 +362,14 @@ def draw_kernel(logits, drawn, scanned, filters, draw, sizes, CUT: tl.constexpr)
     # If values are NaN or no token may be drawn: the last token, as in the reference.
     token = tl.where((total > 0.0) & (unfiltered == unfiltered), token, sizes.vocab - 1)
     store_result(token, row, logits, scanned, draw, sizes, CUT)
+
+
+@triton.jit
+def logprob_kernel(logits_ptr, tokens_ptr, logprobs_ptr, lse_ptr, vocab, temperature, CHUNK: tl.constexpr):
+    """For one row of dense logits: its token's log-probability, and logsumexp(logits / temperature)."""
+    row = tl.program_id(0).to(tl.int64)
+    top, total = top_and_sum_of_row(logits_ptr + row * vocab, vocab, temperature, CHUNK)
+    lse = top + tl.log(total)
+    chosen = tl.load(logits_ptr + row * vocab + tl.load(tokens_ptr + row))
+    tl.store(logprobs_ptr + row, tl.div_rn(chosen, temperature) - lse)
+    tl.store(lse_ptr + row, lse)

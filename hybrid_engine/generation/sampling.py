@@ -35,8 +35,7 @@ from hybrid_engine.generation.detokenize import first_stop
 from hybrid_engine.generation.guides import GuidedTokens
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.ops import SamplingOptions
-from hybrid_engine.ops.log_prob import token_logprobs
-from hybrid_engine.ops.sample import sampled_logprobs
+from hybrid_engine.ops.sample import sampled_logprobs, token_logprobs
 from hybrid_engine.ops.sample_rows import adjust_rows, build_row_options, count_penalties, filter_rows, pick_rows
 
 Result = TypeVar("Result")

@@ -26,8 +26,8 @@ from hybrid_engine.ops import (
     cpu_library,
     dispatch,
 )
-from hybrid_engine.ops.activation import ACTIVATIONS, activate_and_multiply
 from hybrid_engine.ops.linear_log_prob import linear_log_prob
+from hybrid_engine.ops.linears import ACTIVATIONS, activate_and_multiply
 from hybrid_engine.ops.norm import NORM_OPS
 from hybrid_engine.ops.softmax_context import rotary_table
 from tests.support.models import PAD, build_model, module_logprobs, padded_prompts

@@ -9,7 +9,7 @@ import torch
 
 import hybrid_engine
 from hybrid_engine.generation.live.batches import ContainerBatch
-from hybrid_engine.ops import dispatch, expert_gemm, log_prob, norm
+from hybrid_engine.ops import dispatch, expert_gemm, norm, sample
 from hybrid_engine.ops.dispatch import KernelError, Launch, describe_kernel_error, need_kernels, replaced_kernels, tl
 from hybrid_engine.ops.linear_log_prob import linear_log_prob
 from hybrid_engine.ops.linear_log_prob_tiles import LogitShape
@@ -93,7 +93,7 @@ def kernels_on_cpu(*ops):
 
 
 def launch_it(kernel):
-    from hybrid_engine.ops.log_prob import launch
+    from hybrid_engine.ops.dispatch import launch
 
     launch(kernel, (1,), torch.ones(1), device=torch.device("cpu"))
 
@@ -124,8 +124,8 @@ def test_every_op_runs_in_torch_once_its_kernel_did_not_compile_which_one_line_s
     ops = [line.split(" of ")[1].split()[0] for line in lines]
     assert all(line.endswith("; torch's operations run in its place") for line in lines)
     assert sorted(ops) == [
-        "activation", "deepspeed_bindings", "expert_gemm", "expert_sum", "linear_log_prob_kernels",
-        "linears", "linears", "linears", "log_prob", "moe_gating", "moe_res_matmul", "norm", "sample",
+        "deepspeed_bindings", "expert_gemm", "expert_sum", "linear_log_prob_kernels",
+        "linears", "linears", "linears", "linears", "moe_gating", "moe_res_matmul", "norm", "sample", "sample",
         "softmax_context_launch",
     ]  # fmt: skip
 
@@ -191,15 +191,15 @@ def test_no_op_is_replaced_where_its_kernel_must_run(why, compiled, monkeypatch)
         need_kernels(holder)
     else:
         monkeypatch.setenv(why, "0")
-    with kernels_on_cpu(log_prob):
+    with kernels_on_cpu(sample):
         with pytest.raises(Exception, match="no_such_operation"):
-            log_prob.token_logprobs(logits, tokens)
+            sample.token_logprobs(logits, tokens)
         assert not replaced_kernels()
         del holder
         gc.collect()
         if why == "an exact model":
             expected = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-            torch.testing.assert_close(log_prob.token_logprobs(logits, tokens), expected)
+            torch.testing.assert_close(sample.token_logprobs(logits, tokens), expected)
 
 
 def test_containers_give_way_with_one_line_to_a_kernel_without_a_reference(compiled, monkeypatch, caplog):
@@ -256,11 +256,11 @@ def test_live_batches_and_warm_ups_end_by_the_kernels_name_too(compiled, monkeyp
 
 def test_the_op_is_named_and_other_errors_are_not(compiled, monkeypatch):
     monkeypatch.setenv("HYBRID_ENGINE_FALLBACK", "0")
-    monkeypatch.setattr(log_prob, "logprob_kernel", compiled)
-    monkeypatch.setattr(log_prob, "use_triton", lambda logits: True)
+    monkeypatch.setattr(sample, "logprob_kernel", compiled)
+    monkeypatch.setattr(sample, "use_triton", lambda logits: True)
     with pytest.raises(Exception, match="no_such_operation") as found:
-        log_prob.token_logprobs(torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64))
-    assert describe_kernel_error(found.value).startswith("broken_kernel of log_prob does not compile")
+        sample.token_logprobs(torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64))
+    assert describe_kernel_error(found.value).startswith("broken_kernel of sample does not compile")
     for error in (ValueError("no"), RuntimeError("CUDA error: an illegal memory access")):
         assert describe_kernel_error(error) is None
 

@@ -16,8 +16,8 @@ from hybrid_engine.ops import (
     dispatch,
     linears_kernels,
 )
-from hybrid_engine.ops.activation import ACTIVATIONS
 from hybrid_engine.ops.dispatch import Launch, forget_prepared
+from hybrid_engine.ops.linears import ACTIVATIONS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 STORED = ["[out, in]", "[in, out]", "strided"]

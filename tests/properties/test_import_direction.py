@@ -172,7 +172,7 @@ def test_an_import_against_the_arrows_is_found(path, source):
     [
         (
             "ops/norm.py",
-            "import math\nimport torch\nfrom torch import Tensor\nfrom hybrid_engine.ops import activation",
+            "import math\nimport torch\nfrom torch import Tensor\nfrom hybrid_engine.ops import linears",
         ),
         ("containers/llama.py", "from hybrid_engine.ops import norm\nimport transformers"),
         (

@@ -26,13 +26,13 @@ from hybrid_engine.ops import (
     VectorMatMulOp,
     token_logprobs,
 )
-from hybrid_engine.ops.activation import ACTIVATIONS
 from hybrid_engine.ops.expert_gemm import CLAMPED_SWIGLU, ExpertGemmOp
 from hybrid_engine.ops.expert_sum import ExpertSumOp
 from hybrid_engine.ops.fixed_attention import AttentionParameters, attend
 from hybrid_engine.ops.fixed_product import REDUCTIONS, SOFTMAXES, fixed_product, norm_rows, reduce_rows, softmax_rows
 from hybrid_engine.ops.linear_log_prob import linear_log_prob
 from hybrid_engine.ops.linear_log_prob_tiles import PLAIN, LogitShape
+from hybrid_engine.ops.linears import ACTIVATIONS
 from hybrid_engine.ops.moe_gating import SCORINGS, MoEGatingOp
 from hybrid_engine.ops.moe_res_matmul import MoEResMatmulOp
 from hybrid_engine.ops.softmax_context import rotary_table

@@ -25,7 +25,7 @@ from hybrid_engine.ops.fixed_product import (
     tile_of,
 )
 from hybrid_engine.ops.linears_kernels import ProductWeights
-from hybrid_engine.ops.log_prob import logprob_kernel
+from hybrid_engine.ops.sample_kernels import logprob_kernel
 from tests.tools.compile_kernels import compile_kernel
 
 NAMES = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from hybrid_engine.ops import activation, deepspeed_bindings, linears_kernels, norm
+from hybrid_engine.ops import deepspeed_bindings, linears, linears_kernels, norm
 from hybrid_engine.ops.linears_kernels import NO_WEIGHTS, Output, ProductWeights, Rows
 from hybrid_engine.ops.norm import NormWeights
 from tests.tools.compile_kernels import compile_kernel
@@ -78,8 +78,8 @@ def compile_rest(pointer: str) -> None:
         given = {"x": x, "weights": weights, "output_ptr": pointer}
         compile_kernel(norm.norm_kernel, given, {"NORM": kind, "ROWS": 1, "BLOCK": 4096})
     for name in ("silu", "relu", "relu2", "gelu", "gelu_new", "quick_gelu"):
-        fixed = {"ACTIVATION": name, "BLOCK": activation.BLOCK}
-        compile_flat(activation.gated_activation_kernel, pointer, fixed)
+        fixed = {"ACTIVATION": name, "BLOCK": linears.GATED_BLOCK}
+        compile_flat(linears_kernels.gated_activation_kernel, pointer, fixed)
     compile_flat(
         deepspeed_bindings.residual_add_kernel, pointer, {"IS_PARALLEL": True, "BLOCK": deepspeed_bindings.BLOCK}
     )

@@ -24,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hybrid_engine.extensions.megatron.rank_files import LAYERS, layer_of
 from hybrid_engine.inference.checkpoint import Source, StoredRows
-from hybrid_engine.ops.activation import ACTIVATIONS
+from hybrid_engine.ops.linears import ACTIVATIONS
 
 LlamaForm: TypeAlias = LlamaConfig | Qwen2Config | Qwen3Config
 NEEDED = {

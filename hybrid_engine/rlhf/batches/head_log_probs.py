@@ -22,7 +22,7 @@ from hybrid_engine.distributed.groups import host_group
 from hybrid_engine.distributed.verdict import everyone
 from hybrid_engine.generation.model.weights import computes_by
 from hybrid_engine.ops.linear_log_prob import LogitShape, VocabularyShare, linear_log_prob
-from hybrid_engine.ops.log_prob import token_logprobs
+from hybrid_engine.ops.sample import token_logprobs
 from hybrid_engine.rl.kl import token_entropy
 
 TRIAL_PRODUCT = 200.0
