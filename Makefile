@@ -184,6 +184,8 @@ types: $(CHECK)/dist
 	rm -rf $(CHECK)/site
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target $(CHECK)/site $(CHECK)/dist/*.whl
 	cd $(CHECK) && MYPYPATH=site $(CURDIR)/$(BIN)/python -m mypy --config-file $(CURDIR)/pyproject.toml -p hybrid_engine
+	cd $(CHECK) && MYPYPATH=site:$(CURDIR)/benchmarks $(CURDIR)/$(BIN)/python -m mypy \
+	  --config-file $(CURDIR)/pyproject.toml $(CURDIR)/benchmarks/*.py
 
 wheel: $(CHECK)/dist
 	rm -rf $(CHECK)/venv

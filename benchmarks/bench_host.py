@@ -88,7 +88,7 @@ def measure(num_slots: int, num_prompts: int, prompt_tokens: int, new_tokens: in
     step = DecodeStep(NoModel(), SampleOp(options.sampling), tables, kv, StepGraphs(stand_in))  # type: ignore[arg-type]
     stand_in.step = step
     strategy = ContinuousBatch(NoModel(), scheduler, step, lambda: (), lag)  # type: ignore[arg-type]
-    seconds = []
+    seconds: list[float] = []
     while scheduler.waiting or not seconds:
         prefills, stand_in.seconds = strategy.prefill_time.seconds(), 0.0
         start = time.thread_time()

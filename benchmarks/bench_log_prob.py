@@ -83,7 +83,8 @@ def extra_bytes(way: str, problem: Problem) -> int:
 
 def seconds(problem: Problem, repeats: int) -> dict[str, list[float]]:
     """Of each way, in turn."""
-    tensors, samples = problem.tensors(), {way: [] for way in WAYS}
+    tensors = problem.tensors()
+    samples: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(repeats):
         for way, found in samples.items():
             found.append(timed(partial(one_pass, way, tensors), problem.device)[0])

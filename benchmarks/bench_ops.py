@@ -167,9 +167,9 @@ def attention_cases(dtype: torch.dtype, device: str, is_small: bool) -> list[Cas
             return q, k, v, cache, batch
 
         def sdpa(q, k, v, cache, batch):
-            gathered = (part[batch.block_tables].transpose(1, 2).flatten(2, 3) for part in cache)
+            keys, values = (part[batch.block_tables].transpose(1, 2).flatten(2, 3) for part in cache)
             return F.scaled_dot_product_attention(
-                q.flatten(1, 2).unsqueeze(2), *gathered, scale=dim**-0.5, enable_gqa=True
+                q.flatten(1, 2).unsqueeze(2), keys, values, scale=dim**-0.5, enable_gqa=True
             ).flatten(1)
 
         cases.append(
@@ -200,9 +200,14 @@ def attention_cases(dtype: torch.dtype, device: str, is_small: bool) -> list[Cas
         parts = zip(*(x.split(lengths) for x in (q.flatten(1, 2), k, v)), strict=True)
         contexts = [
             F.scaled_dot_product_attention(
-                *(x.transpose(0, 1) for x in part), is_causal=True, scale=dim**-0.5, enable_gqa=True
+                q.transpose(0, 1),
+                k.transpose(0, 1),
+                v.transpose(0, 1),
+                is_causal=True,
+                scale=dim**-0.5,
+                enable_gqa=True,
             ).transpose(0, 1)
-            for part in parts
+            for q, k, v in parts
         ]
         return torch.cat(contexts).flatten(1)
 
@@ -260,16 +265,16 @@ def small_cases(dtype: torch.dtype, device: str, is_small: bool) -> list[Case]:
             2 * rows * 6 * 64 * element, 4 * rows * 6 * 64,
         )
     )  # fmt: skip
-    both = {"top_k": 50, "top_p": 0.9}
-    for name, options in (("plain", {}), ("top-k 50, top-p 0.9", both), ("top-p 0.9", {"top_p": 0.9})):
-        sample = SampleOp(SamplingOptions(do_sample=True, **options))
+    filters = (("plain", 0, 1.0), ("top-k 50, top-p 0.9", 50, 0.9), ("top-p 0.9", 0, 0.9))
+    for name, top_k, top_p in filters:
+        sample = SampleOp(SamplingOptions(do_sample=True, top_k=top_k, top_p=top_p))
         keys, draws = torch.arange(rows, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
 
-        def multinomial(x, options=options):
-            if options:
+        def multinomial(x, top_k=top_k, top_p=top_p):
+            if top_p < 1:
                 values, order = x.sort(descending=True)
                 kept = (values.softmax(-1).cumsum(-1) - values.softmax(-1) < 0.9) & (
-                    torch.arange(x.shape[-1], device=x.device) < options.get("top_k", x.shape[-1])
+                    torch.arange(x.shape[-1], device=x.device) < (top_k or x.shape[-1])
                 )
                 x = torch.full_like(x, float("-inf")).scatter(-1, order, values.masked_fill(~kept, float("-inf")))
             tokens = torch.multinomial(x.softmax(-1), 1).squeeze(-1)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import common
 import torch
@@ -37,7 +38,7 @@ KINDS = ("ours", "plain")
 CHECKED_STEPS = 2
 TOLERANCE = 1e-5
 """Of losses and weights, relative: on two processes sums may be made in another order."""
-ADAM = {"lr": 1e-4, "eps": 1e-6}
+ADAM: dict[str, Any] = {"lr": 1e-4, "eps": 1e-6}
 Step = Callable[[Tensor], Tensor]
 
 

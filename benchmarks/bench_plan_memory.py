@@ -57,7 +57,7 @@ def predict(plan: dict[str, Any], config: ComputeConfig, shape: str, num_samples
 
 def config_for(policy: str, plan_ngpus: int, runtime_ngpus: int, use_zero: bool, num_samples: int) -> ComputeConfig:
     """What `parallelize` is asked for."""
-    options = {
+    options: dict[str, dict[str, Any]] = {
         "autodist": {"costs": "h100", "mem_constraint": AUTODIST_GB},
         "pp": {"pipeline_nmicros": num_samples},
     }

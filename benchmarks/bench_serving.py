@@ -347,8 +347,8 @@ def report(args: argparse.Namespace, shape: Shape, work: Work, runs: dict[str, l
         row[f"{way}_tokens_per_second"] = round(work.num_tokens / median(way, "seconds"), 1)
         row |= {f"{way}_of_generate": round(seconds, 3), f"{way}_cpu_of_generate": round(cpu, 3)}
         row |= {f"{way}_client_cpu_s": round(median(way, "client_cpu_seconds"), 3)}
-        shown = (f"{work.num_tokens / median(way, 'seconds'):.0f}", f"{seconds:.2f}")
-        shown += (f"{median(way, 'cpu_seconds'):.2f}", f"{cpu:.2f}", f"{median(way, 'client_cpu_seconds'):.2f}")
+        shown = [f"{work.num_tokens / median(way, 'seconds'):.0f}", f"{seconds:.2f}"]
+        shown += [f"{median(way, 'cpu_seconds'):.2f}", f"{cpu:.2f}", f"{median(way, 'client_cpu_seconds'):.2f}"]
         table.add_row(way, *shown)
     Console().print(table)
     for name, waits in (("first_token", "first"), ("between_tokens", "between")):

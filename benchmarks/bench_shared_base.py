@@ -70,8 +70,7 @@ def run_case(case: str, folder: Path, size: dict[str, int]) -> None:
         "out": str(folder / case.replace(" ", "-")), "micro_batch_size": size["rows"],
     }  # fmt: skip
     if case == "sft":
-        config = sft.Config(**shared, batch_size=size["rows"], epochs=1)
-        train_only(sft, config)
+        train_only(sft, sft.Config(**shared, batch_size=size["rows"], epochs=1))
     else:
         config = ppo.Config(
             **shared, reward=(str(folder / "reward"),), shared_base=case == "ppo on one base", steps=2,

@@ -15,7 +15,6 @@ weights and the tokens without padding give them, at the speed that copies and m
 
 import dataclasses
 import statistics
-import sys
 import tempfile
 from typing import Any
 
@@ -77,7 +76,9 @@ def least_seconds(model: LlamaForCausalLM, shape: Shape, lengths: list[int], cei
 
 def summary(steps: list[Step]) -> dict[str, float]:
     """Medians of each phase, of the rest and of the whole."""
-    seconds = [step.seconds | {"rest": step.seconds["whole"] - sum(map(step.seconds.get, PHASES))} for step in steps]
+    seconds = [
+        step.seconds | {"rest": step.seconds["whole"] - sum(step.seconds[phase] for phase in PHASES)} for step in steps
+    ]
     return {name: statistics.median(one[name] for one in seconds) for name in (*PHASES, "rest", "whole")}
 
 
@@ -144,4 +145,4 @@ def report(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

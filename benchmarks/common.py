@@ -87,7 +87,7 @@ def add_shape_options(parser: argparse.ArgumentParser, full: Any, small: Any) ->
 
 def chosen_shape(args: argparse.Namespace, full: ShapeT, small: ShapeT) -> ShapeT:
     """The shape for `args.small`, with the fields that were given on the command line."""
-    base = small if args.small else full
+    base: Any = small if args.small else full
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(base)}
     return dataclasses.replace(base, **{name: value for name, value in given.items() if value is not None})
 

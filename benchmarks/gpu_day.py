@@ -309,12 +309,12 @@ def run(part: Part, args: argparse.Namespace, machine: dict, environment: dict[s
     """Runs a part to its end or its limit; returns the record, which is also written."""
     left = None if args.end is None else max(0, int(args.end - time.monotonic()))
     seconds = min(part.seconds, args.seconds or part.seconds, part.seconds if left is None else left)
-    command = part.on_gpu if args.device == "cuda" else part.rehearsal
+    words = part.on_gpu if args.device == "cuda" else part.rehearsal
     files = {kind: args.results / f"{part.name}.{kind}" for kind in ("log", "csv", "json", "failures")}
     for path in files.values():
         path.unlink(missing_ok=True)
-    words = {"csv": files["csv"], "processes": max(1, min(8, (os.cpu_count() or 1) // 2))}
-    command = [sys.executable, *(in_full(word).format(**words) for word in command)]
+    values = {"csv": files["csv"], "processes": max(1, min(8, (os.cpu_count() or 1) // 2))}
+    command = [sys.executable, *(in_full(word).format(**values) for word in words)]
     record = {
         "part": part.name, "question": part.question, "status": "started", "seconds": 0.0, "limit_seconds": seconds,
         "result": "", "command": " ".join(command[1:]).replace(f"{ROOT}/", ""),

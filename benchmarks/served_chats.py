@@ -207,7 +207,8 @@ async def _ask(server: ChatServer, chat: Chat) -> Answer:
 
 def _read(run: ChatRun, answer: Answer) -> None:
     """Adds one answer to `run`."""
-    latest, tokens = answer.begin, []
+    latest = answer.begin
+    tokens: list[int] = []
     for now, line in answer.lines:
         event = json.loads(line.removeprefix(b"data: "))
         if "choices" not in event:

@@ -30,6 +30,7 @@ from hybrid_engine.rlhf.experience.policy import TrainedPolicy, build_policy
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling, GroupSource
 from hybrid_engine.rlhf.options.algorithm import Algorithm
 from hybrid_engine.rlhf.rewards.loading import load_rewards
+from hybrid_engine.rlhf.runs.engine_config import Schedule
 
 G = 8
 MICRO_BATCH = 8
@@ -102,7 +103,7 @@ class Ours:
             max_new_tokens=shape.new_tokens, learning_rate=LEARNING_RATE, reward=("step_sides:reward",),
             algorithm=Algorithm(kl_place="loss", kl_coef=KL_COEF),
         )  # fmt: skip
-        self.policy = build_policy(self.config, folder, LEARNING_RATE, 1000, True)
+        self.policy = build_policy(self.config, folder, LEARNING_RATE, Schedule.of(self.config, 1000, "grpo"), True)
         self.source = GroupSource(
             actor=self.policy.actor,
             tokenizer=self.policy.tokenizer,

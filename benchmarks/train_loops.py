@@ -18,7 +18,7 @@ from hybrid_engine.optim.build import cast_module
 from hybrid_engine.zero.sharding import full_tensor
 
 # With torch's eps of 1e-8 the update of a parameter whose gradient is nothing but rounding is a coin toss.
-ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+ADAM: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 CLIPPING = 1.0
 
 

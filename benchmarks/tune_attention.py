@@ -9,6 +9,7 @@ timed a choice must give what the present one gives, to the rounding of the dtyp
 """
 
 import argparse
+import functools
 import itertools
 import sys
 from collections.abc import Callable
@@ -53,7 +54,8 @@ SHAPES = [
 
 def build(shape: Shape, device: str, dtype: torch.dtype) -> list[Callable[[], torch.Tensor]]:
     """A call for each workspace."""
-    calls, groups = [], shape.heads // shape.kv_heads
+    calls: list[Callable[[], torch.Tensor]] = []
+    groups = shape.heads // shape.kv_heads
     op = SoftmaxContextOp(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5)
     blocks_per_row = -(-shape.context // BLOCK_SIZE)
     num_blocks = shape.rows * blocks_per_row
@@ -69,8 +71,13 @@ def build(shape: Shape, device: str, dtype: torch.dtype) -> list[Callable[[], to
     for _ in range(max(1, min(CALLS, ROTATED_BYTES // shape.num_bytes)) if device != "cpu" else 1):
         sizes = (2, num_blocks, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
         cache = KVBlocks(*torch.randn(*sizes, device=device, dtype=dtype))
-        calls.append(lambda cache=cache: op(QKV(q, k, v), cache, batch))
+        calls.append(functools.partial(op, QKV(q, k, v), cache, batch))
     return calls
+
+
+def cut_of(tokens: int, split: int, form: kernels.AttentionForm, element_size: int) -> kernels.DecodeTiles:
+    """What `decode_tiles` answers while `tokens` and `split` are tried."""
+    return kernels.DecodeTiles(kernels.padded_groups(form.groups), tokens, split)
 
 
 def tune(shape: Shape, bandwidth: float, dtype: torch.dtype, args: argparse.Namespace) -> None:
@@ -78,14 +85,12 @@ def tune(shape: Shape, bandwidth: float, dtype: torch.dtype, args: argparse.Name
     torch.manual_seed(0)
     calls, rows, expected = build(shape, args.device, dtype), [], None
     present = kernels.SPLIT, kernels.decode_tiles, kernels.DECODE_STAGES
-    choices = [(kernels.SPLIT, None, kernels.DECODE_STAGES)]
+    choices: list[tuple[int, int | None, int]] = [(kernels.SPLIT, None, kernels.DECODE_STAGES)]
     choices += itertools.product((128, 256, 512), (32, 64, 128), (3, 4, 5, 6))
     for split, tokens, stages in choices:
         kernels.SPLIT, kernels.DECODE_STAGES = split, stages
         if tokens is not None:
-            kernels.decode_tiles = lambda form, size, cut=(tokens, split): kernels.DecodeTiles(
-                kernels.padded_groups(form.groups), *cut
-            )
+            kernels.decode_tiles = functools.partial(cut_of, tokens, split)
         forget_prepared()
         try:
             result = calls[0]().float()

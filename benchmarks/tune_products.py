@@ -150,7 +150,7 @@ def read_arguments(parser: argparse.ArgumentParser, name: str) -> argparse.Names
 
 def use(tiles: ProductTiles) -> None:
     """From now on products run with these."""
-    linears.choose_tiles = lambda *given, **options: tiles
+    linears.choose_tiles = lambda *given, **options: tiles  # type: ignore
     forget_prepared()
 
 
