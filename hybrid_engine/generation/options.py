@@ -218,14 +218,13 @@ def read_rules(merged: dict[str, Any], prompt_width: int, vocab_size: int) -> Ru
     _check_forced(values)
     if not ({"stop_sequences", "stop_strings"} & set(values)):
         values.pop("trim_stop", None)
-    guide = _guide(
-        {name: given[name] for name in GUIDES if name in given}, values.pop("guided_whitespace_pattern", None)
-    )
+    guides = {name: given[name] for name in GUIDES if name in given}
+    guide = _guide(guides, merged.get("tokenizer"), values.pop("guided_whitespace_pattern", None))
     if guide is not None:
         values["guide"] = guide
     if guide is not None or "stop_strings" in values:
-        named = "stop_strings" if guide is None else f"guided_{guide[0]}"
-        values["tokenizer"] = _tokenizer(merged, named)
+        check_tokenizer(merged.get("tokenizer"), "stop_strings")
+        values["tokenizer"] = merged["tokenizer"]
     return Rules(**values)
 
 
@@ -324,7 +323,7 @@ def _decay(value: Any) -> tuple[int, float]:
     return value[0], float(value[1])
 
 
-def _guide(given: dict[str, Any], json_space: str | None) -> tuple[str, str] | None:
+def _guide(given: dict[str, Any], tokenizer: Any, json_space: str | None) -> tuple[str, str] | None:
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} cannot both guide a row; pass one of them")
     if not given and json_space is not None:
@@ -333,14 +332,14 @@ def _guide(given: dict[str, Any], json_space: str | None) -> tuple[str, str] | N
         return None
     from hybrid_engine.generation.guides import read_guide
 
-    return read_guide(*next(iter(given.items())), json_space)
+    option, value = next(iter(given.items()))
+    return read_guide(option, value, tokenizer, json_space)
 
 
-def _tokenizer(merged: dict[str, Any], option: str) -> Any:
-    tokenizer = merged.get("tokenizer")
+def check_tokenizer(tokenizer: Any, option: str) -> None:
+    """Raises ValueError if an option that needs the tokenizer has none."""
     if tokenizer is None:
         raise ValueError(f"{option} needs the model's tokenizer; pass tokenizer= beside it")
-    return tokenizer
 
 
 @cache

@@ -124,16 +124,16 @@ def warp(scores: torch.Tensor, options: GenerationOptions) -> torch.Tensor:
     return scores
 
 
-def is_ended(row: Sequence, vocab: int) -> bool:
+def is_ended(row: Sequence) -> bool:
     """Whether the last token read ends `row`. An error of its rules is stored in `row.error` and ends it too."""
     try:
-        return _is_ended(row, vocab)
+        return _is_ended(row)
     except Exception as error:
         row.error = row.error or error
         return True
 
 
-def _is_ended(row: Sequence, vocab: int) -> bool:
+def _is_ended(row: Sequence) -> bool:
     rules, tokens = row.options.rules, row.tokens[: len(row.logprobs)]
     if any(tuple(tokens[-len(stop) :]) == stop for stop in rules.stop_sequences):
         return True
@@ -143,7 +143,7 @@ def _is_ended(row: Sequence, vocab: int) -> bool:
         return False
     if row.processors is None:  # drawn elsewhere: this process does not hold the last stage
         row.processors = build_row_processors(row.options, len(row.prompt.tokens), torch.device("cpu"))
-    return row.processors.guide.is_complete(tokens, vocab)
+    return row.processors.guide.is_complete(tokens)
 
 
 def _ends_with_string(tokenizer: Any, strings: tuple[str, ...], prompt: list[int], tokens: list[int]) -> bool:

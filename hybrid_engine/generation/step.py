@@ -206,7 +206,7 @@ class ContinuousBatch:
                     if goes_on and row.options.rules.top_logprobs:
                         row.tops.append(likeliest[: row.options.rules.top_logprobs])
             ended = [rows[index] for index in ends]
-            ended += [row for row in rows if row.options.rules.has_ends and is_ended(row, self.model.vocab_size)]
+            ended += [row for row in rows if row.options.rules.has_ends and is_ended(row)]
             failed = [row for row in rows if row.error is not None]
             if failed and self.raises_errors:
                 raise failed[0].error  # type: ignore[misc]

@@ -6,7 +6,7 @@ The life of one chat request:
    (`access.py`) refuses what a foreign web page could have sent.
 2. `App._guarded` checks the key and turns errors into OpenAI's format; `App.chat` handles the path.
 3. `BodyReader.read` (`request_parsing.py`) receives the body and makes a `ChatRequest` of it (`protocol.py`).
-   `App._session` finds the session that the request names, `App._try_guide` tries the guide of the answer.
+   `App._session` finds the session that the request names, `GuideThreads.compile` compiles the guide of the answer.
 4. `App._read_chat` runs on a thread: `Sessions.find_chat` (`sessions.py`) or `chat_tokens` (`request_parsing.py`) gives
    the prompt's token ids, `read_chat` a `ParsedRequest` with its sequences, and a `ChatWriter` (`responses.py`) will
    write the answer.
@@ -25,6 +25,7 @@ server does, which also checks several fields together. They allow everything th
 import asyncio
 import inspect
 import logging
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -37,10 +38,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from hybrid_engine.generation.guides import prepare_guides
+from hybrid_engine.generation.guides import CompiledGuide, prepare_guides
 from hybrid_engine.generation.live.asynchronous import LiveThread
 from hybrid_engine.serving.access import Keys, Pages
-from hybrid_engine.serving.errors import RequestError, broken, cut, ended
+from hybrid_engine.serving.errors import RequestError, broken, cut, ended, overloaded
 from hybrid_engine.serving.protocol import (
     MAX_SESSION_ID,
     ChatRequest,
@@ -53,10 +54,10 @@ from hybrid_engine.serving.request_parsing import (
     ServedModel,
     chat_tokens,
     check_tokens,
+    compile_guide_of,
     read_chat,
     read_completion,
     read_tokens,
-    try_guide_of,
 )
 from hybrid_engine.serving.responses import ChatWriter, CompletionWriter, Writer
 from hybrid_engine.serving.sessions import Recorder, Session, Sessions, recorder_of_chat, recorder_of_tokens
@@ -81,8 +82,8 @@ ERROR = {
 }
 NUM_THREADS = 4
 """Number of threads that read requests and write answers, in addition to the event loop."""
-NUM_TRYING = 2
-"""Number of guides that are tried at once."""
+NUM_COMPILING = 2
+"""Number of guides that are compiled at once, each of another key."""
 Found = TypeVar("Found")
 log = logging.getLogger(__name__)
 
@@ -171,8 +172,8 @@ class App:
     ):
         self.model, self.worker, self.sessions, self.keys = model, worker, sessions, keys
         self._threads = ThreadPoolExecutor(NUM_THREADS, "hybrid-engine-request")
-        self._trying = ThreadPoolExecutor(NUM_TRYING, "hybrid-engine-guide")
-        prepare_guides(model.tokenizer, model.vocab_size)  # before the first request
+        self._guides = GuideThreads(model)
+        prepare_guides(model.tokenizer)  # before the first request
         model.tokenizer.encode("x")  # the first call disables truncation, which is not thread-safe
         self.metrics = Metrics(worker)
         self._bodies = BodyReader(self._on_thread)
@@ -247,8 +248,8 @@ class App:
         """`POST /v1/completions`: answers that go on from texts or token ids."""
         body = await self._read_body(request, CompletionRequest)
         session = self._session(request, body)
-        await self._try_guide(body)
-        return await self._responder.respond(request, partial(self._read_completion, body, session))
+        guide = self._guides.compile(body, _key_name(request))
+        return await self._responder.respond(request, guide, partial(self._read_completion, body, session))
 
     def _read_completion(self, body: CompletionRequest, session: Session | None) -> tuple[Writer, Recorder | None]:
         parsed = read_completion(body, self.model)
@@ -259,8 +260,8 @@ class App:
         """`POST /v1/chat/completions`: the assistant's next message of a conversation."""
         body = await self._read_body(request, ChatRequest)
         session = self._session(request, body)
-        await self._try_guide(body)
-        return await self._responder.respond(request, partial(self._read_chat, body, session))
+        guide = self._guides.compile(body, _key_name(request))
+        return await self._responder.respond(request, guide, partial(self._read_chat, body, session))
 
     def _read_chat(self, body: ChatRequest, session: Session | None) -> tuple[Writer, Recorder | None]:
         if session is None:
@@ -331,7 +332,7 @@ class App:
             return None
         if len(session_id) > MAX_SESSION_ID:
             raise RequestError(f"X-Session-Id has {len(session_id)} characters, and at most {MAX_SESSION_ID} may be")
-        session = Session(session_id, getattr(request.state, "key_name", ""))
+        session = Session(session_id, _key_name(request))
         self.sessions.check_known(session)
         return session
 
@@ -361,16 +362,51 @@ class App:
         """Runs `work` on a thread, so that the event loop can serve other requests, and returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    async def _try_guide(self, body: ChatRequest | CompletionRequest) -> None:
-        """Raises RequestError for a guide that cannot be compiled in time; tried on separate threads."""
-        if body.guide or (isinstance(body, ChatRequest) and body.forced_tools is not None):
-            trial = partial(try_guide_of, body, self.model)
-            await asyncio.get_running_loop().run_in_executor(self._trying, trial)
-
     def close(self) -> None:
         """Ends the threads; call it when no request is left."""
-        for threads in (self._threads, self._trying):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._guides.close()
+
+
+class GuideThreads:
+    """Compiles the guides of requests on threads of their own, one at a time for each key.
+
+    A guide may take many seconds. Requests of other keys, and those without a guide, do not wait for it.
+    """
+
+    def __init__(self, model: ServedModel):
+        self._model = model
+        self._threads = ThreadPoolExecutor(NUM_COMPILING, "hybrid-engine-guide")
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._num_waiting: Counter[str] = Counter()
+
+    async def compile(self, body: ChatRequest | CompletionRequest, key: str) -> CompiledGuide | None:
+        """The compiled guide of a request; None if it has none.
+
+        Raises RequestError for a guide that cannot be compiled, and if too many of the key wait.
+        """
+        if not body.guide and not (isinstance(body, ChatRequest) and body.forced_tools is not None):
+            return None
+        if self._num_waiting[key] >= self._model.max_answers:
+            raise overloaded(self._num_waiting[key], self._model.max_answers, "guides wait to be compiled")
+        self._num_waiting[key] += 1
+        try:
+            await self._turns[key].acquire()
+            work = partial(compile_guide_of, body, self._model)
+            compiling = asyncio.get_running_loop().run_in_executor(self._threads, work)
+            compiling.add_done_callback(lambda _: self._turns[key].release())
+            return await asyncio.shield(compiling)  # it cannot be interrupted: it has its turn if the client leaves
+        finally:
+            self._num_waiting[key] -= 1
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _key_name(request: Request) -> str:
+    """The name of the client's key; empty if keys have no names."""
+    return getattr(request.state, "key_name", "")
 
 
 async def _not_found(request: Request, error: Exception) -> Response:

@@ -55,10 +55,10 @@ class RequestError(Exception):
         return headers | ({"Connection": "close"} if self.is_last else {})
 
 
-def overloaded(num_waiting: int, limit: int) -> RequestError:
+def overloaded(num_waiting: int, limit: int, what: str = "answers wait to begin") -> RequestError:
     """429: the maximum number of requests is waiting."""
     return RequestError(
-        f"{num_waiting} answers wait to begin and at most {limit} may; send the request again later",
+        f"{num_waiting} {what} and at most {limit} may; send the request again later",
         status=429,
         kind="rate_limit_error",
         code="overloaded",

@@ -24,8 +24,7 @@ from hybrid_engine.generation.guides import (
     CompiledGuide,
     GuideError,
     compile_guide,
-    guide_of,
-    try_guide,
+    read_guide,
 )
 from hybrid_engine.generation.options import GenerationOptions, read_options
 from hybrid_engine.serving.errors import RequestError, rule_failed, wrong_body
@@ -177,8 +176,8 @@ class ParsedRequest:
     num_new: int
     """Maximum number of tokens of each answer."""
     sequences: list[Sequence] = field(default_factory=list)
-    guides: list[CompiledGuide] = field(default_factory=list)
-    """The compiled guides of the sequences; holding them keeps them in the cache."""
+    guide: CompiledGuide | None = None
+    """The compiled guide of the sequences; holding it keeps it in the cache."""
 
 
 def read_completion(request: CompletionRequest, model: ServedModel) -> ParsedRequest:
@@ -326,35 +325,38 @@ def _parse(request: SamplingFields, prompts: list[list[int]], num_new: int, mode
         return ParsedRequest(request, prompts, 0)
     seed = secrets.randbits(62) if request.seed is None else request.seed
     keys = sample_keys(seed, [prompt_digest(prompt) for prompt in prompts], [], request.n)
-    sequences, guides = [], []
+    options = _options(request, max(1, num_new), model)
+    sequences = []
     for prompt, tokens in enumerate(prompts):
         shared = Prompt(tokens, num_tops=request.num_top_logprobs if is_scored else None)
-        options = _options(request, max(1, num_new), len(tokens), model)
-        guides += _compiled(options, model)
         places = range(prompt * request.n, (prompt + 1) * request.n)
         adapter = model.adapters.get(request.model)
         sequences += [Sequence(shared, row, options, keys[row], adapter=adapter) for row in places]
-    return ParsedRequest(request, prompts, num_new, sequences, guides)
+    return ParsedRequest(request, prompts, num_new, sequences, _compiled(options.rules.guide, model))
 
 
-def try_guide_of(request: SamplingFields, model: ServedModel) -> None:
-    """Raises RequestError for a guide that cannot be compiled in time, after some seconds."""
+def compile_guide_of(request: SamplingFields, model: ServedModel) -> CompiledGuide | None:
+    """The compiled guide of a request, after up to seconds; None if it has none, or several, which is refused later.
+
+    Raises RequestError for a guide that cannot be read or compiled. While the result is referenced, the request finds
+    it in the cache.
+    """
     given = _guide_of(request, model)
     json_space = given.pop("guided_whitespace_pattern", None)
     if len(given) != 1:
-        return
+        return None
+    option, value = next(iter(given.items()))
     try:
-        try_guide(guide_of(*next(iter(given.items())), json_space))
+        guide = read_guide(option, value, model.tokenizer, json_space)
     except ValueError as error:
         raise RequestError(str(error), code="invalid_value") from error
+    return _compiled(guide, model)
 
 
-def _compiled(options: GenerationOptions, model: ServedModel) -> list[CompiledGuide]:
-    """The compiled guide of these options, if they have one; raises RequestError if the library refuses it."""
-    if options.rules.guide is None:
-        return []
+def _compiled(guide: tuple[str, str] | None, model: ServedModel) -> CompiledGuide | None:
+    """Raises RequestError if the guide passes the library's limits."""
     try:
-        return [compile_guide(options.rules.guide, model.tokenizer, model.vocab_size)]
+        return None if guide is None else compile_guide(guide, model.tokenizer)
     except GuideError as error:
         raise rule_failed(error) from error
 
@@ -388,8 +390,8 @@ def _guide_of(request: SamplingFields, model: ServedModel) -> dict[str, Any]:
     return others | {"guided_grammar": grammar}
 
 
-def _options(request: SamplingFields, num_new: int, prompt_length: int, model: ServedModel) -> GenerationOptions:
-    """The engine's options; raises RequestError for the first option that it refuses."""
+def _options(request: SamplingFields, num_new: int, model: ServedModel) -> GenerationOptions:
+    """The engine's options for all prompts of a request; raises RequestError for the first option that it refuses."""
     ends = [] if request.ignore_eos else model.end_tokens
     is_sampled = request.temperature > 0
     named: dict[str, Any] = {
@@ -410,6 +412,6 @@ def _options(request: SamplingFields, num_new: int, prompt_length: int, model: S
         named |= {"temperature": request.temperature, "top_p": request.top_p, "min_p": request.min_p}
         named["top_k"] = max(0, request.top_k)
     try:
-        return read_options(named, prompt_length, model.vocab_size)
+        return read_options(named, 0, model.vocab_size)  # no option of `named` counts prompts
     except ValueError as error:
         raise RequestError(str(error), code="invalid_value") from error

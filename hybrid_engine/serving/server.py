@@ -363,7 +363,7 @@ def build_server(
     """
     source = str(getattr(module.config, "name_or_path", "") or "")
     vocab_size = module.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
-    link = LiveLink(generator.group, vocab_size) if generator.group.size > 1 else None
+    link = LiveLink(generator.group) if generator.group.size > 1 else None
     name = model_name or Path(source).name or "policy"
     check_adapters(module, adapters or {}, name)
     shape = longest, max_running, link, tuple((adapters or {}).values())

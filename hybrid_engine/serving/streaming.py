@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from hybrid_engine.generation.core import Sequence
+from hybrid_engine.generation.guides import CompiledGuide
 from hybrid_engine.generation.live.asynchronous import EndedError, LiveThread, TooManyWaitError
 from hybrid_engine.generation.live.batches import Progress
 from hybrid_engine.serving.errors import RequestError, broken, ended, not_finite, overloaded, rule_failed
@@ -206,9 +207,21 @@ class Responder:
     ):
         self._worker, self._router, self._metrics, self._on_thread = worker, router, metrics, on_thread
 
-    async def respond(self, request: Request, parse: Callable[[], tuple[Writer, Recorder | None]]) -> Response:
-        """The response to a request. `parse`, which may take long, makes a writer from the body."""
+    async def respond(
+        self,
+        request: Request,
+        guide: Awaitable[CompiledGuide | None],
+        parse: Callable[[], tuple[Writer, Recorder | None]],
+    ) -> Response:
+        """The response to a request.
+
+        Args:
+            guide: the compiled guide of the answers, which must be referenced until they are parsed.
+            parse: makes a writer from the body, which may take long.
+        """
+        compiled = await self._while_connected(request, guide)
         writer, record = await self._while_connected(request, self._on_thread(parse))
+        del compiled  # the writer references it; until then this does, so that it stays in the cache
         parsed = writer.parsed
         for sequence in parsed.sequences:
             sequence.share = getattr(request.state, "key_name", "")

@@ -319,11 +319,11 @@ def test_white_space_of_guided_json_is_bounded_however_likely_it_is(guided, spac
     from hybrid_engine.generation.guides import JSON_SPACE, GuidedTokens, read_guide
 
     tokenizer = build_chat_tokenizer()
-    guide = GuidedTokens(read_guide("guided_json", ONE_ITEM, space), tokenizer, (tokenizer.eos_token_id,), 0)
+    guide = GuidedTokens(read_guide("guided_json", ONE_ITEM, tokenizer, space), tokenizer, (tokenizer.eos_token_id,), 0)
     scores = torch.zeros(1, len(tokenizer))
     scores[0, tokenizer.encode(" \n\t")] = 100.0
     tokens = []
-    while len(tokens) < 60 and not guide.is_complete(tokens, len(tokenizer)):
+    while len(tokens) < 60 and not guide.is_complete(tokens):
         tokens.append(int(guide(torch.tensor([tokens], dtype=torch.long), scores).argmax()))
     text = tokenizer.decode(tokens, skip_special_tokens=True)
     assert re.fullmatch((JSON_SPACE if space is None else space).join([r"\[", "1", r"\]"]), text), text
@@ -336,7 +336,7 @@ def test_a_choice_is_followed_whatever_letters_it_has_and_however_many_begin_ali
     tokenizer = build_chat_tokenizer()
     choices = [*(f"word{number}" for number in range(3000)), string.printable, "é😀.*", *string.punctuation]
     for choice in [*choices[2990:], "word0"]:
-        guide = GuidedTokens(read_guide("guided_choice", choices), tokenizer, (tokenizer.eos_token_id,), 0)
+        guide = GuidedTokens(read_guide("guided_choice", choices, tokenizer), tokenizer, (tokenizer.eos_token_id,), 0)
         tokens = tokenizer.encode(choice, add_special_tokens=False)
         for place, token in enumerate([*tokens, tokenizer.eos_token_id]):
             scores = guide(torch.tensor([tokens[:place]], dtype=torch.long), torch.zeros(1, len(tokenizer)))
@@ -351,7 +351,7 @@ def test_a_rows_own_ends_come_where_its_text_is_complete(guided, ends):
 
     tokenizer = build_chat_tokenizer()
     ids = tuple(tokenizer.convert_tokens_to_ids(list(ends)))
-    guide = GuidedTokens(read_guide("guided_regex", "ab{1,2}"), tokenizer, ids, 0)
+    guide = GuidedTokens(read_guide("guided_regex", "ab{1,2}", tokenizer), tokenizer, ids, 0)
     a, b = (tokenizer.convert_tokens_to_ids(letter) for letter in "ab")
 
     def allowed(*tokens):
@@ -361,9 +361,9 @@ def test_a_rows_own_ends_come_where_its_text_is_complete(guided, ends):
     own = set(ids) or {tokenizer.eos_token_id}
     assert allowed() == {a} and allowed(a) == {b}
     if b not in ids:
-        assert allowed(a, b) == {b} | own and not guide.is_complete([a, b], len(tokenizer))
+        assert allowed(a, b) == {b} | own and not guide.is_complete([a, b])
         assert allowed(a, b, b) == own
-    assert guide.is_complete([a, b, b], len(tokenizer))
+    assert guide.is_complete([a, b, b])
 
 
 def test_a_guide_that_is_given_up_is_an_error_and_no_end_of_the_text(guided, tokenizer):
@@ -376,16 +376,57 @@ def test_a_guide_that_is_given_up_is_an_error_and_no_end_of_the_text(guided, tok
         )
 
 
+@pytest.mark.parametrize(
+    ("guide", "told"),
+    [
+        ({"guided_json": {"type": "integer", "multipleOf": 99999999}}, "guided_json cannot guide: .* longer than 1 s"),
+        (
+            {
+                "guided_grammar": "\n".join(
+                    ["start: r0", *(f'r{n}: "a" | "b" r{n + 1}' for n in range(9000)), 'r9000: "c"']
+                )
+            },
+            "guided_grammar cannot guide: llguidance fails at its depth",
+        ),
+    ],
+)
+def test_a_guide_whose_compilation_does_not_end_or_would_end_the_process_is_an_error(guided, monkeypatch, guide, told):
+    from hybrid_engine.generation import guides
+
+    monkeypatch.setattr(guides, "SECONDS_TO_COMPILE", 1 if "guided_json" in guide else 60)
+    input_ids, mask = padded_prompts()
+    with pytest.raises(ValueError, match=told):
+        guided.generate(input_ids, attention_mask=mask, tokenizer=build_chat_tokenizer(), **guide, **GREEDY)
+
+
+def test_processes_that_try_guides_serve_several_and_end_with_their_tokenizer(guided):
+    import llguidance
+
+    from hybrid_engine.generation.guides import GuideTrials
+
+    tokenizer = build_chat_tokenizer()
+    trials = GuideTrials(tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id)
+    grammars = [llguidance.LLMatcher.grammar_from_regex(pattern) for pattern in ("a+", "(", "b")]
+    assert [bool(trials.compile(grammar).problem) for grammar in grammars] == [False, True, False]
+    (process,) = trials._idle
+    process.kill()  # as the system does where memory runs out: no guide's fault
+    process.wait()
+    assert trials.compile(grammars[0]) == ("", "")
+    (process,) = trials._idle
+    del trials
+    assert process.poll() is not None
+
+
 def test_a_guide_may_also_be_given_up_in_the_middle(guided):
     from hybrid_engine.generation.guides import GuidedTokens, GuideError, read_guide
 
     tokenizer = build_chat_tokenizer()
     grammar = 'start: "x" rest\nrest: ' + " | ".join(f'"a{number}"' for number in range(3000))
-    guide = GuidedTokens(read_guide("guided_grammar", grammar), tokenizer, (tokenizer.eos_token_id,), 0)
+    guide = GuidedTokens(read_guide("guided_grammar", grammar, tokenizer), tokenizer, (tokenizer.eos_token_id,), 0)
     scores, tokens = torch.zeros(1, len(tokenizer)), tokenizer.encode("x", add_special_tokens=False)
     assert torch.isfinite(guide(torch.zeros(1, 0, dtype=torch.long), scores)[0, tokens]).all()
     with pytest.raises(GuideError, match=r"guided_grammar gave up after [01] tokens"):
-        guide.is_complete(tokens, len(tokenizer)) or guide(torch.tensor([tokens]), scores)
+        guide.is_complete(tokens) or guide(torch.tensor([tokens]), scores)
 
 
 def test_guided_text_follows_a_grammar(guided, tokenizer):

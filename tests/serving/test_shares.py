@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from hybrid_engine.serving import app
 from tests.serving.test_server import build, until
 from tests.support.chat import build_chat_tokenizer
 
@@ -26,9 +27,9 @@ def opened(tmp_path):
     )
 
 
-def send(server, key, body):
+def send(server, key, body, timeout=300):
     headers = {"Authorization": f"Bearer key-{key}"}
-    return httpx.post(f"{server.url}/completions", json=body, headers=headers, timeout=300)
+    return httpx.post(f"{server.url}/completions", json=body, headers=headers, timeout=timeout)
 
 
 def tokens_of(answer):
@@ -69,3 +70,47 @@ def test_a_full_line_has_room_for_the_part_of_another_key(opened):
         may_go_on.set()
         assert [len(tokens_of(each.result(300))) for each in held] == [40, 20, 13]
         until(lambda: server.worker.num_waiting == 0)
+
+
+def test_the_guide_of_a_key_does_not_wait_for_those_of_another(opened, monkeypatch):
+    pytest.importorskip("llguidance", reason="the extra 'guided' is not installed")
+    real, begun, may_go_on = app.compile_guide_of, [], threading.Event()
+
+    def compile_slowly(body, model):
+        begun.append(body.guided_choice[0])
+        if body.guided_choice[0] != "quick":
+            assert may_go_on.wait(300)
+        return real(body, model)
+
+    monkeypatch.setattr(app, "compile_guide_of", compile_slowly)
+    with opened(max_waiting=3) as server, ThreadPoolExecutor(4) as pool:
+        slow = [pool.submit(send, server, "a", SHORT | {"guided_choice": [f"slow {n}"]}) for n in range(3)]
+        until(lambda: begun and server.app._guides._num_waiting["a"] == 3)
+        assert send(server, "a", SHORT | {"guided_choice": ["one more"]}).status_code == 429
+        assert tokens_of(send(server, "b", SHORT | {"guided_choice": ["quick"], "max_tokens": 20}))
+        assert tokens_of(send(server, "a", SHORT))
+        assert len(begun) == 2  # one of a key at a time
+        may_go_on.set()
+        assert all(tokens_of(each.result(300)) for each in slow)
+        assert server.app._guides._num_waiting.total() == 0
+
+
+def test_a_guide_of_a_client_that_left_has_no_turn(opened, monkeypatch):
+    pytest.importorskip("llguidance", reason="the extra 'guided' is not installed")
+    real, begun, may_go_on = app.compile_guide_of, [], threading.Event()
+
+    def compile_slowly(body, model):
+        begun.append(body.prompt)
+        assert may_go_on.wait(300)
+        return real(body, model)
+
+    monkeypatch.setattr(app, "compile_guide_of", compile_slowly)
+    guided = SHORT | {"guided_choice": ["yes"], "max_tokens": 20}
+    with opened() as server, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(send, server, "a", guided)
+        until(lambda: begun)
+        with pytest.raises(httpx.ReadTimeout):
+            send(server, "a", guided | {"prompt": "left"}, timeout=1)
+        until(lambda: server.app._guides._num_waiting["a"] == 1)
+        may_go_on.set()
+        assert tokens_of(first.result(300)) and begun == ["ho"]

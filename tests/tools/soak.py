@@ -341,6 +341,7 @@ def ask_for_guides(load: Load, chance: random.Random) -> None:
         {"guided_regex": f"({chance.randrange(99)}|(a|b|c){{1,200}}){{1,200}}x"},
         {"guided_regex": "(" * 1000 + "a" + ")" * 1000},
         {"guided_json": wide},
+        {"guided_json": {"type": "integer", "multipleOf": 99999999 - chance.randrange(99)}},
         {"guided_grammar": "start: " + " | ".join(f'"{place}"' for place in range(2000))},
     ]
     body = {"model": load.model, "prompt": "x", "max_tokens": 2, "n": 8} | chance.choice(guides)

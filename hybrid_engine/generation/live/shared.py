@@ -47,16 +47,15 @@ class LiveLink:
 
     Args:
         group: the processes that share the model, including this one. Its collectives must not be in flight meanwhile.
-        vocab_size: number of the model's logits.
     """
 
-    def __init__(self, group: ModelGroup, vocab_size: int):
+    def __init__(self, group: ModelGroup):
         self.leader = group.ranks[0]
         """The leader's rank among all processes."""
         self.is_leader = group.rank == 0
         self._group, self._partners, self._codec = host_group(group.process_group), group.partners, _Codec()
         self._model_group = group
-        self.guides = GuidesAhead(vocab_size)
+        self.guides = GuidesAhead()
         """Guides of sequences that are to join."""
 
     def share_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -147,8 +146,7 @@ def _key(rules: Rules) -> GuideKey:
 class GuidesAhead:
     """Compiles guides on threads. Every process that shares the model makes the same calls in the same order."""
 
-    def __init__(self, vocab_size: int):
-        self._vocab_size = vocab_size
+    def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_COMPILING, "hybrid-engine-guide")
         self._coming: dict[GuideKey, Future[CompiledGuide]] = {}
         self._ready: dict[GuideKey, CompiledGuide] = {}
@@ -156,12 +154,12 @@ class GuidesAhead:
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Reads the tokenizer for guides."""
-        prepare_guides(tokenizer, self._vocab_size)
+        prepare_guides(tokenizer)
 
     def begin(self, rules: Rules) -> None:
         """Starts to compile the guide of `rules`, unless that is under way."""
         if _key(rules) not in self._coming:
-            compiling = self._threads.submit(compile_guide, rules.guide, rules.tokenizer, self._vocab_size)  # type: ignore[arg-type]
+            compiling = self._threads.submit(compile_guide, rules.guide, rules.tokenizer)  # type: ignore[arg-type]
             self._coming[_key(rules)] = compiling
 
     def states(self) -> list[int]:

@@ -107,7 +107,7 @@ class _Drawing(LogitsProcessor):
         if drawn.tops is not None:
             ids, logprobs = drawn.tops[:, 0].tolist()
             sequence.tops.append([(int(number), value) for number, value in zip(ids, logprobs, strict=True)])
-        if bool(drawn.ends[0]) or is_ended(sequence, logits.shape[1]):
+        if bool(drawn.ends[0]) or is_ended(sequence):
             sequence.finish_reason = "stop"
         elif len(sequence.tokens) >= sequence.options.max_new_tokens:
             sequence.finish_reason = "length"
