@@ -216,7 +216,10 @@ class GuideTrials:
         if answer:
             self._idle.append(process)
             return GuideTrial(problem=json.loads(answer))
-        if _end(process) == -signal.SIGALRM:
+        status = _end(process)
+        with suppress(RuntimeError):  # the next guide does not pay for this one
+            self._idle.append(self._begin())
+        if status == -signal.SIGALRM:
             raise TimeoutError(f"compiling it takes longer than {SECONDS_TO_COMPILE:g} s")
         return GuideTrial(failure=f"{LIBRARY} fails at its depth or size")
 
@@ -228,6 +231,9 @@ class GuideTrials:
             process = self._idle.pop()
             if process.poll() is None:
                 return process
+        return self._begin()
+
+    def _begin(self) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", _TRIAL]
         process = subprocess.Popen(
             command,
