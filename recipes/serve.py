@@ -97,12 +97,15 @@ def check_limits(config: Config) -> None:
             f"--max-session-bytes={config.max_session_bytes} is less than the {remembered} that one conversation of "
             f"--longest={config.longest or most} tokens takes; raise the one or lower the other"
         )
-    if config.memory is not None and config.tp * config.pp == 1:
+    if config.tp * config.pp == 1:
         check_memory(config, first)
 
 
 def check_memory(config: Config, first: PretrainedConfig) -> None:
-    """Raises ValueError if --memory has no room for one request, or exceeds the free memory."""
+    """Raises ValueError if --memory has no room for one request, or exceeds the free memory.
+
+    A share is of the memory that is free before the weights are read, so it is at least what it will be.
+    """
     with torch.device("meta"), explained("model", str(config.model)):
         model = AutoModelForCausalLM.from_config(first, trust_remote_code=False)
     try:
@@ -115,8 +118,9 @@ def check_memory(config: Config, first: PretrainedConfig) -> None:
     held = count_tokens(block_bytes, BLOCK_SIZE, free // (len(config.adapter) + 1), 0)
     longest = config.longest or 2
     if held < longest:
+        memory = f"--memory={config.memory}" if config.memory is not None else f"the free memory, {free:,} bytes of it,"
         raise ValueError(
-            f"--memory={config.memory} holds keys and values of {held} tokens for each model that is served, and a "
+            f"{memory} holds keys and values of {held} tokens for each model that is served, and a "
             f"request may have --longest={longest}; raise the one or lower the other"
         )
 

@@ -220,6 +220,14 @@ class Pages:
             if not scheme.isalnum() or not rest or "/" in rest:
                 raise ValueError(f"allow_origin={origin!r} is no origin; give scheme://host[:port], without a path")
 
+    def check_needed(self, *, has_keys: bool) -> None:
+        """Raises ValueError for hosts of a server with keys, whose clients may use any `Host`."""
+        if has_keys and self.hosts:
+            raise ValueError(
+                f"allow_host={next(iter(self.hosts))!r} is for requests without a key, and there is a key, with which "
+                "every Host is served; leave out the one or the other"
+            )
+
     def guarded(self, app: ASGIApp, *, has_keys: bool) -> ASGIApp:
         """`app` behind these checks; with keys they are not needed, because no page has a key."""
         if self.origins:

@@ -119,6 +119,7 @@ class Server:
         check_session_ids(session_ids, max_sessions)
         self.keys, self._pages = Keys(api_key, api_key_file), Pages(allow_hosts, allow_origins)
         check_address(host, has_keys=bool(self.keys))
+        self._pages.check_needed(has_keys=bool(self.keys))
         self.host, self.port = host, port
         self.version, self.finish_seconds, self.stall_seconds = version, finish_seconds, stall_seconds
         self._bounds = max_sessions, max_session_tokens, session_ids, max_session_bytes

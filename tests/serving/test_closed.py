@@ -162,6 +162,9 @@ def test_keys_that_others_can_read_that_are_empty_or_doubled_are_refused_at_star
         ({"session_ids": ["a", "b"], "max_sessions": 1}, "max_sessions=1 is less than the 2 session_ids"),
         ({"api_key": ""}, "api_key is empty"),
         ({"api_key": "a", "api_key_file": "b"}, "api_key and api_key_file are given"),
+        ({"api_key": "a", "allow_hosts": ["b"]}, "allow_host='b' is for requests without a key, and there is a key"),
+        ({"finish_seconds": float("inf")}, "finish_seconds=inf"),
+        ({"stall_seconds": float("nan")}, "stall_seconds=nan"),
         ({"longest": 1}, "longest=1"),
         ({"max_waiting": 0}, "max_waiting=0"),
     ],
@@ -174,6 +177,25 @@ def test_options_that_contradict_each_other_or_fit_no_request_are_refused_at_sta
 def test_the_command_refuses_a_longest_that_fits_no_request():
     with pytest.raises(ValueError, match="--longest=1 must be at least 2"):
         Config(model="m", longest=1)
+
+
+def test_hosts_are_not_allowed_beside_a_key_that_allows_all(tmp_path, monkeypatch):
+    told = "allow_host='forwarded' is for requests without a key"
+    file = write_keys(tmp_path / "keys", "a one\n")
+    for options in ({"api_key": "secret"}, {"api_key_file": str(file)}):
+        with pytest.raises(ValueError, match=told):
+            Config(model="m", allow_host=("forwarded",), **options)
+    monkeypatch.setenv("HYBRID_ENGINE_API_KEY", "secret")
+    with pytest.raises(ValueError, match=told):
+        Config(model="m", allow_host=("forwarded",))
+    assert Config(model="m", allow_origin=("https://chat.example",)).key == "secret"
+
+
+@pytest.mark.parametrize("seconds", ["finish_seconds", "stall_seconds"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -1.0])
+def test_a_time_is_a_finite_number(seconds, value):
+    with pytest.raises(ValueError, match=seconds.replace("_", ".")):
+        Config(model="m", **{seconds: value})
 
 
 @pytest.mark.parametrize("host", ["", "http://a", "a:80", "a/b", "user@a"])

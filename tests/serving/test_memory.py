@@ -137,6 +137,13 @@ def test_limits_below_one_request_are_refused_before_weights_are_read(without_we
         serve.run(serve.Config(model=without_weights, port=0, **options))
 
 
+def test_a_longest_that_free_memory_does_not_hold_is_refused_before_weights_are_read(without_weights, with_free_memory):
+    with_free_memory(80 * 2**10)
+    told = "the free memory, 40,960 bytes of it, holds keys and values of 64 tokens for each model that is served"
+    with pytest.raises(ValueError, match=told):
+        serve.run(serve.Config(model=without_weights, port=0, longest=128))
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

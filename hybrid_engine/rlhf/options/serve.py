@@ -93,8 +93,9 @@ class Config(BaseModelOptions):
                 "leave out the other"
             )
         check_at_least("finish_seconds", self.finish_seconds, 0)
-        check_address(self.host, has_keys=bool(Keys(self.key, self.api_key_file)))
-        Pages(self.allow_host, self.allow_origin)
+        has_keys = bool(Keys(self.key, self.api_key_file))
+        check_address(self.host, has_keys=has_keys)
+        Pages(self.allow_host, self.allow_origin).check_needed(has_keys=has_keys)
 
     @property
     def key(self) -> str | None:
