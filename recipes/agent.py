@@ -55,10 +55,10 @@ from hybrid_engine.rlhf.tasks.calculator import (
     Problem,
     build_tokenizer,
     calculate,
-    check_conversations_fit,
     held_out_problems,
     is_right,
     problems,
+    settle_conversations,
 )
 from hybrid_engine.serving.sessions import Trajectory
 
@@ -67,7 +67,7 @@ PLOT_PANELS = {
     "answers of an episode": ["turns"],
     "tokens that the policy wrote": ["length"],
 }
-SHOWN = ["success", "turns", "e2e_seconds", "episode_seconds", "training_seconds"]
+SHOWN = ["success", "turns", "cut_off_share", "e2e_seconds", "episode_seconds", "training_seconds"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,8 @@ class Episode:
     trajectory: Trajectory
     success: float
     num_turns: int
+    num_cut_off: int
+    """Answers that reached --max-new-tokens."""
 
 
 def run(config: Config) -> Path:
@@ -87,7 +89,7 @@ def run(config: Config) -> Path:
     check_model(config.model, config)
     if config.restart:
         move_aside(out, RUN_RESULTS)
-    check_conversations_fit(config, load_tokenizer(config.model) if config.model else build_tokenizer())
+    config = settle_conversations(config, load_tokenizer(config.model) if config.model else build_tokenizer())
     # A pupil who asks writes more than one who guesses: a step must contain both.
     first_stage = character_stage("calculator", config, group_by_length=False)
     source = config.model or str(sft_stage.run(first_stage))
@@ -159,9 +161,13 @@ def play(
     return [Episode(found[name], *outcome) for name, outcome in zip(ids, ended, strict=True)]
 
 
-def solve(client: Any, problem: Problem, session_id: str, config: Config, seed: int) -> tuple[float, int]:
-    """One episode: whether the problem was solved, and in how many answers. Uses only the protocol."""
+def solve(client: Any, problem: Problem, session_id: str, config: Config, seed: int) -> tuple[float, int, int]:
+    """One episode: whether the problem was solved, in how many answers, and how many of these were cut off.
+
+    Uses only the protocol.
+    """
     messages: list[dict[str, str]] = [{"role": "user", "content": problem.text}]
+    num_cut_off = 0
     for turn in range(1, MAX_TURNS + 1):
         answer = client.chat.completions.create(
             model="policy",
@@ -172,10 +178,11 @@ def solve(client: Any, problem: Problem, session_id: str, config: Config, seed: 
             extra_body={"session_id": session_id},
         )
         said = answer.choices[0].message.content
+        num_cut_off += answer.choices[0].finish_reason == "length"
         if not said.startswith("?"):
-            return float(is_right(problem, said)), turn
+            return float(is_right(problem, said)), turn, num_cut_off
         messages += [{"role": "assistant", "content": said}, {"role": "tool", "content": calculate(said[1:])}]
-    return 0.0, MAX_TURNS
+    return 0.0, MAX_TURNS, num_cut_off
 
 
 def evaluate(policy: TrainedPolicy, config: Config) -> float:
@@ -186,11 +193,12 @@ def evaluate(policy: TrainedPolicy, config: Config) -> float:
 
 
 def describe_episodes(episodes: list[Episode]) -> dict[str, float]:
-    """Means over a step's episodes."""
-    count = len(episodes)
+    """Means over a step's episodes, and the share of all answers that were cut off."""
+    count, num_answers = len(episodes), sum(episode.num_turns for episode in episodes)
     return {
         "success": sum(episode.success for episode in episodes) / count,
-        "turns": sum(episode.num_turns for episode in episodes) / count,
+        "turns": num_answers / count,
+        "cut_off_share": sum(episode.num_cut_off for episode in episodes) / num_answers,
         "length": sum(sum(episode.trajectory.written) for episode in episodes) / count,
     }
 

@@ -6,12 +6,13 @@ import math
 import random
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from hybrid_engine.recipes import agent, sft
 from hybrid_engine.rlhf.batches.sequences import epochs_of_similar_length, response_logprobs
@@ -71,7 +72,7 @@ def model(tmp_path_factory):
 def tiny(model, tmp_path):
     return agent.Config(
         model=model, out=str(tmp_path / "run"), steps=2, rollout_size=3, group_size=2, num_clients=4, eval_every=0,
-        max_new_tokens=6, save_every=1, learning_rate=1e-3,
+        max_prompt_tokens=256, max_new_tokens=6, save_every=1, learning_rate=1e-3,
     )  # fmt: skip
 
 
@@ -114,7 +115,7 @@ def test_a_run_leaves_metrics_and_an_actor(tiny, tmp_path, few_problems):
 
 
 class Says:
-    """A stand-in for the `openai` client that answers from a list."""
+    """A stand-in for the `openai` client that answers from a list; an answer that ends with … is cut off."""
 
     def __init__(self, *answers):
         self.answers, self.asked = list(answers), []
@@ -122,16 +123,18 @@ class Says:
 
     def create(self, messages, **_):
         self.asked.append([dict(message) for message in messages])
-        message = type("Message", (), {"content": self.answers.pop(0)})
-        return type("Answer", (), {"choices": [type("Choice", (), {"message": message})]})
+        said = self.answers.pop(0)
+        reason = "length" if said.endswith("…") else "stop"
+        message = SimpleNamespace(content=said.removesuffix("…"))
+        return SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason=reason)])
 
 
 def test_the_environment_answers_with_the_calculator_and_judges_the_last_answer(tiny):
     client = Says("?47+38", "?0085*6", "=0510")
-    assert agent.solve(client, PROBLEM, "0", tiny, 0) == (1.0, 3)
+    assert agent.solve(client, PROBLEM, "0", tiny, 0) == (1.0, 3, 0)
     assert [message["content"] for message in client.asked[-1]] == ["(47+38)*6", "?47+38", "0085", "?0085*6", "0510"]
-    assert agent.solve(Says("=0500"), PROBLEM, "0", tiny, 0) == (0.0, 1)
-    assert agent.solve(Says("?1+1", "?1+1", "?1+1"), PROBLEM, "0", tiny, 0) == (0.0, 3)
+    assert agent.solve(Says("=0500"), PROBLEM, "0", tiny, 0) == (0.0, 1, 0)
+    assert agent.solve(Says("?1+1…", "?1+1", "?1+1…"), PROBLEM, "0", tiny, 0) == (0.0, 3, 2)
 
 
 def test_a_stranger_on_this_machine_plays_no_episode(tiny, monkeypatch):
@@ -188,7 +191,7 @@ def test_a_gradient_that_was_left_does_not_count_in_the_first_step(tiny):
     def first_step(is_left):
         seed_everything(0)
         policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"), keeps_reference=False)
-        told = [agent.Episode(t, float(n % 2), 1) for n, t in enumerate(trajectories)]
+        told = [agent.Episode(t, float(n % 2), 1, 0) for n, t in enumerate(trajectories)]
         policy.actor.train()
         if is_left:
             policy.actor.backward(sum(p.sum() for p in policy.actor.module.parameters()))
@@ -205,9 +208,26 @@ def test_a_gradient_that_was_left_does_not_count_in_the_first_step(tiny):
 
 def test_what_leaves_no_room_for_the_conversation_is_refused_before_anything_is_trained(tiny, monkeypatch):
     monkeypatch.setattr(agent.sft_stage, "run", None)
-    for options in ({"max_prompt_tokens": 1}, {"max_prompt_tokens": 1, "model": None}, {"max_new_tokens": 120}):
+    for options in (
+        {"max_prompt_tokens": 1},
+        {"max_prompt_tokens": 1, "model": None},
+        {"max_new_tokens": 120},
+    ):
         with pytest.raises(ValueError, match=r"--max-prompt-tokens=\d+ must be at least \d+"):
             agent.run(replace(tiny, **options))
+
+
+def test_lengths_that_are_not_given_are_those_of_the_model_and_of_the_longest_conversation(tiny, capfd):
+    assert (agent.Config().max_prompt_tokens, agent.Config().max_new_tokens) == (256, 24)
+    tokenizer = calculator.build_tokenizer()
+    positions = AutoConfig.from_pretrained(tiny.model).max_position_embeddings
+    settled = calculator.settle_conversations(replace(tiny, max_prompt_tokens=0, max_new_tokens=0), tokenizer)
+    assert f"--model has {positions} positions" in capfd.readouterr().out
+    assert 24 < settled.max_new_tokens <= 256
+    assert settled.max_prompt_tokens + settled.max_new_tokens <= positions
+    given = calculator.settle_conversations(replace(tiny, max_prompt_tokens=0, max_new_tokens=7), tokenizer)
+    assert given.max_new_tokens == 7
+    assert settled.max_prompt_tokens - given.max_prompt_tokens == 2 * (settled.max_new_tokens - 7)
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,12 @@ def test_the_last_number_of_a_text(text, number):
         ("exact:column=answer,after=####", ["so #### 4", "four"], ("#### 4", "####four"), ("4", "#### 3")),
         ("number", {"ground_truth": ["4", 5]}, ("it is 4", "5.0"), ("45", "4, 6")),
         ("number", (18, "20"), ("18", "20"), ("1820",)),
+        ("exact", '["yes", "Yes"]', ("yes", "Yes", '["yes", "Yes"]'), ("no", '["yes"]')),
+        ("exact", '{"ground_truth": "yes"}', ("yes",), ("ground_truth",)),
+        ("exact", '{"city": "Paris"}', ('{"city": "Paris"}',), ("Paris",)),
+        ("number", '["4", "5.0"]', ("4", "5"), ("45",)),
+        ("number", '{"ground_truth": ["18"], "style": "rule"}', ("18",), ("1",)),
+        ("number", "[1, 2]", ("2",), ("1",)),
     ],
 )
 def test_a_reference_may_name_several_right_answers(spec, reference, right, wrong):
@@ -171,6 +177,7 @@ def test_columns_that_a_reward_cannot_do_without_are_asked_for_before_any_work(m
         ("exact", [], "which is a list without an answer"),
         ("exact", ["a", None], "which is no answer"),
         ("exact", {"style": "rule"}, "which is an object without 'ground_truth'"),
+        ("number", '{"target": 24, "numbers": [1, 2, 3]}', "which is an object without 'ground_truth'"),
     ],
 )
 def test_a_reference_that_a_rule_cannot_read_is_named_with_its_row_before_any_work(spec, value, rule):

@@ -29,6 +29,8 @@ class Config(RolloutOptions, RolloutRunOptions):
     config.yaml, metrics.jsonl (one line per step), plot.png, result.json and actor/, a Hugging Face folder.
     """
 
+    OWN_LENGTHS = (256, 24)
+
     out: str = "runs/agent"
     model: str | None = option(
         None,
@@ -38,8 +40,11 @@ class Config(RolloutOptions, RolloutRunOptions):
     rollout_size: int = option(32, "problems of a step")
     group_size: int = option(8, "episodes of each problem")
     num_clients: int = option(32, "episodes at once")
-    max_prompt_tokens: int = 256
-    max_new_tokens: int = option(24, "longest answer of one turn")
+    max_prompt_tokens: int = option(0, "tokens before the last answer; 0: what the turns before it can take")
+    max_new_tokens: int = option(
+        0,
+        "longest answer of one turn; 0: 256, or what the model's positions allow, without --model 24",
+    )
     serving_memory: str | None = option(
         None,
         "for keys and values of answers while episodes run: a size such as 6GiB, or a share of what is free; default: "

@@ -43,7 +43,7 @@ from hybrid_engine.rlhf.rewards.learned import (
 )
 from hybrid_engine.rlhf.runs.adapters import IS_PACKED, check_trainable
 from hybrid_engine.rlhf.runs.stages import load_config, load_tokenizer, num_positions
-from hybrid_engine.rlhf.tasks.calculator import check_conversations_fit, held_out_problems
+from hybrid_engine.rlhf.tasks.calculator import held_out_problems, settle_conversations
 from hybrid_engine.rlhf.tasks.corpus import build_small_llama, load_corpus, load_pair_corpus
 
 BLOCK, OUTER_BLOCK = 64, 256
@@ -267,7 +267,7 @@ def _read_agent(config: agent.Config) -> ReadRun:
     else:
         tokenizer, _ = load_corpus(made := character_stage("calculator", config, group_by_length=False))
         first = _small_config(made, tokenizer)
-    check_conversations_fit(config, tokenizer)
+    config = settle_conversations(config, tokenizer)
     return ReadRun(read_episodes(config, first, tokenizer), config)
 
 

@@ -11,7 +11,8 @@
 `exact`, `number` and `math` read the reference from the data's column `answer`, or from another:
 `number:column=solution,tolerance=0.01`. `after=TEXT` takes the answer of response and reference from the text after the
 last TEXT, such as `exact:after=####`; a response without it has no answer. Whitespace at both ends does not count. A
-reference may be a list of right answers, of which the response's must be one, or verl's `{"ground_truth": ...}`.
+reference may be a list of right answers, of which the response's must be one, or verl's `{"ground_truth": ...}`; both
+may be JSON text, as columns of CSV files have them.
 """
 
 import importlib
@@ -134,7 +135,7 @@ class Rule:
 def build_exact(spec: str, given: str) -> Rule:
     """1 if the response's answer equals the reference, character by character."""
     options = SpecOptions(spec, given, {"column": "answer", "after": ""})
-    return _compare(spec, options, lambda text, reference: text == reference)
+    return _compare(spec, options, lambda text, reference: text == reference, may_be_json=True)
 
 
 def build_number(spec: str, given: str) -> Rule:
@@ -224,15 +225,21 @@ def _decimal(text: str) -> float:
     return float(re.sub(r"[,{}\\! ]", "", text))
 
 
-def _compare(spec: str, options: SpecOptions, is_right: Callable[[str, str], bool]) -> Rule:
-    """A rule that compares a response's answer with the reference; `is_right` raises ValueError for a bad reference."""
+def _compare(
+    spec: str, options: SpecOptions, is_right: Callable[[str, str], bool], *, may_be_json: bool = False
+) -> Rule:
+    """A rule that compares a response's answer with the reference; `is_right` raises ValueError for a bad reference.
+
+    `may_be_json`: an answer may be JSON text itself.
+    """
     column, after = options.text("column"), options.text("after")
+    read = partial(read_references, after=after, may_be_json=may_be_json)
 
     def judge(answers: Answers) -> list[float]:
         scores = []
         for index, (response, value) in enumerate(zip(answers.responses, answers.columns[column], strict=True)):
             try:
-                scores.append(float(_is_right_answer(is_right, response, read_references(value, after), after)))
+                scores.append(float(_is_right_answer(is_right, response, read(value), after)))
             except ValueError as error:
                 raise UnusableReference(
                     f"--reward={spec!r}: {column}={value!r} of the prompt {answers.shown_prompt(index)} {error}; "
@@ -242,7 +249,7 @@ def _compare(spec: str, options: SpecOptions, is_right: Callable[[str, str], boo
 
     def check(columns: Mapping[str, Any]) -> None:
         try:
-            for reference in read_references(columns[column], after):
+            for reference in read(columns[column]):
                 is_right("", reference)
         except ValueError as error:
             raise ValueError(
@@ -258,20 +265,43 @@ def _is_right_answer(is_right: Callable[[str, str], bool], response: str, refere
     return any(is_right(_behind(response, after), reference) for reference in references)
 
 
-def read_references(value: Any, after: str) -> list[str]:
-    """The right answers in a row's value, as text; ValueError, with a message that follows the value, without any."""
+def read_references(value: Any, after: str, *, may_be_json: bool) -> list[str]:
+    """The right answers in a row's value, as text; ValueError, with a message that follows the value, without any.
+
+    JSON text of an object or of a list of strings stands for that object or list. With `may_be_json` the text is a
+    right answer too, and the only one if it is an object without a ground truth.
+    """
+    read = partial(read_references, after=after, may_be_json=may_be_json)
     if isinstance(value, Mapping):
         if GROUND_TRUTH not in value:
             raise ValueError(f"is an object without {GROUND_TRUTH!r}")
-        return read_references(value[GROUND_TRUTH], after)
+        return read(value[GROUND_TRUTH])
     if isinstance(value, (list, tuple)):
         if not value:
             raise ValueError("is a list without an answer")
-        return [reference for one in value for reference in read_references(one, after)]
+        return [reference for one in value for reference in read(one)]
     text = _behind(str(value), after)
+    held = _read_json(text)
+    if isinstance(held, Mapping) and may_be_json and GROUND_TRUTH not in held:
+        return [text]
+    if held is not None:
+        return [*read(held), *([text] if may_be_json else [])]
     if value is None or value != value or not text:  # nan stands for a missing value
         raise ValueError("is no answer")
     return [text]
+
+
+def _read_json(text: str) -> dict[str, Any] | list[str] | None:
+    """The object or the list of strings that `text` is in JSON; None for any other text."""
+    if text[:1] not in ("{", "["):
+        return None
+    try:
+        held = json.loads(text)
+    except (ValueError, RecursionError):  # such as the interval [0, 1)
+        return None
+    if isinstance(held, list) and not all(isinstance(one, str) for one in held):
+        return None  # in mathematics a list of numbers is an answer
+    return held or None
 
 
 def _behind(text: str, mark: str) -> str:

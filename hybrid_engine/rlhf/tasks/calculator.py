@@ -16,16 +16,18 @@ import operator
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jinja2 import TemplateError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hybrid_engine.rlhf.data.held_out import is_held_out
+from hybrid_engine.rlhf.data.lengths import LONGEST_ANSWER, Room
 from hybrid_engine.rlhf.data.rows import ConversationRow, LearnedRow, Message
 from hybrid_engine.rlhf.options import agent
 from hybrid_engine.rlhf.options.agent import MAX_TURNS
+from hybrid_engine.rlhf.runs.run_log import say
 
 GUESSES = (0.6, 0.25)
 """Probability that the pupil guesses where he should ask, the first time and the second."""
@@ -170,10 +172,12 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def check_conversations_fit(config: agent.Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError if --max-prompt-tokens is too small for the turns before the last answer.
+def settle_conversations(config: agent.Config, tokenizer: PreTrainedTokenizerBase) -> agent.Config:
+    """The options, with lengths of 0 replaced by those of the model and the longest conversation, which is logged.
 
-    Also raises if the tokenizer of --model has no chat template, or one that refuses such a conversation.
+    Raises:
+        ValueError: --max-prompt-tokens is too small for the turns before the last answer, or the tokenizer of --model
+            has no chat template, or one that refuses such a conversation.
     """
     if tokenizer.chat_template is None:
         raise ValueError(
@@ -190,9 +194,25 @@ def check_conversations_fit(config: agent.Config, tokenizer: PreTrainedTokenizer
             f"--model={config.model}: its chat template refuses a conversation of user, assistant and tool: "
             f"{' '.join(str(error).split())}; use a model that was made to call tools"
         ) from error
+    config = _settle_lengths(config, len(said))
     longest = len(said) + (MAX_TURNS - 1) * config.max_new_tokens
     if longest > config.max_prompt_tokens:
         raise ValueError(
             f"--max-prompt-tokens={config.max_prompt_tokens} must be at least {longest}: so many can come before the "
             f"last of {MAX_TURNS} answers of --max-new-tokens={config.max_new_tokens}; raise the one or lower the other"
         )
+    return config
+
+
+def _settle_lengths(config: agent.Config, num_said: int) -> agent.Config:
+    """`settle_conversations` for a conversation with `num_said` tokens that are not the policy's."""
+    if config.max_prompt_tokens and config.max_new_tokens:
+        return config
+    room = Room.of(config)
+    num_new = config.max_new_tokens or max(1, min(LONGEST_ANSWER, (room.total - num_said) // MAX_TURNS))
+    num_prompt = config.max_prompt_tokens or num_said + (MAX_TURNS - 1) * num_new
+    say(
+        f"up to {num_prompt} tokens before the last of {MAX_TURNS} answers, each of up to {num_new}: {room.reason}; "
+        "--max-prompt-tokens and --max-new-tokens change it"
+    )
+    return replace(config, max_prompt_tokens=num_prompt, max_new_tokens=num_new)
