@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_full_backward_hook
+from torch.utils.checkpoint import checkpoint
 
 from hybrid_engine import ComputeConfig, Plan, build_optimizer, merge_state_dicts, parallelize, register_op
 from hybrid_engine.extensions.parallelize.module.reducer import GradientSums
@@ -151,6 +152,18 @@ REFUSED = {
         lambda x: (torch.autograd.graph.register_multi_grad_hook([x], lambda g: None), x)[1],
         r"register_multi_grad_hook\(\) puts a hook",
     ),
+    "node": (
+        lambda x: (x.grad_fn.register_hook(lambda inputs, _: tuple(None if g is None else -g for g in inputs)), x)[1],
+        r"grad_fn.register_hook\(\) puts a hook",
+    ),
+    "node before": (
+        lambda x: (x.grad_fn.register_prehook(lambda outputs: tuple(None if g is None else -g for g in outputs)), x)[1],
+        r"grad_fn.register_prehook\(\) puts a hook",
+    ),
+    "reentrant": (
+        lambda x: checkpoint(torch.tanh, x, use_reentrant=True),
+        "use_reentrant=True hides its gradients .*pass use_reentrant=False",
+    ),
 }
 
 
@@ -163,6 +176,7 @@ def test_what_a_graph_would_lose_of_a_forward_pass_is_refused_by_name(tmp_path, 
     x.register_hook(lambda gradient: 2 * gradient)  # hooks are PyTorch's own again
     Reversed.apply(x).sum().backward()
     assert x.grad.tolist() == [-2, -2]
+    assert type((x * 1).grad_fn).__name__ == "MulBackward0"
 
 
 HOOKS = {
@@ -184,8 +198,9 @@ def test_backward_hooks_of_modules_are_kept_by_their_own_code_alone(tmp_path, na
     assert not parallel(tmp_path / "inference", module, inference_only=True).eval()(x).isnan().any()
 
 
-def test_so_are_hooks_on_tensors_of_a_forward_pass(tmp_path):
-    module, x = build(REFUSED["tensor"][0]), torch.randn(4, 8)
+@pytest.mark.parametrize("name", ["tensor", "node", "node before", "reentrant"])
+def test_so_are_hooks_and_checkpoints_of_a_forward_pass(tmp_path, name):
+    module, x = build(REFUSED[name][0]), torch.randn(4, 8)
     torch.testing.assert_close(gradients(parallel(tmp_path, module, lowering="eager"), x), gradients(module, x))
 
 

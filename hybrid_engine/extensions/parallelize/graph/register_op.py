@@ -20,6 +20,7 @@ from torch.distributed.tensor import Placement
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.nn.modules import module as torch_modules
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 
 from hybrid_engine.extensions.parallelize.graph import layers  # noqa: F401  # its rules enter LIBRARY
 from hybrid_engine.extensions.parallelize.graph.annotations import (
@@ -64,6 +65,8 @@ PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 TENSOR_HOOKS = {Tensor: ("register_hook", "register_post_accumulate_grad_hook")}
 GRAPH_HOOKS = {torch.autograd.graph: ("register_multi_grad_hook",)}
+NODE_HOOKS = ("register_hook", "register_prehook")
+_GRAD_FN = torch._C.TensorBase.grad_fn
 TYPES = {bool: "bool", int: "int", float: "float", str: "str", torch.dtype: "ScalarType", torch.device: "Device"}
 """Types of a Function's arguments that an op accepts in addition to tensors, with their names in schemas."""
 
@@ -314,15 +317,18 @@ def _of_users(hooks: Any) -> bool:
 
 @contextmanager
 def own_gradients(runs_code: bool) -> Iterator[None]:
-    """Context for tracing a module: custom Functions become ops, and hooks on tensors raise ValueError.
+    """Context for tracing a module: custom Functions become ops; gradient hooks and reentrant checkpoints raise.
 
-    `runs_code` as in `check_hooks`: if True, hooks are allowed.
+    `runs_code` as in `check_hooks`: if True, both are allowed.
     """
     with ExitStack() as stack:
         stack.enter_context(_replaced(_SingleLevel, "apply", classmethod(_apply)))
         for owner, names in {} if runs_code else (TENSOR_HOOKS | GRAPH_HOOKS).items():
             for name in names:
                 stack.enter_context(_replaced(owner, name, _refusing(name)))
+        if not runs_code:
+            stack.enter_context(_replaced(Tensor, "grad_fn", property(_grad_fn_without_hooks)))
+            stack.enter_context(_replaced(CheckpointFunction, "apply", staticmethod(_refuse_reentrant)))
         yield
 
 
@@ -344,6 +350,28 @@ def _refusing(name: str) -> Callable[..., None]:
         raise LostGradient(f"{name}() puts a hook on a gradient, {REMEDY}")
 
     return refuse
+
+
+def _refuse_reentrant(*_: Any) -> None:
+    raise LostGradient(
+        "torch.utils.checkpoint with use_reentrant=True hides its gradients from a traced graph; pass "
+        "use_reentrant=False, to transformers as gradient_checkpointing_enable({'use_reentrant': False})"
+    )
+
+
+def _grad_fn_without_hooks(tensor: Tensor) -> Any:
+    node = _GRAD_FN.__get__(tensor)
+    return None if node is None else _NodeWithoutHooks(node)
+
+
+class _NodeWithoutHooks:
+    """Stands for an autograd node while a module is traced, and refuses hooks on it."""
+
+    def __init__(self, node: Any):
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        return _refusing(f"grad_fn.{name}") if name in NODE_HOOKS else getattr(self._node, name)
 
 
 class LostGradient(ValueError):
