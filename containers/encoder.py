@@ -19,7 +19,7 @@ from torch import nn
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.model import find_decoder
 from hybrid_engine.containers.policy import UnsupportedModelError
-from hybrid_engine.containers.tensor_parallel import ALONE, TensorParallel
+from hybrid_engine.containers.views import ALONE, TensorParallel
 from hybrid_engine.ops import EncoderBatch, KVBlocks
 from hybrid_engine.ops.dispatch import say_once
 

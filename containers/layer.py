@@ -9,23 +9,26 @@ N packed tokens, E hidden size, I MLP size, H query heads, K key/value heads, D 
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Protocol
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from hybrid_engine.containers.moe import ExpertList, MoEBlock, ParameterView
-from hybrid_engine.containers.policy import MoEPolicy, Policy, UnsupportedModelError
-from hybrid_engine.containers.tensor_parallel import ALONE, Heads, Ranges, TensorParallel, check_divides, cut, join
+from hybrid_engine.containers.moe import ExpertList, MoEMLP, ParameterView
+from hybrid_engine.containers.policy import Policy, UnsupportedModelError, attribute, config_value, submodule
 from hybrid_engine.containers.views import (
+    ALONE,
     HeadNormsView,
     NormView,
+    Ranges,
+    TensorParallel,
     TransposedLinear,
-    attribute,
-    config_value,
-    has_module,
-    submodule,
+    cut,
+    join,
 )
 from hybrid_engine.ops import (
     QKV,
@@ -42,6 +45,31 @@ from hybrid_engine.ops.linears import ACTIVATIONS
 
 RotaryRows = tuple[torch.Tensor, torch.Tensor]
 WINDOWED_KINDS = ("sliding_attention", "local")
+
+
+class LayerMLP(Protocol):
+    """The MLP of a layer on views, with the norm before it: dense, or a mixture of experts."""
+
+    sizes: list[int]
+    """Widths that the ranks must be able to share equally."""
+
+    @property
+    def linears(self) -> list[TransposedLinear]:
+        """All linears; stacked experts are parameters, not linears."""
+
+    @property
+    def adaptable(self) -> Sequence[TransposedLinear | ParameterView | ExpertList]:
+        """Parts that adapters may be on."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Tensors other than linears and norms that a forward pass reads."""
+
+    def bind(self) -> None:
+        """Points all views at the parameters' current memory, unfused; except the norm, which is the layer's."""
+
+    def forward(self, input: torch.Tensor, is_added: bool) -> torch.Tensor:
+        """`input [N, E]` -> the output `[N, E]`, added to `input` if `is_added`."""
 
 
 class InferenceLayer:
@@ -64,8 +92,11 @@ class InferenceLayer:
         in_front = policy.block != "post_norm"
         heads = read_heads(policy, config, parallel)
         self.attention = Attention(policy, layer, config, index, self.attention_norm if in_front else None, heads)
-        mlp = MoEMLP if policy.moe and MoEMLP.is_in(policy.moe, layer) else DenseMLP
-        self.mlp: MoEMLP | DenseMLP = mlp(policy, layer, config, index, self.mlp_norm if in_front else None, parallel)
+        norm_in_front = self.mlp_norm if in_front else None
+        if policy.moe and MoEMLP.is_in(policy.moe, layer):
+            self.mlp: LayerMLP = MoEMLP(policy.moe, layer, config, index, norm_in_front, parallel)
+        else:
+            self.mlp = DenseMLP(policy, layer, config, index, norm_in_front, parallel)
         check_divides(heads, self.mlp.sizes)
 
         self._first_norm = next(norm for norm in (self.attention_norm, self.attention_post_norm) if norm)
@@ -186,6 +217,81 @@ def alibi_slopes(num_heads: int) -> torch.Tensor:
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(num_heads - power)]
     return torch.tensor(slopes, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Query and key/value heads of a whole attention and of this rank's part of it.
+
+    With fewer key/value heads than ranks, each is held by `size / K` of them.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    parallel: TensorParallel = ALONE
+
+    @property
+    def local(self) -> tuple[int, int, int]:
+        """H, K and D of this rank."""
+        size = self.parallel.size
+        return self.num_heads // size, max(1, self.num_kv_heads // size), self.head_dim
+
+    def first_kv_head(self, rank: int) -> int:
+        """Index of the first key/value head of `rank`."""
+        return rank * self.num_kv_heads // self.parallel.size
+
+    def queries(self, width: int = 0, offset: int = 0) -> Ranges | None:
+        """Each rank's rows of the query heads, `width` (default D) for each head; width 1 for one number per head."""
+        width = width or self.head_dim
+        return self.parallel.even(self.num_heads * width, offset)
+
+    def keys(self, offset: int = 0, width: int = 0) -> Ranges | None:
+        """Each rank's rows of the key heads, or of the value heads at `offset`."""
+        if self.parallel.size == 1:
+            return None
+        width, num_local = width or self.head_dim, self.local[1]
+        firsts = [self.first_kv_head(rank) for rank in range(self.parallel.size)]
+        return tuple(((offset + first * width, offset + (first + num_local) * width),) for first in firsts)
+
+    def blocks(self) -> Ranges | None:
+        """Each rank's rows of one projection [q | k | v]."""
+        first_key, first_value = self.num_heads * self.head_dim, (self.num_heads + self.num_kv_heads) * self.head_dim
+        return join(self.queries(), self.keys(first_key), self.keys(first_value))
+
+    def groups(self) -> Ranges | None:
+        """Each rank's rows of one projection in which queries, key and value of each key/value head are adjacent."""
+        size, dim = self.parallel.size, self.head_dim
+        if size == 1:
+            return None
+        num_queries, num_local = self.num_heads // self.num_kv_heads, self.local[0]
+        if self.num_kv_heads >= size:
+            return self.parallel.even(self.num_kv_heads * (num_queries + 2) * dim)
+        ranges = []
+        for rank in range(size):
+            head = self.first_kv_head(rank)
+            start, first = head * (num_queries + 2), rank * num_local - head * num_queries
+            queries = ((start + first) * dim, (start + first + num_local) * dim)
+            ranges.append((queries, ((start + num_queries) * dim, (start + num_queries + 2) * dim)))
+        return tuple(ranges)
+
+
+def check_divides(heads: Heads, mlp_sizes: Sequence[int]) -> None:
+    """Raises ValueError, which lists the valid sizes, if the ranks cannot share heads and MLP equally."""
+    num_heads, num_kv_heads, size = heads.num_heads, heads.num_kv_heads, heads.parallel.size
+
+    def works(size: int) -> bool:
+        shares_keys = num_kv_heads % size == 0 or size % num_kv_heads == 0
+        return num_heads % size == 0 and shares_keys and all(length % size == 0 for length in mlp_sizes)
+
+    if not works(size):
+        choices = ", ".join(str(n) for n in range(1, num_heads + 1) if works(n))
+        lengths = " and ".join(map(str, sorted(set(mlp_sizes))))
+        raise ValueError(
+            f"{heads.parallel.option}={size} must divide num_attention_heads={num_heads}"
+            f"{f' and the MLP size {lengths}' if lengths else ''}, and divide num_key_value_heads={num_kv_heads} or be "
+            f"a multiple of it; use one of {choices}"
+        )
 
 
 def read_heads(policy: Policy, config: PretrainedConfig, parallel: TensorParallel = ALONE) -> Heads:
@@ -329,7 +435,7 @@ class Attention:
 
 
 class DenseMLP:
-    """Views and op of one layer's MLP, norm included."""
+    """A LayerMLP of two or three linears."""
 
     def __init__(
         self,
@@ -362,26 +468,26 @@ class DenseMLP:
 
     @property
     def linears(self) -> list[TransposedLinear]:
-        """All linears of the MLP."""
+        """See LayerMLP."""
         return [*([self.gate] if self.gate else []), self.up, self.down]
 
     @property
     def adaptable(self) -> list[TransposedLinear]:
-        """Linears that adapters may be on."""
+        """See LayerMLP."""
         return self.linears
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Tensors other than linears and norms that a forward pass reads."""
+        """See LayerMLP."""
         return []
 
     def bind(self) -> None:
-        """Points all views at the parameters' current memory, unfused; except `norm`, which is the layer's."""
+        """See LayerMLP."""
         for linear in self.linears:
             linear.bind()
 
     def forward(self, input: torch.Tensor, is_added: bool) -> torch.Tensor:
-        """`input [N, E]` -> the output `[N, E]`, added to `input` if `is_added`."""
+        """See LayerMLP."""
         gate, up = (self.gate.pair if self.gate else None), self.up.pair
         if self.is_fused_gate:
             weight, bias = up
@@ -396,51 +502,3 @@ class DenseMLP:
             return output
         output = self.parallel.all_reduce(output)
         return input + output if is_added else output
-
-
-class MoEMLP:
-    """A mixture of experts in place of the MLP, norm included."""
-
-    def __init__(
-        self,
-        policy: Policy,
-        layer: nn.Module,
-        config: PretrainedConfig,
-        index: int,
-        norm: NormView | None,
-        parallel: TensorParallel = ALONE,
-    ):
-        """`norm` is applied before the block; None: no norm."""
-        assert policy.moe is not None
-        self.norm, self.block = norm, MoEBlock(policy.moe, layer, config, f"layer {index}", parallel)
-        self.sizes = self.block.sizes
-
-    @staticmethod
-    def is_in(policy: MoEPolicy, layer: nn.Module) -> bool:
-        """Whether this layer has a mixture of experts; models may mix layers with and without."""
-        return has_module(layer, policy.router)
-
-    @property
-    def linears(self) -> list[TransposedLinear]:
-        """All linears; stacked experts are parameters, not linears."""
-        return [part for part in self.block.parts if isinstance(part, TransposedLinear)]
-
-    @property
-    def adaptable(self) -> list[ParameterView | ExpertList | TransposedLinear]:
-        """Parts that adapters may be on."""
-        return self.block.parts
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """Tensors other than linears and norms that a forward pass reads."""
-        parts = [part for part in self.block.parts if not isinstance(part, TransposedLinear)]
-        return [tensor for part in parts for tensor in part.tensors]
-
-    def bind(self) -> None:
-        """Points all views at the parameters' current memory, unfused; except `norm`, which is the layer's."""
-        self.block.bind()
-
-    def forward(self, input: torch.Tensor, is_added: bool) -> torch.Tensor:
-        """`input [N, E]` -> the output `[N, E]`, added to `input` if `is_added`."""
-        normed = self.norm.apply(input) if self.norm else input
-        return self.block.forward(normed, input if is_added else None)

@@ -23,15 +23,19 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from hybrid_engine.containers.device import LastingBuffer
-from hybrid_engine.containers.policy import MoEPolicy, UnsupportedModelError
-from hybrid_engine.containers.tensor_parallel import ALONE, Cut, Ranges, TensorParallel, cut, join
+from hybrid_engine.containers.policy import MoEPolicy, UnsupportedModelError, has_module, submodule
 from hybrid_engine.containers.views import (
+    ALONE,
+    Cut,
     LoraAdapter,
+    NormView,
+    Ranges,
+    TensorParallel,
     TransposedLinear,
     active_adapters,
-    has_module,
+    cut,
     is_linear,
-    submodule,
+    join,
 )
 from hybrid_engine.ops.expert_gemm import CLAMPED_SWIGLU, EXPERT_ACTIVATIONS, ExpertGemmOp
 from hybrid_engine.ops.expert_sum import ExpertSumOp
@@ -436,3 +440,50 @@ class ResidualMLP:
         up, down, coefficient = self.linears
         dense, _ = self.mlp_gemm(normed, None, None, up.pair, down.pair, None, None)
         return self.mix(experts, self.vector_matmul(normed, *coefficient.pair).softmax(-1), dense)
+
+
+class MoEMLP:
+    """A LayerMLP (layer.py) that is a mixture of experts."""
+
+    def __init__(
+        self,
+        policy: MoEPolicy,
+        layer: nn.Module,
+        config: PretrainedConfig,
+        index: int,
+        norm: NormView | None,
+        parallel: TensorParallel = ALONE,
+    ):
+        """`norm` is applied before the block; None: no norm."""
+        self.norm, self.block = norm, MoEBlock(policy, layer, config, f"layer {index}", parallel)
+        self.sizes = self.block.sizes
+
+    @staticmethod
+    def is_in(policy: MoEPolicy, layer: nn.Module) -> bool:
+        """Whether this layer has a mixture of experts; models may mix layers with and without."""
+        return has_module(layer, policy.router)
+
+    @property
+    def linears(self) -> list[TransposedLinear]:
+        """See LayerMLP."""
+        return [part for part in self.block.parts if isinstance(part, TransposedLinear)]
+
+    @property
+    def adaptable(self) -> list[ParameterView | ExpertList | TransposedLinear]:
+        """See LayerMLP."""
+        return self.block.parts
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """See LayerMLP."""
+        parts = [part for part in self.block.parts if not isinstance(part, TransposedLinear)]
+        return [tensor for part in parts for tensor in part.tensors]
+
+    def bind(self) -> None:
+        """See LayerMLP."""
+        self.block.bind()
+
+    def forward(self, input: torch.Tensor, is_added: bool) -> torch.Tensor:
+        """See LayerMLP."""
+        normed = self.norm.apply(input) if self.norm else input
+        return self.block.forward(normed, input if is_added else None)

@@ -11,6 +11,8 @@ Several policies may share a layer class: the first one whose `required` values 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch import nn
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -195,3 +197,41 @@ def find_policy(layer_class: str, config: "PretrainedConfig") -> Policy | None:
     names = sorted({name for policy in candidates for name in policy.required})
     found = ", ".join(f"{name}={getattr(config, name, None)}" for name in names)
     raise UnsupportedModelError(f"{layer_class} with {found}; its policies cover {covered}")
+
+
+def submodule(root: nn.Module, path: str) -> nn.Module:
+    """Returns the module at `path`; raises UnsupportedModelError, which names both, if there is none."""
+    try:
+        return root.get_submodule(path)
+    except AttributeError as error:
+        raise UnsupportedModelError(f"{type(root).__name__} has no {path!r}, which its policy names") from error
+
+
+def has_module(root: nn.Module, path: str) -> bool:
+    """Whether there is a module at `path`."""
+    try:
+        root.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
+def attribute(root: nn.Module, path: str) -> Any:
+    """Returns the attribute at `path`, a parameter or a number."""
+    owner, _, name = path.rpartition(".")
+    module = submodule(root, owner) if owner else root
+    if not hasattr(module, name):
+        raise UnsupportedModelError(f"{type(root).__name__} has no {path!r}, which its policy names")
+    return getattr(module, name)
+
+
+def config_value(config: "PretrainedConfig", name: str) -> Any:
+    """Returns the config's value of `name`; raises UnsupportedModelError if it has none."""
+    if not hasattr(config, name):
+        raise UnsupportedModelError(f"{type(config).__name__} has no {name!r}, which the policy names")
+    return getattr(config, name)
+
+
+def class_name(module: nn.Module) -> str:
+    """Qualified class name of `module` with its package, because adapters have the class names of what they adapt."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"

@@ -1,4 +1,4 @@
-"""Views of the parameters of modules that a policy names, checked before binding: linears, norms and embeddings.
+"""Views of the parameters of modules that a policy names, whole or a rank's part: linears, norms and embeddings.
 
 Inference reads a linear as an [in, out] view of its weight, or as a buffer of that shape with LoRA fused into it.
 Fusing never writes to the base weight: it computes `W^T + sum_i s_i A_i^T B_i^T` in fp32 into a separate buffer,
@@ -10,60 +10,121 @@ peft's layers are read by their attributes (`base_layer`, `lora_A`, `lora_B`, `s
 `disable_adapters`, `merged`): https://github.com/huggingface/peft, src/peft/tuners/lora/layer.py. So are the linears
 that scripts for DeepSpeed define (`weight`, `lora_right_weight` [in, r], `lora_left_weight` [r, out], `lora_scaling`,
 `fuse_lora`): DeepSpeed-Chat, dschat/utils/module/lora.py.
+
+Under tensor parallelism a rank holds a part of every weight. Projections into heads or into the MLP are split by
+columns, those back to the residual stream by rows, whose partial sums are added over the ranks (Megatron-LM, Shoeybi et
+al. 2019, arXiv 1909.08053, section 3); embedding and LM head are split by vocabulary. Norms, routers and positions are
+whole on every rank. Containers do not use process groups: `TensorParallel` gives them functions.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hybrid_engine.containers.device import LastingBuffer
-from hybrid_engine.containers.policy import NormKind, UnsupportedModelError
+from hybrid_engine.containers.policy import NormKind, UnsupportedModelError, class_name, submodule
 from hybrid_engine.containers.quantised import Quantised, read_quantised
-from hybrid_engine.containers.tensor_parallel import ALONE, Ranges, TensorParallel, cut
 from hybrid_engine.ops import NORM_OPS
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    pass
+
+Ranges = tuple[tuple[tuple[int, int], ...], ...]
+"""Ascending ranges (start, stop) that each rank holds."""
 
 
-def submodule(root: nn.Module, path: str) -> nn.Module:
-    """Returns the module at `path`; raises UnsupportedModelError, which names both, if there is none."""
-    try:
-        return root.get_submodule(path)
-    except AttributeError as error:
-        raise UnsupportedModelError(f"{type(root).__name__} has no {path!r}, which its policy names") from error
+@dataclass(frozen=True)
+class Cut:
+    """Part of a tensor that each rank holds: ranges of its dimension `dim`."""
+
+    dim: int
+    ranges: Ranges
+
+    def of(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """Returns the part of `rank`: a view if it is one range, otherwise a copy."""
+        parts = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges[rank]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
-def has_module(root: nn.Module, path: str) -> bool:
-    """Whether there is a module at `path`."""
-    try:
-        root.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
+def whole(parameter: torch.Tensor, name: str) -> torch.Tensor:
+    """Returns a detached alias of a parameter that is whole in memory.
+
+    Raises RuntimeError for a shard or freed storage.
+    """
+    if isinstance(parameter, DTensor) or parameter.is_meta or parameter.untyped_storage().nbytes() == 0:
+        raise RuntimeError(f"{name} is not gathered; gather the weights before binding them")
+    return parameter.detach()
 
 
-def attribute(root: nn.Module, path: str) -> Any:
-    """Returns the attribute at `path`, a parameter or a number."""
-    owner, _, name = path.rpartition(".")
-    module = submodule(root, owner) if owner else root
-    if not hasattr(module, name):
-        raise UnsupportedModelError(f"{type(root).__name__} has no {path!r}, which its policy names")
-    return getattr(module, name)
+def read_whole(parameter: torch.Tensor, cut: Cut | None, rank: int, name: str) -> torch.Tensor:
+    """Returns the part of `rank` of a parameter that is whole in memory; all of it without a cut."""
+    weight = whole(parameter, name)
+    return weight if cut is None else cut.of(weight, rank)
 
 
-def config_value(config: "PretrainedConfig", name: str) -> Any:
-    """Returns the config's value of `name`; raises UnsupportedModelError if it has none."""
-    if not hasattr(config, name):
-        raise UnsupportedModelError(f"{type(config).__name__} has no {name!r}, which the policy names")
-    return getattr(config, name)
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
-def class_name(module: nn.Module) -> str:
-    """Qualified class name of `module` with its package, because adapters have the class names of what they adapt."""
-    return f"{type(module).__module__}.{type(module).__qualname__}"
+def _nothing_to_wait_for() -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallel:
+    """One rank of a tensor-parallel group. All functions but `wait` are collective if `size` is above 1."""
+
+    rank: int = 0
+    size: int = 1
+    all_reduce: Callable[[torch.Tensor], torch.Tensor] = _unchanged
+    """Returns the sum over the ranks, bitwise equal on each; may overwrite its argument."""
+    all_gather: Callable[[torch.Tensor], torch.Tensor] = _unchanged
+    """Concatenates the ranks' tensors of one shape along the last dimension, in the order of ranks."""
+    read: Callable[[torch.Tensor, Cut | None, int, str], torch.Tensor] = read_whole
+    """Returns a rank's part of a parameter; the string names it in errors. Filled once `wait` returns."""
+    wait: Callable[[], None] = _nothing_to_wait_for
+    """Returns once all parts that were read are filled."""
+    option: str = "tp_size"
+    """The user's option for `size`."""
+
+    def take(self, parameter: torch.Tensor, cut: Cut | None, name: str) -> torch.Tensor:
+        """Returns this rank's part of a parameter; all of it without a cut."""
+        return self.read(parameter, cut, self.rank, name)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank adds the terms that must be added once."""
+        return self.rank == 0
+
+    def even(self, length: int, offset: int = 0) -> Ranges | None:
+        """Equal ranges of `[offset, offset + length)` for the ranks; None with a single rank."""
+        size = length // self.size
+        parts = tuple(((offset + rank * size, offset + (rank + 1) * size),) for rank in range(self.size))
+        return parts if self.size > 1 else None
+
+    def chunks(self, length: int) -> Ranges | None:
+        """Ranges of `length`, of which the last ranks' may be shorter; None with a single rank."""
+        size = -(-length // self.size)
+        bounds = [(min(rank * size, length), min((rank + 1) * size, length)) for rank in range(self.size)]
+        return tuple((bound,) for bound in bounds) if self.size > 1 else None
+
+
+ALONE = TensorParallel()
+
+
+def join(*parts: Ranges | None) -> Ranges | None:
+    """Joins each rank's ranges of several parts of one tensor, which must follow each other."""
+    present = [part for part in parts if part is not None]
+    return tuple(sum(ranks, ()) for ranks in zip(*present, strict=True)) if present else None
+
+
+def cut(dim: int, ranges: Ranges | None) -> Cut | None:
+    """Returns a cut, or None without ranges."""
+    return None if ranges is None else Cut(dim, ranges)
 
 
 def norm_eps(norm: nn.Module) -> float:

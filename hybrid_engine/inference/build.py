@@ -24,11 +24,10 @@ from transformers import PretrainedConfig
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers import InferenceEncoder, InferenceModel, UnsupportedModelError
-from hybrid_engine.containers.layer import read_heads
+from hybrid_engine.containers.layer import Heads, check_divides, read_heads
 from hybrid_engine.containers.model import find_decoder
 from hybrid_engine.containers.policy import Policy
-from hybrid_engine.containers.tensor_parallel import Cut, Heads, TensorParallel, check_divides, cut, read_whole
-from hybrid_engine.containers.views import is_adapted
+from hybrid_engine.containers.views import Cut, TensorParallel, cut, is_adapted, read_whole
 from hybrid_engine.distributed.processes import check_gpu, default_device, get_rank, init_distributed
 from hybrid_engine.generation.live.opening import FusedAdapter
 from hybrid_engine.generation.memory import usable_memory_bytes

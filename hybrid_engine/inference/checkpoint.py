@@ -30,7 +30,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from hybrid_engine.containers.tensor_parallel import Cut, read_whole
+from hybrid_engine.containers.views import Cut, read_whole
 
 Bounds = tuple[tuple[int, int], ...]
 NUM_LISTED = 10

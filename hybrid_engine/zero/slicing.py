@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from hybrid_engine.containers.device import LastingBuffer
-from hybrid_engine.containers.tensor_parallel import Cut, read_whole, whole
+from hybrid_engine.containers.views import Cut, read_whole, whole
 from hybrid_engine.distributed.groups import all_gather_single
 from hybrid_engine.zero.sharding import Sharding
 from hybrid_engine.zero.split_module import tensor_axes

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import hybrid_engine
 from hybrid_engine import zero
-from hybrid_engine.containers.tensor_parallel import TensorParallel
+from hybrid_engine.containers.views import TensorParallel
 from hybrid_engine.extensions.megatron.loading import load_megatron_gpt
 from hybrid_engine.inference.build import share_linears
 from hybrid_engine.inference.config import read_config

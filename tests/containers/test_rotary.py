@@ -9,7 +9,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 import hybrid_engine
-from hybrid_engine.containers.rotary import Rotary
+from hybrid_engine.containers.model import Rotary
 from hybrid_engine.ops.softmax_context import apply_rotary
 from tests.support.models import PAD, VOCAB
 

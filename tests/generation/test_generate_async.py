@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hybrid_engine
-from hybrid_engine.containers.tensor_parallel import TensorParallel
+from hybrid_engine.containers.views import TensorParallel
 from hybrid_engine.generation.model.weights import TRAINING_OPTION, ModelGroup
 from tests.support.models import PAD, build_model, module_logprobs, padded_prompts
 

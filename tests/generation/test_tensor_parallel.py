@@ -24,7 +24,8 @@ from transformers import (
 )
 
 import hybrid_engine
-from hybrid_engine.containers.tensor_parallel import Heads, TensorParallel, check_divides
+from hybrid_engine.containers.layer import Heads, check_divides
+from hybrid_engine.containers.views import TensorParallel
 from tests.support.distributed import run_distributed
 from tests.support.models import PAD, VOCAB, build_model, padded_prompts
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.containers.device import LastingBuffer
 from hybrid_engine.containers.layer import InferenceLayer
-from hybrid_engine.containers.tensor_parallel import ALONE, Cut, TensorParallel
+from hybrid_engine.containers.views import ALONE, Cut, TensorParallel
 from hybrid_engine.distributed.groups import all_gather_single, host_group
 from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.distributed.verdict import LOST, FollowedError, LostError, Partners, agree, everyone

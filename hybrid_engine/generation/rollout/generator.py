@@ -19,7 +19,7 @@ from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.containers.layer import InferenceLayer
-from hybrid_engine.containers.tensor_parallel import TensorParallel
+from hybrid_engine.containers.views import TensorParallel
 from hybrid_engine.distributed.verdict import (
     HeldInterrupts,
     LostError,

@@ -24,7 +24,7 @@ from torch import nn
 
 from hybrid_engine.containers import InferenceModel
 from hybrid_engine.containers.layer import InferenceLayer
-from hybrid_engine.containers.tensor_parallel import TensorParallel
+from hybrid_engine.containers.views import TensorParallel
 from hybrid_engine.distributed.verdict import (
     ErrorNotice,
     FollowedError,

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import hybrid_engine
 from hybrid_engine.containers import InferenceEncoder
-from hybrid_engine.containers.tensor_parallel import ALONE
+from hybrid_engine.containers.views import ALONE
 from hybrid_engine.extensions.megatron.loading import build_empty_megatron_gpt, load_megatron_gpt
 from hybrid_engine.generation.model.weights import describe_group
 from hybrid_engine.inference import init_inference

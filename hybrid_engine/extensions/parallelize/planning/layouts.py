@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import Placement, Replicate
 
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
-from hybrid_engine.containers.tensor_parallel import Cut, TensorParallel
+from hybrid_engine.containers.views import Cut, TensorParallel
 from hybrid_engine.extensions.parallelize.graph.graph import Graph, Op, layer_of, paths_around
 from hybrid_engine.extensions.parallelize.graph.stage_ops import stage_of_path
 from hybrid_engine.extensions.parallelize.planning.plan import Plan
