@@ -29,14 +29,14 @@ from hybrid_engine.engine.zero_engine import ZeroEngine
 from hybrid_engine.generation.core import Request, RolloutResult
 from hybrid_engine.generation.live.asynchronous import AsyncRollout, Carried, start_async
 from hybrid_engine.generation.memory import AllocatorPeak, TrainingMemory
-from hybrid_engine.generation.model.probe import LogprobDifference, compare_logprobs
-from hybrid_engine.generation.model.weights import (
+from hybrid_engine.generation.model.groups import (
     TRAINING_OPTION,
     check_group_size,
     check_parts,
     share_sharded_model,
     share_unit,
 )
+from hybrid_engine.generation.model.probe import LogprobDifference, compare_logprobs
 from hybrid_engine.generation.rollout.engine_methods import ModuleGenerate, WarmUp, describe_generation, warm_up
 from hybrid_engine.generation.rollout.generator import Generator, roll_out_what_fits
 from hybrid_engine.generation.rollout.output import GenerateOutput

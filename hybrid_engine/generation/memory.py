@@ -17,11 +17,11 @@ from hybrid_engine.containers.quantised import stored_tensors
 from hybrid_engine.metrics.memory_plan import format_bytes, read_bytes
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.zero.fsdp2_private import fsdp_params, unreduced_gradients
-from hybrid_engine.zero.gathering import WeightGatherer
 from hybrid_engine.zero.sharding import Sharding, local_tensor
 
 if TYPE_CHECKING:  # an engine that only trains reads its memory here, and needs no containers
     from hybrid_engine.containers import InferenceModel
+    from hybrid_engine.generation.model.weights import WeightGatherer
 
 # Share of the free memory that a rollout may take; the rest is for activations and logits.
 USABLE_MEMORY = 0.8
@@ -340,7 +340,7 @@ class MemoryBudget:
         self,
         device: torch.device,
         config: HybridEngineConfig,
-        gatherer: WeightGatherer,
+        gatherer: "WeightGatherer",
         workspace: KVWorkspace,
         training: TrainingMemory | None,
     ) -> None:

@@ -31,15 +31,9 @@ from hybrid_engine.containers.views import Cut, TensorParallel, cut, is_adapted,
 from hybrid_engine.distributed.processes import check_gpu, default_device, get_rank, init_distributed
 from hybrid_engine.generation.live.opening import FusedAdapter
 from hybrid_engine.generation.memory import usable_memory_bytes
+from hybrid_engine.generation.model.groups import PIPELINE_OPTION, describe_group, join_model_group, join_stages
 from hybrid_engine.generation.model.probe import probe_containers
-from hybrid_engine.generation.model.weights import (
-    PIPELINE_OPTION,
-    ModelGroup,
-    bound,
-    describe_group,
-    join_model_group,
-    join_stages,
-)
+from hybrid_engine.generation.model.weights import ModelGroup, bound
 from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.generation.rollout.stages import StageModel
 from hybrid_engine.inference.checkpoint import CheckpointReader, compute_buffers, open_checkpoint_of

@@ -4,8 +4,8 @@ import time
 
 import torch.distributed as dist
 
-from hybrid_engine.generation.model import weights
-from hybrid_engine.generation.model.weights import LayerSums
+from hybrid_engine.generation.model import groups
+from hybrid_engine.generation.model.groups import LayerSums
 from tests.support.distributed import run_distributed
 
 
@@ -24,7 +24,7 @@ def make_slowly(rank, world_size):
             store.add("made", 1)
             return made
 
-    weights.dist = SlowDist()
+    groups.dist = SlowDist()
     sums = LayerSums([list(range(world_size))])
     seen = [store.add("made", 0) == world_size]
     sums.renew()

@@ -7,7 +7,8 @@ import torch
 
 import hybrid_engine
 from hybrid_engine.containers.views import TensorParallel
-from hybrid_engine.generation.model.weights import TRAINING_OPTION, ModelGroup
+from hybrid_engine.generation.model.groups import TRAINING_OPTION
+from hybrid_engine.generation.model.weights import ModelGroup
 from tests.support.models import PAD, build_model, module_logprobs, padded_prompts
 
 OPTIONS = {"do_sample": True, "top_k": 0, "max_new_tokens": 24, "eos_token_id": 11, "pad_token_id": PAD}

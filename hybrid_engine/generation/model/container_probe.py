@@ -29,11 +29,10 @@ from hybrid_engine.generation.model.probe import (
     probe_module,
     probe_widely,
 )
-from hybrid_engine.generation.model.weights import pass_over_layers
+from hybrid_engine.generation.model.weights import WeightGatherer, pass_over_layers
 from hybrid_engine.ops.cpu_kernels import use_compiled
 from hybrid_engine.ops.cpu_library import cache_folder
 from hybrid_engine.ops.dispatch import KernelError, fallback_forced, naming_kernels, replaced_kernels
-from hybrid_engine.zero.gathering import WeightGatherer
 
 Readable = Callable[[InferenceModel | None], AbstractContextManager[None]]
 """Returns a context in which containers and the module's forward can read their weights."""

@@ -1,173 +1,253 @@
-"""The weights that a model generates with: who holds which part, and containers bound to them.
+"""The weights that a model generates with: who holds which part, how they are gathered, containers bound to them.
 
 `Generator` uses it around every rollout. `ModelGroup` is the consecutive ranks that share one model, and their
-collectives: each process has its part of every layer (tensor parallelism), some of the layers (pipeline stages), or
-both. `bound` binds containers to gathered weights: once, to copies at fixed addresses, or layer by layer if layers are
-streamed. This file also checks that containers can generate with the weights of a model that a plan splits, builds
-that model's group, and detects changes of a module's children, hooks and forward.
+collectives; `groups.py` builds it. `WeightGatherer` makes the weights whole: once per rollout, or streamed layer by
+layer with the next one on its way. FSDP2 keeps the storage object of an unsharded parameter across unshard and reshard,
+so a view of a gathered parameter becomes valid again whenever it is gathered again. Its methods are collective when the
+model is sharded and free when it is not. `bound` binds containers to gathered weights: once, to copies at fixed
+addresses, or layer by layer if layers are streamed.
 """
 
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any, Protocol, TypeVar
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from hybrid_engine.containers import InferenceModel, UnsupportedModelError
+from hybrid_engine.containers import InferenceModel
 from hybrid_engine.containers.device import LastingBuffer
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.views import ALONE, Cut, TensorParallel
-from hybrid_engine.distributed.groups import all_gather_single, host_group
+from hybrid_engine.distributed.groups import host_group
 from hybrid_engine.distributed.processes import get_rank, get_world_size
-from hybrid_engine.distributed.verdict import LOST, FollowedError, LostError, Partners, agree, everyone
-from hybrid_engine.zero.gathering import WeightGatherer
+from hybrid_engine.distributed.verdict import LostError, Partners
+from hybrid_engine.zero.fsdp2_private import keep_gathered_storage
 from hybrid_engine.zero.sharding import Sharding
-from hybrid_engine.zero.slicing import PartReader, SliceReader, places_of_ranks
-from hybrid_engine.zero.split_module import num_stages_of, original_of, split_axes_of, stages_of, unit_size_of
+from hybrid_engine.zero.slicing import PartReader, SliceReader
+from hybrid_engine.zero.split_module import (
+    num_gathered,
+)
+
+if TYPE_CHECKING:
+    from hybrid_engine.generation.model.groups import LayerSums, Stage
 
 Value = TypeVar("Value")
-TRAINING_OPTION = "hybrid_engine.inference_tp_size"
-"""Option for the number of processes that share the model of a training engine."""
 PIPELINE_OPTION = "pipeline_parallel_size"
 """Option for the number of stages of a model that only generates."""
 Read = Callable[[torch.Tensor, Cut | None, int, str], torch.Tensor]
 """Signature of `TensorParallel.read`: returns a rank's part of a parameter."""
-OPTION = "plan_ngpus"
-WITHOUT_EFFECT = ("hybrid_engine.", "torch.distributed.")
-"""Packages whose hooks and forwards do not change what a module computes."""
 
 
-class Recordings(Protocol):
-    """Recorded steps, whose graphs may hold collectives of a group."""
+class ReadsLayer(Protocol):
+    """Something that reads the parameters of one layer."""
 
-    def drop(self) -> None:
-        """Drops every graph."""
+    module: nn.Module
 
 
-class LayerSums:
-    """The collectives of this process's group.
+Layer = TypeVar("Layer", bound=ReadsLayer)
+
+
+def _num_bytes(module: nn.Module) -> int:
+    """Bytes of the gathered parameters, not of this process's shards."""
+    return sum(num_gathered(p) * p.element_size() for p in module.parameters())
+
+
+class WeightGatherer:
+    """Gathers the weights of a sharded model for reading.
 
     Args:
-        ranks: ranks of every group; all processes of the run create the groups together.
+        is_pinned: True gathers all layers once per rollout, if they fit; False streams them on every pass.
+        slices: if processes share the model, reads this process's part; then nothing is gathered.
+        parts: if a plan splits the model, reads this process's part from the parameters of its unit.
     """
 
-    def __init__(self, ranks: list[list[int]]):
-        self._ranks = ranks
-        self._group: dist.ProcessGroup | None = None
-        self._recordings: WeakSet[Recordings] = WeakSet()
-        self.renew()
+    def __init__(
+        self,
+        sharding: Sharding,
+        is_pinned: bool,
+        slices: SliceReader | None = None,
+        parts: PartReader | None = None,
+    ):
+        self.sharding, self.is_pinned, self.slices, self.parts = sharding, is_pinned, slices, parts
+        self.can_stream = sharding.is_sharded and not sharding.stays_whole and bool(sharding.layers) and slices is None
+        self.has_buffers = False
+        """Whether readers make their own weights: with fused adapters, or dequantized. These may be streamed too."""
+        self._is_crowded = False
+        self._bytes_gathered = 0
+        self._pending: list[Any] = []
+        self._num_streamed = 0  # layers gathered or being gathered in this pass
+        self._groups: dict[nn.Module, list[nn.Module]] = {}  # by streamed layer; read at every token
+        layers = {layer: _num_bytes(layer) for layer in sharding.layers}
+        self._num_bytes = {**layers, sharding.root: _num_bytes(sharding.root) - sum(layers.values())}
 
-    def drop_before_leaving(self, recordings: "Recordings") -> None:
-        """Registers `recordings` to drop before the group is destroyed: NCCL's must not outlive their communicator."""
-        self._recordings.add(recordings)
+    @property
+    def is_streamed(self) -> bool:
+        """Whether layers are read one at a time in every pass."""
+        can_stream = self.can_stream or (self.has_buffers and self.slices is None)
+        return can_stream and (self._is_crowded or not self.is_pinned)
 
-    def renew(self) -> None:
-        """Creates the groups, or creates them again; collective over all processes of the run.
+    @property
+    def resident_bytes(self) -> int:
+        """Maximum bytes gathered at once: 0 if weights stay whole; everything; or the rest and two layers.
 
-        When it returns, all have theirs: a process that left its group early would break it for those still connecting.
+        Includes copies of parameters that a unit trains in other parts than it generates with, known after binding.
         """
-        self._leave()
-        self._group = everyone().agree(lambda: dist.new_subgroups_by_enumeration(self._ranks)[0])
+        copies = 0 if self.parts is None else self.parts.num_bytes
+        return self._resident_bytes(self.is_streamed) + copies
 
-    def _leave(self) -> None:
-        """Destroys this process's group; the last reference to the group must be dropped with it."""
-        if self._group is not None:
-            for recordings in list(self._recordings):
-                recordings.drop()
-            dist.destroy_process_group(self._group)
-            self._group = None
+    def _resident_bytes(self, is_streamed: bool) -> int:
+        if not self.sharding.is_sharded or (self.sharding.stays_whole and self.slices is None):
+            return 0
+        if self.slices is not None:
+            return sum(self._num_bytes.values()) // self.slices.size
+        layers = sorted((self._num_bytes[layer] for layer in self.sharding.layers), reverse=True)
+        return self._num_bytes[self.sharding.root] + sum(layers[:2] if is_streamed else layers)
+
+    def count_bytes(self) -> int:
+        """Bytes gathered since the last call."""
+        count, self._bytes_gathered = self._bytes_gathered, 0
+        return count + sum(reader.count_bytes() for reader in (self.slices, self.parts) if reader is not None)
+
+    @property
+    def asks_for_memory(self) -> bool:
+        """Whether free memory decides how weights are gathered: true for pinned weights that could be streamed."""
+        return self.is_pinned and (self.can_stream or self.has_buffers)
+
+    def is_crowded(self, usable_bytes: int) -> bool:
+        """Whether all pinned weights together do not fit into this process's `usable_bytes`."""
+        return self.asks_for_memory and self._resident_bytes(is_streamed=False) > usable_bytes
+
+    def choose(self, is_crowded: bool) -> None:
+        """Before a rollout: streams pinned weights if `is_crowded` is true on any process; the same value on all."""
+        self._is_crowded = is_crowded
 
     @contextmanager
-    def ending_others(self) -> Iterator[None]:
-        """Inside, an error of this process ends the sums that the others wait in; then all must call `renew`.
+    def gathered(self, whole: bool = False) -> Iterator[None]:
+        """Inside, everything is gathered, or everything but the layers if they are streamed and `whole` is False.
 
-        The locals of the frames that raised the error are cleared, because one might reference the group.
+        If processes share the model, parts that are read inside are kept until the end instead.
         """
+        if self.slices is not None:
+            with self._read_in_parts(self.slices):
+                yield
+            return
+        with self._unsharded(is_whole=whole or not self.is_streamed):
+            yield
+
+    @contextmanager
+    def gathered_outside_layers(self) -> Iterator[None]:
+        """Inside, all but the layers is gathered; `stream` may gather those one by one. Requires `can_stream`."""
+        with self._unsharded(is_whole=False):
+            yield
+
+    @contextmanager
+    def _read_in_parts(self, slices: SliceReader) -> Iterator[None]:
+        self.sharding.settle()  # else parameters left gathered by a forward pass would be taken for whole weights
         try:
             yield
-        except BaseException as error:
-            traceback.clear_frames(error.__traceback__)
-            self._leave()
-            raise
+        finally:
+            slices.release()
 
     @contextmanager
-    def _noting_who_left(self) -> Iterator[dist.ProcessGroup]:
-        if self._group is None:
-            raise FollowedError("an error has parted the processes that share this model; start them again")
+    def _unsharded(self, is_whole: bool) -> Iterator[None]:
+        with self._gathered_over_units(is_whole):
+            try:
+                yield
+            finally:
+                if self.parts is not None:
+                    self.parts.release()
+
+    @contextmanager
+    def _gathered_over_units(self, is_whole: bool) -> Iterator[None]:
+        if not self.sharding.is_sharded:
+            yield
+            return
+        if self.sharding.stays_whole:
+            self.sharding.settle()  # an error may have left shards
+            yield
+            return
+        modules = [self.sharding.root, *self.sharding.layers] if is_whole else [self.sharding.root]
         try:
-            yield self._group
-        except RuntimeError as error:
-            if any(words in str(error) for words in LOST):
-                raise FollowedError(str(error)) from error
-            raise
+            for module in modules:
+                self._unshard(module)
+            yield
+        finally:
+            self._wait()  # a layer of an abandoned stream would be taken for the next rollout's
+            self.sharding.reshard()
 
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the sum over the group; may overwrite `tensor`. Raises FollowedError if another process left."""
-        tensor = tensor.contiguous()
-        with self._noting_who_left() as group:
-            dist.all_reduce(tensor, group=group)
-        return tensor
+    @contextmanager
+    def gathered_for_forward(self) -> Iterator[None]:
+        """Gathers the weights for forward passes of the module: everything, or everything but streamed layers.
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Concatenates the tensors of the group's processes along the last dimension; raises as `all_reduce`."""
-        with self._noting_who_left() as group:
-            size = dist.get_world_size(group)
-            gathered = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
-            all_gather_single(gathered, tensor.contiguous(), group=group)
-        return torch.cat(gathered.chunk(size), -1)
+        Each pass gathers streamed layers one by one, so all processes must run the same number of passes.
+        """
+        modules = self.sharding.fsdp_modules()
+        if self.is_streamed:
+            modules = [module for module in modules if module not in self.sharding.layers]
+        for module in modules:
+            module.set_reshard_after_forward(False, recurse=False)
+        try:
+            with self._unsharded(is_whole=not self.is_streamed):
+                yield
+        finally:
+            for module in modules:
+                module.set_reshard_after_forward(self.sharding.frees_after_forward, recurse=False)
 
+    def keep_addresses(self) -> None:
+        """Keeps parts of weights, and weights that stay whole, at the same addresses in every later rollout.
 
-@dataclass(frozen=True, kw_only=True)
-class Stage:
-    """The pipeline stage of this process."""
+        Layers that are gathered for a rollout are copied instead: see `LastingWeights`.
+        """
+        if self.slices is not None:
+            self.slices.has_lasting_addresses = True
+        if self.sharding.stays_whole:
+            keep_gathered_storage(self.sharding.fsdp_modules())
 
-    index: int
-    """Index from 0, the stage of the embedding; the last one has the final norm and the LM head."""
-    ranks: tuple[int, ...]
-    """Rank of the process of each stage, this one included, that exchanges hidden states with this process."""
-    group: dist.ProcessGroup
-    """Process group of these ranks."""
-    host_group: dist.ProcessGroup
-    """Gloo group of the same processes: messages that the host reads do not wait for the device."""
-    bounds: tuple[range, ...] | None = None
-    """The layers of each stage; None: split as equally as possible."""
+    def begin_pass(self) -> None:
+        """Before each pass over streamed layers."""
+        self._num_streamed = 0
 
-    @property
-    def size(self) -> int:
-        """Number of stages."""
-        return len(self.ranks)
+    def stream(self, layers: list[Layer]) -> Iterator[Layer]:
+        """Yields `layers` in order, each gathered while it is in use, with the next one being gathered."""
+        self._send(layers[0])
+        for index, layer in enumerate(layers):
+            self._wait()
+            if index + 1 < len(layers):
+                self._send(layers[index + 1])
+            yield layer
+            for group in self._groups_in(layer.module):
+                group.reshard()  # type: ignore[operator]
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this stage embeds tokens."""
-        return self.index == 0
+    def finish_pass(self, layers: list[Layer]) -> None:
+        """After an error in a pass: gathers the remaining `layers` with the processes that use them; collective."""
+        self._wait()
+        for layer in layers[self._num_streamed :]:
+            self._send(layer)
+            self._wait()
+            for group in self._groups_in(layer.module):
+                group.reshard()  # type: ignore[operator]
 
-    @property
-    def is_last(self) -> bool:
-        """Whether this stage computes logits."""
-        return self.index == self.size - 1
+    def _send(self, layer: ReadsLayer) -> None:
+        self._pending = [self._unshard(group, is_async=True) for group in self._groups_in(layer.module)]
+        self._num_streamed += 1
 
-    def layers(self, num_layers: int) -> range:
-        """Returns the layers of this stage."""
-        return self.all_layers(num_layers)[self.index]
+    def _groups_in(self, layer: nn.Module) -> list[nn.Module]:
+        if layer not in self._groups:
+            parts = set(layer.modules()) if self.can_stream else set()
+            self._groups[layer] = [group for group in self.sharding.layers if group in parts]
+        return self._groups[layer]
 
-    def all_layers(self, num_layers: int) -> Sequence[range]:
-        """Returns the layers of each stage."""
-        return self.bounds or split_layers(num_layers, self.size)
+    def _wait(self) -> None:
+        for handle in self._pending:
+            handle.wait()
+        self._pending = []
 
-
-def split_layers(num_layers: int, num_stages: int) -> list[range]:
-    """Splits layers into stages; if they cannot be equal, the first ones have one more, as the last has the LM head."""
-    fewest, num_longer = divmod(num_layers, num_stages)
-    starts = [stage * fewest + min(stage, num_longer) for stage in range(num_stages + 1)]
-    return [range(start, stop) for start, stop in pairwise(starts)]
+    def _unshard(self, module: nn.Module, is_async: bool = False) -> Any:
+        self._bytes_gathered += self._num_bytes[module]
+        return module.unshard(async_op=is_async)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +256,7 @@ class ModelGroup:
 
     parallel: TensorParallel = ALONE
     """Tensor parallelism of the processes that share each layer, for the containers."""
-    stage: Stage | None = None
+    stage: "Stage | None" = None
     """This process's pipeline stage; None: it has a part of all layers."""
     stage_option: str = PIPELINE_OPTION
     """Option that sets the number of stages, for errors."""
@@ -184,7 +264,7 @@ class ModelGroup:
     """Process group of the processes that share the model; None for one process."""
     layer_group: dist.ProcessGroup | None = None
     """Process group of those that share each layer; None for one process."""
-    sums: LayerSums | None = None
+    sums: "LayerSums | None" = None
     """Sums the parts of layers so that an error of one process ends the waiting of the others; or None."""
     slices: SliceReader | None = None
     """Reads this rank's part of parameters sharded over the processes; None if nothing is shared."""
@@ -289,97 +369,6 @@ class ModelGroup:
         return value if self.stage is None else self.gather_objects(value)[-1]
 
 
-def check_group_size(size: int, option: str) -> None:
-    """Raises ValueError, which names `option`, if groups of `size` processes do not cover all processes."""
-    world_size = get_world_size()
-    if world_size % size:
-        choices = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-        raise ValueError(f"{option}={size} must divide the number of processes {world_size}; use one of {choices}")
-
-
-def join_model_group(size: int, device: torch.device, option: str) -> ModelGroup:
-    """Returns the group of `size` consecutive processes with this one; collective over all processes.
-
-    Raises ValueError as `check_group_size` does.
-    """
-    check_group_size(size, option)
-    if size == 1:
-        return ModelGroup()
-    mesh = init_device_mesh(device.type, (get_world_size() // size, size), mesh_dim_names=("replicate", "tensor"))
-    return _with_sums(describe_group(mesh["tensor"].get_group(), option), size)
-
-
-def _with_sums(group: ModelGroup, size: int) -> ModelGroup:
-    """Returns `group` with separate groups of `size` consecutive processes for the sums in layers; collective."""
-    sums = LayerSums(torch.arange(get_world_size()).view(-1, size).tolist())
-    parallel = replace(group.parallel, all_reduce=sums.all_reduce, all_gather=sums.all_gather)
-    return replace(group, parallel=parallel, sums=sums)
-
-
-def describe_group(group: dist.ProcessGroup, option: str) -> ModelGroup:
-    """Returns a ModelGroup of the processes in `group`."""
-    size = dist.get_world_size(group)
-
-    def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.contiguous()
-        dist.all_reduce(tensor, group=group)
-        return tensor
-
-    def all_gather(tensor: torch.Tensor) -> torch.Tensor:
-        gathered = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
-        all_gather_single(gathered, tensor.contiguous(), group=group)
-        return torch.cat(gathered.chunk(size), -1)
-
-    parallel = TensorParallel(
-        rank=dist.get_rank(group), size=size, all_reduce=all_reduce, all_gather=all_gather, option=option
-    )
-    return ModelGroup(parallel=parallel, process_group=group, layer_group=group)
-
-
-def check_layout(tp_size: int, num_stages: int, option: str) -> None:
-    """Raises ValueError, which names both options, if groups of this size do not cover all processes."""
-    world_size, size = get_world_size(), tp_size * num_stages
-    if world_size % size:
-        pairs = [(tp, n // tp) for n in range(1, world_size + 1) if world_size % n == 0 for tp in range(1, n + 1)]
-        fitting = ", ".join(f"{tp} x {pp}" for tp, pp in pairs if world_size % (tp * pp) == 0 and pp > 1) or "1 x 1"
-        raise ValueError(
-            f"{option}={tp_size} times {PIPELINE_OPTION}={num_stages} makes {size} processes for one model, which must "
-            f"divide the number of processes {world_size}; start {size} processes, or use one of {fitting}"
-        )
-
-
-def join_stages(
-    tp_size: int, num_stages: int, device: torch.device, option: str, bounds: tuple[range, ...] | None = None
-) -> ModelGroup:
-    """Returns this process's group of `num_stages` stages of `tp_size` processes; collective over all processes.
-
-    `bounds` are the layers of each stage; None: as equal as possible. Raises ValueError as `check_layout` does.
-    """
-    check_layout(tp_size, num_stages, option)
-    shape = (get_world_size() // (tp_size * num_stages), num_stages, tp_size)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "pipeline", "tensor"))
-    stages = host = mesh["pipeline"].get_group()
-    if device.type != "cpu":
-        by_stage = torch.arange(get_world_size()).view(shape).transpose(1, 2).flatten(0, 1)
-        host, _ = dist.new_subgroups_by_enumeration(by_stage.tolist(), backend="gloo")
-    ranks = tuple(dist.get_process_group_ranks(stages))
-    stage = Stage(index=dist.get_rank(stages), ranks=ranks, group=stages, host_group=host, bounds=bounds)
-    whole = mesh["pipeline", "tensor"]._flatten("model").get_group()
-    layer = ModelGroup()
-    if tp_size > 1:
-        layer = _with_sums(describe_group(mesh["tensor"].get_group(), option), tp_size)
-    return replace(layer, stage=stage, process_group=whole)
-
-
-def share_sharded_model(size: int, sharding: Sharding, device: torch.device) -> ModelGroup:
-    """Returns the group in which `generate()` of a training engine shares the model; collective."""
-    group = join_model_group(size, device, TRAINING_OPTION)
-    if size == 1:
-        return group
-    slices = SliceReader(sharding, size)
-    return replace(group, slices=slices, parallel=replace(group.parallel, read=slices.read, wait=slices.wait))
-
-
 class LastingWeights:
     """Copies of gathered parameters at fixed addresses; FSDP2 gathers to another address every time.
 
@@ -471,111 +460,3 @@ def _streamed(model: InferenceModel, gatherer: WeightGatherer) -> Iterator[Infer
         layer.fuse_lora(lender=model.layers[0])
         yield layer
         layer.unfuse_lora(keeps_lent=True)
-
-
-def check_parts(model: nn.Module, is_exact: bool, tp_size: int) -> None:
-    """Raises ValueError if containers of `model`, which a plan has split, cannot generate in its parts; collective.
-
-    A model without containers generates by its own `generate()`, whose hooks work on parts; in stages it cannot.
-    """
-    size = unit_size_of(model)
-    if size == 1:
-        return
-    if tp_size > 1:
-        raise ValueError(
-            f"hybrid_engine.inference_tp_size={tp_size}: a parallel module generates on the {size} processes of a "
-            "unit, by its plan; leave it out"
-        )
-    if is_exact:
-        raise ValueError("hybrid_engine.exact: a model that a plan splits sums in parts; leave hybrid_engine.exact out")
-    agree(lambda: _check_containers(model, size // num_stages_of(model)))
-
-
-def _check_containers(model: nn.Module, num_parts: int) -> None:
-    root = original_of(model)
-    try:
-        containers = InferenceModel(root, TensorParallel(size=num_parts, option=OPTION))
-    except UnsupportedModelError as error:
-        if root is not model:
-            raise ValueError(
-                f"hybrid_engine.enabled: a plan with stages, or of a graph, generates on containers, and {error}; pass "
-                "lowering='eager' to ComputeConfig, or leave hybrid_engine out of the config"
-            ) from error
-        return
-    if num_stages_of(model) > 1:
-        layers_of_stages(model, root, containers)
-
-
-def layers_of_stages(model: nn.Module, root: nn.Module, containers: InferenceModel) -> tuple[range, ...]:
-    """Returns the layers of each stage of the plan; `containers` were built from `root`.
-
-    Raises ValueError if rollouts cannot pass through them in the plan's stages.
-    """
-    num_stages = num_stages_of(model)
-    paths = {id(module): path for path, module in root.named_modules()}
-    ends: list[tuple[Any, int]] = [
-        (containers.embedding, 0),
-        (containers.position_embedding, 0),
-        (containers.embedding_norm, 0),
-    ]
-    ends += [(containers.project_in, 0), (containers.project_out, num_stages - 1)]
-    ends += [(containers.final_norm, num_stages - 1), (containers.lm_head, num_stages - 1)]
-    for view, stage in ends:
-        path = None if view is None else paths[id(view.module)]
-        if path is not None and stage not in stages_of(model, path):
-            raise ValueError(
-                f"plan.stages: {path!r} is of stage {min(stages_of(model, path))}, and rollouts have it in stage "
-                f"{stage}; move it there"
-            )
-    layers = [paths[id(layer.module)] for layer in containers.layers]
-    stages = [sorted(stages_of(model, path)) for path in layers]
-    for path, found in zip(layers, stages, strict=True):
-        if len(found) != 1:
-            raise ValueError(f"plan.stages: {path!r} lies in the stages {found}, and rollouts take it in one; join it")
-    order = [found[0] for found in stages]
-    counts = [order.count(stage) for stage in range(num_stages)]
-    if order != sorted(order) or not all(counts):
-        raise ValueError(
-            f"plan.stages: the {len(layers)} layers are of the stages {order}; rollouts need at least one in each of "
-            f"the {num_stages}, in their order; name the modules of each stage"
-        )
-    return tuple(range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(num_stages))
-
-
-def share_unit(model: nn.Module, device: torch.device) -> ModelGroup:
-    """Returns the group in which the processes of a unit generate from the same prompts; collective.
-
-    Of several axes, the one that splits most is the outermost for tensor parallelism, so that the weights a process
-    generates with are among those that it trains.
-    """
-    root, size, num_stages = original_of(model), unit_size_of(model), num_stages_of(model)
-    if num_stages > 1:
-        bounds = layers_of_stages(model, root, InferenceModel(root))
-        group = join_stages(size // num_stages, num_stages, device, OPTION, bounds)
-        group = replace(group, stage_option=OPTION)
-    else:
-        group = join_model_group(size, device, OPTION)
-    sizes, order = split_axes_of(model)
-    places = places_of_ranks(sizes, order)
-    if len(sizes) > 1:
-        group = group.in_order(places)
-    parts = PartReader(places)
-    parallel = replace(group.parallel, read=parts.read, wait=parts.wait)
-    return replace(group, has_same_prompts=True, has_whole_module=root is model, parts=parts, parallel=parallel)
-
-
-def computes_by(module: nn.Module) -> tuple[Any, ...]:
-    """Returns a value that stays equal while `module` has the same children and the same foreign hooks and forward."""
-    children = tuple(module._modules.values())
-    forward = vars(module).get("forward")
-    if forward is None and not module._forward_hooks and not module._forward_pre_hooks:
-        return children
-    functions = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    if "_original_forward" not in vars(module):  # accelerate's, for mixed precision
-        functions.append(forward)
-    return (children, *(function for function in functions if function is not None and _has_effect(function)))
-
-
-def _has_effect(function: Any) -> bool:
-    function = getattr(function, "func", function)  # unwraps a functools.partial
-    return not str(getattr(function, "__module__", "")).startswith(WITHOUT_EFFECT)

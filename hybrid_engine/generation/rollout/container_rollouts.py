@@ -19,13 +19,18 @@ from hybrid_engine.distributed.verdict import Partners, attempt, holding_interru
 from hybrid_engine.generation.core import CaptureStats, RolloutPlan, RolloutResult
 from hybrid_engine.generation.decode import Choice, DecodeStep, DecodeSteps, OpenStep
 from hybrid_engine.generation.memory import KVWorkspace
-from hybrid_engine.generation.model.weights import LastingWeights, bound, bound_to_copies, pass_over_layers
+from hybrid_engine.generation.model.weights import (
+    LastingWeights,
+    WeightGatherer,
+    bound,
+    bound_to_copies,
+    pass_over_layers,
+)
 from hybrid_engine.generation.recorders import CudaGraphs
 from hybrid_engine.generation.rollout.output import ScoringTurns, collect_output, score_prompts
 from hybrid_engine.generation.sampling import InStep
 from hybrid_engine.generation.scheduler import Scheduler
 from hybrid_engine.generation.step import BatchInStep, ContinuousBatch
-from hybrid_engine.zero.gathering import WeightGatherer
 
 _FAILED = 2
 """State of a process between two turns after an error; 1 means that it has work, 0 that it has none."""

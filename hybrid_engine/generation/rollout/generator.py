@@ -35,7 +35,13 @@ from hybrid_engine.generation.memory import KVWorkspace, MemoryBudget, TrainingM
 from hybrid_engine.generation.model.container_probe import ContainerProbe
 from hybrid_engine.generation.model.exact import ExactModel
 from hybrid_engine.generation.model.probe import MAX_ROUNDING_FP32, LogprobDifference, describe_switch
-from hybrid_engine.generation.model.weights import LastingWeights, ModelGroup, bound, computes_by, pass_over_layers
+from hybrid_engine.generation.model.weights import (
+    LastingWeights,
+    ModelGroup,
+    WeightGatherer,
+    bound,
+    pass_over_layers,
+)
 from hybrid_engine.generation.plan import BLOCK_SIZE
 from hybrid_engine.generation.rollout.container_rollouts import ContainerRollouts
 from hybrid_engine.generation.rollout.module_rollouts import ModuleRollouts
@@ -44,10 +50,11 @@ from hybrid_engine.generation.rollout.stages import StageModel, StageRollouts
 from hybrid_engine.generation.sampling import InStep
 from hybrid_engine.ops.dispatch import fallback_forced, naming_kernels
 from hybrid_engine.ops.fixed_shapes import NotExactError
-from hybrid_engine.zero.gathering import WeightGatherer
 from hybrid_engine.zero.sharding import Sharding
 
 Result = TypeVar("Result")
+PACKAGES_WITHOUT_EFFECT = ("hybrid_engine.", "torch.distributed.")
+"""Packages whose hooks and forwards do not change what a module computes."""
 
 
 class Generator:
@@ -383,3 +390,20 @@ def _halved(plan: RolloutPlan, rows: int) -> RolloutPlan:
         sequences.append(Sequence(prompt, sequence.row, sequence.options, sequence.key))
     num_blocks = min(plan.num_blocks, max(plan.num_blocks * rows // plan.max_running, 2 * plan.num_columns))
     return replace(plan, sequences=sequences, max_running=rows, num_blocks=num_blocks)
+
+
+def computes_by(module: nn.Module) -> tuple[Any, ...]:
+    """Returns a value that stays equal while `module` has the same children and the same foreign hooks and forward."""
+    children = tuple(module._modules.values())
+    forward = vars(module).get("forward")
+    if forward is None and not module._forward_hooks and not module._forward_pre_hooks:
+        return children
+    functions = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    if "_original_forward" not in vars(module):  # accelerate's, for mixed precision
+        functions.append(forward)
+    return (children, *(function for function in functions if function is not None and _has_effect(function)))
+
+
+def _has_effect(function: Any) -> bool:
+    function = getattr(function, "func", function)  # unwraps a functools.partial
+    return not str(getattr(function, "__module__", "")).startswith(PACKAGES_WITHOUT_EFFECT)

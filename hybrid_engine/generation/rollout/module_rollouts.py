@@ -21,6 +21,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from hybrid_engine.containers.device import LAUNCHES, launching
 from hybrid_engine.distributed.verdict import HeldInterrupts, Partners, attempt, holding_interrupts
 from hybrid_engine.generation.core import Prompt, RolloutResult, Sequence
+from hybrid_engine.generation.model.weights import WeightGatherer
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.rollout.output import (
     collect_output,
@@ -29,7 +30,6 @@ from hybrid_engine.generation.rollout.output import (
     score_by_module,
 )
 from hybrid_engine.generation.sampling import MixedRows, RowState, is_ended
-from hybrid_engine.zero.gathering import WeightGatherer
 from hybrid_engine.zero.passes import GatheringOrder
 from hybrid_engine.zero.sharding import Sharding
 

@@ -36,7 +36,8 @@ from hybrid_engine.distributed.verdict import (
 )
 from hybrid_engine.generation.core import CaptureStats, Draw, Drawn, Prompt, RolloutPlan, Sequence
 from hybrid_engine.generation.decode import Choice, DecodeStep, OpenStep, SlotTables
-from hybrid_engine.generation.model.weights import ModelGroup, Stage
+from hybrid_engine.generation.model.groups import Stage
+from hybrid_engine.generation.model.weights import ModelGroup
 from hybrid_engine.generation.rollout.container_rollouts import ContainerRollouts
 from hybrid_engine.generation.scheduler import Scheduler
 from hybrid_engine.generation.step import ContinuousBatch

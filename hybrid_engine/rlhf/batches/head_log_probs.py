@@ -20,7 +20,7 @@ from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers.quantised import is_quantised
 from hybrid_engine.distributed.groups import host_group
 from hybrid_engine.distributed.verdict import everyone
-from hybrid_engine.generation.model.weights import computes_by
+from hybrid_engine.generation.rollout.generator import computes_by
 from hybrid_engine.ops.linear_log_prob import LogitShape, VocabularyShare, linear_log_prob
 from hybrid_engine.ops.sample import token_logprobs
 from hybrid_engine.rl.kl import token_entropy

@@ -8,7 +8,7 @@ import hybrid_engine
 from hybrid_engine.containers import InferenceEncoder
 from hybrid_engine.containers.views import ALONE
 from hybrid_engine.extensions.megatron.loading import build_empty_megatron_gpt, load_megatron_gpt
-from hybrid_engine.generation.model.weights import describe_group
+from hybrid_engine.generation.model.groups import describe_group
 from hybrid_engine.inference import init_inference
 from tests.inference.test_encoder import BASES, build, build_adapted, rows
 from tests.support.distributed import run_distributed
