@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hybrid_engine.generation.decode import DecodeStep, SlotTables
+from hybrid_engine.generation.memory import build_sequences
 from hybrid_engine.generation.options import GenerationOptions
-from hybrid_engine.generation.plan import build_sequences
 from hybrid_engine.generation.recorders import StepGraphs
 from hybrid_engine.generation.scheduler import MAX_PREFILL_TOKENS, Scheduler
 from hybrid_engine.generation.step import ContinuousBatch

@@ -20,13 +20,15 @@ import mmap
 import resource
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from hybrid_engine.containers.quantised import stored_tensors
 from hybrid_engine.ops.gpu import load_driver
 
 # Freed pages of private memory keep their addresses reserved, and are zero when they are touched again.
@@ -352,6 +354,32 @@ def give_back_openmp_pool() -> bool:
     except (AttributeError, OSError):
         return False
     return pause(_OMP_PAUSE_SOFT) == 0
+
+
+def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of this process's storages that hold the tensors, each storage counted once."""
+    plain = (part for tensor in tensors for part in stored_tensors(tensor))
+    with torch.no_grad():
+        local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in plain]
+    storages = [tensor.untyped_storage() for tensor in local]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
+    """Returns the free bytes of `device`, including the allocator's cached ones, and its total bytes."""
+    if device.type != "cuda":
+        return host_memory_bytes()
+    free, total = torch.cuda.mem_get_info(device)
+    stock = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + stock - _idle_bytes_of_graphs(device), total
+
+
+def _idle_bytes_of_graphs(device: torch.device) -> int:
+    """Bytes that the allocator reserves for recorded graphs and that no tensor uses; nothing else can use them."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
+    private = [segment for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0)]
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in private)
 
 
 def host_memory_bytes() -> tuple[int, int]:

@@ -22,10 +22,10 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
+from hybrid_engine.containers.device import free_and_total_bytes
 from hybrid_engine.distributed.processes import default_device, on_rank_zero
 from hybrid_engine.generation.live.opening import count_tokens
-from hybrid_engine.generation.memory import free_and_total_bytes, read_memory
-from hybrid_engine.generation.plan import BLOCK_SIZE
+from hybrid_engine.generation.memory import BLOCK_SIZE, read_memory
 from hybrid_engine.rlhf.batch.models import (
     join,
     load_shared,

@@ -37,7 +37,7 @@ from hybrid_engine.distributed.verdict import agree, attempt, holding_interrupts
 from hybrid_engine.engine.batches import Batches, LossFunction, StagedBatches, SuccessiveBatches
 from hybrid_engine.engine.checks import CallChecks, check_loss, check_training
 from hybrid_engine.engine.faster_linears import use_faster_linears
-from hybrid_engine.generation.memory import describe_memory
+from hybrid_engine.engine.memory_report import describe_memory
 from hybrid_engine.metrics.memory_use import MemoryUse
 from hybrid_engine.metrics.observer import Observer
 from hybrid_engine.ops.dispatch import naming_kernels

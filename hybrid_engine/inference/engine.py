@@ -16,10 +16,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.modeling_outputs import CausalLMOutput
 
 from hybrid_engine.containers import InferenceEncoder
+from hybrid_engine.containers.device import num_bytes
 from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.distributed.verdict import HeldInterrupts, holding_interrupts, naming_who_left
 from hybrid_engine.generation.core import Request
-from hybrid_engine.generation.memory import num_bytes
 from hybrid_engine.generation.model.probe import LogprobDifference
 from hybrid_engine.generation.model.weights import ModelGroup
 from hybrid_engine.generation.options import merge_options

@@ -23,8 +23,8 @@ import hybrid_engine
 from hybrid_engine.cli import cli
 from hybrid_engine.cli.plan import PLANNED
 from hybrid_engine.config import HybridEngineConfig
-from hybrid_engine.generation.memory import count_bytes
-from hybrid_engine.generation.plan import count_blocks
+from hybrid_engine.engine.memory_report import count_bytes
+from hybrid_engine.generation.memory import count_blocks
 from hybrid_engine.metrics.memory_plan import Shape, Sharded, gradient_part, kept_parts, kv_part, read_bytes
 from hybrid_engine.metrics.memory_use import LiveBytes, Pass
 from hybrid_engine.recipes import agent, dpo, grpo, kto, ppo, reward, sft

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hybrid_engine.containers import device
-from hybrid_engine.containers.device import host_memory_bytes
+from hybrid_engine.containers.device import free_and_total_bytes, host_memory_bytes
 from hybrid_engine.extensions.deepspeed.accelerator import Accelerator
-from hybrid_engine.generation.memory import free_and_total_bytes, read_memory
+from hybrid_engine.generation.memory import read_memory
 from hybrid_engine.metrics.health import examine
 
 MIB, GIB = 2**20, 2**30

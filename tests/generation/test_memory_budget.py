@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import hybrid_engine
+from hybrid_engine.containers import device
+from hybrid_engine.containers.device import free_and_total_bytes, num_bytes
 from hybrid_engine.generation import memory
-from hybrid_engine.generation.memory import free_and_total_bytes, num_bytes
 from tests.support.models import PAD, build_model, padded_prompts
 
 OPTIONS = {"max_new_tokens": 20, "eos_token_id": None, "pad_token_id": PAD, "do_sample": False}
@@ -25,7 +26,7 @@ def build_engine(optimizer="AdamW", precision=None, **options):
 
 def fake_memory(monkeypatch, free, total=None):
     """This machine has `free` bytes of `total` from now on, whatever is taken."""
-    monkeypatch.setattr(memory, "host_memory_bytes", lambda: (int(free), int(total or free)))
+    monkeypatch.setattr(device, "host_memory_bytes", lambda: (int(free), int(total or free)))
 
 
 def roll_out(engine):

@@ -8,8 +8,8 @@ from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.containers import InferenceModel
 from hybrid_engine.distributed.verdict import HeldInterrupts
 from hybrid_engine.generation.decode import DecodeStep
+from hybrid_engine.generation.memory import build_sequences, plan_rollout
 from hybrid_engine.generation.options import GenerationOptions
-from hybrid_engine.generation.plan import build_sequences, plan_rollout
 from hybrid_engine.generation.rollout.stages import split_plan
 from hybrid_engine.inference import init_inference
 from hybrid_engine.inference.checkpoint import Stored

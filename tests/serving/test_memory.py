@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from hybrid_engine.generation import memory
+from hybrid_engine.containers import device
 from hybrid_engine.generation.memory import KVWorkspace
 from hybrid_engine.recipes import agent, serve
 from tests.serving.test_server import build
@@ -31,7 +31,7 @@ def engine(tokenizer):
 @pytest.fixture
 def with_free_memory(monkeypatch):
     """This machine has so many bytes free from now on, whatever is taken."""
-    return lambda free: monkeypatch.setattr(memory, "host_memory_bytes", lambda: (free, free))
+    return lambda free: monkeypatch.setattr(device, "host_memory_bytes", lambda: (free, free))
 
 
 def resident_bytes():

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybrid_engine
-from hybrid_engine.generation import memory
+from hybrid_engine.containers import device
 from hybrid_engine.inference.checkpoint import CheckpointReader
 from hybrid_engine.zero import init as zero_init
 from hybrid_engine.zero.fsdp2_private import fsdp_params
@@ -71,7 +71,7 @@ def start_with_little_memory(rank, world_size, uses_init):
     counter = WholeLayers()
     model, built = build_with_init(config) if uses_init else (randomised(deep_llama), 0)
     one = layer_bytes(model)  # of the whole: a DTensor says its own numbers
-    memory.host_memory_bytes = lambda: (5 * one, 5 * one)
+    device.host_memory_bytes = lambda: (5 * one, 5 * one)
     counter.model = model
     engine, *_ = hybrid_engine.initialize(model=model, config=config)
     at_start = counter.most
@@ -109,7 +109,7 @@ def share_a_checkpoint(rank, world_size, folder):
     with torch.device("meta"):
         alone, shared = deep_llama(), deep_llama()
     whole = num_parameter_bytes(shared)
-    memory.host_memory_bytes = lambda: (whole, whole)
+    device.host_memory_bytes = lambda: (whole, whole)
     read, part_bytes = CheckpointReader.read, []
 
     def counted(*args):

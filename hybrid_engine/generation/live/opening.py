@@ -32,9 +32,8 @@ from hybrid_engine.generation.live.batches import (
     open_own,
 )
 from hybrid_engine.generation.live.shared import LeadingBatch, LiveLink
-from hybrid_engine.generation.memory import MemoryLimit
+from hybrid_engine.generation.memory import BLOCK_SIZE, MAX_RUNNING, MemoryLimit, plan_rollout
 from hybrid_engine.generation.options import GenerationOptions
-from hybrid_engine.generation.plan import BLOCK_SIZE, MAX_RUNNING, plan_rollout
 from hybrid_engine.generation.rollout.container_rollouts import ContainerRollouts
 from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.generation.rollout.stages import OrderedTurns, StageRollouts

@@ -17,8 +17,8 @@ from transformers import GenerationConfig
 from hybrid_engine.config.checks import check_integer
 from hybrid_engine.containers import UnsupportedModelError
 from hybrid_engine.containers.views import is_adapted
+from hybrid_engine.generation.memory import MAX_RUNNING
 from hybrid_engine.generation.model.probe import describe_switch
-from hybrid_engine.generation.plan import MAX_RUNNING
 from hybrid_engine.generation.rollout.container_rollouts import ContainerRollouts
 from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.generation.rollout.preparing import prepare

@@ -31,7 +31,7 @@ from hybrid_engine.distributed.verdict import (
 )
 from hybrid_engine.generation.core import LocalRequest, Prompt, Request, RolloutPlan, RolloutResult, Sequence
 from hybrid_engine.generation.decode import Choice
-from hybrid_engine.generation.memory import KVWorkspace, MemoryBudget, TrainingMemory
+from hybrid_engine.generation.memory import BLOCK_SIZE, KVWorkspace, MemoryBudget, TrainingMemory
 from hybrid_engine.generation.model.container_probe import ContainerProbe
 from hybrid_engine.generation.model.exact import ExactModel
 from hybrid_engine.generation.model.probe import MAX_ROUNDING_FP32, LogprobDifference, describe_switch
@@ -42,7 +42,6 @@ from hybrid_engine.generation.model.weights import (
     bound,
     pass_over_layers,
 )
-from hybrid_engine.generation.plan import BLOCK_SIZE
 from hybrid_engine.generation.rollout.container_rollouts import ContainerRollouts
 from hybrid_engine.generation.rollout.module_rollouts import ModuleRollouts
 from hybrid_engine.generation.rollout.output import GenerateOutput, add_prompt_scores

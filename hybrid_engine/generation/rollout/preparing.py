@@ -25,6 +25,7 @@ from hybrid_engine.generation.core import (
     rank_seed,
     sample_keys,
 )
+from hybrid_engine.generation.memory import build_sequences, check_lengths, check_result_fits, plan_rollout
 from hybrid_engine.generation.model.weights import ModelGroup
 from hybrid_engine.generation.options import (
     NATIVE_DEFAULTS,
@@ -37,7 +38,6 @@ from hybrid_engine.generation.options import (
     own_options,
     read_options,
 )
-from hybrid_engine.generation.plan import build_sequences, check_lengths, check_result_fits, plan_rollout
 from hybrid_engine.generation.rollout.generator import Generator
 
 FUNCTIONS = ("logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria", "streamer")

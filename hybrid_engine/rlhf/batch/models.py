@@ -20,7 +20,7 @@ from hybrid_engine.checkpoint.saved_logits import without_renamed_attribute_warn
 from hybrid_engine.distributed.processes import get_rank, get_world_size, init_distributed, on_rank_zero
 from hybrid_engine.distributed.verdict import holding_interrupts
 from hybrid_engine.generation.core import Sequence
-from hybrid_engine.generation.plan import check_lengths, plan_rollout
+from hybrid_engine.generation.memory import check_lengths, plan_rollout
 from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.inference.build import check_policy
 from hybrid_engine.inference.checkpoint import build_empty_model

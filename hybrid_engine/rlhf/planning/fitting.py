@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hybrid_engine.containers.device import free_and_total_bytes
 from hybrid_engine.distributed.processes import default_device
-from hybrid_engine.generation.memory import free_and_total_bytes
-from hybrid_engine.generation.plan import MAX_RUNNING
+from hybrid_engine.generation.memory import MAX_RUNNING
 from hybrid_engine.metrics.memory_plan import MemoryPlan, format_bytes, read_bytes
 from hybrid_engine.rlhf.options.shared import AnswerOptions, TrainingOptions, fit_minibatch
 from hybrid_engine.rlhf.planning.reading import Read, check_one_process, read_run

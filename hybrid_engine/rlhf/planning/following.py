@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from hybrid_engine.containers.device import num_bytes
 from hybrid_engine.distributed.processes import default_device, gather_objects, get_world_size
-from hybrid_engine.generation.memory import count_bytes, num_bytes
+from hybrid_engine.engine.memory_report import count_bytes
 from hybrid_engine.metrics.memory_plan import MemoryPlan
 from hybrid_engine.metrics.memory_use import MemoryUse, Pass
 from hybrid_engine.rlhf.batches.passes import Items

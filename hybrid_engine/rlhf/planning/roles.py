@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.config.checks import check_divides
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
-from hybrid_engine.generation.plan import count_blocks
+from hybrid_engine.generation.memory import count_blocks
 from hybrid_engine.generation.scheduler import MAX_PREFILL_TOKENS
 from hybrid_engine.metrics.memory_plan import (
     LOGITS,
