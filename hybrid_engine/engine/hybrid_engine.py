@@ -120,7 +120,8 @@ class HybridEngine(ZeroEngine):
 
     def _begin_to_generate(self, caller: str = "generate()") -> None:
         """Raises ValueError if this engine cannot generate now; follows changes since the last call. Collective."""
-        self.backward_hooks.recover()
+        if self.backward_hooks.is_in_pass:
+            self.backward_hooks.recover()
         self.generator.begin(lambda: self._check_can_generate(caller))
 
     def _roll_out(self, request: Request, held: HeldInterrupts) -> torch.Tensor | GenerateOutput:
@@ -368,9 +369,11 @@ class HybridEngine(ZeroEngine):
         Containers are views of modules: if modules were replaced, they are built again. On several processes the
         parameters of new modules would not be gathered, so they are refused.
         """
-        self.checks.check_whole(caller, OffloadStateTypeEnum.lp_params)
+        optimizer = self.optimizer
+        if optimizer is not None and (optimizer.is_torn or optimizer.state_offload.offloaded):
+            self.checks.check_whole(caller, OffloadStateTypeEnum.lp_params)
         self._check_not_generating(caller)
-        if self.module is not self._generating_for:
+        if self._modules["module"] is not self._generating_for:
             raise ValueError(
                 f"{caller}: engine.module is not the model that this engine was built for; give the new one an engine "
                 "of its own by initialize()"

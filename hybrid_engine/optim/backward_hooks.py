@@ -67,7 +67,8 @@ class BackwardHooks:
         """`scales_loss`: whether losses are multiplied by the optimizer's loss scale, as in fp16."""
         self._counters, self._passes, self._optimizer = counters, passes, optimizer
         self._accumulation, self._scales_loss = accumulation, scales_loss
-        self._is_in_pass = False
+        self.is_in_pass = False
+        """Whether a backward pass is under way that the engine did not start itself, or one failed."""
         self._is_in_own_pass = False
         leaves = passes.sharding.leaves() if optimizer is not None else ()
         self._accumulators = [self._watch_parameter(param) for param in leaves if param.requires_grad]
@@ -120,8 +121,8 @@ class BackwardHooks:
         if torch._C._current_graph_task_id() != -1:
             return  # inside a pass that recomputes activations
         _under_way.clear()
-        if self._is_in_pass:
-            self._is_in_pass = False
+        if self.is_in_pass:
+            self.is_in_pass = False
             self._accumulation.leave_pass(ENDED)
             self._drop()
 
@@ -130,7 +131,7 @@ class BackwardHooks:
         self._accumulation.drop()
 
     def _begin(self, grad: torch.Tensor) -> None:
-        if self._is_in_pass or self._is_in_own_pass or not self._accumulates():
+        if self.is_in_pass or self._is_in_own_pass or not self._accumulates():
             return
         try:
             self._accumulation.agree_to_begin(self._check)
@@ -138,7 +139,7 @@ class BackwardHooks:
         except BaseException:  # on every process, if they communicate here
             self._drop()
             raise
-        self._is_in_pass = True
+        self.is_in_pass = True
         _at_end_of_pass(self._end)
 
     def _check(self) -> None:
@@ -153,7 +154,7 @@ class BackwardHooks:
 
     def _divide(self, grad: torch.Tensor) -> torch.Tensor | None:
         self._begin(grad)
-        if not self._is_in_pass:
+        if not self.is_in_pass:
             return None
         num_micro_batches = 1 if _under_way.is_divided else self._counters.num_micro_batches
         factor = self._passes.loss_factor / num_micro_batches
@@ -161,7 +162,7 @@ class BackwardHooks:
 
     def _end(self) -> None:
         assert self._optimizer is not None
-        self._is_in_pass = False
+        self.is_in_pass = False
         try:
             with self._accumulation.agreeing():
                 self._optimizer.accumulate_gradients()

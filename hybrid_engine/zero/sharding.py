@@ -19,6 +19,7 @@ from a GPU: they are in CPU memory and are gathered from there.
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class Sharding:
     norm_group: dist.ProcessGroup | None = None
     """The processes whose shards together are one model; None if this process has all of it."""
 
-    @property
+    @cached_property
     def is_sharded(self) -> bool:
         """Whether the parameters are DTensors under FSDP2 (stage 0 too, with shards that are the whole)."""
         return self.mesh is not None
