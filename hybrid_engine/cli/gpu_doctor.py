@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybrid_engine
 from hybrid_engine.engine.hybrid_engine import HybridEngine
-from hybrid_engine.generation.rollout.output import GenerateOutput
+from hybrid_engine.generation.output import GenerateOutput
 from hybrid_engine.metrics.health import Finding
 from hybrid_engine.ops.dispatch import replaced_kernels
 from hybrid_engine.ops.gpu import GIB, foreign_memory_line, kernel_problem, why_no_gpu

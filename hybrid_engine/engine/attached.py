@@ -30,9 +30,9 @@ from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.distributed.verdict import HeldInterrupts, holding_interrupts, naming_who_left
 from hybrid_engine.generation.core import Request
 from hybrid_engine.generation.model.probe import LogprobDifference, evaluating
+from hybrid_engine.generation.output import GenerateOutput
 from hybrid_engine.generation.rollout.engine_methods import PutGenerate, describe_generation
 from hybrid_engine.generation.rollout.generator import Generator, roll_out_what_fits
-from hybrid_engine.generation.rollout.output import GenerateOutput
 from hybrid_engine.generation.rollout.preparing import prepare
 from hybrid_engine.ops.gpu import kernel_problem
 from hybrid_engine.zero.fsdp2_private import keeping_reshard_after_forward, make_root

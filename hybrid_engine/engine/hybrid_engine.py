@@ -37,9 +37,9 @@ from hybrid_engine.generation.model.groups import (
     share_unit,
 )
 from hybrid_engine.generation.model.probe import LogprobDifference, compare_logprobs
+from hybrid_engine.generation.output import GenerateOutput
 from hybrid_engine.generation.rollout.engine_methods import ModuleGenerate, WarmUp, describe_generation, warm_up
 from hybrid_engine.generation.rollout.generator import Generator, roll_out_what_fits
-from hybrid_engine.generation.rollout.output import GenerateOutput
 from hybrid_engine.generation.rollout.preparing import prepare
 from hybrid_engine.metrics.latency import LatencyStats
 from hybrid_engine.optim.state_offload import OffloadStateTypeEnum
@@ -73,7 +73,7 @@ class HybridEngine(ZeroEngine):
         )
         if self.optimizer is not None:
             self.optimizer.state_offload.call_after_moves(partial(_bind_again, self.generator))
-        self._generating_for = model
+        vars(self)["_generating_for"] = model  # known, and not a child of its own
         self.latency = LatencyStats(self.sharding.num_units, self.device)
         self._is_generating = False
         self.create_inference_containers()

@@ -1,30 +1,59 @@
-"""One step of the machine: turns waiting sequences into finished ones, one pass over the layers per step.
+"""One step of the machine, and rollouts on containers, which take steps until every sequence has finished.
 
-`ContinuousBatch.step()` is the main line; rollouts and live batches call it until there is no work. A step is a decode
-of all running sequences, a prefill of the newly admitted ones, or both in one pass: a mixed step, as in Sarathi-Serve
-(Agrawal et al. 2024, arXiv 2403.02310), in which a long prompt is fed in chunks over several steps. Every step passes
-over the layers once. This keeps processes whose weights are streamed layer by layer together although their sequences
-differ.
+`ContinuousBatch.step()` is the main line: it turns waiting sequences into finished ones, with one pass over the layers.
+`ContainerRollouts` gathers for a rollout that passed every check, and runs it; everything that gathering takes is
+registered on an ExitStack, which releases it in reverse order, even if the run raises. Live batches take steps too.
+
+A step is a decode of all running sequences, a prefill of the newly admitted ones, or both in one pass: a mixed step, as
+in Sarathi-Serve (Agrawal et al. 2024, arXiv 2403.02310), in which a long prompt is fed in chunks over several steps.
+Every step passes over the layers once. This keeps processes whose weights are streamed layer by layer together although
+their sequences differ.
 
 With `lag=1` the tokens of a step are read while the next one runs, so that the host never waits for the device. A
 sequence whose end of sequence is noticed late has been fed one token too many; its own blocks absorb that token, and
 the one drawn after it is dropped.
 """
 
-import time
+import math
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 
-from hybrid_engine.containers.device import record_event, send_to_device
-from hybrid_engine.generation.core import PENDING, Admission, Copy, Draw, Prefill, Prompt, Sequence
-from hybrid_engine.generation.decode import DecodeStep, OpenStep, SteppedModel
-from hybrid_engine.generation.recorders import Layers
-from hybrid_engine.generation.sampling import is_ended
+from hybrid_engine.config import HybridEngineConfig
+from hybrid_engine.containers import InferenceModel
+from hybrid_engine.containers.device import send_to_device
+from hybrid_engine.containers.layer import InferenceLayer
+from hybrid_engine.distributed.verdict import Partners, attempt, holding_interrupts
+from hybrid_engine.generation.core import (
+    PENDING,
+    Admission,
+    CaptureStats,
+    Copy,
+    Draw,
+    Prefill,
+    Prompt,
+    RolloutPlan,
+    RolloutResult,
+    Sequence,
+)
+from hybrid_engine.generation.decode import Choice, DecodeStep, DecodeSteps, OpenStep, SteppedModel
+from hybrid_engine.generation.memory import KVWorkspace
+from hybrid_engine.generation.model.weights import (
+    LastingWeights,
+    WeightGatherer,
+    bound,
+    bound_to_copies,
+    pass_over_layers,
+)
+from hybrid_engine.generation.output import ScoringTurns, collect_output, score_prompts
+from hybrid_engine.generation.recorders import CudaGraphs, Layers
+from hybrid_engine.generation.sampling import InStep, is_ended
 from hybrid_engine.generation.scheduler import Scheduler
+from hybrid_engine.metrics.latency import Stopwatch
 from hybrid_engine.ops import BlockCopyOp, Context, PrefillBatch
 
 # Tokens of a long prompt in one mixed turn: enough to keep the matrix products of a pass busy, so that the rows which
@@ -34,6 +63,8 @@ from hybrid_engine.ops import BlockCopyOp, Context, PrefillBatch
 # others decoded took 0.19, 0.33, 0.68, 1.35 and 3.6 s.
 CHUNK_TOKENS = 2048
 CHUNK_TOKENS_ON_CPU = 512
+_FAILED = 2
+"""State of a process between two turns after an error; 1 means that it has work, 0 that it has none."""
 
 
 def chunk_tokens(device: torch.device) -> int:
@@ -300,36 +331,192 @@ def _starts(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return send_to_device(torch.tensor((0, *lengths)).cumsum(0), device)
 
 
-class Stopwatch:
-    """Adds up the time inside `measure()`, by the device's clock on CUDA and by the host's elsewhere."""
+def _say_nothing() -> None:
+    pass
 
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # events of unfinished work
-        self._seconds = 0.0
 
-    @contextmanager
-    def measure(self) -> Iterator[None]:
-        """Measures the work that is started in the context."""
-        if self._device.type == "cuda":
-            self._add_finished()
-            start = record_event(self._device, enable_timing=True)
-            yield
-            self._events.append((start, record_event(self._device, enable_timing=True)))
+class ContainerRollouts:
+    """Runs rollouts on containers: paged KV, continuous batching, one pass over the layers per turn."""
+
+    def __init__(
+        self,
+        model: InferenceModel,
+        gatherer: WeightGatherer,
+        lasting: LastingWeights,
+        workspace: KVWorkspace,
+        config: HybridEngineConfig,
+        partners: Partners,
+    ):
+        """`lasting`: provides copies of sharded weights to `model`.
+
+        `partners`: processes that stream weights with this one.
+        """
+        self.model, self.gatherer, self.workspace, self.config = model, gatherer, workspace, config
+        self.lasting, self.partners = lasting, partners
+        is_cuda = model.device.type == "cuda"
+        is_recorded = is_cuda and config.enable_cuda_graph and model.can_be_recorded
+        recorder = CudaGraphs(model.device) if is_recorded else None
+        has_tapes = model.device.type == "cpu" and config.enable_cuda_graph
+        self.steps = DecodeSteps(model, config.max_out_tokens, recorder, has_tapes)
+        self.mixes = True  # see ContinuousBatch
+        self.lag = 1 if is_cuda else 0  # turns read late, so that the host does not wait
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        """Workspace blocks outside the scheduler's: one that the padding rows of a graph's batch write to."""
+        return 0 if self.steps.recorder is None else 1
+
+    def new_recorder(self) -> Any:
+        """Returns a new recorder with memory of its own; None if steps are not recorded."""
+        return None if self.steps.recorder is None else self.steps.recorder.another()
+
+    def warm_up(self, plan: RolloutPlan, kv: torch.Tensor) -> CaptureStats:
+        """Compiles the kernels of rollouts like `plan` by a prefill and a decode; records their steps of every size.
+
+        Its sequences are left unfinished, and their drawn tokens are not read.
+        """
+        strategy = self.start(plan, kv)
+        for _ in range(2):
+            strategy.step()
+        shortest = min(len(sequence.prompt.tokens) for sequence in plan.sequences)
+        rows, contexts = range(1, plan.max_running + 1), range(shortest + 1, plan.longest + 1)
+        decoder = strategy.decoder
+        assert isinstance(decoder, DecodeStep)
+        decoder.recorder.prepare(decoder, rows, contexts, self.layers)
+        return self.steps.stats
+
+    def gather(self, plan: RolloutPlan, release: ExitStack, is_recorded: bool = True) -> torch.Tensor:
+        """Gathers the weights or a stream of them, fuses LoRA and takes the KV workspace.
+
+        Returns the workspace's tensor.
+
+        `is_recorded`: whether steps may be recorded. Recorded steps read copies of sharded weights, which hold no other
+        adapter.
+        """
+        # Under autocast the projections would leave the dtype of the workspace.
+        release.enter_context(torch.autocast(self.model.device.type, enabled=False))
+        if self.steps.recorder is not None and is_recorded:
+            self.gatherer.keep_addresses()
+        if self._reads_copies and is_recorded:
+            release.enter_context(bound_to_copies(self.model, self.gatherer, self.lasting))
         else:
-            start_seconds = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - start_seconds
+            gathered = self.gatherer.gathered_for_forward if self.model.runs_module else self.gatherer.gathered
+            release.enter_context(gathered())
+            release.enter_context(bound(self.model, self.gatherer, self.config.tp_gather_partition_size))
+        self.model.prepare_positions(plan.longest + 1 if self.steps.recorder is None else self.config.max_out_tokens)
+        release.push(self._give_back_workspace)
+        return self.workspace.take(
+            self.model.kv_shape(plan.num_blocks + self.num_reserved_blocks, plan.block_size),
+            self.model.dtype,
+            self.model.device,
+        )
 
-    def seconds(self) -> float:
-        """Returns the sum so far; waits for the device."""
-        if self._events:
-            self._events[-1][1].synchronize()
-        self._add_finished()
-        return self._seconds
+    @property
+    def _reads_copies(self) -> bool:
+        """Whether recorded steps read copies at fixed addresses: if weights are sharded, and whole in a rollout."""
+        return self.steps.recorder is not None and self.gatherer.can_stream and not self.gatherer.is_streamed
 
-    def _add_finished(self) -> None:
-        """Adds events whose work is done, at every measurement, because a server's batch takes turns without end."""
-        while self._events and self._events[0][1].query():
-            start, end = self._events.popleft()
-            self._seconds += start.elapsed_time(end) / 1e3
+    def _give_back_workspace(self, error_type: type | None, *_: object) -> None:
+        """Releases the workspace if the config says so, and always after an error: it may hold non-finite numbers."""
+        if error_type is not None:
+            self.steps.drop()  # the tables of an interrupted step may be inconsistent
+        if self.config.release_inference_cache or error_type is not None:
+            self.workspace.release()
+
+    def layers(self) -> Iterable[InferenceLayer]:
+        """Returns one pass over the layers."""
+        return pass_over_layers(self.model, self.gatherer)
+
+    def start(
+        self, plan: RolloutPlan, kv: torch.Tensor, choice: Choice | None = None, is_recorded: bool = True
+    ) -> ContinuousBatch:
+        """Builds the strategy that takes the turns of `plan`; none is taken yet. `choice` is that of `run`.
+
+        `is_recorded`: whether its steps may be recorded, which read weights at their current addresses.
+        """
+        if choice is not None:
+            kind = BatchInStep if isinstance(choice, InStep) else ContinuousBatch
+            return kind(self.model, Scheduler.for_plan(plan), OpenStep(self.model, kv, choice), self.layers)
+        step = self.steps.for_rollout(plan, kv, self.gatherer.is_streamed or not is_recorded)
+        lag = 0 if self.gatherer.is_streamed else self.lag
+        return ContinuousBatch(self.model, Scheduler.for_plan(plan), step, self.layers, lag, self.mixes)
+
+    def run(
+        self, plan: RolloutPlan, kv: torch.Tensor, input_ids: torch.Tensor, choice: Choice | None = None
+    ) -> RolloutResult:
+        """Takes turns until every sequence has finished or, if weights are streamed, those of every process have.
+
+        `choice` draws the tokens and decides which rows end; if it is None, each sequence's options do.
+
+        Raises:
+            RuntimeError: the model's logits are not finite.
+        """
+        unscored = [sequence.prompt for sequence in plan.sequences if sequence.prompt.is_unscored]
+        if unscored and not self.gatherer.is_streamed:
+            score_prompts(self.model, unscored)
+        strategies = self.run_turns(plan, kv, choice)
+        if not all(math.isfinite(logprob) for sequence in plan.sequences for logprob in sequence.logprobs):
+            raise RuntimeError("generate(): the model's logits are not finite; check the weights for NaN or inf")
+        own = plan.sequences[plan.own]
+        output = collect_output(input_ids, own, plan.options)
+        return RolloutResult(
+            output if plan.options.return_dict else output.sequences,
+            num_samples=len(own),
+            generated_tokens=sum(len(sequence.tokens) for sequence in own),
+            preemptions=sum(strategy.scheduler.num_preemptions for strategy in strategies),
+            prefill_seconds=sum(strategy.prefill_time.seconds() for strategy in strategies),
+            decode_seconds=sum(strategy.decode_time.seconds() for strategy in strategies),
+            captures=self.steps.stats,
+        )
+
+    def run_turns(
+        self, plan: RolloutPlan, kv: torch.Tensor, choice: Choice | None, tell: Callable[[], None] = _say_nothing
+    ) -> list[ContinuousBatch]:
+        """Takes all turns of `plan` and returns their strategies. Calls `tell` between turns, unless it streams."""
+        is_streamed = self.gatherer.is_streamed
+        meets_others = is_streamed or self.model.parallel.size > 1
+        start = partial(self.start, plan, kv, choice)
+        strategy = self.partners.agree(start) if meets_others else start()
+        if is_streamed:
+            scoring = ScoringTurns(self.model, self.layers)
+            scoring.add(sequence.prompt for sequence in plan.sequences)
+            self._turn_together(strategy, scoring)
+        while strategy.has_work:
+            strategy.step()
+            if tell is not _say_nothing:
+                self.partners.agree(tell)
+        return [strategy]
+
+    def _turn_together(self, strategy: ContinuousBatch, scoring: ScoringTurns) -> None:
+        """Takes turns until every process's work is done, because streamed layers are gathered by all together.
+
+        Prompts are scored first; a process without prompts to score takes turns in the meantime.
+
+        An error of one process is raised on all after the turn in which it occurred: until then it gathers with them.
+        """
+        error: BaseException | None = None
+
+        def take_pass() -> None:
+            if not scoring.turn():
+                strategy.step()
+
+        with holding_interrupts() as held:
+            while True:
+                state = _FAILED if error is not None else int(scoring.has_work or strategy.has_work)
+                (highest,) = self.partners.highest([state])
+                if highest == _FAILED:
+                    self.partners.raise_together(error)
+                if highest == 0:
+                    return
+                error = self.pass_over_stream(take_pass) or attempt(held.pass_on)[1]
+
+    def pass_over_stream(self, action: Callable[[], object]) -> BaseException | None:
+        """Runs `action`, one pass over the layers, and finishes the pass even after an error.
+
+        Returns that error, or None.
+        """
+        self.gatherer.begin_pass()
+        _, error = attempt(action)
+        if error is not None:
+            self.gatherer.finish_pass(self.model.layers)
+        return error

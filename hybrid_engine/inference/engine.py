@@ -23,9 +23,9 @@ from hybrid_engine.generation.core import Request
 from hybrid_engine.generation.model.probe import LogprobDifference
 from hybrid_engine.generation.model.weights import ModelGroup
 from hybrid_engine.generation.options import merge_options
+from hybrid_engine.generation.output import GenerateOutput, score_packed
 from hybrid_engine.generation.rollout.engine_methods import WarmUp, describe_generation, warm_up
 from hybrid_engine.generation.rollout.generator import Generator, roll_out_what_fits
-from hybrid_engine.generation.rollout.output import GenerateOutput, score_packed
 from hybrid_engine.generation.rollout.preparing import check_prompts, prepare
 from hybrid_engine.inference.config import InferenceConfig
 from hybrid_engine.metrics.memory_plan import format_bytes

@@ -1,15 +1,18 @@
-"""Breakdown of the time of an RLHF iteration, from one `eval()` to the next.
+"""Breakdown of the time of an RLHF iteration, from one `eval()` to the next, and the clock of a rollout's phases.
 
 The line is DeepSpeed's (deepspeed/runtime/hybrid_engine.py, `eval`). It differs where DeepSpeed's figures mislead: all
 rollouts of an iteration count, Others does not include Gather, and samples are the generated ones.
 """
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+
+from hybrid_engine.containers.device import record_event
 
 
 @dataclass
@@ -127,3 +130,38 @@ class LatencyStats:
             f"{line}|CurSamplesPerSec={stats['samples_per_second']:.2f} "
             f"|AvgSamplesPerSec={stats['average_samples_per_second']:.2f}"
         )
+
+
+class Stopwatch:
+    """Adds up the time inside `measure()`, by the device's clock on CUDA and by the host's elsewhere."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # events of unfinished work
+        self._seconds = 0.0
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Measures the work that is started in the context."""
+        if self._device.type == "cuda":
+            self._add_finished()
+            start = record_event(self._device, enable_timing=True)
+            yield
+            self._events.append((start, record_event(self._device, enable_timing=True)))
+        else:
+            start_seconds = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - start_seconds
+
+    def seconds(self) -> float:
+        """Returns the sum so far; waits for the device."""
+        if self._events:
+            self._events[-1][1].synchronize()
+        self._add_finished()
+        return self._seconds
+
+    def _add_finished(self) -> None:
+        """Adds events whose work is done, at every measurement, because a server's batch takes turns without end."""
+        while self._events and self._events[0][1].query():
+            start, end = self._events.popleft()
+            self._seconds += start.elapsed_time(end) / 1e3

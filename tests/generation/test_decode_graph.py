@@ -15,8 +15,8 @@ from peft import LoraConfig, get_peft_model
 import hybrid_engine
 from hybrid_engine.containers import InferenceModel
 from hybrid_engine.extensions.deepspeed import comm as compat_comm
+from hybrid_engine.generation import step
 from hybrid_engine.generation.recorders import batch_bucket, context_bucket
-from hybrid_engine.generation.rollout import container_rollouts
 from hybrid_engine.zero import wrapping
 from tests.support.distributed import run_distributed
 from tests.support.models import PAD, build_model, padded_prompts
@@ -307,6 +307,6 @@ def test_experts_on_their_reference_are_not_recorded_because_it_reads_the_device
     engine = build(family)
     monkeypatch.setenv("HYBRID_ENGINE_FALLBACK", "1")
     monkeypatch.setattr(InferenceModel, "device", torch.device("cuda"))
-    monkeypatch.setattr(container_rollouts, "CudaGraphs", TapeRecorder)
+    monkeypatch.setattr(step, "CudaGraphs", TapeRecorder)
     engine.generator.use_containers(engine.generator.model, None)
     assert (engine.generator.native.steps.recorder is not None) == is_recorded

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import hybrid_engine
-from hybrid_engine.generation.rollout import output as rollout_output
+from hybrid_engine.generation import output as rollout_output
 from tests.support.distributed import run_distributed
 from tests.support.models import BUILDERS, PAD, VOCAB, build_model, module_logprobs, padded_prompts, randomised
 from tests.zero.test_startup_memory import deep_llama, layer_bytes

@@ -17,7 +17,7 @@ from hybrid_engine.generation.live.opening import live_batch
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.recorders import CudaGraphs
 from hybrid_engine.generation.rollout.module_rollouts import ModuleRollouts
-from hybrid_engine.generation.step import Stopwatch
+from hybrid_engine.metrics.latency import Stopwatch
 from hybrid_engine.optim.masters import Masters
 from tests.support.models import build_model
 

@@ -12,7 +12,7 @@ import hybrid_engine
 from hybrid_engine.ops import SampleOp
 from tests.support.paths import ROOT
 
-MOST_FILES = 32
+MOST_FILES = 25
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,

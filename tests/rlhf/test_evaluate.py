@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hybrid_engine.cli import cli
-from hybrid_engine.generation.rollout.container_rollouts import ContainerRollouts
+from hybrid_engine.generation.step import ContainerRollouts
 from hybrid_engine.recipes import evaluate as recipe
 from hybrid_engine.rl.estimates import pass_at_k
 from hybrid_engine.rlhf.experience import evaluation

@@ -9,9 +9,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 import hybrid_engine
+from hybrid_engine.generation import step
 from hybrid_engine.generation.live import opening as live_adapters
 from hybrid_engine.generation.live.opening import live_batch
-from hybrid_engine.generation.rollout import container_rollouts
 from hybrid_engine.recipes import serve
 from hybrid_engine.rlhf.batch.models import BaseModelOptions, load_with_adapters, read_adapters
 from tests.serving.test_server import build
@@ -191,6 +191,6 @@ def test_adapters_are_fused_into_gathered_weights_and_not_into_copies_of_them(fo
     model.load_adapter(str(folder / "second"), "second")
     generator = hybrid_engine.init_inference(model.eval()).generator
     generator.native.steps.recorder, generator.gatherer.can_stream = object(), True
-    monkeypatch.setattr(container_rollouts, "bound_to_copies", None)
+    monkeypatch.setattr(step, "bound_to_copies", None)
     with live_batch(generator, 16, 2, adapters=("default", "second")) as batch:
         assert not batch.has_work

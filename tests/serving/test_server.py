@@ -776,7 +776,7 @@ def serve_own_policy(rank, world_size):
 
 def answer_from_streamed_layers(policy, tokenizer, rank):
     """Layers are gathered one by one; only one process is asked, and the other leaves at once."""
-    from hybrid_engine.generation.rollout import output as rollout_output
+    from hybrid_engine.generation import output as rollout_output
 
     with policy.eval().serving(tokenizer, model_name="tiny") as server:
         expected = ask(server.client()).choices[0].token_ids

@@ -20,7 +20,7 @@ import torch
 
 from hybrid_engine.config.checks import check_choice, check_integer, check_number
 from hybrid_engine.engine.hybrid_engine import HybridEngine
-from hybrid_engine.generation.rollout.output import response_lengths
+from hybrid_engine.generation.output import response_lengths
 from hybrid_engine.generation.rollout.preparing import check_left_padded
 
 __all__ = [

@@ -16,8 +16,8 @@ from hybrid_engine.extensions.megatron.parameters import CommonInferenceParams, 
 from hybrid_engine.extensions.megatron.wrapped_model import AbstractModelInferenceWrapper, GPTInferenceWrapper
 from hybrid_engine.generation.core import Drawn, Sequence
 from hybrid_engine.generation.options import WITHOUT_EFFECT
+from hybrid_engine.generation.output import response_lengths
 from hybrid_engine.generation.rollout.generator import Generator
-from hybrid_engine.generation.rollout.output import response_lengths
 from hybrid_engine.generation.rollout.preparing import mixes_rows
 from hybrid_engine.ops import SampleOp, token_logprobs
 

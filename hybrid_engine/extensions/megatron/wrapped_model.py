@@ -13,8 +13,8 @@ import torch
 from hybrid_engine.containers import InferenceModel
 from hybrid_engine.distributed.verdict import Partners, everyone
 from hybrid_engine.generation.memory import usable_memory_bytes
+from hybrid_engine.generation.output import pack
 from hybrid_engine.generation.rollout.generator import Generator
-from hybrid_engine.generation.rollout.output import pack
 from hybrid_engine.ops import Batch, DecodeBatch
 
 OWN_CACHES = ("past_key_values", "cache_params", "state")

@@ -14,7 +14,7 @@ from hybrid_engine.config.checks import check_integer
 from hybrid_engine.containers.model import InferenceModel
 from hybrid_engine.distributed.verdict import Partners
 from hybrid_engine.generation.core import Prompt, Sequence
-from hybrid_engine.generation.rollout.container_rollouts import ContainerRollouts
+from hybrid_engine.generation.output import ScoringTurns, score_prompts
 from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.generation.rollout.module_rollouts import (
     IDLE,
@@ -24,9 +24,8 @@ from hybrid_engine.generation.rollout.module_rollouts import (
     JointTurns,
     answer_sequence,
 )
-from hybrid_engine.generation.rollout.output import ScoringTurns, score_prompts
 from hybrid_engine.generation.rollout.stages import MicroBatch, OrderedTurns
-from hybrid_engine.generation.step import ContinuousBatch
+from hybrid_engine.generation.step import ContainerRollouts, ContinuousBatch
 from hybrid_engine.ops.dispatch import naming_kernels
 
 TOKENS_OF_A_TURN = 16

@@ -34,10 +34,9 @@ from hybrid_engine.generation.live.batches import (
 from hybrid_engine.generation.live.shared import LeadingBatch, LiveLink
 from hybrid_engine.generation.memory import BLOCK_SIZE, MAX_RUNNING, MemoryLimit, plan_rollout
 from hybrid_engine.generation.options import GenerationOptions
-from hybrid_engine.generation.rollout.container_rollouts import ContainerRollouts
 from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.generation.rollout.stages import OrderedTurns, StageRollouts
-from hybrid_engine.generation.step import chunk_tokens
+from hybrid_engine.generation.step import ContainerRollouts, chunk_tokens
 
 TURNS_AT_ONCE = 32
 

@@ -19,10 +19,10 @@ from hybrid_engine.containers import UnsupportedModelError
 from hybrid_engine.containers.views import is_adapted
 from hybrid_engine.generation.memory import MAX_RUNNING
 from hybrid_engine.generation.model.probe import describe_switch
-from hybrid_engine.generation.rollout.container_rollouts import ContainerRollouts
 from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.generation.rollout.preparing import prepare
 from hybrid_engine.generation.rollout.stages import StageModel
+from hybrid_engine.generation.step import ContainerRollouts
 from hybrid_engine.metrics.memory_plan import format_bytes
 from hybrid_engine.ops.cpu_kernels import use_compiled
 from hybrid_engine.ops.dispatch import fallback_forced, naming_kernels, replaced_kernels, use_triton

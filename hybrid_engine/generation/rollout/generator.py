@@ -42,11 +42,11 @@ from hybrid_engine.generation.model.weights import (
     bound,
     pass_over_layers,
 )
-from hybrid_engine.generation.rollout.container_rollouts import ContainerRollouts
+from hybrid_engine.generation.output import GenerateOutput, add_prompt_scores
 from hybrid_engine.generation.rollout.module_rollouts import ModuleRollouts
-from hybrid_engine.generation.rollout.output import GenerateOutput, add_prompt_scores
 from hybrid_engine.generation.rollout.stages import StageModel, StageRollouts
 from hybrid_engine.generation.sampling import InStep
+from hybrid_engine.generation.step import ContainerRollouts
 from hybrid_engine.ops.dispatch import fallback_forced, naming_kernels
 from hybrid_engine.ops.fixed_shapes import NotExactError
 from hybrid_engine.zero.sharding import Sharding

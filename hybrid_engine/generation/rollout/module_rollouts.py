@@ -23,7 +23,7 @@ from hybrid_engine.distributed.verdict import HeldInterrupts, Partners, attempt,
 from hybrid_engine.generation.core import Prompt, RolloutResult, Sequence
 from hybrid_engine.generation.model.weights import WeightGatherer
 from hybrid_engine.generation.options import GenerationOptions
-from hybrid_engine.generation.rollout.output import (
+from hybrid_engine.generation.output import (
     collect_output,
     measure_module_output,
     response_lengths,

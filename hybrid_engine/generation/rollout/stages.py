@@ -38,9 +38,8 @@ from hybrid_engine.generation.core import CaptureStats, Draw, Drawn, Prompt, Rol
 from hybrid_engine.generation.decode import Choice, DecodeStep, OpenStep, SlotTables
 from hybrid_engine.generation.model.groups import Stage
 from hybrid_engine.generation.model.weights import ModelGroup
-from hybrid_engine.generation.rollout.container_rollouts import ContainerRollouts
 from hybrid_engine.generation.scheduler import Scheduler
-from hybrid_engine.generation.step import ContinuousBatch
+from hybrid_engine.generation.step import ContainerRollouts, ContinuousBatch
 from hybrid_engine.ops import Batch, SampleOp
 
 HIDDEN, DRAWN = 2, 4

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import hybrid_engine
+from hybrid_engine.generation import output as rollout_output
 from hybrid_engine.generation.core import Prompt, Sequence, prompt_digest, sample_keys
 from hybrid_engine.generation.live.batches import ContainerBatch, StreamedBatch
 from hybrid_engine.generation.live.opening import live_batch
 from hybrid_engine.generation.options import GenerationOptions
-from hybrid_engine.generation.rollout import output as rollout_output
 from hybrid_engine.generation.rollout.module_rollouts import FAILED, LEFT
 from tests.support.models import build_model
 

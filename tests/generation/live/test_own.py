@@ -8,12 +8,12 @@ import torch
 import transformers as hf
 
 import hybrid_engine
+from hybrid_engine.generation import output as rollout_output
 from hybrid_engine.generation.core import Prompt, Sequence
 from hybrid_engine.generation.live import batches as live_own
 from hybrid_engine.generation.live.asynchronous import Carried, start_async
 from hybrid_engine.generation.live.opening import live_batch
 from hybrid_engine.generation.options import read_options
-from hybrid_engine.generation.rollout import output as rollout_output
 from hybrid_engine.recipes.serve import Config as ServeConfig
 from hybrid_engine.rlhf.batch.models import load_shared
 from tests.support.chat import build_chat_tokenizer
