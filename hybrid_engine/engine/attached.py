@@ -28,7 +28,7 @@ from hybrid_engine.config.checks import find_nearest
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.distributed.verdict import HeldInterrupts, holding_interrupts, naming_who_left
-from hybrid_engine.generation.core import Request
+from hybrid_engine.generation.core import GenerateCall, Request
 from hybrid_engine.generation.model.probe import LogprobDifference, evaluating
 from hybrid_engine.generation.output import GenerateOutput
 from hybrid_engine.generation.rollout.engine_methods import PutGenerate, describe_generation
@@ -242,9 +242,13 @@ class Attached:
                 return self._own(prompts, generation_config, **kwargs)
         with as_found(self.generator.sharding), own_forward(self.module):
             self.generator.begin()
-            others = {name: value for name, value in kwargs.items() if name != "attention_mask"}
-            mask = kwargs.get("attention_mask")
-            request = prepare(self.generator, prompts, mask, generation_config, None, others)
+            call = GenerateCall(
+                input_ids=prompts,
+                attention_mask=kwargs.get("attention_mask"),
+                generation_config=generation_config,
+                options={name: value for name, value in kwargs.items() if name != "attention_mask"},
+            )
+            request = prepare(self.generator, call)
             return roll_out_what_fits(
                 self.generator, request, lambda request: self._run(request, prompts, generation_config, kwargs, held)
             )

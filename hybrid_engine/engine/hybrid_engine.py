@@ -26,7 +26,7 @@ from hybrid_engine.containers.views import TransposedLinear
 from hybrid_engine.distributed.verdict import HeldInterrupts, holding_interrupts, naming_who_left
 from hybrid_engine.engine.checks import check_generates
 from hybrid_engine.engine.zero_engine import ZeroEngine
-from hybrid_engine.generation.core import Request, RolloutResult
+from hybrid_engine.generation.core import GenerateCall, Request, RolloutResult
 from hybrid_engine.generation.live.asynchronous import AsyncRollout, Carried, start_async
 from hybrid_engine.generation.memory import AllocatorPeak, TrainingMemory
 from hybrid_engine.generation.model.groups import (
@@ -112,10 +112,17 @@ class HybridEngine(ZeroEngine):
         Raises:
             ValueError: a mode, input or option is invalid; raised before anything is done.
         """
+        call = GenerateCall(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            generation_config=generation_config,
+            seed=seed,
+            options=kwargs,
+        )
         # The workspace must not keep tensors made in inference mode.
         with holding_interrupts() as held, torch.inference_mode(False), torch.no_grad():
             self._begin_to_generate()
-            request = prepare(self.generator, input_ids, attention_mask, generation_config, seed, kwargs)
+            request = prepare(self.generator, call)
             return roll_out_what_fits(self.generator, request, lambda request: self._roll_out(request, held))
 
     def _begin_to_generate(self, caller: str = "generate()") -> None:
@@ -159,11 +166,17 @@ class HybridEngine(ZeroEngine):
         Raises:
             ValueError: as in `generate()`; processes share the model.
         """
+        call = GenerateCall(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            generation_config=generation_config,
+            seed=seed,
+            options=kwargs,
+            in_sequences=True,
+        )
         with torch.inference_mode(False), torch.no_grad():
             self._begin_to_generate("generate_async()")
-            rollout = start_async(
-                self.generator, input_ids, attention_mask, generation_config, seed, kwargs, carried, self.global_steps
-            )
+            rollout = start_async(self.generator, call, carried, self.global_steps)
         with self._generating(), rollout:
             yield rollout
 

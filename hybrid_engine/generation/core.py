@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.ops import SamplingOptions
@@ -153,8 +153,30 @@ class UserFunctions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GenerateCall:
+    """The arguments of one call of `generate()` on this process, as the caller passed them; nothing is checked yet."""
+
+    input_ids: torch.Tensor | None
+    """`[B, P]`, padded on the left."""
+    attention_mask: torch.Tensor | None = None
+    """`[B, P]`, 1 for tokens; None: the padding id tells."""
+    generation_config: GenerationConfig | None = None
+    seed: int | None = None
+    """Seed of the sampling noise; None draws one."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword options, of transformers and ours; they override `generation_config`."""
+    in_sequences: bool = False
+    """Whether each row must be a sequence of its own, even if the model's own `generate()` runs: `generate_async()`."""
+
+    @property
+    def caller(self) -> str:
+        """The method that was called, for errors."""
+        return "generate_async()" if self.in_sequences else "generate()"
+
+
+@dataclass(frozen=True, kw_only=True)
 class LocalRequest:
-    """A checked request of this process, of which all processes together make a `Request`."""
+    """A checked `GenerateCall` of this process; the local requests of all processes make a `Request`."""
 
     input_ids: torch.Tensor
     """`[B, P]` int64."""
@@ -224,7 +246,7 @@ class RolloutPlan:
 class Request:
     """A rollout that passed every check on all processes."""
 
-    wishes: LocalRequest
+    local: LocalRequest
     plan: RolloutPlan | None
     """The plan on containers; None if the model's own `generate()` runs."""
     seed: int | None

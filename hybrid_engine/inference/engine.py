@@ -19,7 +19,7 @@ from hybrid_engine.containers import InferenceEncoder
 from hybrid_engine.containers.device import num_bytes
 from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.distributed.verdict import HeldInterrupts, holding_interrupts, naming_who_left
-from hybrid_engine.generation.core import Request
+from hybrid_engine.generation.core import GenerateCall, Request
 from hybrid_engine.generation.model.probe import LogprobDifference
 from hybrid_engine.generation.model.weights import ModelGroup
 from hybrid_engine.generation.options import merge_options
@@ -182,7 +182,14 @@ class InferenceEngine(nn.Module):
         # The workspace must not keep tensors made in inference mode.
         with holding_interrupts() as held, torch.inference_mode(False), torch.no_grad():
             prompts = self.generator.partners.agree(lambda: self._prompts(input_ids, inputs, generation_config, kwargs))
-            request = prepare(self.generator, prompts, attention_mask, generation_config, seed, kwargs)
+            call = GenerateCall(
+                input_ids=prompts,
+                attention_mask=attention_mask,
+                generation_config=generation_config,
+                seed=seed,
+                options=kwargs,
+            )
+            request = prepare(self.generator, call)
             return roll_out_what_fits(self.generator, request, lambda request: self._roll_out(request, held))
 
     def _roll_out(self, request: Request, held: HeldInterrupts) -> torch.Tensor | GenerateOutput:

@@ -7,6 +7,7 @@ from peft import LoraConfig
 
 import hybrid_engine
 from hybrid_engine.generation import memory
+from hybrid_engine.generation.core import GenerateCall
 from hybrid_engine.generation.rollout.preparing import prepare
 from tests.support.models import PAD, build_model, padded_prompts
 
@@ -207,6 +208,7 @@ def test_a_rollout_leaves_room_for_the_fused_adapters(family, monkeypatch):
     monkeypatch.setattr(memory, "usable_memory_bytes", lambda device: usable)
     input_ids, mask = padded_prompts()
     options = {"max_new_tokens": 20, "eos_token_id": None, "pad_token_id": PAD}
-    plan = prepare(engine.generator, input_ids, mask, None, None, options).plan
+    call = GenerateCall(input_ids=input_ids, attention_mask=mask, options=options)
+    plan = prepare(engine.generator, call).plan
     taken = torch.Size(containers.kv_shape(plan.num_blocks, plan.block_size)).numel() * containers.dtype.itemsize
     assert taken + expected <= usable

@@ -64,7 +64,7 @@ def generate_cases(rank, world_size):
                 results[kind, who, f"{name} in run"] = found, torch.equal(generate(), expected)
             for phase, owner, method in (
                 ("gather", engine.generator.workspace, "take"),
-                ("prepare", preparing, "read_wishes"),
+                ("prepare", preparing, "read_call"),
                 ("begin", engine, "_check_not_generating"),
                 ("draw", engine.generator.native.steps, "for_rollout"),
             ):

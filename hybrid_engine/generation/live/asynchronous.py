@@ -20,13 +20,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any
-
-import torch
-from transformers import GenerationConfig
 
 from hybrid_engine.containers.device import give_back_openmp_pool
-from hybrid_engine.generation.core import Sequence
+from hybrid_engine.generation.core import GenerateCall, Sequence
 from hybrid_engine.generation.live.batches import KVUsage, LiveBatch, Progress
 from hybrid_engine.generation.live.opening import live_batch
 from hybrid_engine.generation.rollout.generator import Generator
@@ -185,16 +181,7 @@ def _detach(group: _Open) -> None:
         sequence.prompt, sequence.blocks, sequence.slot = prompt, [], -1
 
 
-def start_async(
-    generator: Generator,
-    input_ids: torch.Tensor | None,
-    attention_mask: torch.Tensor | None,
-    generation_config: GenerationConfig | None,
-    seed: int | None,
-    kwargs: dict[str, Any],
-    earlier: Carried | None,
-    version: int,
-) -> AsyncRollout:
+def start_async(generator: Generator, call: GenerateCall, earlier: Carried | None, version: int) -> AsyncRollout:
     """Returns a rollout that starts when it is entered; all checks of the input are made here. Collective.
 
     Raises:
@@ -209,16 +196,16 @@ def start_async(
         )
     sequences: list[Sequence] = []
     num_samples = 1
-    if input_ids is not None or earlier is None:
-        request = prepare(generator, input_ids, attention_mask, generation_config, seed, kwargs, in_sequences=True)
+    if call.input_ids is not None or earlier is None:
+        request = prepare(generator, call)
         sequences = request.sequences if request.plan is None else request.plan.sequences
-        if request.plan is None and not request.wishes.is_drawn:
+        if request.plan is None and not request.local.is_drawn:
             raise ValueError(
-                f"generate_async(): {request.wishes.fallback}, and the model's own generate() ends all rows together; "
+                f"generate_async(): {request.local.fallback}, and the model's own generate() ends all rows together; "
                 "leave it out, or call generate()"
             )
         _check_scores(sequences)
-        num_samples = request.wishes.options.num_return_sequences
+        num_samples = request.local.options.num_return_sequences
     longest = max([2, *(s.most_fed + 1 for s in sequences), 0 if earlier is None else earlier.longest])
     opening = partial(live_batch, generator, longest, caller="generate_async()")
     return AsyncRollout(opening, sequences, num_samples, version, earlier)

@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 from hybrid_engine.config.checks import check_integer
 from hybrid_engine.containers import UnsupportedModelError
 from hybrid_engine.containers.views import is_adapted
+from hybrid_engine.generation.core import GenerateCall
 from hybrid_engine.generation.memory import MAX_RUNNING
 from hybrid_engine.generation.model.probe import describe_switch
 from hybrid_engine.generation.rollout.generator import Generator
@@ -231,7 +232,8 @@ def warm_up(
     if generator.model is None or generator.native is None:
         return WarmUp(time.perf_counter() - start, probe_seconds, 0, 0.0)
     prompts, options = _prompts(generator, num_prompts, prompt_length, options)
-    request = prepare(generator, prompts, torch.ones_like(prompts), None, 0, options)
+    call = GenerateCall(input_ids=prompts, attention_mask=torch.ones_like(prompts), seed=0, options=options)
+    request = prepare(generator, call)
     graphs, graph_seconds = 0, 0.0
     if request.plan is not None:
         with ExitStack() as release:

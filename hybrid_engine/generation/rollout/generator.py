@@ -296,41 +296,41 @@ class Generator:
             raise
 
     def _run(self, request: Request, kv: torch.Tensor | None, held: HeldInterrupts) -> RolloutResult:
-        wishes, plan = request.wishes, request.plan
+        local, plan = request.local, request.plan
         choice = self._choice
         if plan is not None:
             # An error of one is raised on all before they meet in layers: only one process may have a streamer.
-            choice = self.partners.agree(lambda: self._choose(plan, wishes))
+            choice = self.partners.agree(lambda: self._choose(plan, local))
         with held.allowed(), naming_kernels():
             if request.sequences:
-                result = self.own.run_sequences(wishes.input_ids, request.sequences, wishes.options, self.device)
+                result = self.own.run_sequences(local.input_ids, request.sequences, local.options, self.device)
                 if isinstance(result.output, GenerateOutput):
-                    add_prompt_scores(result.output, request.sequences, wishes.mask)
+                    add_prompt_scores(result.output, request.sequences, local.mask)
                 return result
             if plan is None:
-                return self.own.run(wishes.input_ids, wishes.mask, wishes.options, request.seed, wishes.kwargs)
+                return self.own.run(local.input_ids, local.mask, local.options, request.seed, local.kwargs)
             assert self.native is not None and kv is not None
             with nullcontext() if self.group.sums is None else self.group.sums.ending_others():
-                result = self.native.run(plan, kv, wishes.input_ids, choice)
+                result = self.native.run(plan, kv, local.input_ids, choice)
             if isinstance(choice, InStep):
                 choice.finish()
             if isinstance(result.output, GenerateOutput):
-                add_prompt_scores(result.output, plan.sequences[plan.own], wishes.mask)
+                add_prompt_scores(result.output, plan.sequences[plan.own], local.mask)
             return result
 
-    def _choose(self, plan: RolloutPlan, wishes: LocalRequest) -> Choice | None:
+    def _choose(self, plan: RolloutPlan, local: LocalRequest) -> Choice | None:
         """Returns the function that draws the tokens of `plan`; None: the options of its sequences."""
-        return self._choice if wishes.functions is None else self._stay_in_step(plan, wishes)
+        return self._choice if local.functions is None else self._stay_in_step(plan, local)
 
-    def _stay_in_step(self, plan: RolloutPlan, wishes: LocalRequest) -> InStep | None:
-        assert self.model is not None and wishes.functions is not None
+    def _stay_in_step(self, plan: RolloutPlan, local: LocalRequest) -> InStep | None:
+        assert self.model is not None and local.functions is not None
         if not plan.sequences:
             return None
-        num_samples, device = wishes.options.num_return_sequences, self.model.device
+        num_samples, device = local.options.num_return_sequences, self.model.device
         input_ids, mask = (
-            given.repeat_interleave(num_samples, 0).to(device) for given in (wishes.input_ids, wishes.mask)
+            given.repeat_interleave(num_samples, 0).to(device) for given in (local.input_ids, local.mask)
         )
-        return InStep(plan.sequences, input_ids, mask, wishes.functions, self.model.vocab_size)
+        return InStep(plan.sequences, input_ids, mask, local.functions, self.model.vocab_size)
 
     @contextmanager
     def choosing_by(self, choice: Choice | None) -> Iterator[None]:
@@ -367,7 +367,7 @@ def _with_half_the_rows(generator: Generator, request: Request, error: RuntimeEr
             `generate()` ran.
     """
     plan = request.plan
-    is_bound = plan is None or request.wishes.functions is not None
+    is_bound = plan is None or request.local.functions is not None
     most, cannot = generator.partners.highest([1 if plan is None else plan.max_running, int(is_bound)])
     if plan is None or cannot or most <= 1:
         raise error

@@ -1,6 +1,6 @@
 """Turns a call of `generate()` on all processes into one request, or an error that all of them raise.
 
-Each process checks its own arguments (`read_wishes`). Processes that share a model then plan one rollout of all their
+Each process checks its own arguments (`read_call`). Processes that share a model then plan one rollout of all their
 prompts, and all agree on which backend generates and on the noise keys of their samples. The generator is only read, so
 an error here leaves it unchanged.
 """
@@ -16,6 +16,7 @@ from hybrid_engine.config.checks import check_integer
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.distributed.verdict import ErrorNotice, attempt, describe_error
 from hybrid_engine.generation.core import (
+    GenerateCall,
     LocalRequest,
     Request,
     RolloutPlan,
@@ -145,90 +146,79 @@ def check_agreement(shares: list[Share], has_same_prompts: bool) -> None:
             )
 
 
-def prepare(
-    generator: Generator,
-    input_ids: torch.Tensor | None,
-    attention_mask: torch.Tensor | None,
-    generation_config: GenerationConfig | None,
-    seed: int | None,
-    kwargs: dict[str, Any],
-    in_sequences: bool = False,
-) -> Request:
+def prepare(generator: Generator, call: GenerateCall) -> Request:
     """Checks the input and plans the rollout without changing state. Collective on several processes.
 
     Each process passes its own prompts and options, unless processes share the model; a process may have no prompt. If
     only the model's own `generate()` can run on one process, it runs on all; it answers sequences one by one if the
-    rows' options or `in_sequences` require it.
+    rows' options or the call require it.
 
     Raises:
         ValueError: on all processes, if the input of one is invalid, or none has a prompt.
     """
     group, partners = generator.group, generator.partners
-    wishes, error = attempt(
-        lambda: read_wishes(generator, input_ids, attention_mask, generation_config, seed, kwargs, in_sequences)
-    )
-    if seed is None and wishes is not None and _needs_seed(wishes, group):
+    local, error = attempt(lambda: read_call(generator, call))
+    seed = call.seed
+    if seed is None and local is not None and _needs_seed(local, group):
         seed = int(torch.randint(2**62, ()).item())
-    shares = group.gather_objects(_share(generator, wishes))
+    shares = group.gather_objects(_share(generator, local))
     plan = None
-    if wishes is not None and all(share.can_start for share in shares):
-        plan, error = attempt(lambda: _plan(generator, wishes, shares))
-    bids = partners.exchange(_bid(wishes, seed, error))
+    if local is not None and all(share.can_start for share in shares):
+        plan, error = attempt(lambda: _plan(generator, local, shares))
+    bids = partners.exchange(_bid(local, seed, error))
     partners.raise_first(error, [bid.problem for bid in bids])
     check_prompts_somewhere(bids)
-    assert wishes is not None
+    assert local is not None
     fallback = reason_to_fall_back(bids, partners.rank)
     if fallback is None:
         assert plan is not None
         _name_noise(group, plan, bids, partners.rank)
-        return Request(wishes=wishes, plan=plan, seed=None)
+        return Request(local=local, plan=plan, seed=None)
     check_only_native(bids, fallback)
     say_once(f"generate() uses the model's own implementation: {fallback}")
-    if wishes.is_drawn:
-        return Request(wishes=wishes, plan=None, seed=None, sequences=_sequences(group, wishes, bids, partners.rank))
-    return Request(
-        wishes=wishes, plan=None, seed=_seed_of_fallback(generator, seed, bids) if wishes.is_sampled else seed
-    )
+    if local.is_drawn:
+        return Request(local=local, plan=None, seed=None, sequences=_sequences(group, local, bids, partners.rank))
+    return Request(local=local, plan=None, seed=_seed_of_fallback(generator, seed, bids) if local.is_sampled else seed)
 
 
-def _needs_seed(wishes: LocalRequest, group: ModelGroup) -> bool:
+def _needs_seed(local: LocalRequest, group: ModelGroup) -> bool:
     """Whether this process's samples need a seed for their noise.
 
     If not, no seed is drawn, because drawing one changes torch's random state.
     """
-    return wishes.is_sampled and (wishes.is_native or wishes.is_drawn or (group.has_same_prompts and group.size > 1))
+    return local.is_sampled and (local.is_native or local.is_drawn or (group.has_same_prompts and group.size > 1))
 
 
-def _share(generator: Generator, wishes: LocalRequest | None) -> Share:
-    """Builds this process's message to those that share its model; `wishes` is None if it cannot start."""
-    is_native = wishes is not None and wishes.is_native
+def _share(generator: Generator, local: LocalRequest | None) -> Share:
+    """Builds this process's message to those that share its model; `local` is None if it cannot start."""
+    is_native = local is not None and local.is_native
     return Share(
-        can_start=wishes is not None,
-        prompts=wishes.prompts if wishes is not None and is_native else [],
-        options=None if wishes is None else wishes.options,
-        of_prompts=wishes.of_prompts if wishes is not None and is_native else [],
+        can_start=local is not None,
+        prompts=local.prompts if local is not None and is_native else [],
+        options=None if local is None else local.options,
+        of_prompts=local.of_prompts if local is not None and is_native else [],
         is_native=is_native,
         training_bytes=generator.memory.training_bytes,
         spare_bytes=generator.memory.spare_bytes(generator.model),
     )
 
 
-def _bid(wishes: LocalRequest | None, seed: int | None, error: BaseException | None) -> Bid:
+def _bid(local: LocalRequest | None, seed: int | None, error: BaseException | None) -> Bid:
     """Builds this process's message to all others; `error` is why it cannot start."""
     problem = None if error is None else describe_error(error)
-    if wishes is None:
+    if local is None:
         return Bid(problem=problem, fallback=None, seed=None, digests=[], num_samples=1, only_native=None)
     return Bid(
         problem=problem,
-        fallback=wishes.fallback,
-        seed=seed if wishes.is_sampled else None,
-        digests=[prompt_digest(prompt) for prompt in wishes.prompts],
-        num_samples=wishes.options.num_return_sequences,
-        only_native=wishes.only_native,
+        fallback=local.fallback,
+        seed=seed if local.is_sampled else None,
+        digests=[prompt_digest(prompt) for prompt in local.prompts],
+        num_samples=local.options.num_return_sequences,
+        only_native=local.only_native,
     )
 
 
-def _plan(generator: Generator, wishes: LocalRequest, shares: list[Share]) -> RolloutPlan | None:
+def _plan(generator: Generator, local: LocalRequest, shares: list[Share]) -> RolloutPlan | None:
     """Plans the rollout of all prompts of the group, equal on each of its processes; None if containers do not run it.
 
     Raises:
@@ -239,15 +229,15 @@ def _plan(generator: Generator, wishes: LocalRequest, shares: list[Share]) -> Ro
     if not all(share.is_native for share in shares):
         return None
     assert generator.model is not None and generator.native is not None
-    num_samples = wishes.options.num_return_sequences
+    num_samples = local.options.num_return_sequences
     own = slice(None)
-    prompts, of_prompts = wishes.prompts, wishes.of_prompts
+    prompts, of_prompts = local.prompts, local.of_prompts
     if not group.has_same_prompts:
         prompts = [prompt for share in shares for prompt in share.prompts]
         of_prompts = [options for share in shares for options in share.of_prompts]
         first = num_samples * sum(len(share.prompts) for share in shares[: group.rank])
-        own = slice(first, first + num_samples * len(wishes.prompts))
-    is_in_step = wishes.functions is not None
+        own = slice(first, first + num_samples * len(local.prompts))
+    is_in_step = local.functions is not None
     if is_in_step:  # all samples run at once, and each is prefilled for itself
         prompts = [prompt for prompt in prompts for _ in range(num_samples)]
         of_prompts = [options for options in of_prompts for _ in range(num_samples)]
@@ -256,13 +246,13 @@ def _plan(generator: Generator, wishes: LocalRequest, shares: list[Share]) -> Ro
     training_bytes = max(share.training_bytes for share in shares)
     reserved, config = generator.native.num_reserved_blocks, generator.config
     return plan_rollout(
-        generator.model, sequences, wishes.options, config, spare_bytes, reserved, training_bytes, own, is_in_step
+        generator.model, sequences, local.options, config, spare_bytes, reserved, training_bytes, own, is_in_step
     )
 
 
-def _sequences(group: ModelGroup, wishes: LocalRequest, bids: list[Bid], rank: int) -> list[Sequence]:
+def _sequences(group: ModelGroup, local: LocalRequest, bids: list[Bid], rank: int) -> list[Sequence]:
     """Builds this process's sequences with their noise keys; `rank` is that of `_name_noise`."""
-    sequences = build_sequences(wishes.prompts, wishes.of_prompts, wishes.options.num_return_sequences)
+    sequences = build_sequences(local.prompts, local.of_prompts, local.options.num_return_sequences)
     if group.has_same_prompts:
         bids, rank = bids[:: group.size], rank // group.size
     for sequence, key in zip(sequences, keys_of(bids, rank), strict=True):
@@ -295,29 +285,19 @@ def _name_noise(group: ModelGroup, plan: RolloutPlan, bids: list[Bid], rank: int
         sequence.key = key
 
 
-def read_wishes(
-    generator: Generator,
-    input_ids: torch.Tensor | None,
-    attention_mask: torch.Tensor | None,
-    generation_config: GenerationConfig | None,
-    seed: int | None,
-    kwargs: dict[str, Any],
-    in_sequences: bool = False,
-) -> LocalRequest:
-    """Reads these arguments of `generate()` for `generator` in its current state; changes nothing.
-
-    `in_sequences`: whether each row must be a sequence of its own, even if the model's own `generate()` runs.
+def read_call(generator: Generator, call: GenerateCall) -> LocalRequest:
+    """Reads a call for `generator` in its current state; changes nothing.
 
     Raises:
-        ValueError: they are invalid on this process.
+        ValueError: its arguments are invalid on this process.
     """
-    kwargs = dict(kwargs)
-    input_ids = _take_inputs(input_ids, kwargs)
-    _check_call(generator, input_ids, generation_config, seed, "generate_async()" if in_sequences else "generate()")
+    kwargs = dict(call.options)
+    input_ids = _take_inputs(call.input_ids, kwargs)
+    _check_call(generator, input_ids, call)
     assert input_ids is not None
     check_names(kwargs, generator.accepted_names)
     row_options = kwargs.pop("row_options", None)
-    merged = merge_options(generator.module.generation_config, generation_config, kwargs)
+    merged = merge_options(generator.module.generation_config, call.generation_config, kwargs)
     vocab_size = generator.module.config.get_text_config().vocab_size
     width = input_ids.shape[-1] if hasattr(input_ids, "shape") else 0
     options = read_options(merged, width, vocab_size)
@@ -325,7 +305,7 @@ def read_wishes(
     # As in transformers, a padding id that also ends sequences is not used to find padding.
     pad = None if pad in options.eos_token_ids else pad
     may_be_empty = generator.partners.size > 1 and not generator.group.has_same_prompts
-    mask = check_prompts(input_ids, attention_mask, vocab_size, pad, may_be_empty)
+    mask = check_prompts(input_ids, call.attention_mask, vocab_size, pad, may_be_empty)
     prompts = prompt_token_ids(input_ids, mask)
     of_prompts = read_row_options(row_options, merged, len(prompts), width, vocab_size)
     check_lengths(prompts, of_prompts, generator.config, _max_positions(generator))
@@ -342,7 +322,7 @@ def read_wishes(
         _check_can_fall_back(generator, fallback)
         ends_by_string = any(of_prompt.rules.stop_strings for of_prompt in of_prompts)
         mixes = mixes_rows(generator, len(prompts) * options.num_return_sequences)
-        if in_sequences or mixes or only_native is not None or (options.return_dict and ends_by_string):
+        if call.in_sequences or mixes or only_native is not None or (options.return_dict and ends_by_string):
             undrawn = _reason_not_to_draw(merged)
             if mixes and undrawn is not None:
                 raise ValueError(
@@ -350,7 +330,7 @@ def read_wishes(
                     f"row by row cannot be served here: {undrawn}; pass one row a call, or leave that out"
                 )
             is_drawn = undrawn is None
-            if undrawn is not None and (in_sequences or only_native is not None):
+            if undrawn is not None and (call.in_sequences or only_native is not None):
                 fallback = undrawn
     kwargs = {name: value for name, value in kwargs.items() if name not in OWN_OPTIONS}
     return LocalRequest(
@@ -362,7 +342,7 @@ def read_wishes(
         only_native=None if is_drawn else only_native,
         fallback=fallback,
         functions=functions,
-        kwargs={"generation_config": generation_config, **kwargs},
+        kwargs={"generation_config": call.generation_config, **kwargs},
         is_drawn=is_drawn,
     )
 
@@ -401,28 +381,22 @@ def _take_inputs(input_ids: torch.Tensor | None, kwargs: dict[str, Any]) -> torc
     return input_ids if inputs is None else inputs
 
 
-def _check_call(
-    generator: Generator,
-    input_ids: torch.Tensor | None,
-    generation_config: GenerationConfig | None,
-    seed: int | None,
-    caller: str,
-) -> None:
-    """Raises ValueError, which names `caller`, for errors that do not concern options."""
+def _check_call(generator: Generator, input_ids: torch.Tensor | None, call: GenerateCall) -> None:
+    """Raises ValueError, which names the caller, for errors that do not concern options."""
     if generator.is_live:
-        raise ValueError(f"{caller}: the model is being served; ask the server, or wait until serving ends")
+        raise ValueError(f"{call.caller}: the model is being served; ask the server, or wait until serving ends")
     if input_ids is None:
         raise ValueError(
-            f"{caller}: input_ids is missing; pass the prompts' token ids [batch, prompt length], also beside "
+            f"{call.caller}: input_ids is missing; pass the prompts' token ids [batch, prompt length], also beside "
             "inputs_embeds"
         )
     if generator.module.training:
-        raise ValueError(f"{caller}: the engine is in training mode; call engine.eval() first")
-    if not isinstance(generation_config, GenerationConfig | None):
-        kind = type(generation_config).__name__
+        raise ValueError(f"{call.caller}: the engine is in training mode; call engine.eval() first")
+    if not isinstance(call.generation_config, GenerationConfig | None):
+        kind = type(call.generation_config).__name__
         raise ValueError(f"generation_config is a {kind}; pass a transformers.GenerationConfig or keywords")
-    if seed is not None:
-        check_integer("seed", seed, -(2**63), 2**63 - 1)
+    if call.seed is not None:
+        check_integer("seed", call.seed, -(2**63), 2**63 - 1)
 
 
 def _max_positions(generator: Generator) -> int | None:

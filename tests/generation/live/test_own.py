@@ -9,7 +9,7 @@ import transformers as hf
 
 import hybrid_engine
 from hybrid_engine.generation import output as rollout_output
-from hybrid_engine.generation.core import Prompt, Sequence
+from hybrid_engine.generation.core import GenerateCall, Prompt, Sequence
 from hybrid_engine.generation.live import batches as live_own
 from hybrid_engine.generation.live.asynchronous import Carried, start_async
 from hybrid_engine.generation.live.opening import live_batch
@@ -296,7 +296,7 @@ def test_errors_of_a_live_batch_name_what_was_called(name):
         with pytest.raises(ValueError, match=r"^generate\(\): the model is being served"):
             engine.generate(torch.tensor([[5]]), **options)
         with pytest.raises(ValueError, match=r"^generate_async\(\): the model is in a live batch already"):
-            start_async(engine.generator, None, None, None, None, {}, Carried([], 0), 0).__enter__()
+            start_async(engine.generator, GenerateCall(input_ids=None), Carried([], 0), 0).__enter__()
         with (
             pytest.raises(ValueError, match=r"^serving\(\): the model is in a live batch already"),
             engine.serving(build_chat_tokenizer()),
