@@ -30,7 +30,15 @@ from hybrid_engine.config.blocks import (
     WandbConfig,
     ZeroConfig,
 )
-from hybrid_engine.config.checks import check_choice, check_flag, check_integer, check_number
+from hybrid_engine.config.checks import (
+    DTYPES,
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    dtype_name,
+    torch_dtype_of,
+)
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.config.optimizer import (
     OptimizerConfig,
@@ -44,10 +52,6 @@ if TYPE_CHECKING:  # the command reads its options without torch
     import torch
 
 Block = TypeVar("Block")
-DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-"""Names of the dtypes in a config, and in torch."""
-DTYPE_NAMES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
-"""Other names of the dtypes, which DeepSpeed reads too, also after "torch."."""
 SIMPLE_BLOCKS: dict[str, Any] = {
     "fp16": Fp16Config,
     "bf16": Bf16Config,
@@ -173,10 +177,9 @@ class EngineConfig:
         for name in ("gradient_accumulation_dtype", "communication_data_type"):
             value = getattr(self, name)
             if isinstance(value, str):
-                value = value.lower().removeprefix("torch.")
-                object.__setattr__(self, name, DTYPE_NAMES.get(value, value))
+                object.__setattr__(self, name, dtype_name(value) or value.lower().removeprefix("torch."))
             if value is not None:
-                check_choice(name, getattr(self, name), tuple(DTYPES))
+                check_choice(name, getattr(self, name), sorted(DTYPES, reverse=True))
         if self.fp16.enabled and self.bf16.enabled:
             raise ValueError(
                 "fp16.enabled=true and bf16.enabled=true exclude each other; parameters have one dtype: disable one"
@@ -214,28 +217,22 @@ class EngineConfig:
     @property
     def dtype(self) -> "torch.dtype":
         """The dtype that parameters are stored and computed in."""
-        return _torch_dtype(self._dtype_name)
+        return torch_dtype_of(self._dtype_name)
 
     @property
     def accumulation_dtype(self) -> "torch.dtype":
         """The dtype that gradients of micro-batches are added up in."""
-        return _torch_dtype(self._accumulation_name)
+        return torch_dtype_of(self._accumulation_name)
 
     @property
     def communication_dtype(self) -> "torch.dtype":
         """The dtype that gradients are reduced in."""
-        return _torch_dtype(self.communication_data_type or "fp32")
+        return torch_dtype_of(self.communication_data_type or "fp32")
 
     @property
     def skips_overflow(self) -> bool:
         """Whether a non-finite gradient skips the step instead of being an error."""
         return self.fp16.enabled or (self.bf16.enabled and self.bf16.check_grad_overflow)
-
-
-def _torch_dtype(name: str) -> "torch.dtype":
-    import torch
-
-    return getattr(torch, DTYPES[name])  # type: ignore[no-any-return]
 
 
 def load_config(

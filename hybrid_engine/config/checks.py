@@ -1,7 +1,8 @@
 """Checks of single options, with errors that name the option, its value, the rule and the remedy.
 
 The first ones are for keys of a config and arguments of functions. Those from `flag` on are for options of the command,
-whose errors name the option as it is typed: `--max-new-tokens`, not `max_new_tokens`. No module of torch is imported.
+whose errors name the option as it is typed: `--max-new-tokens`, not `max_new_tokens`. `DTYPES` is the one table of the
+names of dtypes. No module of torch is imported, except by `torch_dtype_of`.
 """
 
 import math
@@ -9,8 +10,14 @@ import os
 import sys
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Names of the dtypes in configs and options, and in torch."""
+_DTYPE_NAMES = {"float": "fp32", "half": "fp16", **{name: name for name in DTYPES}, **{v: k for k, v in DTYPES.items()}}
 LARGEST_COUNT = 10**9
 """Largest count of the command: more steps or rows than any run has. A typing error is refused before it takes
 memory."""
@@ -97,6 +104,18 @@ def _remedy(value: Any) -> str:
         return "write a number, without quotes"
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return "choose a number in that range" if is_number else "write a single number"
+
+
+def dtype_name(value: Any) -> str | None:
+    """The key of `DTYPES` for a dtype of torch or one of its names, also after "torch."; None if there is none."""
+    return _DTYPE_NAMES.get(str(value).lower().removeprefix("torch."))
+
+
+def torch_dtype_of(name: str) -> "torch.dtype":
+    """The dtype of torch for a key of `DTYPES`."""
+    import torch
+
+    return getattr(torch, DTYPES[name])  # type: ignore[no-any-return]
 
 
 def flag(name: str) -> str:

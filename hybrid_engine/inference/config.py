@@ -12,16 +12,11 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.config.checks import check_flag, check_integer, find_nearest
+from hybrid_engine.config.checks import DTYPES, check_flag, check_integer, dtype_name, find_nearest, torch_dtype_of
 from hybrid_engine.config.reading import read_json
 
 logger = logging.getLogger("hybrid_engine")
 
-DTYPES = {
-    torch.float32: ("fp32", "float32", "float", "torch.float32", "torch.float"),
-    torch.float16: ("fp16", "float16", "half", "torch.float16", "torch.half"),
-    torch.bfloat16: ("bf16", "bfloat16", "torch.bfloat16"),
-}
 OTHER_NAMES = {
     "kernel_inject": "replace_with_kernel_inject",
     "tp": "tensor_parallel",
@@ -267,7 +262,7 @@ def _read_block(name: str, block: type, value: Any) -> Any:
 
 
 def _read_dtype(value: Any) -> torch.dtype:
-    for dtype, names in DTYPES.items():
-        if value is dtype or str(value).lower() in names:
-            return dtype
-    raise ValueError(f"dtype={value!r} is not supported; use one of fp32, bf16, fp16, or leave it out")
+    name = dtype_name(value)
+    if name is None:
+        raise ValueError(f"dtype={value!r} is not supported; use one of {', '.join(DTYPES)}, or leave it out")
+    return torch_dtype_of(name)

@@ -18,7 +18,7 @@ from hybrid_engine.rlhf.planning.fitting import plan
 from hybrid_engine.rlhf.rewards.learned import LearnedReward
 from hybrid_engine.rlhf.runs import engine_config
 from hybrid_engine.rlhf.runs.checkpoints import begin_run
-from hybrid_engine.rlhf.runs.engine_config import DTYPES, Schedule, apply_tf32, choose_dtype
+from hybrid_engine.rlhf.runs.engine_config import Schedule, apply_tf32, choose_dtype, torch_dtype
 from hybrid_engine.rlhf.tasks.arithmetic import build_tokenizer
 from tests.support.small_actors import save_small_actor, save_sums
 
@@ -139,7 +139,7 @@ def test_a_run_in_16_bits_that_was_interrupted_goes_on_to_the_bit(rollouts, tmp_
     monkeypatch.setattr(grpo, "save_checkpoints", save)
     resumed = grpo.run(replace(torn, resume=True, dtype="auto"))
     weights = [load_file(folder / "model.safetensors") for folder in (whole, resumed)]
-    assert {tensor.dtype for tensor in weights[0].values()} == {DTYPES[dtype]}
+    assert {tensor.dtype for tensor in weights[0].values()} == {torch_dtype(dtype)}
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     scales = [
         [

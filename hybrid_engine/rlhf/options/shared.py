@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from hybrid_engine.config.checks import check_above, check_at_least, check_between, check_count, check_one_of, flag
+from hybrid_engine.config.checks import (
+    DTYPES,
+    check_above,
+    check_at_least,
+    check_between,
+    check_count,
+    check_one_of,
+    flag,
+)
 from hybrid_engine.rlhf.options.checks import check_common, check_weights, option
 from hybrid_engine.rlhf.options.columns import DataSource, read_names, read_prompt_template
 
@@ -30,7 +38,6 @@ TRACKERS = {
     "swanlab": ("swanlab",),
 }
 """The trackers by accelerate's names, with the packages of which each needs one."""
-DTYPES = ("fp32", "bf16", "fp16")
 DEFAULT_TYPE, WITHOUT_WARMUP = "linear", "constant"
 EARLIER_TYPE = "WarmupDecayLR"
 """The schedule of runs from before the option existed: DeepSpeed's, whose first two steps have a rate of 0."""

@@ -15,6 +15,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import get_scheduler
 
+from hybrid_engine.config.checks import torch_dtype_of
 from hybrid_engine.optim.lr_schedules import WarmupDecayLR
 from hybrid_engine.rlhf.options.shared import (
     AUTO,
@@ -28,7 +29,6 @@ from hybrid_engine.rlhf.options.shared import (
 
 ADAM_EPS = 1e-5
 """PyTorch's 1e-8 takes aggressive first steps for small gradients (Huang et al., "N implementation details")."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FIRST_LOSS_SCALE_POWER = 12
 """For fp16: DeepSpeed's 16 overflows the gradients of a language model, whose first steps would be skipped."""
 MOST_WARMUP = {"sft": 50, "reward": 20, "dpo": 10, "kto": 10}
@@ -100,7 +100,7 @@ def choose_dtype(dtype: str, device_type: str | None = None) -> str:
 
 def torch_dtype(dtype: str, device_type: str | None = None) -> torch.dtype:
     """`choose_dtype` as a torch dtype."""
-    return DTYPES[choose_dtype(dtype, device_type)]
+    return torch_dtype_of(choose_dtype(dtype, device_type))
 
 
 def gradient_figures(engine: Any, prefix: str = "") -> dict[str, Any]:
