@@ -6,7 +6,7 @@ an error here leaves it unchanged.
 """
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -301,11 +301,7 @@ def read_call(generator: Generator, call: GenerateCall) -> LocalRequest:
     vocab_size = generator.module.config.get_text_config().vocab_size
     width = input_ids.shape[-1] if hasattr(input_ids, "shape") else 0
     options = read_options(merged, width, vocab_size)
-    pad = merged.get("pad_token_id")
-    # As in transformers, a padding id that also ends sequences is not used to find padding.
-    pad = None if pad in options.eos_token_ids else pad
-    may_be_empty = generator.partners.size > 1 and not generator.group.has_same_prompts
-    mask = check_prompts(input_ids, call.attention_mask, vocab_size, pad, may_be_empty)
+    mask = _read_mask(generator, input_ids, call.attention_mask, merged, options)
     prompts = prompt_token_ids(input_ids, mask)
     of_prompts = read_row_options(row_options, merged, len(prompts), width, vocab_size)
     check_lengths(prompts, of_prompts, generator.config, _max_positions(generator))
@@ -315,36 +311,58 @@ def read_call(generator: Generator, call: GenerateCall) -> LocalRequest:
         raise ValueError("row_options cannot be passed beside functions that are asked for all rows at once")
     if any(of_prompt.rules.prompt_logprobs is not None for of_prompt in of_prompts):
         _check_can_score(options)
-    fallback = _reason_to_fall_back(generator, merged, functions, len(prompts) * options.num_return_sequences)
-    only_native = "row_options" if row_options is not None else next(iter(own_options(merged)), None)
-    is_drawn = False
-    if fallback is not None:
-        _check_can_fall_back(generator, fallback)
-        ends_by_string = any(of_prompt.rules.stop_strings for of_prompt in of_prompts)
-        mixes = mixes_rows(generator, len(prompts) * options.num_return_sequences)
-        if call.in_sequences or mixes or only_native is not None or (options.return_dict and ends_by_string):
-            undrawn = _reason_not_to_draw(merged)
-            if mixes and undrawn is not None:
-                raise ValueError(
-                    f"generate(): transformers' {type(generator.module).__name__} mixes up the rows of a batch, and "
-                    f"row by row cannot be served here: {undrawn}; pass one row a call, or leave that out"
-                )
-            is_drawn = undrawn is None
-            if undrawn is not None and (call.in_sequences or only_native is not None):
-                fallback = undrawn
     kwargs = {name: value for name, value in kwargs.items() if name not in OWN_OPTIONS}
-    return LocalRequest(
+    local = LocalRequest(
         input_ids=input_ids,
         mask=mask,
         prompts=prompts,
         options=options,
         of_prompts=of_prompts,
-        only_native=None if is_drawn else only_native,
-        fallback=fallback,
+        only_native="row_options" if row_options is not None else next(iter(own_options(merged)), None),
+        fallback=_reason_to_fall_back(generator, merged, functions, len(prompts) * options.num_return_sequences),
         functions=functions,
         kwargs={"generation_config": call.generation_config, **kwargs},
-        is_drawn=is_drawn,
     )
+    return local if local.is_native else _fall_back(generator, local, merged, call.in_sequences)
+
+
+def _read_mask(
+    generator: Generator,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    merged: dict[str, Any],
+    options: GenerationOptions,
+) -> torch.Tensor:
+    """Checks the prompts and returns their mask, as `check_prompts` does."""
+    vocab_size = generator.module.config.get_text_config().vocab_size
+    pad = merged.get("pad_token_id")
+    # As in transformers, a padding id that also ends sequences is not used to find padding.
+    pad = None if pad in options.eos_token_ids else pad
+    may_be_empty = generator.partners.size > 1 and not generator.group.has_same_prompts
+    return check_prompts(input_ids, attention_mask, vocab_size, pad, may_be_empty)
+
+
+def _fall_back(generator: Generator, local: LocalRequest, merged: dict[str, Any], in_sequences: bool) -> LocalRequest:
+    """Returns `local` in the form in which the model's own `generate()` serves it: all rows at once, or row by row.
+
+    Raises ValueError if it cannot.
+    """
+    assert local.fallback is not None
+    _check_can_fall_back(generator, local.fallback)
+    mixes = mixes_rows(generator, len(local.prompts) * local.options.num_return_sequences)
+    needs_rows = in_sequences or local.only_native is not None
+    ends_by_string = any(options.rules.stop_strings for options in local.of_prompts)
+    if not (needs_rows or mixes or (local.options.return_dict and ends_by_string)):
+        return local
+    undrawn = _reason_not_to_draw(merged)
+    if undrawn is None:
+        return replace(local, is_drawn=True, only_native=None)
+    if mixes:
+        raise ValueError(
+            f"generate(): transformers' {type(generator.module).__name__} mixes up the rows of a batch, and "
+            f"row by row cannot be served here: {undrawn}; pass one row a call, or leave that out"
+        )
+    return replace(local, fallback=undrawn) if needs_rows else local
 
 
 def read_functions(merged: dict[str, Any]) -> UserFunctions | None:
