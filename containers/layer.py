@@ -143,8 +143,10 @@ class InferenceLayer:
         others = (*lender.attention.linears, *lender.mlp.adaptable)[: len(parts)]
         num_bytes = 0
         for part, other in zip_longest(parts, others):
-            fits = isinstance(part, TransposedLinear) and isinstance(other, TransposedLinear) and part.is_like(other)
-            num_bytes += part.fuse_lora(other) if fits else part.fuse_lora()
+            if isinstance(part, TransposedLinear) and isinstance(other, TransposedLinear) and part.is_like(other):
+                num_bytes += part.fuse_lora(other)
+            else:
+                num_bytes += part.fuse_lora()
         return num_bytes
 
     def unfuse_lora(self, keeps_lent: bool = False) -> None:

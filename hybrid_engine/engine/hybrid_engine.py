@@ -73,7 +73,7 @@ class HybridEngine(ZeroEngine):
         )
         if self.optimizer is not None:
             self.optimizer.state_offload.call_after_moves(partial(_bind_again, self.generator))
-        vars(self)["_generating_for"] = model  # known, and not a child of its own
+        self.__dict__["_generating_for"] = model  # an attribute would become a second child module
         self.latency = LatencyStats(self.sharding.num_units, self.device)
         self._is_generating = False
         self.create_inference_containers()
