@@ -51,9 +51,6 @@ OPTIONS = {
     "agent": (agent, {**ROLLOUT, "group_size": 2, "num_clients": 1, "eval_prompts": 2}),
 }
 
-RESUMED = ("sft", "dpo", "grpo", "ppo", "agent")
-"""One of each kind: supervised, of pairs, of groups, with a critic, of episodes."""
-
 
 def config_of(name, folder, real_model):
     """The recipe and its options on the real model; supervised recipes learn from a file of pairs."""
@@ -93,15 +90,14 @@ def test_a_recipe_trains_and_an_interrupted_run_goes_on_to_the_bit(name, real_mo
     if "first_ratio" in rows[0]:
         ratios = [row["first_ratio"] for row in rows if row.get("trained_share") != 0]  # else nothing was trained
         assert ratios == pytest.approx([1.0] * len(ratios), abs=1e-5)
-    if name in RESUMED:
-        torn = replace(whole, out=str(tmp_path / "torn"))
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(RunLog, "write", stop_at_the_second_step)
-            recipe.run(torn)
-        recipe.run(replace(torn, resume=True))
-        assert metrics_of(torn.out) == rows
-        ours, theirs = saved_weights(torn.out), saved_weights(whole.out)
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    torn = replace(whole, out=str(tmp_path / "torn"))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunLog, "write", stop_at_the_second_step)
+        recipe.run(torn)
+    recipe.run(replace(torn, resume=True))
+    assert metrics_of(torn.out) == rows
+    ours, theirs = saved_weights(torn.out), saved_weights(whole.out)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
 def stop_at_the_second_step(log, step, metrics, shown=(), write=RunLog.write):

@@ -107,6 +107,7 @@ def test_a_run_leaves_metrics_and_an_actor(tiny, tmp_path, few_problems):
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1]
     assert all(line["episode_seconds"] > 0 and line["length"] > 0 and line["grad_norm"] >= 0 for line in lines)
+    assert all(0 <= line["cut_off_share"] <= 1 for line in lines)
     # The log-probabilities that the server recorded are the trainer's: the first ratio is 1.
     assert lines[0]["ratio"] == pytest.approx(1, abs=1e-4)
     result = json.loads((tmp_path / "run" / "result.json").read_text())

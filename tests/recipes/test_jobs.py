@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hybrid_engine.checkpoint.saving import LOCK_FILE
 from hybrid_engine.cli import cli
-from hybrid_engine.recipes import ppo, sft
+from hybrid_engine.recipes import agent, grpo, online_dpo, ppo, sft
 from hybrid_engine.rlhf.rewards.loading import load_rewards
 from hybrid_engine.rlhf.rewards.scores import RewardError
 from hybrid_engine.rlhf.runs.run_folder import read_answers, read_metrics
@@ -78,6 +78,7 @@ def test_ppo_writes_metrics_plot_samples_and_an_actor_that_changed(stages, tmp_p
         assert line["first_ratio"] == pytest.approx(1, abs=1e-3)
         assert 0 <= line["judge_pass_rate"] <= 1 and line["generate_seconds"] > 0
         assert {"policy_loss", "value_loss", "clip_fraction", "approx_kl", "entropy_estimate", "length"} <= set(line)
+        assert 0 <= line["cut_off_share"] <= 1
     result = json.loads((tmp_path / "result.json").read_text())
     assert (
         result["before"].keys() == result["after"].keys() > {"judge_pass_rate", "distinct_share", "top_opening_share"}
@@ -221,6 +222,21 @@ def test_where_the_output_is_no_terminal_each_step_has_a_line(tmp_path, capsys):
         for step in (1, 2):
             log.write(step, {"score": step / 2, "kl": 1.0, "length": 7}, ["score", "length"])
     assert capsys.readouterr().out == "PPO 2/3  score 0.5  length 7\nPPO 3/3  score 1  length 7\n"
+
+
+@pytest.mark.parametrize("recipe", [agent, grpo, online_dpo, ppo])
+def test_the_line_of_each_step_has_the_share_of_answers_that_were_cut_off(recipe):
+    assert "cut_off_share" in recipe.SHOWN
+
+
+def test_the_old_option_for_answers_without_an_end_warns(tmp_path, monkeypatch, capsys):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ppo, "prepare", stop)
+    with pytest.raises(KeyboardInterrupt):
+        ppo.run(replace(TINY, out=str(tmp_path), missing_eos_score=-3.0))
+    assert "--missing-eos-score is deprecated" in capsys.readouterr().out
 
 
 def test_own_prompts_rewards_with_weights_and_adapter_run_without_the_judge(stages, tmp_path, monkeypatch, capsys):
