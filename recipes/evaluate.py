@@ -101,9 +101,9 @@ def load_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rewards: Rewar
         ValueError: there are too few, a reward lacks a column or cannot read a row, or the model has too few positions.
     """
     if config.held_out:
-        rows = load_prompt_rows(config.source, rewards.columns)[1]
+        rows = load_prompt_rows(config.source, rewards.task_columns)[1]
     else:
-        rows = read_once(config.source, read_prompt_rows, rewards.columns)
+        rows = read_once(config.source, read_prompt_rows, rewards.task_columns)
     rows = rows[: config.max_prompts]
     rewards.check_columns(rows)
     rows, lengths = keep_usable(config, rows, tokenizer, rewards)

@@ -350,6 +350,17 @@ def test_a_held_out_prompt_with_another_answer_is_another_task_unless_the_row_ke
     assert in_both[()] and not in_both[("prompt",)]
 
 
+def test_a_question_with_two_written_solutions_is_one_task_and_others_are_told(tmp_path, capsys):
+    rows = [{"prompt": f"{n}*2=", "answer": f"{how} #### {2 * n}"} for n in range(99) for how in ("double", "add")]
+    path = write(tmp_path / "data.jsonl", rows)
+    for rewards, is_one_task in ((["number"], True), (["exact:after=####", "length:most=9"], True), (None, False)):
+        columns = load_rewards(rewards).task_columns if rewards else ["answer"]
+        train, held_out = parts_of(path, read_prompt_rows, columns)
+        in_both = {row.prompt for row in train} & {row.prompt for row in held_out}
+        assert bool(in_both) != is_one_task
+        assert ("are also trained on, with other values of 'answer'" in capsys.readouterr().out) != is_one_task
+
+
 def test_one_prompt_with_many_seeds_is_many_rows_and_the_seeds_are_held_out(tmp_path):
     games = [{"prompt": "Play the game.", "seed": seed, "id": n} for n, seed in enumerate([*range(60), *range(60)])]
     path = write(tmp_path / "games.jsonl", [*games, *({"prompt": f"p{n}", "seed": 0} for n in range(60))])

@@ -20,6 +20,7 @@ from hybrid_engine.rlhf.data.held_out import (
     is_held_out,
     prompt_text,
     row_keys,
+    row_prompt_key,
 )
 from hybrid_engine.rlhf.data.reasoning_gym_rows import HELD_OUT, SCHEME
 from hybrid_engine.rlhf.data.rows import ConversationRow, Message, PreferenceRow, PromptRow, TextRow, Turns, each_good
@@ -35,7 +36,8 @@ def load_parts(source: DataSource, read: Read[R], columns: Collection[str] = ())
     Args:
         source: the data sets and how they are read.
         read: a function of `reading.py`, for the rows that the recipe trains on.
-        columns: those that the rewards read; rows of one prompt with several values in them are tasks of their own.
+        columns: those that the rewards read, without reference answers; rows of one prompt with several values in them
+            are tasks of their own.
 
     Raises:
         ValueError: the data cannot be read, or one of the parts would be empty.
@@ -52,6 +54,7 @@ def load_parts(source: DataSource, read: Read[R], columns: Collection[str] = ())
     check_row_key(source, [*held_out, *(row for rows in data_sets for row in rows)])
     train = _mixed([_apart_from(held_out, rows) for rows in data_sets], source)
     check_parts(source, train, held_out)
+    _say_what_is_in_both(train, held_out, columns)
     return wrap_rows(train, source), wrap_rows(held_out, source)
 
 
@@ -76,6 +79,16 @@ def check_row_key(source: DataSource, rows: Sequence[DataRow]) -> None:
                 f"--row-key={' '.join(source.row_key)!r}: {name!r} tells no rows of {source.shown} apart; name some of "
                 f"the columns {', '.join(map(repr, sorted(columns)))}"
             )
+
+
+def _say_what_is_in_both(train: Sequence[DataRow], held_out: Sequence[DataRow], columns: Collection[str]) -> None:
+    asked = {row_prompt_key(row) for row in held_out}
+    num_in_both = len(asked.intersection(map(row_prompt_key, train)))
+    if num_in_both:
+        say(
+            f"{num_in_both} of {len(asked)} held-out prompts are also trained on, with other values of "
+            f"{', '.join(map(repr, sorted(columns)))}; --row-key prompt keeps every prompt in one part"
+        )
 
 
 def _is_made(dataset: str) -> bool:

@@ -248,7 +248,7 @@ def load_usable_prompts(
     Raises:
         ValueError: the data cannot be read, a reward lacks a column, or a row cannot be used and may not be left out.
     """
-    columns = rewards.columns if rewards is not None else ()
+    columns = rewards.task_columns if rewards is not None else ()
     train, held_out = load_prompt_rows(config.source, columns) if config.dataset else task.load_rows(config.seed)
     if rewards is not None:
         rewards.check_columns([*train, *held_out])

@@ -252,7 +252,7 @@ class DatasetOptions(RowOptions):
     row_key: tuple[str, ...] = option(
         (),
         "columns that tell rows of one prompt apart, such as the seed of a game: each value is held out, or trained "
-        "on, by itself; default: the columns that the rewards read",
+        "on, by itself; default: the columns that the rewards read, without references",
     )
     deduplicate: bool = option(
         False,

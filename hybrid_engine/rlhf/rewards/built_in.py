@@ -128,6 +128,8 @@ class Rule:
     judge: Callable[[Answers], list[float]]
     columns: frozenset[str] = frozenset()
     """The columns of the data that it reads."""
+    references: frozenset[str] = frozenset()
+    """As in `Reward`."""
     check: Callable[[Mapping[str, Any]], None] | None = None
     """As in `Reward`."""
 
@@ -256,7 +258,7 @@ def _compare(
                 f"has {column}={columns[column]!r}, which {error} for --reward={spec!r}; fix it"
             ) from error
 
-    return Rule(judge=judge, columns=frozenset({column}), check=check)
+    return Rule(judge=judge, columns=frozenset({column}), references=frozenset({column}), check=check)
 
 
 def _is_right_answer(is_right: Callable[[str, str], bool], response: str, references: list[str], after: str) -> bool:

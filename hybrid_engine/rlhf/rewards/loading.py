@@ -85,7 +85,7 @@ def _load(spec: str, name: str, weight: float, load_model: Callable[[str], Judge
     kind, _, given = spec.partition(":")
     if kind in BUILT_IN and not Path(spec).exists():
         rule = BUILT_IN[kind](spec, given)
-        return build(judge=rule.judge, columns=rule.columns, check=rule.check)
+        return build(judge=rule.judge, columns=rule.columns, references=rule.references, check=rule.check)
     if names_model(spec):
         _check_not_misspelt(spec)
         return build(judge=load_model(spec))

@@ -65,9 +65,10 @@ class Rewards:
         return [reward.spec for reward in self.rewards]
 
     @property
-    def columns(self) -> frozenset[str]:
-        """The columns of the data that the rewards read by name."""
-        return frozenset().union(*(reward.columns | reward.optional_columns for reward in self.rewards))
+    def task_columns(self) -> frozenset[str]:
+        """The columns of the data that the rewards read by name, without reference answers."""
+        read = (reward.columns - reward.references | reward.optional_columns for reward in self.rewards)
+        return frozenset().union(*read)
 
     def begin_step(self, step: int, num_steps: int) -> None:
         """Sets the progress that reward functions see: `step` of `num_steps` are done."""
