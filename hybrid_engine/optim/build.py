@@ -100,7 +100,11 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
 
     Other buffers keep their precision on purpose: rotary frequencies in bf16 put distant tokens at the wrong position.
     So do buffers that transformers keeps in fp32 by name, such as the biases of a router.
+
+    A part may have been cast to fp32 with a hook that casts its inputs, as TRL's `cast_lm_head_to_fp32` does with the
+    head. Inputs of such a part are cast to the new dtype after its hooks, which is logged.
     """
+    hooked = _hooked_in_another_dtype(module, dtype)
     for param in module.parameters():
         if not param.is_floating_point() or param.dtype == dtype or is_quantised(param):
             continue
@@ -114,6 +118,32 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
     for name, buffer in saved_buffers(module).items():
         if buffer.is_floating_point() and not kept.intersection(name.split(".")):
             buffer.data = buffer.data.to(dtype)
+    for name, part in hooked.items():
+        part.register_forward_pre_hook(_cast_inputs)
+        say_once(f"{name}: its weights become {str(dtype).removeprefix('torch.')}, and so do inputs that a hook casts")
+
+
+def _hooked_in_another_dtype(module: nn.Module, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """Parts of `module` with forward pre-hooks whose weights have another dtype than `dtype`, which others have."""
+    if all(param.dtype != dtype for param in module.parameters()):
+        return {}
+    parts = {name: part for name, part in module.named_modules() if part._forward_pre_hooks}
+    return {
+        name: part
+        for name, part in parts.items()
+        if any(
+            p.is_floating_point() and p.dtype != dtype and not is_quantised(p)
+            for p in part._parameters.values()
+            if p is not None
+        )
+    }
+
+
+def _cast_inputs(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    dtype = next(module.parameters(recurse=False)).dtype
+    return tuple(
+        value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value for value in args
+    )
 
 
 def _kept_in_fp32(module: nn.Module) -> set[str]:

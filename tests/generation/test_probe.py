@@ -205,6 +205,23 @@ def test_norms_in_fp32_are_named_and_generate_under_autocast_as_the_model_does()
         assert torch.equal(model.generate(input_ids, **options), build().generate(input_ids, **options))
 
 
-def test_a_hook_that_the_cast_of_all_weights_contradicts_is_named():
+def test_a_head_in_fp32_is_cast_with_the_inputs_that_its_hook_casts(caplog):
+    input_ids, mask = padded_prompts()
     engine = build_engine(_head_in_fp32(_bf16_qwen3()), bf16={"enabled": True})
+    assert "lm_head: its weights become bfloat16" in caplog.text
+    assert engine.generator.fallback_reason is None
+    engine.backward(engine(input_ids=input_ids, labels=input_ids).loss)
+    engine.step()
+    engine.eval()
+    output = engine.generate(
+        input_ids, attention_mask=mask, max_new_tokens=9, do_sample=False, return_dict_in_generate=True
+    )
+    expected = module_logprobs(engine.module, output.sequences, mask)
+    assert (output.logprobs - expected).abs().mean() < 0.03
+
+
+def test_a_hook_that_the_cast_of_all_weights_contradicts_is_named():
+    model = _bf16_qwen3()
+    model.lm_head.register_forward_pre_hook(lambda _, args: (args[0].float(), *args[1:]))
+    engine = build_engine(model, bf16={"enabled": True})
     assert "a forward pass mixes dtypes" in engine.generator.fallback_reason

@@ -20,6 +20,7 @@ import json
 import logging
 import math
 import re
+import unicodedata
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,10 +35,15 @@ GROUND_TRUTH = "ground_truth"
 """The key of a reference answer within verl's column `reward_model`."""
 _WHOLE = r"(?:\d{1,3}(?:(?:,|\{,\}|,\\!)\d{3})+(?!\d)|\d+)"
 _DECIMAL = rf"(?:{_WHOLE}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
+_DASH = r"[-+\u2212\u2013\ufe63\uff0d]"
 # After a digit, a letter or a bracket a dash is not a sign: 3-5 is a range or a difference, 2024-12 a date.
-_SIGN = r"(?<![\w)\]}%])[-+\u2212\u2013\ufe63\uff0d]"
-NUMBER = re.compile(rf"(?P<sign>{_SIGN})?[$€£¥]?(?P<first>{_DECIMAL})(?P<others>(?: ?[/\u2044] ?{_DECIMAL})*)")
-_LATEX_FRACTION = re.compile(rf"\\[dt]?frac\{{({_DECIMAL})\}}\{{({_DECIMAL})\}}")
+_SIGN = rf"(?:(?<![\w)\]}}%]){_DASH}|(?:(?<=[=:])|(?<=[=:] )|^){_DASH} )"
+_MIXED = r"(?:(?P<whole>\d+) +(?=\d+ ?[/\u2044] ?\d))?"
+NUMBER = re.compile(rf"(?P<sign>{_SIGN})?[$€£¥]?{_MIXED}(?P<first>{_DECIMAL})(?P<others>(?: ?[/\u2044] ?{_DECIMAL})*)")
+_LATEX_FRACTION = re.compile(
+    rf"(?P<before>-?)\\[dt]?frac(?:\{{(?P<above>-?{_DECIMAL})\}}\{{(?P<below>-?{_DECIMAL})\}}|(?P<a>\d)(?P<b>\d))"
+)
+_FRACTION_SIGN = re.compile("[\u00bc-\u00be\u2150-\u215e]")
 Extract = Callable[[str], str | None]
 """Returns the answer in a response; None if there is none."""
 EVALUATING = frozenset(
@@ -208,19 +214,26 @@ BUILT_IN: dict[str, Callable[[str, str], Rule]] = {
 def last_number(text: str) -> float | None:
     """The last number in `text` as a person reads it; None if there is none.
 
-    Accepts commas between thousands, a currency, and any minus sign; 3/4 and \\frac{3}{4} are 0.75, and of a date the
-    last number counts.
+    Accepts commas between thousands, a currency, and any minus sign; 3/4, \\frac{3}{4} and its own character are 0.75,
+    1 1/2 is 1.5, and of a date the last number counts.
     """
-    found = [*NUMBER.finditer(_LATEX_FRACTION.sub(r"\1/\2", text))]
+    text = _FRACTION_SIGN.sub(lambda sign: " " + unicodedata.normalize("NFKC", sign[0]), text)
+    found = [*NUMBER.finditer(_LATEX_FRACTION.sub(_as_quotient, text))]
     return _value_of(found[-1]) if found else None
+
+
+def _as_quotient(fraction: re.Match[str]) -> str:
+    above, below = fraction["above"] or fraction["a"], fraction["below"] or fraction["b"]
+    is_negative = (fraction["before"] + above + below).count("-") % 2
+    return f" {'-' if is_negative else ''}{above.lstrip('-')}/{below.lstrip('-')}"
 
 
 def _value_of(number: re.Match[str]) -> float:
     first, *others = map(_decimal, re.split("[/\u2044]", number["first"] + number["others"]))
     if len(others) > 1 or others == [0.0]:
         return others[-1]
-    value = first / others[0] if others else first
-    return -value if number["sign"] not in (None, "+") else value
+    value = int(number["whole"] or 0) + (first / others[0] if others else first)
+    return -value if (number["sign"] or "+").strip() != "+" else value
 
 
 def _decimal(text: str) -> float:
