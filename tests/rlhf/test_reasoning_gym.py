@@ -100,6 +100,8 @@ def test_the_reward_is_the_score_of_the_library_with_the_options_of_the_data_set
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("reasoning_gym:composite", "'composite' has no questions of its own; give several --dataset"),
+        ("reasoning_gym:chain_sum:held_out=0", "held_out=0 must be at least 1; raise it"),
         ("reasoning_gym:chain_sums", "no data set 'chain_sums' in reasoning-gym; there are chain_sum"),
         ("reasoning_gym:chain_sum:max_term=2", r"refuses the options \(TypeError: .*max_term.*max_terms"),
         ("reasoning_gym:chain_sum:min_terms=4,max_terms=2", r"refuses the options \(AssertionError"),

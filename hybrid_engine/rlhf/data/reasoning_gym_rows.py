@@ -156,8 +156,11 @@ import numpy, reasoning_gym
 from reasoning_gym.factory import DATASETS
 
 def make(name, config, ranges):
-    if name not in DATASETS or name == "composite":
-        near = difflib.get_close_matches(name, DATASETS, n=3, cutoff=0.6) or sorted(DATASETS)
+    if name == "composite":
+        return "'composite' has no questions of its own; give several --dataset, with --dataset-weights"
+    if name not in DATASETS:
+        names = sorted(DATASETS.keys() - {"composite"})
+        near = difflib.get_close_matches(name, names, n=3, cutoff=0.6) or names
         return "there is no data set %r in reasoning-gym; there are %s" % (name, ", ".join(near))
     try:
         parts = []
