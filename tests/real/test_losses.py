@@ -51,12 +51,35 @@ def agree(step, loss, gradient):
     assert step["grad_norm"] == pytest.approx(gradient, rel=1e-5)
 
 
-def test_sft_has_the_loss_and_the_gradient_of_transformers(real_model, tmp_path):
-    rows = [{"messages": user(question) + assistant(answer)} for question, answer, _ in TURNS]
+def first_step_of_sft(real_model, rows, tmp_path):
     data = write(tmp_path / "rows.jsonl", rows)
     options = {"batch_size": len(rows), "micro_batch_size": 2, "epochs": 1, "held_out_share": 0.0, **SMALL}
     sft.run(sft.Config(model=real_model, dataset=data, out=str(tmp_path / "run"), **options))
-    step = read_metrics(tmp_path / "run" / "sft-log" / "metrics.jsonl")[0]
+    return read_metrics(tmp_path / "run" / "sft-log" / "metrics.jsonl")[0]
+
+
+def test_sft_has_the_loss_and_the_gradient_of_trl(real_model, tmp_path):
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    rows = [{"prompt": user(question), "completion": assistant(answer)} for question, answer, _ in TURNS]
+    step = first_step_of_sft(real_model, rows, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(real_model)
+    trainer = trl.SFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(real_model),
+        args=trl.SFTConfig(output_dir=str(tmp_path / "trl"), report_to=[], use_cpu=True, bf16=False, max_length=None),
+        train_dataset=Dataset.from_list([rendered(row, tokenizer) for row in rows]),
+        processing_class=tokenizer,
+    )
+    examples = [trainer.train_dataset[index] for index in range(len(rows))]
+    loss = trainer.compute_loss(trainer.model.train(), trainer.data_collator(examples))
+    loss.backward()
+    agree(step, loss.item(), norm(trainer.model))
+
+
+def test_sft_has_the_loss_and_the_gradient_of_transformers(real_model, tmp_path):
+    rows = [{"messages": user(question) + assistant(answer)} for question, answer, _ in TURNS]
+    step = first_step_of_sft(real_model, rows, tmp_path)
     tokenizer, model = AutoTokenizer.from_pretrained(real_model), AutoModelForCausalLM.from_pretrained(real_model)
     losses, num_learned = [], 0
     for row in rows:

@@ -207,6 +207,24 @@ def test_a_gradient_that_was_left_does_not_count_in_the_first_step(tiny):
     assert all(torch.equal(left, weight) for left, weight in zip(weights_left, weights, strict=True))
 
 
+def test_a_step_whose_episodes_all_succeed_moves_nothing_after_one_that_did(tiny):
+    def update(successes):
+        told = [agent.Episode(t, success, 1, 0) for t, success in zip(trajectories, successes, strict=True)]
+        policy.actor.train()
+        figures = agent.update(policy, told, replace(tiny, group_size=4))
+        return figures["trained_share"], [p.detach().clone() for p in policy.actor.module.parameters()]
+
+    seed_everything(0)
+    policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"), keeps_reference=False)
+    trajectories = [episode.trajectory for episode in agent.play(policy, [PROBLEM] * 4, tiny, seed=0)]
+    begun = [p.detach().clone() for p in policy.actor.module.parameters()]
+    share, moved = update([0.0, 1.0, 0.0, 1.0])
+    assert share == 1 and not all(torch.equal(*pair) for pair in zip(begun, moved, strict=True))
+    share, kept = update([1.0] * 4)
+    assert share == 0 and all(torch.equal(*pair) for pair in zip(moved, kept, strict=True))
+    assert policy.actor.global_steps == 2
+
+
 def test_what_leaves_no_room_for_the_conversation_is_refused_before_anything_is_trained(tiny, monkeypatch):
     monkeypatch.setattr(agent.sft_stage, "run", None)
     for options in (
