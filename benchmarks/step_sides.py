@@ -103,7 +103,7 @@ class Ours:
             max_new_tokens=shape.new_tokens, learning_rate=LEARNING_RATE, reward=("step_sides:reward",),
             algorithm=Algorithm(kl_place="loss", kl_coef=KL_COEF),
         )  # fmt: skip
-        self.policy = build_policy(self.config, folder, LEARNING_RATE, Schedule.of(self.config, 1000, "grpo"), True)
+        self.policy = build_policy(self.config, folder, LEARNING_RATE, Schedule.of(self.config, 1000, "grpo"))
         self.source = GroupSource(
             actor=self.policy.actor,
             tokenizer=self.policy.tokenizer,

@@ -42,7 +42,7 @@ from hybrid_engine.rlhf.experience.rollout import AnswerSampling, warm_up
 from hybrid_engine.rlhf.experience.start import character_stage
 from hybrid_engine.rlhf.options.agent import Config
 from hybrid_engine.rlhf.options.shared import is_due, suitable_rate
-from hybrid_engine.rlhf.planning.following import follow_memory, write_result
+from hybrid_engine.rlhf.planning.comparison import follow_memory, write_result
 from hybrid_engine.rlhf.planning.reading import read_episodes
 from hybrid_engine.rlhf.runs.checkpoints import begin_run, load_checkpoints, save_checkpoints
 from hybrid_engine.rlhf.runs.engine_config import Schedule, gradient_figures
@@ -96,9 +96,9 @@ def run(config: Config) -> Path:
     seed_everything(config.seed)
     rate = config.learning_rate or suitable_rate(config, small=1.5e-3)
     schedule = Schedule.of(config, config.steps, "agent")
-    policy = build_policy(config, source, rate, schedule, keeps_reference=False)
+    policy = build_policy(config, source, rate, schedule)
     read = read_episodes(config, policy.actor.module.config, policy.tokenizer)
-    follow_memory("agent", config, read, [policy.actor])
+    memory = follow_memory("agent", config, read, policy.sizes, [policy.actor])
     say(policy.actor.report())
     say(schedule.describe())
     say("\n".join(describe(config.algorithm)))
@@ -114,7 +114,7 @@ def run(config: Config) -> Path:
     seconds = time.perf_counter() - started
     after = evaluate(policy, config)
     say(f"held-out problems solved: {before:.1%} before, {after:.1%} after")
-    write_result(out / "result.json", {"before": before, "after": after, "seconds": seconds}, policy.actor)
+    write_result(out / "result.json", {"before": before, "after": after, "seconds": seconds}, memory)
     plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
     save_stage(policy.actor, policy.tokenizer, out / "actor")
     return out / "actor"
@@ -243,7 +243,7 @@ def update(policy: TrainedPolicy, episodes: list[Episode], config: Config) -> di
         health = mean_sums(policy_figures(config.algorithm, batch), batch.mask)
         return policy_objective(config.algorithm, batch, step, 0.0), health
 
-    passes = TrainingPasses([actor], experience.sequences.items, config.tokens_per_micro_batch)
+    passes = TrainingPasses([actor], experience.sequences.items, policy.sizes)
     for rows in passes:
         with passes.fitting():
             actor.backward(passes.loss(partial(micro_batch_loss, rows)))

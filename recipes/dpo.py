@@ -29,19 +29,19 @@ from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.rl.preferences import PairLoss
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, TrainingPasses, check_budget
-from hybrid_engine.rlhf.batches.passes import Items
+from hybrid_engine.rlhf.batches.passes import Items, RunPasses
 from hybrid_engine.rlhf.data.encoding import encode_pair
 from hybrid_engine.rlhf.data.prompts import fit_prompts, select_prompts
 from hybrid_engine.rlhf.data.rows import told_together
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, follow, show_comparison, step_means
 from hybrid_engine.rlhf.options.dpo import Config
 from hybrid_engine.rlhf.options.shared import is_due
-from hybrid_engine.rlhf.planning.following import follow_preferences, write_result
+from hybrid_engine.rlhf.planning.comparison import follow_memory, write_result
+from hybrid_engine.rlhf.planning.reading import read_preferences
 from hybrid_engine.rlhf.preference.answers import Reading, without_adapter
 from hybrid_engine.rlhf.preference.first_actor import (
     answer_prompts,
     build_actor,
-    check_enough,
     check_run,
     find_first_actor,
     keep_what_fits,
@@ -87,17 +87,15 @@ def run(config: Config) -> Path:
     config = begin_run(config, "dpo")
     check_run(config)
     with told_together(waits=config.model is not None):
-        rows, held_out_rows = load_pairs(config)
-        prompts = prompts_of(held_out_rows, config)
+        parts = load_pairs(config)
+        prompts = prompts_of(parts[1], config)
         if config.restart and config.model is None:
             move_aside(out, RUN_RESULTS)  # before the first actor is trained in this folder
         source = find_first_actor(config, sft_stage.run)
-        tokenizer = load_tokenizer(source)
-        encode = partial(encode_pair, tokenizer)
-        rows, encoded = keep_what_fits(config, source, rows, encode)
-        held_out_rows, held_out_encoded = keep_what_fits(config, source, held_out_rows, encode)
-        check_enough(config, len(encoded), len(held_out_encoded), "pairs")
-        config = with_lengths(config, load_config(source), tokenizer, prompts, answers_of(encoded))
+        tokenizer, first = load_tokenizer(source), load_config(source)
+        fitting = keep_what_fits(config, first, parts, partial(encode_pair, tokenizer), "pairs")
+        (rows, encoded), (held_out_rows, held_out_encoded) = fitting
+        config = with_lengths(config, first, tokenizer, prompts, answers_of(encoded))
     if config.restart and config.model is not None:
         move_aside(out, RUN_RESULTS)
     check_budget(config.tokens_per_micro_batch, [pair.lengths for pair in encoded])
@@ -106,11 +104,13 @@ def run(config: Config) -> Path:
     num_steps = config.epochs * (len(encoded) // config.batch_size)
     schedule = Schedule.of(config, num_steps, "dpo")
     actor = build_actor(config, source, schedule)
-    follow_preferences("dpo", config, actor, encoded)
+    reading = Reading(tokenizer.pad_token_id, sizes=RunPasses.of(config))
+    read = read_preferences(config, actor.module.config, encoded)
+    memory = follow_memory("dpo", config, read, reading.sizes, [actor])
     say(f"DPO: {len(rows)} pairs, {len(held_out_rows)} held out, {num_steps} steps")
     say(schedule.describe())
 
-    reading, loss_of = Reading(tokenizer.pad_token_id), config.build_loss(config.beta)
+    loss_of = config.build_loss(config.beta)
     with without_adapter(actor.module):
         pairs, held_out = (refer(actor, part, reading) for part in (encoded, held_out_encoded))
 
@@ -120,7 +120,7 @@ def run(config: Config) -> Path:
         return Evaluation(figures=figures | answered.figures, groups=answered.groups)
 
     before = measure()
-    followed = follow(out, actor, tokenizer, config.temperature, before)
+    followed = follow(out, actor, tokenizer, config.temperature, reading.sizes, before)
 
     def look(step: int) -> Evaluation:
         evaluation = measure()
@@ -130,12 +130,13 @@ def run(config: Config) -> Path:
     started = time.perf_counter()
     saved = load_checkpoints({"actor": actor}, out / CHECKPOINTS, config) if config.resume else SavedRun()
     log = RunLog(out, "DPO", num_steps, config, saved.step)
-    best = train_loop(actor, tokenizer, pairs, config, log, range(saved.step, num_steps), Best(**saved.state), look)
+    steps, best = range(saved.step, num_steps), Best(**saved.state)
+    best = train_loop(actor, tokenizer, pairs, config, reading, log, steps, best, look)
     seconds = time.perf_counter() - started
     after = followed.after(num_steps, measure)
     show_comparison(before, after, out)
     result = {"before": before.figures, "after": after.figures, "seconds": seconds}
-    write_result(out / "result.json", result | best.result("loss"), actor)
+    write_result(out / "result.json", result | best.result("loss"), memory)
     plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
     save_stage(actor, tokenizer, out / "actor")
     return out / "actor"
@@ -146,6 +147,7 @@ def train_loop(
     tokenizer: PreTrainedTokenizerBase,
     pairs: list[TrainingPair],
     config: Config,
+    reading: Reading,
     log: RunLog,
     steps: range,
     best: Best,
@@ -155,17 +157,14 @@ def train_loop(
 
     Returns the best measurement of the whole run.
     """
-    reading, out = Reading(tokenizer.pad_token_id), Path(config.out)
-    loss_of = config.build_loss(config.beta)
+    out, loss_of = Path(config.out), config.build_loss(config.beta)
     with log:
         for step in steps:
             actor.train()
             chosen = select_prompts(len(pairs), step * config.batch_size, config.batch_size, config.seed)
             mine = [pairs[index] for index in chosen[get_rank() :: get_world_size()]]
             rate = actor.get_lr()[0]
-            figures = update(
-                actor, mine, config.batch_size, loss_of, config.beta, reading, config.tokens_per_micro_batch
-            )
+            figures = update(actor, mine, config.batch_size, loss_of, config.beta, reading)
             if is_due(config.eval_every, step, steps.stop):
                 measured = look(step + 1).figures
                 figures |= {f"held_out_{name}": value for name, value in measured.items()}
@@ -183,11 +182,8 @@ def update(
     loss_of: PairLoss,
     beta: float,
     reading: Reading,
-    budget: int = 0,
 ) -> dict[str, float]:
     """One optimizer step on this process's pairs of a step that has `num_pairs` over all processes; collective.
-
-    `budget`: tokens of a forward pass, 0 for as many pairs as the engine's micro-batches have.
 
     Returns:
         Means over the pairs of the whole step (`pair_sums`), and the norm of the gradient before clipping.
@@ -200,7 +196,7 @@ def update(
         losses = loss_of(logprobs)
         return (losses * weights).sum() / num_pairs, pair_sums(logprobs, losses, weights, beta)
 
-    passes = TrainingPasses([actor], Items.of(pair.tokens for pair in pairs), budget)
+    passes = TrainingPasses([actor], Items.of(pair.tokens for pair in pairs), reading.sizes)
     for rows in passes:
         with passes.fitting():
             actor.backward(passes.loss(partial(micro_batch_loss, rows)))

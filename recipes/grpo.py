@@ -58,7 +58,7 @@ from hybrid_engine.rlhf.options.shared import (
     is_due,
     suitable_rate,
 )
-from hybrid_engine.rlhf.planning.following import follow_answers, write_result
+from hybrid_engine.rlhf.planning.comparison import follow_answers, write_result
 from hybrid_engine.rlhf.runs.checkpoints import begin_run, load_checkpoints, save_checkpoints
 from hybrid_engine.rlhf.runs.engine_config import Schedule, gradient_figures
 from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS, METRICS, read_metrics
@@ -103,10 +103,9 @@ def run(config: Config) -> Path:
     seed_everything(config.seed)
     num_updates = config.steps * config.epochs * (config.rollout_size * config.group_size // config.minibatch_size)
     schedule = Schedule.of(config, num_updates, "grpo")
-    keeps_reference = config.measure_kl or config.algorithm.needs_reference
     rate = config.learning_rate or suitable_rate(config, small=7e-4)
-    policy = build_policy(config, start.source, rate, schedule, keeps_reference)
-    follow_answers("grpo", config, start, policy)
+    policy = build_policy(config, start.source, rate, schedule)
+    memory = follow_answers("grpo", config, start, policy)
     say(policy.actor.report())
     say(schedule.describe())
     say("\n".join(describe(config.algorithm)))
@@ -115,7 +114,7 @@ def run(config: Config) -> Path:
     num_prompts = config.rollout_size // get_world_size()
     warm_up(policy.actor, policy.tokenizer, options, num_prompts, start.answered.shortest)
     before = evaluate_policy(policy, start.held_out, start.rewards, config)
-    followed = follow(out, policy.actor, policy.tokenizer, config.temperature, before)
+    followed = follow(out, policy.actor, policy.tokenizer, config.temperature, policy.sizes, before)
     carried = RunState(kl_coef=config.algorithm.kl_coef)
     if config.resume:
         state = load_checkpoints({"actor": policy.actor}, out / CHECKPOINTS, config).state
@@ -128,7 +127,7 @@ def run(config: Config) -> Path:
 
     show_comparison(before, after, out)
     result = {"before": before.figures, "after": after.figures, "seconds": seconds}
-    write_result(out / "result.json", result | carried.best.result("score"), policy.actor)
+    write_result(out / "result.json", result | carried.best.result("score"), memory)
     plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
     save_stage(policy.actor, policy.tokenizer, out / "actor")
     return out / "actor"
@@ -237,7 +236,7 @@ def update(
                 continue
             chosen = experience.rows(minibatch[trained])
             present = torch.zeros_like(chosen.logprobs)
-            passes = TrainingPasses([actor], chosen.sequences.items, config.tokens_per_micro_batch)
+            passes = TrainingPasses([actor], chosen.sequences.items, policy.sizes)
             for rows in passes:
                 with passes.fitting():
                     compute = partial(micro_batch_loss, actor, chosen, present, step, config, kl_coef, rows)

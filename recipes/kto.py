@@ -29,14 +29,15 @@ from hybrid_engine.distributed.processes import gather_objects, get_rank, get_wo
 from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.rl.kto import kto_loss, kto_metrics, kto_reference_point
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, TrainingPasses, check_budget, measure_in_parts
-from hybrid_engine.rlhf.batches.passes import Items
+from hybrid_engine.rlhf.batches.passes import Items, RunPasses
 from hybrid_engine.rlhf.data.encoding import encode_completion
 from hybrid_engine.rlhf.data.prompts import fit_prompts, select_prompts
 from hybrid_engine.rlhf.data.rows import told_together
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, follow, show_comparison, step_means
 from hybrid_engine.rlhf.options.kto import Config
 from hybrid_engine.rlhf.options.shared import is_due
-from hybrid_engine.rlhf.planning.following import follow_preferences, write_result
+from hybrid_engine.rlhf.planning.comparison import follow_memory, write_result
+from hybrid_engine.rlhf.planning.reading import read_preferences
 from hybrid_engine.rlhf.preference.answers import (
     LabelledAnswer,
     Reading,
@@ -51,7 +52,6 @@ from hybrid_engine.rlhf.preference.answers import (
 from hybrid_engine.rlhf.preference.first_actor import (
     answer_prompts,
     build_actor,
-    check_enough,
     check_run,
     find_first_actor,
     keep_what_fits,
@@ -88,17 +88,15 @@ def run(config: Config) -> Path:
     config = begin_run(config, "kto")
     check_run(config)
     with told_together(waits=config.model is not None):
-        rows, held_out_rows = load_answers(config)
-        prompts = prompts_of(held_out_rows, config)
+        parts = load_answers(config)
+        prompts = prompts_of(parts[1], config)
         if config.restart and config.model is None:
             move_aside(out, RUN_RESULTS)  # before the first actor is trained in this folder
         source = find_first_actor(config, sft_stage.run)
-        tokenizer = load_tokenizer(source)
-        encode = partial(encode_completion, tokenizer)
-        rows, encoded = keep_what_fits(config, source, rows, encode)
-        held_out_rows, held_out_encoded = keep_what_fits(config, source, held_out_rows, encode)
-        check_enough(config, len(encoded), len(held_out_encoded), "answers")
-        config = with_lengths(config, load_config(source), tokenizer, prompts, encoded)
+        tokenizer, first = load_tokenizer(source), load_config(source)
+        fitting = keep_what_fits(config, first, parts, partial(encode_completion, tokenizer), "answers")
+        (rows, encoded), (held_out_rows, held_out_encoded) = fitting
+        config = with_lengths(config, first, tokenizer, prompts, encoded)
     if config.restart and config.model is not None:
         move_aside(out, RUN_RESULTS)
     longest = max(len(answer.prompt_ids) for answer in encoded) + max(len(answer.response_ids) for answer in encoded)
@@ -108,11 +106,12 @@ def run(config: Config) -> Path:
     num_steps = config.epochs * (len(encoded) // config.batch_size)
     schedule = Schedule.of(config, num_steps, "kto")
     actor = build_actor(config, source, schedule)
-    follow_preferences("kto", config, actor, encoded)
+    reading = Reading(tokenizer.pad_token_id, sizes=RunPasses.of(config))
+    read = read_preferences(config, actor.module.config, encoded)
+    memory = follow_memory("kto", config, read, reading.sizes, [actor])
     say(f"KTO: {len(rows)} answers, {len(held_out_rows)} held out, {num_steps} steps")
     say(schedule.describe())
 
-    reading = Reading(tokenizer.pad_token_id)
     with without_adapter(actor.module):
         answers = refer(actor, encoded, [row.label for row in rows], config.seed, reading)
         held_out = refer(actor, held_out_encoded, [row.label for row in held_out_rows], config.seed, reading)
@@ -123,7 +122,7 @@ def run(config: Config) -> Path:
         return Evaluation(figures=figures | answered.figures, groups=answered.groups)
 
     before = measure()
-    followed = follow(out, actor, tokenizer, config.temperature, before)
+    followed = follow(out, actor, tokenizer, config.temperature, reading.sizes, before)
 
     def look(step: int) -> Evaluation:
         evaluation = measure()
@@ -133,12 +132,13 @@ def run(config: Config) -> Path:
     started = time.perf_counter()
     saved = load_checkpoints({"actor": actor}, out / CHECKPOINTS, config) if config.resume else SavedRun()
     log = RunLog(out, "KTO", num_steps, config, saved.step)
-    best = train_loop(actor, tokenizer, answers, config, log, range(saved.step, num_steps), Best(**saved.state), look)
+    steps, best = range(saved.step, num_steps), Best(**saved.state)
+    best = train_loop(actor, tokenizer, answers, config, reading, log, steps, best, look)
     seconds = time.perf_counter() - started
     after = followed.after(num_steps, measure)
     show_comparison(before, after, out)
     result = {"before": before.figures, "after": after.figures, "seconds": seconds}
-    write_result(out / "result.json", result | best.result("loss"), actor)
+    write_result(out / "result.json", result | best.result("loss"), memory)
     plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
     save_stage(actor, tokenizer, out / "actor")
     return out / "actor"
@@ -149,6 +149,7 @@ def train_loop(
     tokenizer: PreTrainedTokenizerBase,
     answers: list[LabelledAnswer],
     config: Config,
+    reading: Reading,
     log: RunLog,
     steps: range,
     best: Best,
@@ -158,7 +159,7 @@ def train_loop(
 
     Returns the best measurement of the whole run.
     """
-    reading, out = Reading(tokenizer.pad_token_id), Path(config.out)
+    out = Path(config.out)
     with log:
         for step in steps:
             actor.train()
@@ -185,8 +186,7 @@ def update(
         Means over the whole step: `loss`, the figures of `rl.kto.kto_metrics` for the kinds of answers in it, and their
         `reward_margin`; the `reference_point` in nats and the norm of the gradient before clipping.
     """
-    budget = config.tokens_per_micro_batch
-    point = reference_point(actor, rows, budget, reading)
+    point = reference_point(actor, rows, reading)
 
     def micro_batch_loss(indices: list[int]) -> tuple[torch.Tensor, DeviceFigures]:
         batch = [rows[index] for index in indices]
@@ -196,7 +196,7 @@ def update(
         sums: DeviceFigures = {**kto_metrics(*of_answers), "loss": (losses.detach().sum(), len(batch))}
         return losses.sum() / num_answers, sums
 
-    passes = TrainingPasses([actor], Items.of(row.answer for row in rows), budget)
+    passes = TrainingPasses([actor], Items.of(row.answer for row in rows), reading.sizes)
     for indices in passes:
         with passes.fitting():
             actor.backward(passes.loss(partial(micro_batch_loss, indices)))
@@ -215,14 +215,14 @@ def of_kinds(figures: dict[str, float], labels: set[bool]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def reference_point(actor: Any, rows: Sequence[LabelledAnswer], budget: int, reading: Reading) -> torch.Tensor:
-    """KTO's reference point of a step, in nats, in passes of `budget` tokens or of a micro-batch; collective."""
+def reference_point(actor: Any, rows: Sequence[LabelledAnswer], reading: Reading) -> torch.Tensor:
+    """KTO's reference point of a step, in nats, in passes like those that train; collective."""
 
     def log_ratios(indices: list[int]) -> torch.Tensor:
         batch = [rows[index] for index in indices]
         return answer_logprobs(actor, [row.mismatched for row in batch], reading) - reference_logprobs(batch)[1]
 
-    ratios = measure_in_parts(actor, Items.of(row.mismatched for row in rows), budget, log_ratios)
+    ratios = measure_in_parts(actor, Items.of(row.mismatched for row in rows), reading.sizes, log_ratios)
     return kto_reference_point(torch.cat(ratios), dist.group.WORLD if get_world_size() > 1 else None)
 
 

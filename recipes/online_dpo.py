@@ -46,7 +46,7 @@ from hybrid_engine.rlhf.options.shared import (
     is_due,
     suitable_rate,
 )
-from hybrid_engine.rlhf.planning.following import follow_answers, write_result
+from hybrid_engine.rlhf.planning.comparison import follow_answers, write_result
 from hybrid_engine.rlhf.preference.answers import Reading
 from hybrid_engine.rlhf.preference.pairs import TrainingPair
 from hybrid_engine.rlhf.runs.checkpoints import begin_run, load_checkpoints, save_checkpoints
@@ -75,8 +75,8 @@ def run(config: Config) -> Path:
     num_updates = config.steps * (config.rollout_size // config.minibatch_size)
     schedule = Schedule.of(config, num_updates, "online-dpo")
     rate = config.learning_rate or suitable_rate(config, small=3e-4)
-    policy = build_policy(config, start.source, rate, schedule, keeps_reference=True)
-    follow_answers("online-dpo", config, start, policy)
+    policy = build_policy(config, start.source, rate, schedule)
+    memory = follow_answers("online-dpo", config, start, policy)
     say(policy.actor.report())
     say(schedule.describe())
 
@@ -84,7 +84,7 @@ def run(config: Config) -> Path:
     num_prompts = config.rollout_size // get_world_size()
     warm_up(policy.actor, policy.tokenizer, options, num_prompts, start.answered.shortest)
     before = evaluate_policy(policy, start, config)
-    followed = follow(out, policy.actor, policy.tokenizer, config.temperature, before)
+    followed = follow(out, policy.actor, policy.tokenizer, config.temperature, policy.sizes, before)
     best, first_step = Best(), 0
     if config.resume:
         saved = load_checkpoints({"actor": policy.actor}, out / CHECKPOINTS, config)
@@ -97,7 +97,7 @@ def run(config: Config) -> Path:
 
     show_comparison(before, after, out)
     result = {"before": before.figures, "after": after.figures, "seconds": seconds}
-    write_result(out / "result.json", result | best.result("score"), policy.actor)
+    write_result(out / "result.json", result | best.result("score"), memory)
     plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
     save_stage(policy.actor, policy.tokenizer, out / "actor")
     return out / "actor"
@@ -174,7 +174,7 @@ def update_on_pairs(policy: TrainedPolicy, pairs: Sequence[TrainingPair], config
         The number of `pairs` of the whole step, and the figures of the last minibatch with a pair; without any pair
         none of the figures of `dpo.update`.
     """
-    reading = Reading(policy.tokenizer.pad_token_id, config.temperature)
+    reading = Reading(policy.tokenizer.pad_token_id, config.temperature, policy.sizes)
     loss_of, size = config.build_loss(config.beta), config.minibatch_size // get_world_size()
     figures: dict[str, float] = {"pairs": 0.0}
     for first in range(0, len(pairs), size):
@@ -185,10 +185,9 @@ def update_on_pairs(policy: TrainedPolicy, pairs: Sequence[TrainingPair], config
             policy.actor.pass_step()
         else:
             before = figures["pairs"]
-            budget = config.tokens_per_micro_batch
             rate = policy.actor.get_lr()[0]
             chosen = [minibatch[index] for index in trained.tolist()]
-            figures = update(policy.actor, chosen, num_pairs, loss_of, config.beta, reading, budget)
+            figures = update(policy.actor, chosen, num_pairs, loss_of, config.beta, reading)
             figures |= {"pairs": before + num_pairs, "learning_rate": rate}
     return figures
 

@@ -59,13 +59,13 @@ from hybrid_engine.rlhf.options.shared import (
     is_due,
     suitable_rate,
 )
-from hybrid_engine.rlhf.planning.following import follow_answers, fuses_at_once, write_result
+from hybrid_engine.rlhf.planning.comparison import follow_answers, fuses_at_once, write_result
 from hybrid_engine.rlhf.rewards.scores import reward_figures
 from hybrid_engine.rlhf.runs.checkpoints import SavedRun, begin_run, load_checkpoints, save_checkpoints
 from hybrid_engine.rlhf.runs.engine_config import Schedule
 from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS, METRICS, read_metrics
 from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
-from hybrid_engine.rlhf.runs.stages import Best, keep_highest, load_config, mix_seed, save_stage, seed_everything
+from hybrid_engine.rlhf.runs.stages import Best, keep_highest, mix_seed, save_stage, seed_everything
 
 PLOT_PANELS = {
     "reward": ["score", "judge_pass_rate"],
@@ -91,9 +91,9 @@ def run(config: Config) -> Path:
     actor_rate = config.actor_lr or suitable_rate(config, small=1e-4)
     critic_rate = config.critic_lr or (1e-5 if config.model else 5e-4)
     schedule = Schedule.of(config, config.num_updates, "ppo")
-    at_once = config.shared_base and fuses_at_once("ppo", config, start, load_config(start.source))
+    at_once = config.shared_base and fuses_at_once("ppo", config, start)
     roles = build_roles(config, start, actor_rate, critic_rate, schedule, fuses_at_once=at_once)
-    follow_answers("ppo", config, start, roles.policy, roles.critic)
+    memory = follow_answers("ppo", config, start, roles.policy, roles.critic)
     say(roles.policy.actor.report())
     say(schedule.describe())
 
@@ -101,7 +101,8 @@ def run(config: Config) -> Path:
     options = AnswerSampling.of(config)
     warm_up(roles.policy.actor, roles.policy.tokenizer, options, num_prompts, start.answered.shortest)
     before = evaluate_held_out(roles, start, config)
-    followed = follow(out, roles.policy.actor, roles.policy.tokenizer, config.temperature, before)
+    policy = roles.policy
+    followed = follow(out, policy.actor, policy.tokenizer, config.temperature, policy.sizes, before)
     saved = load_checkpoints(roles.engines, out / CHECKPOINTS, config) if config.resume else SavedRun()
     started = time.perf_counter()
     log = RunLog(out, "PPO", config.steps, config, saved.step)
@@ -113,7 +114,7 @@ def run(config: Config) -> Path:
     kl, bound = after.figures["kl_per_sequence"], config.kl_bound
     say(f"KL to the reference: {kl:.2f} nats per response, {'under' if kl < bound else 'OVER'} the bound {bound}")
     result = {"before": before.figures, "after": after.figures, "ppo_seconds": seconds}
-    write_result(out / "result.json", result | best.result("score"), roles.policy.actor)
+    write_result(out / "result.json", result | best.result("score"), memory)
     plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
     save_stage(roles.policy.actor, roles.policy.tokenizer, out / "actor")
     return out / "actor"
@@ -155,7 +156,7 @@ def build_experience(roles: Roles, rollout: Rollout, config: Config) -> tuple[Cr
     """Reference log-probabilities, values, rewards and advantages of a rollout; whitens over all processes."""
     sequences, mask = rollout.sequences, rollout.sequences.response_mask
     logprobs_ref = roles.policy.reference_logprobs(sequences, config.temperature)
-    values = in_parts(response_values, roles.critic, sequences)
+    values = in_parts(response_values, roles.critic, sequences, roles.policy.sizes)
     logprobs_old, _ = roles.policy.old_logprobs(sequences, rollout.logprobs, config.temperature, config.logprob_bound)
 
     scores = judge(roles, config, rollout.answers)
@@ -199,7 +200,7 @@ def update(roles: Roles, experience: CriticExperience, config: Config, seed: int
             chosen = experience.rows(minibatch)
             present = torch.zeros_like(chosen.logprobs)
             rates = roles.learning_rates()
-            passes = TrainingPasses(engines, chosen.sequences.items, config.tokens_per_micro_batch)
+            passes = TrainingPasses(engines, chosen.sequences.items, roles.policy.sizes)
             for rows in passes:
                 with passes.fitting():
                     compute = partial(policy_loss, roles, chosen, present, num_tokens, config, rows)

@@ -27,13 +27,14 @@ from hybrid_engine.distributed.processes import get_rank, get_world_size, on_ran
 from hybrid_engine.rl.preferences import bradley_terry_loss, centring_loss
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, TrainingPasses, check_budget
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
-from hybrid_engine.rlhf.batches.passes import Items, in_passes, split
+from hybrid_engine.rlhf.batches.passes import Items, RunPasses, split
 from hybrid_engine.rlhf.batches.sequences import recompute_activations
 from hybrid_engine.rlhf.data.encoding import read_template
 from hybrid_engine.rlhf.experience.evaluation import step_means
 from hybrid_engine.rlhf.options.reward import Config
 from hybrid_engine.rlhf.options.shared import is_due
-from hybrid_engine.rlhf.planning.following import follow_scored_pairs, write_result
+from hybrid_engine.rlhf.planning.comparison import follow_memory, write_result
+from hybrid_engine.rlhf.planning.reading import Learned, Read
 from hybrid_engine.rlhf.rewards.learned import (
     ROWS_PER_PASS,
     build_classifier,
@@ -91,21 +92,23 @@ def run(config: Config) -> Path:
     say(schedule.describe())
     engine, *_ = hybrid_engine.initialize(model=model, config=engine_config(config), lr_scheduler=schedule.build)
     pack_where_exact(engine, config)
-    follow_scored_pairs(config, engine, corpus)
+    sizes = RunPasses.of(config)
+    read = Read(first=engine.module.config, learned=Learned(Items.of(corpus.train), corpus.batches))
+    memory = follow_memory("reward", config, read, sizes, [engine])
     saved = load_checkpoints({"model": engine}, out / checkpoints_of("reward"), config) if config.resume else SavedRun()
     started = time.perf_counter()
     log = RunLog(out / "reward-log", "Reward", len(corpus.batches), config, saved.step)
-    best = train_loop(engine, tokenizer, corpus, config, log, saved)
+    best = train_loop(engine, tokenizer, corpus, config, sizes, log, saved)
 
-    figures: dict[str, Any] = measure(engine, corpus.held_out, tokenizer) if corpus.held_out else {}
+    figures: dict[str, Any] = measure(engine, corpus.held_out, tokenizer, sizes) if corpus.held_out else {}
     figures |= {"best": best} if best else {}
-    write_result(out / "reward-log" / "result.json", figures | {"seconds": time.perf_counter() - started}, engine)
+    write_result(out / "reward-log" / "result.json", figures | {"seconds": time.perf_counter() - started}, memory)
     panels = {"loss": ["loss"], "accuracy": ["accuracy"]}
     plot_metrics(read_metrics(out / "reward-log" / "metrics.jsonl"), panels, out / "reward-log" / "plot.png")
     if corpus.held_out:
         accuracy = figures["held_out_accuracy"]
         say("Reward model: held-out accuracy " + ", ".join(f"{kind} {share:.2f}" for kind, share in accuracy.items()))
-    save_normalised(engine, corpus.references, tokenizer, folder)
+    save_normalised(engine, corpus.references, tokenizer, folder, sizes)
     mark_finished(config, "reward")
     return folder
 
@@ -115,6 +118,7 @@ def train_loop(
     tokenizer: PreTrainedTokenizerBase,
     corpus: PairCorpus,
     config: Config,
+    sizes: RunPasses,
     log: RunLog,
     saved: SavedRun,
 ) -> dict[str, float]:
@@ -128,17 +132,18 @@ def train_loop(
             engine.train()
             mine = [corpus.train[index] for index in corpus.batches[step][get_rank() :: get_world_size()]]
             rate = engine.get_lr()[0]
-            passes = TrainingPasses([engine], Items.of(mine), config.tokens_per_micro_batch)
+            passes = TrainingPasses([engine], Items.of(mine), sizes)
             for rows in passes:
                 with passes.fitting():
                     engine.backward(passes.loss(partial(micro_batch_loss, engine, mine, tokenizer, config, rows)))
             engine.step()
             figures = step_means(passes.figures()) | {**gradient_figures(engine), "learning_rate": rate}
             if is_due(config.eval_every, step, len(corpus.batches)):
-                figures["held_out_accuracy"] = measure(engine, corpus.held_out, tokenizer)["held_out_accuracy"]["all"]
+                measured = measure(engine, corpus.held_out, tokenizer, sizes)
+                figures["held_out_accuracy"] = measured["held_out_accuracy"]["all"]
                 if figures["held_out_accuracy"] > best.get("held_out_accuracy", -math.inf):
                     best = {"step": step + 1, "held_out_accuracy": figures["held_out_accuracy"]}
-                    save_normalised(engine, corpus.references, tokenizer, Path(config.out) / "reward-best")
+                    save_normalised(engine, corpus.references, tokenizer, Path(config.out) / "reward-best", sizes)
             log.write(step, figures, ["loss", "accuracy"])
             if is_due(config.save_every, step, len(corpus.batches)):
                 folder = Path(config.out) / checkpoints_of("reward")
@@ -171,7 +176,7 @@ def score_pairs(
 
 
 @torch.no_grad()
-def measure(engine: Any, pairs: list[Pair], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def measure(engine: Any, pairs: list[Pair], tokenizer: PreTrainedTokenizerBase, sizes: RunPasses) -> dict[str, Any]:
     """Mean loss, and the share of pairs whose chosen answer scores higher, over all pairs and by kind of fault."""
     engine.eval()
 
@@ -181,7 +186,7 @@ def measure(engine: Any, pairs: list[Pair], tokenizer: PreTrainedTokenizerBase) 
         return bradley_terry_loss(chosen, rejected, margins).sum().item(), (chosen > rejected).tolist()
 
     most = 2 * ROWS_PER_PASS  # two sequences per pair
-    found = in_passes(engine, lambda rows: split(pairs, max(1, rows // 2)), losses_and_hits, most)
+    found = sizes.without_gradients(lambda rows: split(pairs, max(1, rows // 2)), losses_and_hits, most)
     hits = defaultdict(list)
     for pair, hit in zip(pairs, (hit for _, part in found for hit in part), strict=True):
         for kind in filter(None, ("all", pair.kind)):

@@ -26,19 +26,18 @@ from hybrid_engine.distributed.processes import gather_objects, get_rank, get_wo
 from hybrid_engine.rl.aggregation import token_mean
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, TrainingPasses, check_budget
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
-from hybrid_engine.rlhf.batches.passes import Items, in_passes, split, turns
+from hybrid_engine.rlhf.batches.passes import Items, RunPasses, split, turns
 from hybrid_engine.rlhf.batches.sequences import (
-    NUM_POOLED,
     Sequences,
     build_sequences,
-    epochs_of_similar_length,
     recompute_activations,
     response_logprobs,
 )
 from hybrid_engine.rlhf.data.encoding import Encoded
 from hybrid_engine.rlhf.options.sft import Config
 from hybrid_engine.rlhf.options.shared import is_due
-from hybrid_engine.rlhf.planning.following import follow_examples, write_result
+from hybrid_engine.rlhf.planning.comparison import follow_memory, write_result
+from hybrid_engine.rlhf.planning.reading import Learned, Read
 from hybrid_engine.rlhf.runs.adapters import add_adapter, check_trainable
 from hybrid_engine.rlhf.runs.checkpoints import (
     SavedRun,
@@ -60,7 +59,7 @@ from hybrid_engine.rlhf.runs.stages import (
     save_stage,
     seed_everything,
 )
-from hybrid_engine.rlhf.tasks.corpus import FOR_TEXT, USUAL, Corpus, build_small_llama, load_corpus
+from hybrid_engine.rlhf.tasks.corpus import FOR_TEXT, USUAL, Corpus, batches_of, build_small_llama, load_corpus
 
 
 def run(config: Config) -> Path:
@@ -73,13 +72,11 @@ def run(config: Config) -> Path:
     check_divides("batch_size", config.batch_size, get_world_size())
     seed_everything(config.seed)
     tokenizer, corpus = load_corpus(config)
-    lengths = [len(example) for example in corpus.train]
-    num_pooled = NUM_POOLED if config.group_by_length else 1
-    batches = epochs_of_similar_length(lengths, config.batch_size, config.num_epochs, config.seed, num_pooled)
-    check_budget(config.tokens_per_micro_batch, [(length,) for length in lengths])
+    batches = batches_of(config, corpus.train)
+    check_budget(config.tokens_per_micro_batch, [(len(example),) for example in corpus.train])
     model = recompute_activations(load_or_build_model(config, tokenizer), config)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    say(f"SFT: {len(lengths)} examples, {num_parameters / 1e6:.2f}M parameters, {config.num_epochs} epochs")
+    say(f"SFT: {len(corpus.train)} examples, {num_parameters / 1e6:.2f}M parameters, {config.num_epochs} epochs")
 
     if not config.resume:
         move_aside(out, results_of("sft"))
@@ -87,16 +84,18 @@ def run(config: Config) -> Path:
     say(schedule.describe())
     engine, *_ = hybrid_engine.initialize(model=model, config=engine_config(config), lr_scheduler=schedule.build)
     pack_where_exact(engine, config)
-    follow_examples(config, engine, corpus.train, batches)
+    sizes = RunPasses.of(config)
+    read = Read(first=engine.module.config, learned=Learned(Items.of(corpus.train), batches))
+    memory = follow_memory("sft", config, read, sizes, [engine])
     saved = load_checkpoints({"model": engine}, out / checkpoints_of("sft"), config) if config.resume else SavedRun()
     started = time.perf_counter()
     log = RunLog(out / "sft-log", "SFT", len(batches), config, saved.step)
-    best = train_loop(engine, tokenizer, corpus, batches, config, log, saved)
+    best = train_loop(engine, tokenizer, corpus, batches, config, sizes, log, saved)
 
     seconds = time.perf_counter() - started
-    measured = {"held_out_nats_per_token": held_out_loss(engine, corpus)} if corpus.held_out else {}
+    measured = {"held_out_nats_per_token": held_out_loss(engine, corpus, sizes)} if corpus.held_out else {}
     result = {**measured, **({"best": best} if best else {}), "seconds": seconds}
-    write_result(out / "sft-log" / "result.json", result, engine)
+    write_result(out / "sft-log" / "result.json", result, memory)
     plot_metrics(read_metrics(out / "sft-log" / "metrics.jsonl"), {"loss": ["loss"]}, out / "sft-log" / "plot.png")
     for loss in measured.values():
         say(f"SFT: held-out loss {loss:.3f} nats per token after {seconds:.0f} s")
@@ -111,6 +110,7 @@ def train_loop(
     corpus: Corpus,
     batches: list[list[int]],
     config: Config,
+    sizes: RunPasses,
     log: RunLog,
     saved: SavedRun,
 ) -> dict[str, float]:
@@ -125,7 +125,7 @@ def train_loop(
             num_tokens = sum(corpus.train[index].num_learned for index in batches[step])
             mine = [corpus.train[index] for index in batches[step][get_rank() :: get_world_size()]]
             rate = engine.get_lr()[0]
-            passes = TrainingPasses([engine], Items.of(mine), config.tokens_per_micro_batch)
+            passes = TrainingPasses([engine], Items.of(mine), sizes)
             for rows in passes:
                 with passes.fitting():
                     compute = partial(micro_batch_loss, engine, mine, corpus.pad_token, num_tokens, rows)
@@ -134,7 +134,7 @@ def train_loop(
             loss = sum(gather_objects(sum(part["loss"][0] for part in passes.figures())))
             figures = {"loss": loss, **gradient_figures(engine), "learning_rate": rate}
             if is_due(config.eval_every, step, len(batches)):
-                figures["held_out_loss"] = held_out_loss(engine, corpus)
+                figures["held_out_loss"] = held_out_loss(engine, corpus, sizes)
                 if figures["held_out_loss"] < best.get("held_out_loss", math.inf):
                     best = {"step": step + 1, "held_out_loss": figures["held_out_loss"]}
                     save_stage(engine, tokenizer, Path(config.out) / "sft-best")
@@ -155,7 +155,7 @@ def micro_batch_loss(
 
 
 @torch.no_grad()
-def held_out_loss(engine: Any, corpus: Corpus) -> float:
+def held_out_loss(engine: Any, corpus: Corpus, sizes: RunPasses) -> float:
     """Mean cross-entropy in nats per learned token of the held-out rows, at least one; collective."""
     engine.eval()
 
@@ -165,7 +165,7 @@ def held_out_loss(engine: Any, corpus: Corpus) -> float:
         loss = -response_logprobs(engine, sequences).sum().item()
         return (loss, int(sequences.response_mask.sum())) if counts else (0.0, 0)
 
-    found = in_passes(engine, lambda rows: turns(split(corpus.held_out, rows)), loss_sum)
+    found = sizes.without_gradients(lambda rows: turns(split(corpus.held_out, rows)), loss_sum)
     mine = [sum(values) for values in zip(*found, strict=True)]
     total, num_tokens = (sum(values) for values in zip(*gather_objects(mine), strict=True))
     return total / num_tokens

@@ -175,7 +175,8 @@ def plan_recipe(wishes: plan.PlanWishes, name: str, options: Sequence[Option], g
     """Prints the memory that the recipe takes with these options; returns the exit status."""
     recipe = import_recipe(name)
     planning = importlib.import_module("hybrid_engine.rlhf.planning.fitting")
-    return plan.show(planning.plan(name, build_config(recipe.Config, options, given), wishes), wishes)
+    config = build_config(recipe.Config, options, given)
+    return plan.show(planning.plan(name, config, wishes.memory, wishes.processes), wishes)
 
 
 def import_recipe(name: str) -> Any:

@@ -21,7 +21,7 @@ from hybrid_engine.config.checks import check_path
 from hybrid_engine.containers.device import free_and_total_bytes
 from hybrid_engine.distributed.processes import check_same_architecture, default_device, get_world_size, on_rank_zero
 from hybrid_engine.distributed.verdict import agree
-from hybrid_engine.metrics.memory_plan import format_bytes
+from hybrid_engine.metrics.memory import format_bytes
 from hybrid_engine.metrics.observer import check_packages, prepare_outputs
 from hybrid_engine.optim.build import check_choices, check_group_options, check_quantised
 from hybrid_engine.optim.lr_schedules import check_rates

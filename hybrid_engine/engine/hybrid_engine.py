@@ -411,10 +411,7 @@ class HybridEngine(ZeroEngine):
         figures = {**result.figures(), "gathered_bytes": self.generator.gatherer.count_bytes()}
         for figure, amount in figures.items():
             self.latency.add(figure, amount)
-        taken = self.generator.workspace.allocated_bytes
-        self.latency.raise_peak(taken)
-        if self.memory_use is not None:
-            self.memory_use.note_rollout(taken, self.generator.memory.bytes_to_gather(self.generator.model))
+        self.latency.raise_peak(self.generator.workspace.allocated_bytes)
 
 
 def _bind_again(generator: Generator) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.containers.device import num_bytes
-from hybrid_engine.metrics.memory_plan import format_bytes
+from hybrid_engine.metrics.memory import format_bytes
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.zero.fsdp2_private import fsdp_params, unreduced_gradients
 from hybrid_engine.zero.sharding import Sharding, local_tensor

@@ -38,7 +38,6 @@ from hybrid_engine.engine.batches import Batches, LossFunction, StagedBatches, S
 from hybrid_engine.engine.checks import CallChecks, check_loss, check_training
 from hybrid_engine.engine.faster_linears import use_faster_linears
 from hybrid_engine.engine.memory_report import describe_memory
-from hybrid_engine.metrics.memory_use import MemoryUse
 from hybrid_engine.metrics.observer import Observer
 from hybrid_engine.ops.dispatch import naming_kernels
 from hybrid_engine.optim.accumulation import GradientAccumulation, StepCounters
@@ -155,8 +154,6 @@ class ZeroEngine(Uncopied):
         parts = self.counters, self.passes, self.optimizer
         self.accumulation = GradientAccumulation(*parts, is_managed=config.managed_gradient_accumulation)
         self.backward_hooks = BackwardHooks(*parts, self.accumulation, scales_loss=config.fp16.enabled)
-        self.memory_use: MemoryUse | None = None
-        """Memory use of the run of this engine, if the run was planned."""
         is_staged = num_stages_of(model) > 1
         self.batches: Batches = StagedBatches(self.optimizer, model) if is_staged else SuccessiveBatches()
 
@@ -601,14 +598,8 @@ class ZeroEngine(Uncopied):
         return probe
 
     def report(self) -> str:
-        """Describes how this engine trains: stage, processes, precision, sharding, and this process's memory.
-
-        For a planned run also the plan and the measurements so far.
-        """
-        lines = [describe_memory(self.sharding, self.optimizer, self.config)]
-        if self.memory_use is not None:
-            lines += [*self.memory_use.plan.lines(), self.memory_use.describe()]
-        return "\n".join(lines)
+        """Describes how this engine trains: stage, processes, precision, sharding, and this process's memory."""
+        return describe_memory(self.sharding, self.optimizer, self.config)
 
     def _saving_activations(self) -> AbstractContextManager[Any]:
         if not self.config.activation_checkpointing.cpu_checkpointing or self.device.type == "cpu":

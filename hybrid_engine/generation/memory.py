@@ -16,7 +16,7 @@ from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.containers.device import LastingBuffer, free_and_total_bytes, num_bytes
 from hybrid_engine.generation.core import Prompt, RolloutPlan, Sequence
 from hybrid_engine.generation.options import GenerationOptions
-from hybrid_engine.metrics.memory_plan import format_bytes, read_bytes
+from hybrid_engine.metrics.memory import format_bytes, read_bytes
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.zero.sharding import Sharding, local_tensor
 

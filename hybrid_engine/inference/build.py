@@ -39,7 +39,7 @@ from hybrid_engine.generation.rollout.stages import StageModel
 from hybrid_engine.inference.checkpoint import CheckpointReader, compute_buffers, open_checkpoint_of
 from hybrid_engine.inference.config import InferenceConfig, read_config
 from hybrid_engine.inference.engine import InferenceEngine
-from hybrid_engine.metrics.memory_plan import format_bytes
+from hybrid_engine.metrics.memory import format_bytes
 from hybrid_engine.optim.build import cast_module
 from hybrid_engine.zero.sharding import Sharding
 from hybrid_engine.zero.wrapping import find_layers

@@ -28,7 +28,7 @@ from hybrid_engine.generation.rollout.engine_methods import WarmUp, describe_gen
 from hybrid_engine.generation.rollout.generator import Generator, roll_out_what_fits
 from hybrid_engine.generation.rollout.preparing import check_prompts, prepare
 from hybrid_engine.inference.config import InferenceConfig
-from hybrid_engine.metrics.memory_plan import format_bytes
+from hybrid_engine.metrics.memory import format_bytes
 from hybrid_engine.serving import import_serving
 from hybrid_engine.zero.wrapping import check_uncompiled
 

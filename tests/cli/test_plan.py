@@ -25,22 +25,22 @@ from hybrid_engine.cli.plan import PLANNED
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.engine.memory_report import count_bytes
 from hybrid_engine.generation.memory import count_blocks
-from hybrid_engine.metrics.memory_plan import Shape, Sharded, gradient_part, kept_parts, kv_part, read_bytes
-from hybrid_engine.metrics.memory_use import LiveBytes, Pass
+from hybrid_engine.metrics.memory import LiveBytes, read_bytes
 from hybrid_engine.recipes import agent, dpo, grpo, kto, ppo, reward, sft
 from hybrid_engine.rlhf.batches.micro_batches import deal, fill_evenly
 from hybrid_engine.rlhf.batches.packable import expected_layout, pack_where_exact
 from hybrid_engine.rlhf.batches.packing import Layout, SharedPrompt, set_layout
-from hybrid_engine.rlhf.batches.pass_memory import PassShape, count_pass
-from hybrid_engine.rlhf.batches.passes import Items, extent_of
+from hybrid_engine.rlhf.batches.passes import Items, PassShape, RunPasses, extent_of
 from hybrid_engine.rlhf.batches.sequences import Sequences, build_sequences, packed_rows, response_logprobs
 from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
 from hybrid_engine.rlhf.data.prompts import PromptTokens
 from hybrid_engine.rlhf.experience.start import Stages, prepare
 from hybrid_engine.rlhf.options.shared import AdapterOptions, TrainingOptions
 from hybrid_engine.rlhf.planning import roles
+from hybrid_engine.rlhf.planning.memory_plan import Shape, Sharded, gradient_part, kept_parts, kv_part
+from hybrid_engine.rlhf.planning.pass_bytes import count_pass
 from hybrid_engine.rlhf.planning.reading import READERS, Learned, Read, read_preferences
-from hybrid_engine.rlhf.planning.widest import estimate_of, widest_passes
+from hybrid_engine.rlhf.planning.widest import Pass, widest_passes
 from hybrid_engine.rlhf.runs.adapters import add_adapter
 from hybrid_engine.rlhf.tasks import arithmetic
 from tests.support.chat import PLAIN_TEMPLATE, build_chat_tokenizer
@@ -61,7 +61,7 @@ def read_of(items, batches, first=None):
 
 
 def widest_pass(read, config, per_process, num_processes):
-    return max(widest_passes(read, config, per_process, num_processes, "cpu"), key=lambda one: one.shape.num_cells)
+    return max(widest_passes(read, config, per_process, num_processes), key=lambda one: one.shape.num_cells)
 
 
 def build_engine(model, precision=None, **options):
@@ -120,8 +120,7 @@ def test_a_pass_counted_on_shapes_has_the_bytes_of_a_real_one(family, accumulate
         response_logprobs(model, sequences).sum().backward()
     with torch.device("meta"):
         empty = type(model)(model.config).train()
-    ends = empty, empty.base_model, empty.get_output_embeddings()
-    counted = count_pass(*ends, shape, is_language=True, accumulates=accumulates, device="cpu")
+    counted = count_pass(empty, shape, accumulates=accumulates, device="cpu")
     assert counted.peak == pytest.approx(live.peak_bytes, rel=0.1)
 
 
@@ -139,9 +138,8 @@ def test_a_pass_over_packed_rows_is_counted_with_its_masks(family, lengths):
     response = sequences.response_mask.sum().item() // rows
     with torch.device("meta"):
         empty = type(model)(model.config).train()
-    ends = empty, empty.base_model, empty.get_output_embeddings()
     shape = PassShape(rows, width - response, response)
-    counted = count_pass(*ends, shape, is_language=True, accumulates=True, device="cpu")
+    counted = count_pass(empty, shape, accumulates=True, device="cpu")
     assert counted.peak == pytest.approx(live.peak_bytes, rel=0.1)
 
 
@@ -160,9 +158,7 @@ def test_a_pass_over_answers_that_share_a_long_prompt_is_counted_with_the_copies
     shape = widest_pass(read_of(items, [[0, 1, 2, 3]]), config, 4, 1).shape
     with torch.device("meta"):
         empty = type(model)(model.config).train()
-        more = roles._along_spans(empty, shape, config)
-    ends = empty, empty.base_model, empty.get_output_embeddings()
-    counted = count_pass(*ends, shape, is_language=True, accumulates=True, device="cpu", more_inputs=more)
+    counted = count_pass(empty, shape, accumulates=True, device="cpu")
     assert counted.peak == pytest.approx(live.peak_bytes, rel=0.05)
 
 
@@ -172,8 +168,7 @@ def test_a_pass_over_one_row_is_counted_of_every_kind_of_attention(family):
     for shape in (PassShape(1, 24, 40), PassShape(8, 24, 40)):
         with torch.device("meta"):
             model = build_model(family).train()
-        ends = model, model.base_model, model.get_output_embeddings()
-        counted.append(count_pass(*ends, shape, is_language=True, accumulates=True, device="cpu").activations)
+        counted.append(count_pass(model, shape, accumulates=True, device="cpu").activations)
     assert counted[0] == pytest.approx(counted[1] / 8, rel=0.15)  # rotary angles and masks are not per row
 
 
@@ -297,7 +292,7 @@ def test_pairs_that_share_a_long_prompt_fill_the_passes_that_the_run_fills(tmp_p
     given = items_of(items)
     engine = SimpleNamespace(module=build_model())
     set_layout(engine, Layout.SPANS)
-    widest = max(given.take(part).shape(Layout.SPANS).num_cells for part in deal(given, engine, 700))
+    widest = max(given.take(part).shape(Layout.SPANS).num_cells for part in deal(given, engine, RunPasses(700)))
     shape, accumulates, _ = widest_pass(read_of(items, [[*range(8)]]), dpo.Config(tokens_per_micro_batch=700), 8, 1)
     assert accumulates and shape.num_cells == widest > 460
 
@@ -504,21 +499,6 @@ def test_a_pass_over_padded_answers_is_counted_with_the_head_asked_for_those_alo
         response_logprobs(model, sequences).sum().backward()
     with torch.device("meta"):
         empty = LlamaForCausalLM(model.config).train()
-    ends = empty, empty.base_model, empty.get_output_embeddings()
     shape = sequences.items.shape(Layout.PADDED)
-    counted = count_pass(*ends, shape, is_language=True, accumulates=True, device="cpu")
+    counted = count_pass(empty, shape, accumulates=True, device="cpu")
     assert counted.peak == pytest.approx(live.peak_bytes, rel=0.05)
-
-
-def test_an_estimate_weighs_copied_keys_as_they_are_counted():
-    first = LlamaConfig(vocab_size=64, **{**SMALL, "num_key_value_heads": 2, "num_hidden_layers": 6})
-    config = grpo.Config(tokens_per_micro_batch=4096)
-    setting = roles.Setting(recipe="grpo", config=config, num_processes=1, device="cpu")
-    read = Read(first=first, answered=PromptTokens(100, 100))
-    estimate, shares = estimate_of(first, config, "cpu"), []
-    for shared in (1, 60):
-        prompts = [(SharedPrompt(number // shared, 100),) for number in range(60)]
-        shape = Items([(128,)] * 60, prompts).shape(Layout.SPANS)
-        plan = roles.plan_memory(read, replace(setting, ran=Pass(shape, has_gradients=True, has_state=True)))
-        shares.append(estimate(extent_of(shape)) / plan.roles[0].pass_peak_bytes)
-    assert shares[1] == pytest.approx(shares[0], rel=0.2)

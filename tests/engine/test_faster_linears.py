@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hybrid_engine
 from hybrid_engine.engine.faster_linears import use_faster_linears, use_own_linears
-from hybrid_engine.metrics.memory_use import LiveBytes
+from hybrid_engine.metrics.memory import LiveBytes
 from hybrid_engine.ops import cpu_kernels, trained_linear
 from hybrid_engine.ops.fixed_shapes import FixedShapes
 from tests.support.distributed import run_distributed

@@ -7,7 +7,7 @@ import torch
 
 import hybrid_engine
 from hybrid_engine.engine.memory_report import count_bytes
-from hybrid_engine.metrics.memory_plan import format_bytes
+from hybrid_engine.metrics.memory import format_bytes
 from tests.support.distributed import run_distributed
 from tests.support.live_tensors import live_storages
 from tests.support.training_reference import engine_config, tiny_llama

@@ -11,7 +11,7 @@ from transformers import LlamaForSequenceClassification
 import hybrid_engine
 from hybrid_engine.distributed.verdict import describe_error, is_out_of_memory
 from hybrid_engine.recipes import kto, reward, sft
-from hybrid_engine.rlhf.batches.passes import limit_rows, until_it_fits
+from hybrid_engine.rlhf.batches.passes import RunPasses, until_it_fits
 from hybrid_engine.rlhf.batches.sequences import ValueModel, build_sequences, in_parts, response_logprobs
 from hybrid_engine.rlhf.data.encoding import Encoded
 from hybrid_engine.rlhf.experience.evaluation import step_means
@@ -58,7 +58,7 @@ class Memory:
             raise self.error
 
 
-def train(engines, batch, memory):
+def train(engines, batch, memory, sizes=None):
     """An optimizer step of both engines; its figures."""
 
     def loss_of(number):
@@ -80,7 +80,7 @@ def train(engines, batch, memory):
 
         return engine, compute
 
-    return step_means(train_in_parts(engines, batch.items, 0, [loss_of(0), loss_of(1)]))
+    return step_means(train_in_parts(engines, batch.items, sizes or RunPasses(), [loss_of(0), loss_of(1)]))
 
 
 def weights(engines):
@@ -104,9 +104,9 @@ def passes_with_less_memory(rank, world_size, stage):
         engines = [build_engine(stage), build_engine(stage)]
         who = number % 2
         first = (number // 2 + STAGES.index(stage)) % 2  # the pass in which memory ends: one that reduces, or not
-        memory = Memory(place, 1, first) if rank == who else Memory()
+        memory, of_run = Memory(place, 1, first) if rank == who else Memory(), RunPasses()
         for *losses, after in expected:
-            figures = train(engines, batch, memory)
+            figures = train(engines, batch, memory, of_run)
             memory = Memory()
             assert (figures["loss0"], figures["loss1"]) == pytest.approx(losses, rel=1e-5)
             check_equal(weights(engines), after)
@@ -190,8 +190,8 @@ def measured_with_less_memory(rank, world_size):
     """How many rows at a time log-probabilities without a gradient are computed where one rank has less memory."""
     model, batch = build_model(), build_sequences(PROMPTS[rank], RESPONSES[rank], PAD, torch.device("cpu"))
     with torch.no_grad():
-        expected = in_parts(response_logprobs, model, batch)
-        tried = []
+        expected = in_parts(response_logprobs, model, batch, RunPasses())
+        tried, sizes = [], RunPasses()
 
         def compute(model, rows):
             tried.append(len(rows.input_ids))
@@ -200,7 +200,7 @@ def measured_with_less_memory(rank, world_size):
             return response_logprobs(model, rows)
 
         for _ in range(2):
-            torch.testing.assert_close(in_parts(compute, model, batch), expected, atol=1e-6, rtol=1e-6)
+            torch.testing.assert_close(in_parts(compute, model, batch, sizes), expected, atol=1e-6, rtol=1e-6)
     return tried
 
 
@@ -210,14 +210,14 @@ def evaluations(engine, rank):
         Encoded(prompt_ids=prompt, response_ids=response)
         for prompt, response in zip([*PROMPTS[0], *PROMPTS[1]], [*RESPONSES[0], *RESPONSES[1]], strict=True)
     ]
-    mine, reading = rows[4 * rank : 4 * rank + 4], Reading(PAD)
+    mine, reading, sizes = rows[4 * rank : 4 * rank + 4], Reading(PAD), RunPasses()
     labelled = [LabelledAnswer(row, True, 0.0, other, 0.1) for row, other in zip(mine, rows[::-1], strict=False)]
     batch = build_sequences(PROMPTS[rank], RESPONSES[rank], PAD, torch.device("cpu"))
     return {
-        "held-out loss": partial(sft.held_out_loss, engine, SimpleNamespace(held_out=rows, pad_token=PAD)),
+        "held-out loss": partial(sft.held_out_loss, engine, SimpleNamespace(held_out=rows, pad_token=PAD), sizes),
         "whole answers": partial(all_logprobs, engine, rows, reading),
-        "reference point": lambda: kto.reference_point(engine, labelled, 0, reading).item(),
-        "responses": lambda: in_parts(response_logprobs, engine, batch).sum().item(),
+        "reference point": lambda: kto.reference_point(engine, labelled, reading).item(),
+        "responses": lambda: in_parts(response_logprobs, engine, batch, sizes).sum().item(),
     }
 
 
@@ -332,7 +332,7 @@ def test_a_reward_model_scores_the_same_with_less_memory_and_a_setting_avoids_it
         prompts=["1+1="] * 5, responses=numbers, prompt_ids=rows, response_ids=rows, is_cut_off=[False] * 5
     )
     model = ValueModel(build_model().model, torch.nn.Linear(build_model().config.hidden_size, 1)).eval()
-    judge = LearnedReward("judge", model, arithmetic.build_tokenizer(), None)
+    judge = LearnedReward("judge", model, arithmetic.build_tokenizer(), None, RunPasses())
     expected = judge(answers)
     capsys.readouterr()
     layer = model.backbone.layers[1].mlp
@@ -340,7 +340,7 @@ def test_a_reward_model_scores_the_same_with_less_memory_and_a_setting_avoids_it
         assert judge(answers) == pytest.approx(expected, rel=1e-5)
     lines = " ".join(capsys.readouterr().out.split())
     assert tried[0] == 5 and tried[-3:] == [2, 2, 1] and "--rows-per-pass 2 avoids it" in lines
-    limit_rows(model, 2)
+    judge = LearnedReward("judge", model, arithmetic.build_tokenizer(), None, RunPasses(most_rows=2))
     with noting_rows(layer, 2) as tried:
         assert judge(answers) == pytest.approx(expected, rel=1e-5)
     assert tried == [2, 2, 1] and capsys.readouterr().out == ""
@@ -356,22 +356,22 @@ def test_accuracy_and_scores_of_references_are_the_same_with_less_memory(tmp_pat
     both = zip([*PROMPTS[0], *PROMPTS[1]], RESPONSES[0] * 2, RESPONSES[1] * 2, strict=True)
     pairs = [Pair(prompt + chosen, prompt + rejected, 0.0, None) for prompt, chosen, rejected in both]
 
-    def accuracy(engine):
-        measured = reward.measure(engine, pairs, tokenizer)
+    def accuracy(engine, sizes):
+        measured = reward.measure(engine, pairs, tokenizer, sizes)
         return [measured["held_out_loss"], measured["held_out_accuracy"]["all"]]
 
-    def normalised(engine):
-        save_normalised(engine, [pair.chosen for pair in pairs], tokenizer, tmp_path / "saved")
+    def normalised(engine, sizes):
+        save_normalised(engine, [pair.chosen for pair in pairs], tokenizer, tmp_path / "saved", sizes)
         return [engine.module.config.score_mean, engine.module.config.score_std]
 
     for compute, rows_at_first in ((accuracy, 16), (normalised, 8)):
         torch.manual_seed(0)
         model = LlamaForSequenceClassification(config)
         engine = hybrid_engine.initialize(model=model, config={"train_batch_size": 1})[0]
-        expected = compute(engine)
+        expected, sizes = compute(engine, RunPasses()), RunPasses()
         with noting_rows(model.model.layers[1].mlp, 3) as tried:
             for _ in range(2):
-                assert compute(engine) == pytest.approx(expected, rel=1e-5)
+                assert compute(engine, sizes) == pytest.approx(expected, rel=1e-5)
         passes = [rows for rows in tried if rows > 1]  # one row alone asks for the logits that a save is compared by
         assert passes[0] == rows_at_first and set(passes[-8:]) == {2}
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hybrid_engine
 from hybrid_engine.generation.core import Prefill, Prompt
 from hybrid_engine.generation.step import pack_prefills
-from hybrid_engine.metrics.memory_use import LiveBytes
+from hybrid_engine.metrics.memory import LiveBytes
 from hybrid_engine.ops import (
     QKV,
     DecodeBatch,

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hybrid_engine.metrics.memory_use import LiveBytes
+from hybrid_engine.metrics.memory import LiveBytes
 from hybrid_engine.ops import cpu_kernels, linear_log_prob_tiles
 from hybrid_engine.ops import linear_log_prob as op
 from hybrid_engine.ops.linear_log_prob import PLAIN, LogitShape, _plus_product, linear_log_prob, piece_bytes

@@ -148,7 +148,7 @@ def test_a_stranger_on_this_machine_plays_no_episode(tiny, monkeypatch):
             answered.append(httpx.post(f"{client.base_url}chat/completions", json=body, headers=headers).status_code)
         return solve(client, problem, session_id, *more)
 
-    policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"), keeps_reference=False)
+    policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"))
     alone = agent.play(policy, [PROBLEM] * 4, tiny, seed=0)
     monkeypatch.setattr(agent, "solve", beside_a_stranger)
     beside = agent.play(policy, [PROBLEM] * 4, tiny, seed=0)
@@ -159,7 +159,7 @@ def test_a_stranger_on_this_machine_plays_no_episode(tiny, monkeypatch):
 
 def test_rows_learn_from_what_the_policy_wrote_alone(tiny):
     seed_everything(0)
-    policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"), keeps_reference=False)
+    policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"))
     episodes = agent.play(policy, [PROBLEM] * 4, tiny, seed=0)
     experience = agent.build_experience(policy, episodes, replace(tiny, group_size=4))
     for row, episode in enumerate(episodes):
@@ -173,7 +173,7 @@ def test_rows_learn_from_what_the_policy_wrote_alone(tiny):
 
 def test_old_log_probabilities_are_the_trainers_where_the_bound_asks_for_them(tiny):
     seed_everything(0)
-    policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"), keeps_reference=False)
+    policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"))
     corrected = Algorithm(correction="truncated", correction_threshold=0.0)
     config = replace(tiny, group_size=4, logprob_bound=0.0, algorithm=corrected)
     episodes = agent.play(policy, [PROBLEM] * 4, config, seed=0)
@@ -191,7 +191,7 @@ def test_old_log_probabilities_are_the_trainers_where_the_bound_asks_for_them(ti
 def test_a_gradient_that_was_left_does_not_count_in_the_first_step(tiny):
     def first_step(is_left):
         seed_everything(0)
-        policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"), keeps_reference=False)
+        policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"))
         told = [agent.Episode(t, float(n % 2), 1, 0) for n, t in enumerate(trajectories)]
         policy.actor.train()
         if is_left:
@@ -200,7 +200,7 @@ def test_a_gradient_that_was_left_does_not_count_in_the_first_step(tiny):
         return norm, [p.detach().clone() for p in policy.actor.module.parameters()]
 
     seed_everything(0)
-    policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"), keeps_reference=False)
+    policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"))
     trajectories = [episode.trajectory for episode in agent.play(policy, [PROBLEM] * 4, tiny, seed=0)]
     (norm, weights), (norm_left, weights_left) = first_step(False), first_step(True)
     assert norm > 0 and norm_left == norm

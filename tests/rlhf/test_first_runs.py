@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, MambaConfig, MambaForCausalLM
 
-from hybrid_engine.cli.plan import PlanWishes
 from hybrid_engine.recipes import dpo, evaluate, grpo, kto, online_dpo, ppo, reward, sft
 from hybrid_engine.rlhf.data.lengths import long_answer, settle_lengths
 from hybrid_engine.rlhf.data.rows import PromptRow
@@ -160,9 +159,9 @@ def test_a_run_goes_on_with_the_lengths_that_it_began_with(given, tmp_path):
 
 def test_a_plan_has_the_lengths_of_the_run(given, long_data, tmp_path):
     config = grpo.Config(**{**given, "dataset": long_data}, out=str(tmp_path))
-    wishes = PlanWishes(memory="1GB", processes=1, as_json=False)
     found, asked = (
-        plan("grpo", options, wishes) for options in (config, replace(config, max_prompt_tokens=32, max_new_tokens=32))
+        plan("grpo", options, "1GB", 1)
+        for options in (config, replace(config, max_prompt_tokens=32, max_new_tokens=32))
     )
     assert found.title.startswith("grpo, prompts of up to 32 tokens, answers of up to 32, on 1 process")
     assert found.plan.peak_bytes == asked.plan.peak_bytes
@@ -206,9 +205,8 @@ def begin_ppo(rank, world_size, config):
 def test_runs_and_plans_on_two_processes_have_such_a_minibatch(given, tmp_path):
     config = ppo.Config(**given, out=str(tmp_path), rollout_size=50, max_prompt_tokens=8, max_new_tokens=8)
     assert run_distributed(begin_ppo, 2, config) == [10, 10]
-    wishes = PlanWishes(memory="1GB", processes=2, as_json=False)
-    peak = plan("ppo", config, wishes).plan.peak_bytes
-    assert peak == plan("ppo", replace(config, minibatch_size=10), wishes).plan.peak_bytes
+    peak = plan("ppo", config, "1GB", 2).plan.peak_bytes
+    assert peak == plan("ppo", replace(config, minibatch_size=10), "1GB", 2).plan.peak_bytes
 
 
 def test_a_run_goes_on_with_the_minibatch_that_it_began_with(given, tmp_path):

@@ -21,6 +21,7 @@ from hybrid_engine.rlhf.algorithms.objective import PolicyBatch
 from hybrid_engine.rlhf.batches import packing, sequences
 from hybrid_engine.rlhf.batches.micro_batches import Items
 from hybrid_engine.rlhf.batches.packing import Layout, set_layout
+from hybrid_engine.rlhf.batches.passes import RunPasses
 from hybrid_engine.rlhf.batches.sequences import ValueModel, build_sequences
 from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
 from hybrid_engine.rlhf.experience import policy, roles
@@ -97,7 +98,7 @@ def experience(num_rows):
 def run_sft(engine, num_rows):
     rows = [encoded(row) for row in range(num_rows)]
     loss_of = partial(sft.micro_batch_loss, engine, rows, PAD, 100)
-    return train_in_parts([engine], Items.of(rows), 0, [(engine, loss_of)])
+    return train_in_parts([engine], Items.of(rows), RunPasses(), [(engine, loss_of)])
 
 
 def run_dpo(engine, num_rows):
@@ -109,7 +110,7 @@ def run_dpo(engine, num_rows):
 
 def run_kto(engine, num_rows):
     rows = [LabelledAnswer(encoded(row), row % 2 == 0, -9.0, encoded(row + 1), -9.0) for row in range(num_rows)]
-    config = SimpleNamespace(tokens_per_micro_batch=0, beta=0.1, desirable_weight=1.0, undesirable_weight=1.0)
+    config = SimpleNamespace(beta=0.1, desirable_weight=1.0, undesirable_weight=1.0)
     return kto.update(engine, rows, num_rows, config, Reading(PAD))
 
 
@@ -119,7 +120,7 @@ def run_grpo(engine, num_rows):
     config = SimpleNamespace(algorithm=Algorithm(), temperature=1.0)
     step, present = StepCounts(20, num_rows, 8), torch.zeros_like(values)
     loss_of = partial(grpo.micro_batch_loss, engine, chosen, present, step, config, 0.1)
-    found = train_in_parts([engine], chosen.sequences.items, 0, [(engine, loss_of)])
+    found = train_in_parts([engine], chosen.sequences.items, RunPasses(), [(engine, loss_of)])
     assert present.as_subclass(torch.Tensor).any()
     return found
 
@@ -136,7 +137,7 @@ def run_ppo(engine, num_rows):
         (engine, partial(ppo.policy_loss, roles, chosen, torch.zeros_like(values), 20, config)),
         (critic, partial(ppo.value_loss, roles, chosen, 20, config)),
     ]
-    return train_in_parts([engine, critic], chosen.sequences.items, 0, losses)
+    return train_in_parts([engine, critic], chosen.sequences.items, RunPasses(), losses)
 
 
 def run_reward(engine, num_rows):
@@ -147,7 +148,7 @@ def run_reward(engine, num_rows):
     texts = [[*prompt, *response] for prompt, response in map(tokens, range(num_rows + 1))]
     rows = [Pair(texts[row], texts[row + 1], 0.0, None) for row in range(num_rows)]
     loss_of = partial(reward.micro_batch_loss, engine, rows, None, SimpleNamespace(center_coef=0.1, batch_size=8))
-    return train_in_parts([engine], Items.of(rows), 0, [(engine, loss_of)])
+    return train_in_parts([engine], Items.of(rows), RunPasses(), [(engine, loss_of)])
 
 
 RECIPES = {"sft": run_sft, "dpo": run_dpo, "kto": run_kto, "grpo": run_grpo, "ppo": run_ppo, "reward": run_reward}

@@ -30,7 +30,7 @@ from hybrid_engine.rlhf.batches.packing import (
     pack,
     set_layout,
 )
-from hybrid_engine.rlhf.batches.passes import Items
+from hybrid_engine.rlhf.batches.passes import Items, RunPasses
 from hybrid_engine.rlhf.batches.sequences import (
     ValueModel,
     build_sequences,
@@ -253,7 +253,7 @@ def test_items_are_dealt_out_once_each_within_the_budget_and_evenly(layout, seed
     engine = Engine(torch.nn.Linear(1, 1))
     set_layout(engine, layout)
     items = [tuple(chance.randint(1, 50) for _ in range(1 + seed % 2)) for _ in range(chance.randint(1, 60))]
-    parts = deal(alone(items), engine, 200)
+    parts = deal(alone(items), engine, RunPasses(200))
     assert sorted(index for part in parts for index in part) == list(range(len(items)))
     cells = [layout.num_cells(sorted((n for i in part for n in items[i]), reverse=True)) for part in parts]
     assert max(cells) <= 200 and all(parts)
@@ -278,11 +278,11 @@ def test_answers_to_one_prompt_go_into_the_same_pass_where_there_is_room(seed):
         )
         return sum(sum(items[i]) for i in part) - spared
 
-    parts = deal(given, engine, 200)
+    parts = deal(given, engine, RunPasses(200))
     assert sorted(index for part in parts for index in part) == list(range(len(items)))
     assert max(map(cells, parts)) <= 200 and all(parts)
     assert sum(map(cells, parts)) <= cells(range(len(items))) + 60 * (len(parts) - 1)  # a prompt again a pass at most
-    assert len(parts) <= len(deal(alone(items), engine, 200))
+    assert len(parts) <= len(deal(alone(items), engine, RunPasses(200)))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -297,7 +297,7 @@ def test_padded_passes_hold_the_longest_prompt_beside_the_longest_response(seed)
         widest = max(prompts[index].length for index in part) + max(responses)
         return sum(len(items[index]) for index in part) * widest
 
-    parts = deal(behind(items, prompts), engine, 450)
+    parts = deal(behind(items, prompts), engine, RunPasses(450))
     assert sorted(index for part in parts for index in part) == list(range(len(items)))
     assert max(map(cells, parts)) <= 450 and all(parts)
 
@@ -307,8 +307,8 @@ def test_a_pass_has_as_many_cells_as_its_deal_counted():
     cells = packed_rows(batch, Layout.SPANS).input_ids.numel()
     engine = Engine(torch.nn.Linear(1, 1))
     set_layout(engine, Layout.SPANS)
-    assert len(deal(batch.items, engine, cells)) == 1
-    assert len(deal(batch.items, engine, cells - 1)) == 2
+    assert len(deal(batch.items, engine, RunPasses(cells))) == 1
+    assert len(deal(batch.items, engine, RunPasses(cells - 1))) == 2
 
 
 def test_a_model_whose_attention_is_more_than_a_product_is_not_read_along_spans():
@@ -323,7 +323,7 @@ def test_processes_make_as_many_passes(monkeypatch):
     engine = Engine(torch.nn.Linear(1, 1))
     set_layout(engine, Layout.ROWS)
     for items in ([(40,)] * 12, [(3,)] * 12, [(3,)] * 6):
-        parts = deal(alone(items), engine, 100)
+        parts = deal(alone(items), engine, RunPasses(100))
         assert len(parts) == 6 and all(parts)
         assert sorted(index for part in parts for index in part) == list(range(len(items)))
 
@@ -361,8 +361,9 @@ def steps_on_two_processes(rank, world_size, batch):
                 loss = -response_logprobs(engine, part).sum() / num_rows
                 return loss, {"loss": (loss.item(), len(rows) / num_rows)}
 
+            sizes = RunPasses(budget)
             losses = [
-                step_means(train_in_parts([engine], mine.items, budget, [(engine, loss_of)]))["loss"] for _ in range(2)
+                step_means(train_in_parts([engine], mine.items, sizes, [(engine, loss_of)]))["loss"] for _ in range(2)
             ]
             weights = torch.cat([full_tensor(value).flatten() for value in engine.module.parameters()])
             found.append((layout, losses, weights, passes))
@@ -400,7 +401,7 @@ def test_out_of_memory_in_a_pass_is_redone_in_halves_with_the_same_loss_and_grad
             logprobs.register_hook(limited)
             return -logprobs.sum(), {"loss": (-logprobs.sum().item(), 1.0)}
 
-        found = train_in_parts([engine], batch.items, 0, [(engine, loss_of)])
+        found = train_in_parts([engine], batch.items, RunPasses(), [(engine, loss_of)])
         gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
         return sum(part["loss"][0] for part in found), gradient, tries, engine.steps
 
@@ -424,7 +425,7 @@ def test_out_of_memory_in_a_pass_is_redone_in_halves_with_the_same_loss_and_grad
 def test_later_steps_keep_to_the_budget_that_fitted_which_is_also_what_avoids_it(layout, capsys):
     batch = sampled(num_rows=12, group=4)
 
-    def train(engine, budget, most_tokens):
+    def train(engine, sizes, most_tokens):
         """The tokens of the passes that were tried."""
         tried = []
 
@@ -436,7 +437,7 @@ def test_later_steps_keep_to_the_budget_that_fitted_which_is_also_what_avoids_it
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return torch.zeros((), requires_grad=True).sum(), {}
 
-        train_in_parts([engine], batch.items, budget, [(engine, loss_of)])
+        train_in_parts([engine], batch.items, sizes, [(engine, loss_of)])
         return tried
 
     def build():
@@ -445,13 +446,13 @@ def test_later_steps_keep_to_the_budget_that_fitted_which_is_also_what_avoids_it
         return engine
 
     whole = 2 * batch.input_ids.numel()
-    most = int(0.6 * max(train(build(), whole, whole)))
-    engine = build()
-    assert max(train(engine, whole, most)) > most
+    most = int(0.6 * max(train(build(), RunPasses(whole), whole)))
+    engine, sizes = build(), RunPasses(whole)
+    assert max(train(engine, sizes, most)) > most
     line = " ".join(capsys.readouterr().out.split("out of memory")[-1].split())
     budget = int(re.search(r"a smaller --tokens-per-micro-batch avoids it, (\d+) if", line)[1])
-    assert max(train(engine, whole, most)) <= budget <= most
-    assert max(train(build(), budget, most)) <= budget
+    assert max(train(engine, sizes, most)) <= budget <= most
+    assert max(train(build(), RunPasses(budget), most)) <= budget
     assert "out of memory" not in capsys.readouterr().out
 
 
@@ -459,7 +460,7 @@ def steps_with_less_memory(layout, budget, steps, cost, most):
     """The costs of the passes that each of `steps`, items and their prompts, tries; a pass may cost `most`."""
     engine = Engine(build_model(), size=4)
     set_layout(engine, layout)
-    tried = []
+    tried, sizes = [], RunPasses(budget)
     for items, prompts in steps:
         tried.append([])
 
@@ -469,7 +470,7 @@ def steps_with_less_memory(layout, budget, steps, cost, most):
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return torch.zeros((), requires_grad=True).sum(), {}
 
-        train_in_parts([engine], behind(items, prompts), budget, [(engine, loss_of)])
+        train_in_parts([engine], behind(items, prompts), sizes, [(engine, loss_of)])
     return tried
 
 
@@ -527,7 +528,7 @@ def test_what_a_pass_that_ran_out_of_memory_held_is_free_before_it_is_redone():
 
     gc.disable()
     try:
-        train_in_parts([engine], TWO, 0, [(engine, loss_of)])
+        train_in_parts([engine], TWO, RunPasses(), [(engine, loss_of)])
     finally:
         gc.enable()
     assert alive[:2] == [0, 0]
@@ -540,11 +541,11 @@ def test_other_errors_and_those_of_the_optimizer_are_raised():
         raise RuntimeError("nothing to do with memory")
 
     with pytest.raises(RuntimeError, match="nothing to do"):
-        train_in_parts([engine], TWO, 0, [(engine, fail)])
+        train_in_parts([engine], TWO, RunPasses(), [(engine, fail)])
 
     def no_memory():
         raise torch.OutOfMemoryError("for Adam's moments")
 
     engine.step = no_memory
     with pytest.raises(torch.OutOfMemoryError):
-        train_in_parts([engine], TWO, 0, [(engine, lambda rows: (torch.ones((), requires_grad=True), {}))])
+        train_in_parts([engine], TWO, RunPasses(), [(engine, lambda rows: (torch.ones((), requires_grad=True), {}))])

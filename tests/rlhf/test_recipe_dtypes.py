@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from hybrid_engine.cli.plan import PlanWishes
 from hybrid_engine.distributed import processes
 from hybrid_engine.recipes import dpo, evaluate, generate, grpo, ppo, serve, sft
 from hybrid_engine.rlhf.experience.policy import build_policy
@@ -104,7 +103,7 @@ def test_a_run_that_measures_no_kl_has_no_reference_under_an_adapter_either(roll
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_actor_and_reference_compute_in_16_bits_and_masters_stay_fp32(rollouts, tmp_path, dtype):
     config = rollouts(tmp_path, dtype=dtype)
-    policy = build_policy(config, config.model, 1e-3, CONSTANT, keeps_reference=True)
+    policy = build_policy(config, config.model, 1e-3, CONSTANT)
     expected = {torch.bfloat16 if dtype == "bf16" else torch.float16}
     assert {p.dtype for p in policy.actor.module.parameters()} == expected
     assert {p.dtype for p in policy.reference.parameters()} == expected
@@ -158,8 +157,7 @@ def test_a_run_in_16_bits_that_was_interrupted_goes_on_to_the_bit(rollouts, tmp_
 
 
 def test_the_plan_counts_16_bits_and_is_what_the_run_takes(rollouts, tmp_path):
-    wishes = PlanWishes(memory="1GB", processes=1, as_json=False)
-    fitted = {dtype: plan("grpo", rollouts(tmp_path, dtype=dtype), wishes) for dtype in ("fp32", "bf16")}
+    fitted = {dtype: plan("grpo", rollouts(tmp_path, dtype=dtype), "1GB", 1) for dtype in ("fp32", "bf16")}
     assert fitted["bf16"].title.endswith("a cpu each, bf16")
     kept = {dtype: {part.name: part.num_bytes for part in found.plan.roles[0].kept} for dtype, found in fitted.items()}
     assert 2 * kept["bf16"]["weights"] == kept["fp32"]["weights"] == kept["bf16"]["masters"]

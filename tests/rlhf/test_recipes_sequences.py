@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from hybrid_engine.rlhf.algorithms.objective import PolicyBatch
-from hybrid_engine.rlhf.batches.passes import limit_rows
+from hybrid_engine.rlhf.batches.passes import RunPasses
 from hybrid_engine.rlhf.batches.sequences import (
     attach_responses,
     batches_of_similar_length,
@@ -100,7 +100,7 @@ def test_computing_in_parts_gives_what_one_pass_gives(monkeypatch):
     model = LlamaForCausalLM(small_config()).eval()
     batch = build_sequences(PROMPTS, RESPONSES, PAD, CPU)
     with torch.no_grad():
-        whole, parts = response_logprobs(model, batch), in_parts(response_logprobs, model, batch)
+        whole, parts = response_logprobs(model, batch), in_parts(response_logprobs, model, batch, RunPasses())
     torch.testing.assert_close(parts, whole, atol=1e-6, rtol=1e-5)
 
 
@@ -136,8 +136,8 @@ def test_gaps_are_read_and_count_for_nothing_however_rows_are_padded_and_split(t
     scorer = load_value_model(str(tmp_path)).eval()
     prompts, responses, learned = random_rows(seed)
     batch = build_sequences(prompts, responses, PAD, CPU, learned)
-    logprobs = in_parts(response_logprobs, model, batch)
-    values = in_parts(response_values, scorer, batch)
+    logprobs = in_parts(response_logprobs, model, batch, RunPasses())
+    values = in_parts(response_values, scorer, batch, RunPasses())
     scores = last_token_scores(scorer, batch)
     width = batch.response_mask.shape[1]
     for row, (prompt, response, mask) in enumerate(zip(prompts, responses, learned, strict=True)):
@@ -175,10 +175,10 @@ def test_without_a_pool_batches_hold_what_comes():
 
 def _uneven_rows(rank, world_size):
     model = LlamaForCausalLM(small_config()).eval()
-    limit_rows(model, 1)
     batch = build_sequences(PROMPTS[rank:], RESPONSES[rank:], PAD, CPU)  # three rows, and two
     with torch.no_grad():
-        torch.testing.assert_close(in_parts(response_logprobs, model, batch), response_logprobs(model, batch))
+        found = in_parts(response_logprobs, model, batch, RunPasses(most_rows=1))
+        torch.testing.assert_close(found, response_logprobs(model, batch))
     return len(batch.input_ids)
 
 

@@ -20,7 +20,7 @@ from hybrid_engine.rlhf.data.prompts import PromptTokens
 from hybrid_engine.rlhf.experience.policy import TrainedPolicy, engine_config_of, playing
 from hybrid_engine.rlhf.experience.roles import CriticExperience, Roles
 from hybrid_engine.rlhf.experience.start import Start
-from hybrid_engine.rlhf.planning.following import fuses_at_once
+from hybrid_engine.rlhf.planning.comparison import fuses_at_once
 from hybrid_engine.rlhf.planning.reading import read_run
 from hybrid_engine.rlhf.planning.roles import Setting, plan_memory
 from hybrid_engine.rlhf.rewards.learned import LearnedReward
@@ -28,7 +28,6 @@ from hybrid_engine.rlhf.rewards.loading import load_rewards
 from hybrid_engine.rlhf.rewards.scores import Answers
 from hybrid_engine.rlhf.runs.engine_config import Schedule
 from hybrid_engine.rlhf.runs.run_folder import read_metrics
-from hybrid_engine.rlhf.runs.stages import load_config
 from hybrid_engine.rlhf.tasks import arithmetic
 from tests.support.distributed import run_distributed
 from tests.support.interrupted_runs import stopped_after
@@ -76,7 +75,7 @@ def build_shared(config):
         config=config, source=config.model, train=[], held_out=[], rewards=load_rewards(config.reward),
         answered=PromptTokens(1, 1),
     )  # fmt: skip
-    at_once = fuses_at_once("ppo", config, start, load_config(config.model))
+    at_once = fuses_at_once("ppo", config, start)
     return ppo.build_roles(config, start, *RATES, SCHEDULE, fuses_at_once=at_once)
 
 

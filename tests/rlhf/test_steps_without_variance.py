@@ -31,7 +31,7 @@ def config_of(model, **options):
 
 def policy_of(config):
     schedule = Schedule(kind="linear", num_steps=8, num_warmup_steps=2)
-    return build_policy(config, config.model, 1e-2, schedule, keeps_reference=False)
+    return build_policy(config, config.model, 1e-2, schedule)
 
 
 def experience_of(policy, advantages, rows=slice(None)):

@@ -24,7 +24,7 @@ from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.generation.rollout.preparing import prepare
 from hybrid_engine.generation.rollout.stages import StageModel
 from hybrid_engine.generation.step import ContainerRollouts
-from hybrid_engine.metrics.memory_plan import format_bytes
+from hybrid_engine.metrics.memory import format_bytes
 from hybrid_engine.ops.cpu_kernels import use_compiled
 from hybrid_engine.ops.dispatch import fallback_forced, naming_kernels, replaced_kernels, use_triton
 

@@ -9,21 +9,17 @@ of half the size, and later steps keep that size. Any other error ends the run o
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeGuard
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
 
 from hybrid_engine.distributed.processes import gather_objects, get_world_size
 from hybrid_engine.distributed.verdict import agree, everyone, forget_frames, is_out_of_memory
-from hybrid_engine.metrics.memory_use import MemoryUse, Pass
 from hybrid_engine.rlhf.batches.packing import Layout, SharedPrompt, layout_of
-from hybrid_engine.rlhf.batches.pass_memory import PassShape
-from hybrid_engine.rlhf.batches.passes import Items, Result, extent_of, until_it_fits
+from hybrid_engine.rlhf.batches.passes import Items, PassShape, Result, RunPasses, until_it_fits
 from hybrid_engine.rlhf.options.checks import check_budget_holds
 from hybrid_engine.rlhf.runs.run_log import say
 
@@ -31,10 +27,6 @@ Figures = dict[str, tuple[float, float]]
 """(sum, count) of each figure of a pass, as `experience.evaluation.step_means` takes them."""
 DeviceFigures = dict[str, tuple[torch.Tensor | float, torch.Tensor | float]]
 """The same with 0-dimensional tensors that are still to be read: reading one waits for all work of the device."""
-_fitting: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""Models whose passes ran out of memory: tokens of the largest pass since then, or items without a budget. The same on
-all processes.
-"""
 
 
 def check_budget(budget: int, lengths: Iterable[tuple[int, ...]]) -> None:
@@ -46,7 +38,7 @@ def check_budget(budget: int, lengths: Iterable[tuple[int, ...]]) -> None:
     check_budget_holds(budget, largest, max(item, default=0))
 
 
-def deal(items: Items, engine: Any, budget: int) -> list[list[int]]:
+def deal(items: Items, engine: Any, sizes: RunPasses) -> list[list[int]]:
     """Indices of `items` by forward pass, of similar length within a pass; as many passes on every process. Collective.
 
     Args:
@@ -54,14 +46,14 @@ def deal(items: Items, engine: Any, budget: int) -> list[list[int]]:
             into the same pass where there is room. Padded rows are padded on both sides of the prompts' end.
         engine: without a budget a pass has its `train_micro_batch_size_per_gpu()` items, or fewer if that many ran out
             of memory before.
-        budget: tokens of a pass, padding included; the passes are as equal as possible. 0: there is none.
+        sizes: with the tokens of a pass, padding included; the passes are as equal as possible.
     """
-    if not budget:
+    if not sizes.budget:
         size = engine.train_micro_batch_size_per_gpu()
-        return deal_by_number(items, min(size, _fitting.get(engine.module, size)))
-    check_budget(budget, items.lengths)
+        return deal_by_number(items, min(size, sizes.fitting or size))
+    check_budget(sizes.budget, items.lengths)
     fill = filling(items, layout_of(engine))
-    budget = min(budget, _fitting.get(engine.module, budget))  # an item that is larger than that is a pass by itself
+    budget = min(sizes.budget, sizes.fitting or sizes.budget)  # a larger item is a pass by itself
     num_parts = max(gather_objects(len(fill(budget))))
     return _as_many(_evenly(fill, budget, num_parts), num_parts)
 
@@ -190,7 +182,7 @@ def _halves(part: list[int]) -> list[list[int]]:
 class TrainingPasses:
     """The forward and backward passes of one optimizer step; collective.
 
-        passes = TrainingPasses([actor], items, budget)
+        passes = TrainingPasses([actor], items, sizes)
         for rows in passes:
             with passes.fitting():
                 actor.backward(passes.loss(partial(loss_of, rows)))
@@ -200,16 +192,17 @@ class TrainingPasses:
     losses and gradients is the same. Keep no loss in a variable: it would hold the memory of a pass that failed.
     """
 
-    def __init__(self, engines: Sequence[Any], items: Items, budget: int) -> None:
+    def __init__(self, engines: Sequence[Any], items: Items, sizes: RunPasses) -> None:
         """Divides `items`, which the step learns from.
 
         Args:
             engines: those that step after the loop; the first determines the layout of passes.
-            items, budget: as in `deal`.
+            items, sizes: as in `deal`; smaller sizes are kept in `sizes` for the later steps of the run.
         """
         self._engines = engines
-        self._division = _Division(engines[0], items, budget)
-        self._parts = deal(items, engines[0], budget)
+        self._sizes = sizes
+        self._division = _Division(engines[0], items, sizes)
+        self._parts = deal(items, engines[0], sizes)
         self._number = 0
         self._figures: list[DeviceFigures] = []
         self._begins_again = False
@@ -247,7 +240,7 @@ class TrainingPasses:
         error: BaseException | None = None
         try:
             shape = self._division.shape_of(self._parts[self._number])
-            with measured_pass(self._engines[0], shape, has_gradients=self._number > 0):
+            with self._sizes.training_pass(shape, has_gradients=self._number > 0):
                 yield
         except BaseException as raised:
             error = raised
@@ -305,7 +298,9 @@ def _is_tensor(number: torch.Tensor | float) -> TypeGuard[torch.Tensor]:
     return isinstance(number, torch.Tensor)
 
 
-def measure_in_parts(engine: Any, items: Items, budget: int, compute: Callable[[list[int]], Result]) -> list[Result]:
+def measure_in_parts(
+    engine: Any, items: Items, sizes: RunPasses, compute: Callable[[list[int]], Result]
+) -> list[Result]:
     """The result of `compute` for each part of `items`, divided as a training step would divide them; collective.
 
     Begins again with halves when memory runs out, as `TrainingPasses` does, whose arguments these are. `compute` must
@@ -315,8 +310,8 @@ def measure_in_parts(engine: Any, items: Items, budget: int, compute: Callable[[
     def run(parts: list[list[int]]) -> list[Result]:
         return [agree(partial(compute, part)) for part in parts]
 
-    division = _Division(engine, items, budget)
-    return until_it_fits(run, deal(items, engine, budget), division.smaller, division.line)
+    division = _Division(engine, items, sizes)
+    return until_it_fits(run, deal(items, engine, sizes), division.smaller, division.line)
 
 
 class _Division(NamedTuple):
@@ -324,7 +319,7 @@ class _Division(NamedTuple):
 
     engine: Any
     items: Items
-    budget: int
+    sizes: RunPasses
 
     def smaller(self, parts: list[list[int]]) -> list[list[int]] | None:
         """`parts` in halves, as many on each process, to whose size later steps keep; None for single items."""
@@ -333,39 +328,25 @@ class _Division(NamedTuple):
         if number == len(parts):
             return None
         less = _as_many(halves, number)
-        size = self.size(less)
-        _fitting[self.engine.module] = min(size, _fitting.get(self.engine.module, size))
+        self.sizes.note_fitting(self.size(less))
         return less
 
     def line(self, parts: list[list[int]]) -> str:
         """The log line about `parts` that ran out of memory."""
-        fitting = _fitting[self.engine.module]
+        fitting, kind = self.sizes.fitting, "tokens" if self.sizes.budget else "rows"
         advice = f"--micro-batch-size {fitting} avoids it"
-        if self.budget:  # a single long sequence may need a larger value
+        if self.sizes.budget:  # a single long sequence may need a larger value
             advice = f"a smaller --tokens-per-micro-batch avoids it, {fitting} if the longest sequence allows that"
         return (
-            f"out of memory in a pass over up to {self.size(parts)} {'tokens' if self.budget else 'rows'}: redone in "
-            f"halves, as later steps are; {advice}"
+            f"out of memory in a pass over up to {self.size(parts)} {kind}: redone in halves, as later steps are; "
+            f"{advice}"
         )
 
     def size(self, parts: list[list[int]]) -> int:
-        """Size of the largest part over all processes, counted as in `_fitting`."""
-        return max(gather_objects(max(self.shape_of(part).num_cells if self.budget else len(part) for part in parts)))
+        """Size of the largest part over all processes, counted as `RunPasses.fitting`."""
+        has_budget = self.sizes.budget > 0
+        return max(gather_objects(max(self.shape_of(part).num_cells if has_budget else len(part) for part in parts)))
 
     def shape_of(self, part: list[int]) -> PassShape:
         """The shape of the pass over a part."""
         return self.items.take(part).shape(layout_of(self.engine))
-
-
-def measured_pass(engine: Any, shape: PassShape, *, has_gradients: bool) -> AbstractContextManager[None]:
-    """Measures the forward and backward passes of this shape, of which `engine` trains the first.
-
-    Measures nothing where the engine's memory is not tracked.
-    """
-    use: MemoryUse | None = getattr(engine, "memory_use", None)
-    if use is None:
-        return nullcontext()
-    generator = getattr(engine, "generator", None)
-    cache_bytes = generator.workspace.allocated_bytes if generator is not None else 0
-    of = Pass(shape, has_gradients=has_gradients, has_state=engine.global_steps > 0)
-    return use.training_pass(of, extent_of(shape), cache_bytes)

@@ -10,7 +10,6 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 from hybrid_engine.distributed.processes import gather_objects
 from hybrid_engine.generation.model.probe import evaluating
 from hybrid_engine.rlhf.batches.packing import ATTENTION, Layout, set_layout
-from hybrid_engine.rlhf.batches.passes import limit_rows
 from hybrid_engine.rlhf.batches.sequences import Sequences, ValueModel, build_sequences, model_inputs, packed_rows
 from hybrid_engine.rlhf.options.shared import TrainingOptions
 from hybrid_engine.rlhf.runs.run_log import say
@@ -29,20 +28,18 @@ ALLOWED_IN_16_BITS = 3e-2
 def pack_where_exact(model: nn.Module, config: TrainingOptions) -> Layout:
     """Packs the passes of `model` from now on, under `--tokens-per-micro-batch`; logs why where it does not.
 
-    Passes without gradients have at most `--rows-per-pass` rows. Collective: rows are packed if every process finds
-    that packing is exact.
+    Collective: rows are packed if every process finds that packing is exact.
 
     Args:
         model: a causal model, a classifier or a `ValueModel`, or an engine around one.
-        config: with `tokens_per_micro_batch`, where 0 packs nothing, and `rows_per_pass`.
+        config: with `tokens_per_micro_batch`, where 0 packs nothing.
     """
-    limit_rows(model, config.rows_per_pass)
     if not config.tokens_per_micro_batch:
         return Layout.PADDED
     reason, layout = None, Layout.PADDED
     if config.exact:
         reason = "exact mode computes rows in fixed shapes"
-    elif _takes_spans(model):
+    elif _use_spans(model):
         layout = Layout.SPANS
     else:
         layout = _layout_for(model)
@@ -57,12 +54,14 @@ def pack_where_exact(model: nn.Module, config: TrainingOptions) -> Layout:
 
 def expected_layout(config: TrainingOptions, model: PretrainedConfig) -> Layout:
     """The layout of passes under `--tokens-per-micro-batch`, predicted from the model's config alone."""
-    if config.exact:
+    if config.exact or not supports_attention_backend(model):
         return Layout.PADDED
-    if not supports_attention_backend(model):
-        return Layout.PADDED
-    is_windowed = any(_is_windowed(model.get_text_config(), name) for name in WINDOWS)
-    return Layout.ROWS if is_windowed else Layout.SPANS
+    return Layout.SPANS if takes_spans(model) else Layout.ROWS
+
+
+def takes_spans(model: PretrainedConfig) -> bool:
+    """Whether attention of such a model goes along spans, predicted from its config alone."""
+    return supports_attention_backend(model) and not _has_windows(model)
 
 
 def supports_attention_backend(model: PretrainedConfig) -> bool:
@@ -78,11 +77,10 @@ def _innermost(model: nn.Module) -> nn.Module:
     return module.get_base_model() if hasattr(module, "get_base_model") else module
 
 
-def _takes_spans(model: nn.Module) -> bool:
-    """Whether attention along spans is exact for `model`; if so, the model uses it from now on."""
+def _use_spans(model: nn.Module) -> bool:
+    """Makes `model` use attention along spans if that is exact; returns whether it is."""
     module: Any = _innermost(model)
-    config = module.config.get_text_config()
-    if _attention_of(model) not in ("sdpa", ATTENTION) or any(_is_windowed(config, name) for name in WINDOWS):
+    if _attention_of(model) not in ("sdpa", ATTENTION) or _has_windows(module.config):
         return False
     module.set_attn_implementation(ATTENTION)
     if _attention_of(model) == ATTENTION and _reason_not_to(model, Layout.SPANS) is None:
@@ -91,9 +89,10 @@ def _takes_spans(model: nn.Module) -> bool:
     return False
 
 
-def _is_windowed(config: Any, name: str) -> bool:
-    value = getattr(config, name, None)
-    return set(value) != {"full_attention"} if name == "layer_types" and value else bool(value)
+def _has_windows(model: PretrainedConfig) -> bool:
+    values = {name: getattr(model.get_text_config(), name, None) for name in WINDOWS}
+    kinds = set(values.pop("layer_types") or ())
+    return any(values.values()) or not kinds <= {"full_attention"}
 
 
 def _attention_of(model: nn.Module) -> str:

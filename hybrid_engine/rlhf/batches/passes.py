@@ -1,22 +1,20 @@
 """Runs passes that may exceed memory: retries them with half the size, on all processes alike.
 
 After each pass the processes exchange their errors (`distributed/verdict.py`): if one of them ran out of memory, all
-begin again with less; any other error ends the run on all. Passes without gradients keep the number of rows that fit.
-`Items` and `Extent` describe what a pass holds and how large it is.
+begin again with less; any other error ends the run on all. `RunPasses` keeps the sizes that fit, for the later passes
+of a run. `Items`, `PassShape` and `Extent` describe what a pass holds and how large it is.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
-from weakref import WeakKeyDictionary
-
-from torch import nn
 
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size
 from hybrid_engine.distributed.verdict import agree, forget_frames, is_out_of_memory
 from hybrid_engine.rlhf.batches.packing import Layout, SharedPrompt, Span, count_copied, fit_rows, lay_out_spans
-from hybrid_engine.rlhf.batches.pass_memory import PassShape
+from hybrid_engine.rlhf.options.shared import RunOptions
 from hybrid_engine.rlhf.runs.run_log import say
 
 ROWS_PER_PASS = 32
@@ -24,7 +22,6 @@ ROWS_PER_PASS = 32
 Size = TypeVar("Size")
 Part = TypeVar("Part")
 Result = TypeVar("Result")
-_limits: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 def until_it_fits(
@@ -54,61 +51,111 @@ def until_it_fits(
         size = less
 
 
-def limit_rows(model: nn.Module, most: int) -> None:
-    """Limits passes without gradients of `model`, or of an engine's model, to `most` rows from now on; 0: no limit."""
-    if most:
-        _limits[getattr(model, "module", model)] = most
+class PassShape(NamedTuple):
+    """The rows of a pass, with the tokens of a row's prompt and of its response."""
+
+    rows: int
+    prompt: int
+    response: int
+    spans: tuple[tuple[int, int, int, int], ...] = ()
+    """Spans of a single row, if attention goes along them: first cell and length of each, then those of its prefix."""
+    padding: int = 0
+    """Number of response tokens that are padding, which the head does not read."""
+
+    @property
+    def num_asked(self) -> int:
+        """Tokens that the head reads."""
+        return self.rows * self.response - self.padding
+
+    @property
+    def num_cells(self) -> int:
+        """Tokens that the model reads, padding included."""
+        return self.rows * (self.prompt + self.response)
 
 
-def rows_per_pass(model: nn.Module, most: int = ROWS_PER_PASS) -> int:
-    """Rows of a forward pass of `model` without gradients: `most`, or fewer if `limit_rows` said so."""
-    return min(most, _limits.get(getattr(model, "module", model), most))
+class PassMeter(Protocol):
+    """Measures the training passes of a run, as the memory plan does (`planning/comparison.py`)."""
+
+    def training_pass(self, shape: PassShape, *, has_gradients: bool) -> AbstractContextManager[None]:
+        """Wraps a forward and backward pass; `has_gradients`: those of earlier passes exist."""
 
 
-def in_passes(
-    model: nn.Module,
-    parts_of: Callable[[int], Sequence[Part]],
-    run: Callable[[Part], Result],
-    most: int = ROWS_PER_PASS,
-) -> list[Result]:
-    """The result of `run` for each of `parts_of(rows)`, whose parts have at most `rows` rows; collective.
+class RunPasses:
+    """The sizes of a run's passes: those of its options, and smaller ones since memory ran out.
 
-    If one process runs out of memory, all begin again with half as many rows, and keep that number in later passes.
-
-    Args:
-        model: the model, or an engine, that runs the passes.
-        parts_of: returns at least one part; a process with fewer parts than others runs its last one again and drops
-            the result.
-        run: a forward pass without gradients. It may meet the other processes only in the model's forward pass, or must
-            fail on all of them alike; it may run several times on the same rows.
-        most: rows of a part, or fewer as `rows_per_pass` says; the same on every process.
-
-    Raises:
-        RuntimeError: one process does not have memory for a single row.
+    The same on all processes. Made once for a run; `TrainingPasses` and the passes without gradients take it.
     """
 
-    def run_all(rows: int) -> list[Result]:
-        parts = parts_of(rows)
-        num_turns = max(gather_objects(len(parts)))
-        return [agree(partial(run, parts[min(turn, len(parts) - 1)])) for turn in range(num_turns)][: len(parts)]
+    def __init__(self, budget: int = 0, most_rows: int = 0) -> None:
+        """Takes the sizes of the options.
 
-    return until_fewer_rows_fit(model, run_all, most)
+        Args:
+            budget: tokens of a training pass; 0: it has the samples of a micro-batch.
+            most_rows: rows of a pass without gradients, at most; 0: the caller of a pass says how many.
+        """
+        self.budget = budget
+        self.fitting: int | None = None
+        """Tokens of the largest training pass since memory ran out, or samples without a budget; None: it did not."""
+        self._most_rows = most_rows
+        self._meter: PassMeter | None = None
 
+    @classmethod
+    def of(cls, config: RunOptions) -> "RunPasses":
+        """The sizes for the options of a recipe."""
+        return cls(config.tokens_per_micro_batch, config.rows_per_pass)
 
-def until_fewer_rows_fit(model: nn.Module, run: Callable[[int], Result], most: int = ROWS_PER_PASS) -> Result:
-    """`run(rows)` with `rows_per_pass` rows, halved with a log line each time memory runs out.
+    def register_meter(self, meter: PassMeter) -> None:
+        """Measures all later training passes by `meter`."""
+        self._meter = meter
 
-    Passes of `model` keep that number of rows from then on.
+    def training_pass(self, shape: PassShape, *, has_gradients: bool) -> AbstractContextManager[None]:
+        """Wraps a training pass, which is measured if a meter is registered."""
+        return self._meter.training_pass(shape, has_gradients=has_gradients) if self._meter else nullcontext()
 
-    Raises:
-        RuntimeError: memory does not hold a single row.
-    """
+    def note_fitting(self, size: int) -> None:
+        """Keeps later training passes to `size`: tokens, or samples without a budget."""
+        self.fitting = min(size, self.fitting or size)
 
-    def half(rows: int) -> int | None:
-        limit_rows(model, rows // 2)
-        return rows // 2 or None
+    def without_gradients(
+        self,
+        parts_of: Callable[[int], Sequence[Part]],
+        run: Callable[[Part], Result],
+        most: int = ROWS_PER_PASS,
+    ) -> list[Result]:
+        """The result of `run` for each of `parts_of(rows)`, whose parts have at most `rows` rows; collective.
 
-    return until_it_fits(run, rows_per_pass(model, most), half, _fewer_rows_line)
+        If one process runs out of memory, all begin again with half as many rows, and keep that number in later passes.
+
+        Args:
+            parts_of: returns at least one part; a process with fewer parts than others runs its last one again and
+                drops the result.
+            run: a forward pass without gradients. It may meet the other processes only in the model's forward pass, or
+                must fail on all of them alike; it may run several times on the same rows.
+            most: rows of a part, or fewer if the options or an earlier pass say so; the same on every process.
+
+        Raises:
+            RuntimeError: one process does not have memory for a single row.
+        """
+
+        def run_all(rows: int) -> list[Result]:
+            parts = parts_of(rows)
+            num_turns = max(gather_objects(len(parts)))
+            return [agree(partial(run, parts[min(turn, len(parts) - 1)])) for turn in range(num_turns)][: len(parts)]
+
+        return self.until_fewer_rows_fit(run_all, most)
+
+    def until_fewer_rows_fit(self, run: Callable[[int], Result], most: int = ROWS_PER_PASS) -> Result:
+        """`run(rows)` with up to `most` rows, halved with a log line each time memory runs out; local.
+
+        Raises:
+            RuntimeError: memory does not hold a single row.
+        """
+
+        def half(rows: int) -> int | None:
+            self._most_rows = rows // 2 or self._most_rows
+            return rows // 2 or None
+
+        return until_it_fits(run, min(most, self._most_rows or most), half, _fewer_rows_line)
 
 
 def _fewer_rows_line(rows: int) -> str:
@@ -206,6 +253,10 @@ class Extent(NamedTuple):
     """Tokens of prompts whose keys and values are copied."""
     pairs: int
     """Pairs of tokens in attention masks, or in attention scores."""
+
+    def is_within(self, other: "Extent") -> bool:
+        """Whether this pass has no more of anything than the other."""
+        return all(mine <= theirs for mine, theirs in zip(self, other, strict=True))
 
 
 def extent_of(shape: PassShape) -> Extent:

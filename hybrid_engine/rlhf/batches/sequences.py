@@ -19,7 +19,7 @@ from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.rlhf.batches.head_log_probs import AskedColumns, HeadLogProbs, token_log_probs
 from hybrid_engine.rlhf.batches.packing import Layout, PackedRows, layout_of, pack, prompts_of
-from hybrid_engine.rlhf.batches.passes import ROWS_PER_PASS, Items, in_passes
+from hybrid_engine.rlhf.batches.passes import ROWS_PER_PASS, Items, RunPasses
 from hybrid_engine.rlhf.options.shared import RunOptions
 
 ROWS_PER_PASS_ON_CPU = 8
@@ -250,7 +250,9 @@ def last_token_scores(model: Callable[[Sequences], torch.Tensor], batch: Sequenc
     return scores.gather(1, last).squeeze(1)
 
 
-def in_parts(compute: Callable[[Any, Sequences], torch.Tensor], model: Any, batch: Sequences) -> torch.Tensor:
+def in_parts(
+    compute: Callable[[Any, Sequences], torch.Tensor], model: Any, batch: Sequences, sizes: RunPasses
+) -> torch.Tensor:
     """`compute(model, batch)`, which is `[B, T]` and 0 on padding, over a few rows at a time to limit memory.
 
     Collective, with at least one row on every process; an error on one process is raised on all. If one of them runs
@@ -258,8 +260,7 @@ def in_parts(compute: Callable[[Any, Sequences], torch.Tensor], model: Any, batc
     """
     num_rows, num_columns = batch.response_mask.shape
     most = ROWS_PER_PASS_ON_CPU if batch.input_ids.device.type == "cpu" else ROWS_PER_PASS
-    parts = in_passes(
-        model,
+    parts = sizes.without_gradients(
         lambda rows: torch.arange(num_rows).split(rows),
         lambda part: compute(model, batch.rows(part)),
         most,

@@ -22,6 +22,7 @@ from hybrid_engine.distributed.processes import default_device, gather_objects, 
 from hybrid_engine.rl.estimates import Interval, mean_interval, pass_at_k, rate_interval
 from hybrid_engine.rl.kl import kl_k1
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures
+from hybrid_engine.rlhf.batches.passes import RunPasses
 from hybrid_engine.rlhf.batches.sequences import build_sequences, in_parts, response_logprobs
 from hybrid_engine.rlhf.data.held_out import prompt_text
 from hybrid_engine.rlhf.data.rows import PromptRow, Turns
@@ -303,6 +304,8 @@ class FollowedAnswers:
     tokenizer: PreTrainedTokenizerBase
     temperature: float
     """Temperature of sampling, and of the log-probabilities."""
+    sizes: RunPasses
+    """The sizes of the run's passes."""
     groups: list[AnswerGroup]
     latest: tuple[int, Evaluation]
     """The last evaluation that was recorded, and the number of steps before it."""
@@ -347,7 +350,7 @@ class FollowedAnswers:
             self.tokenizer.pad_token_id,
             default_device(),
         )
-        found = in_parts(partial(response_logprobs, temperature=self.temperature), self.actor, sequences)
+        found = in_parts(partial(response_logprobs, temperature=self.temperature), self.actor, sequences, self.sizes)
         rows = iter(row[mask].tolist() for row, mask in zip(found, sequences.response_mask, strict=True))
         return [list(islice(rows, len(group.response_ids))) for group in self.groups]
 
@@ -359,7 +362,12 @@ class FollowedAnswers:
 
 
 def follow(
-    folder: Path, actor: Any, tokenizer: PreTrainedTokenizerBase, temperature: float, first: Evaluation
+    folder: Path,
+    actor: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    temperature: float,
+    sizes: RunPasses,
+    first: Evaluation,
 ) -> FollowedAnswers:
     """Records the answers of the `first` evaluation, before any step, and follows those to its first prompts.
 
@@ -370,6 +378,7 @@ def follow(
         actor=actor,
         tokenizer=tokenizer,
         temperature=temperature,
+        sizes=sizes,
         groups=first.groups[:NUM_FOLLOWED],
         latest=(0, first),
     )

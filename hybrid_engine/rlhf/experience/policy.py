@@ -5,7 +5,7 @@ N: answers, T: response columns.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from hybrid_engine.optim.build import cast_module
 from hybrid_engine.rl.correction import measure_difference
 from hybrid_engine.rlhf.algorithms.objective import PolicyBatch
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
+from hybrid_engine.rlhf.batches.passes import RunPasses
 from hybrid_engine.rlhf.batches.sequences import (
     Sequences,
     in_parts,
@@ -50,6 +51,8 @@ class TrainedPolicy:
     """The first weights, frozen; None if they are not needed, or are those below the actor's adapter."""
     refers_to_base: bool = False
     """Whether the weights below the actor's adapter are the reference."""
+    sizes: RunPasses = field(default_factory=RunPasses)
+    """The sizes of the run's passes."""
 
     @property
     def has_reference(self) -> bool:
@@ -62,9 +65,9 @@ class TrainedPolicy:
         compute = partial(response_logprobs, temperature=temperature)
         if self.refers_to_base:
             with playing(self.actor.module, None):
-                return in_parts(compute, self.actor, sequences)
+                return in_parts(compute, self.actor, sequences, self.sizes)
         assert self.reference is not None, "the run keeps no reference"
-        return in_parts(compute, self.reference, sequences)
+        return in_parts(compute, self.reference, sequences, self.sizes)
 
     @torch.no_grad()
     def old_logprobs(
@@ -78,16 +81,14 @@ class TrainedPolicy:
         measured = self.actor.logprob_difference
         if measured is not None and measured.mean <= bound:
             return sampled, 0.0
-        logprobs = in_parts(partial(response_logprobs, temperature=temperature), self.actor, sequences)
+        logprobs = in_parts(partial(response_logprobs, temperature=temperature), self.actor, sequences, self.sizes)
         mask = sequences.response_mask
         distance = measure_difference(logprobs, sampled, mask).absolute
         count = float(mask.sum())
         return logprobs, global_means({"difference": (float(distance) * count if count else 0.0, count)})["difference"]
 
 
-def build_policy(
-    config: RolloutRunOptions, source: str, learning_rate: float, schedule: Schedule, keeps_reference: bool
-) -> TrainedPolicy:
+def build_policy(config: RolloutRunOptions, source: str, learning_rate: float, schedule: Schedule) -> TrainedPolicy:
     """The actor in `source`, without dropout, with an engine as configured by a recipe's `Config`. Collective.
 
     Args:
@@ -95,12 +96,10 @@ def build_policy(
         source: Hugging Face name or folder.
         learning_rate: peak of the schedule.
         schedule: of the whole run.
-        keeps_reference: whether the reference's log-probabilities are needed; with an adapter the reference is the
-            base.
     """
     model = load_model(AutoModelForCausalLM, source)
     reference = None
-    if keeps_reference and not config.lora_rank:
+    if config.keeps_reference:
         reference = load_model(AutoModelForCausalLM, source)
         cast_module(reference, torch_dtype(config.dtype))
         reference = reference.to(default_device()).eval().requires_grad_(False)
@@ -110,9 +109,13 @@ def build_policy(
     for role in (actor, reference):
         if role is not None:
             pack_where_exact(role, config)
-    tokenizer = load_tokenizer(source)
-    refers_to_base = keeps_reference and bool(config.lora_rank)
-    return TrainedPolicy(actor=actor, tokenizer=tokenizer, reference=reference, refers_to_base=refers_to_base)
+    return TrainedPolicy(
+        actor=actor,
+        tokenizer=load_tokenizer(source),
+        reference=reference,
+        refers_to_base=config.needs_reference and not config.keeps_reference,
+        sizes=RunPasses.of(config),
+    )
 
 
 def evaluate_policy(

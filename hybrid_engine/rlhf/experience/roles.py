@@ -20,7 +20,7 @@ from hybrid_engine.optim.optimizer import APART
 from hybrid_engine.rl.advantages import token_rewards
 from hybrid_engine.rlhf.batches.head_log_probs import token_values
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
-from hybrid_engine.rlhf.batches.passes import in_passes
+from hybrid_engine.rlhf.batches.passes import RunPasses
 from hybrid_engine.rlhf.batches.sequences import (
     Sequences,
     build_sequences,
@@ -111,7 +111,7 @@ def build_roles(
             config, start.source, start.rewards, (actor_rate, critic_rate), schedule, fuses_at_once=fuses_at_once
         )
         return Roles(policy=policy, critic=role, rewards=rewards)
-    policy = build_policy(config, start.source, actor_rate, schedule, keeps_reference=True)
+    policy = build_policy(config, start.source, actor_rate, schedule)
     critic, *_ = hybrid_engine.initialize(
         model=recompute_activations(build_critic(start.source, start.rewards.specs), config),
         config=engine_config_of(config, critic_rate, generates=False),
@@ -177,7 +177,7 @@ class SharedReward:
             spare = build_sequences([[0]], [[0]], 0, default_device())
             return [*mine, *[spare] * (max(gather_objects(len(mine))) - len(mine))]
 
-        parts = in_passes(self.reward.model, batches, self.reward.score, ROWS_PER_PASS)
+        parts = self.reward.sizes.without_gradients(batches, self.reward.score, ROWS_PER_PASS)
         return [score for part in parts for score in part][: len(answers)]
 
 
@@ -285,14 +285,15 @@ def build_roles_on_shared_base(
         model=model, model_parameters=groups, config=engine_config, lr_scheduler=schedule.build
     )
     pack_where_exact(engine, config)
-    policy = TrainedPolicy(actor=engine, tokenizer=load_tokenizer(source), reference=None, refers_to_base=True)
-    judges = {spec: _shared_reward(engine, spec, role, source) for spec, role in roles.items()}
+    tokenizer, sizes = load_tokenizer(source), RunPasses.of(config)
+    policy = TrainedPolicy(actor=engine, tokenizer=tokenizer, reference=None, refers_to_base=True, sizes=sizes)
+    judges = {spec: _shared_reward(policy, spec, role) for spec, role in roles.items()}
     return policy, AdapterRole(engine, CRITIC), rewards.judged_by(judges)
 
 
-def _shared_reward(engine: Any, spec: str, role: str, source: str) -> SharedReward:
-    positions = num_positions(engine.module.config)
-    return SharedReward(LearnedReward(spec, AdapterRole(engine, role), load_tokenizer(source), positions))
+def _shared_reward(policy: TrainedPolicy, spec: str, role: str) -> SharedReward:
+    positions = num_positions(policy.actor.module.config)
+    return SharedReward(LearnedReward(spec, AdapterRole(policy.actor, role), policy.tokenizer, positions, policy.sizes))
 
 
 def judge(roles: Roles, config: ppo.Config, answers: Answers) -> Scores:

@@ -77,6 +77,6 @@ class Config(RolloutOptions, PromptRunOptions):
             )
 
     @property
-    def keeps_reference(self) -> bool:
-        """Whether the run keeps the first weights in addition to the actor's."""
-        return not self.lora_rank and (self.measure_kl or self.algorithm.needs_reference)
+    def needs_reference(self) -> bool:
+        """Whether the run compares its actor with the first weights."""
+        return self.measure_kl or self.algorithm.needs_reference

@@ -387,9 +387,14 @@ class TrainingOptions(AdapterOptions, ResumeOptions):
         AdapterOptions.__post_init__(self)
 
     @property
-    def keeps_reference(self) -> bool:
-        """Whether a rollout run keeps the first weights in addition to the actor's."""
+    def needs_reference(self) -> bool:
+        """Whether a rollout run compares its actor with the first weights."""
         return False
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether a rollout run keeps the first weights besides the actor's, which an adapter leaves unchanged."""
+        return self.needs_reference and not self.lora_rank
 
     @property
     def update_size(self) -> int:
@@ -538,9 +543,9 @@ class PromptRunOptions(RewardOptions, DataOptions, RolloutRunOptions):
         DataOptions.__post_init__(self)
 
     @property
-    def keeps_reference(self) -> bool:
-        """Whether the run keeps the first weights in addition to the actor's."""
-        return not self.lora_rank
+    def needs_reference(self) -> bool:
+        """Whether the run compares its actor with the first weights."""
+        return True
 
 
 def derive_minibatch(config: RolloutRunOptions, num_samples: int, most: int) -> None:

@@ -1,84 +1,74 @@
-"""The largest training passes of a process, from the lengths of its training data."""
+"""The largest training passes of a process, from the lengths of its training data.
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, product
+`roles.py` counts each of them. For data that is known before the run, its steps are divided into passes as the run
+divides them; for answers that are still to be sampled, passes are made as full as they may become.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import product
 from typing import NamedTuple
 
-from transformers import PretrainedConfig
-
-from hybrid_engine.metrics.memory_use import Pass, is_within
-from hybrid_engine.ops.linear_log_prob import piece_bytes
 from hybrid_engine.rlhf.batches.micro_batches import check_budget, deal_by_number, fill_evenly, filling
-from hybrid_engine.rlhf.batches.packable import expected_layout, supports_attention_backend
+from hybrid_engine.rlhf.batches.packable import expected_layout
 from hybrid_engine.rlhf.batches.packing import TOGETHER, Layout, SharedPrompt
-from hybrid_engine.rlhf.batches.pass_memory import PassShape
-from hybrid_engine.rlhf.batches.passes import Extent, Items, extent_of
+from hybrid_engine.rlhf.batches.passes import Extent, Items, PassShape, extent_of
 from hybrid_engine.rlhf.options.shared import AnswerOptions, TrainingOptions
-from hybrid_engine.rlhf.planning.reading import Learned, Read
-from hybrid_engine.rlhf.runs.engine_config import largest_micro_batch, torch_dtype
+from hybrid_engine.rlhf.planning.reading import Read
+from hybrid_engine.rlhf.runs.engine_config import largest_micro_batch
 
 MOST_LAID_OUT = 5000
 """Number of items of steps that are laid out, at some 0.1 ms each. Padding, and items that stay together, leave passes
 partly empty, so that several steps must be compared.
 """
-CLOSE = 0.7
-"""A pass whose estimate is at least this fraction of the largest one may be larger than that."""
-MOST_COUNTED = 4
-"""Number of passes that are counted, at a second each for a model of 28 layers."""
-Estimate = Callable[[Extent], float]
 
 
-def widest_passes(read: Read, config: TrainingOptions, per_process: int, num_processes: int, device: str) -> list[Pass]:
-    """Passes of a run of which one is the largest; the first has the largest estimate.
+class Pass(NamedTuple):
+    """A forward and backward pass."""
+
+    shape: PassShape
+    has_gradients: bool
+    """Whether gradients of earlier passes existed."""
+    has_state: bool
+    """Whether the optimizer had its state, which exists from the second step on."""
+
+
+def widest_passes(read: Read, config: TrainingOptions, per_process: int, num_processes: int) -> list[Pass]:
+    """Passes of a run of which one is the largest.
 
     Args:
         read: the training data; for answers that are still to be sampled, the largest passes that may occur.
         config: of the recipe.
         per_process: items of a step on one process.
         num_processes: of the run.
-        device: its type.
     """
     layout = expected_layout(config, read.first) if config.tokens_per_micro_batch else Layout.PADDED
-    estimate = estimate_of(read.first, config, device)
     if read.learned is None:
         assert isinstance(config, AnswerOptions)
         shapes, accumulates = _drawn_passes(read, config, layout, per_process)
-        return _passes(_largest(shapes, estimate), accumulates, has_state=True)
-    batches = read.learned.batches
+        return [Pass(shape, accumulates, has_state=True) for shape in _largest(shapes)]
     found = list[Pass]()
+    items, batches = read.learned
     for is_first, part in ((False, batches[1:]), (True, batches[:1])):  # the optimizer has no state in the first step
-        steps = _steps(read.learned._replace(batches=part), num_processes)
+        steps = [items.take(batch[rank::num_processes]) for batch in part for rank in range(num_processes)]
         shapes, accumulates = _passes_of(steps, config, layout, per_process)
-        largest = _largest(shapes, estimate)
-        if is_first and found:  # only matters if it is larger than later passes
-            least = estimate(extent_of(found[0].shape))
-            largest = [shape for shape in largest if estimate(extent_of(shape)) > CLOSE * least]
-        found += _passes(largest, accumulates, has_state=not is_first)
+        known = [extent_of(one.shape) for one in found]
+        found += [
+            Pass(shape, accumulates, has_state=not is_first)
+            for shape in _largest(shapes)
+            if not any(extent_of(shape).is_within(other) for other in known)
+        ]
     return found
 
 
-def _passes(shapes: Iterable[PassShape], accumulates: bool, has_state: bool) -> list[Pass]:
-    return [Pass(shape, has_gradients=accumulates, has_state=has_state) for shape in shapes]
-
-
-def _largest(shapes: Iterable[PassShape], estimate: Estimate) -> list[PassShape]:
-    """The passes that may be the largest by their estimates; none of them has less of everything than another."""
+def _largest(shapes: Iterable[PassShape]) -> list[PassShape]:
+    """The passes with the most of each thing that takes memory; none of them has less of everything than another."""
     extents = {extent_of(shape): shape for shape in shapes}
-    ranked = sorted(extents, key=estimate, reverse=True)
     kept = list[Extent]()
-    for extent in ranked:
-        if len(kept) == MOST_COUNTED or estimate(extent) < CLOSE * estimate(ranked[0]):
-            break
-        if not any(is_within(extent, one) for one in kept):
-            kept.append(extent)
+    for of_kind in Extent._fields:
+        most = max(extents, key=lambda extent: (getattr(extent, of_kind), sum(extent)), default=None)
+        if most is not None and not any(most.is_within(one) for one in kept):
+            kept.append(most)
     return [extents[extent] for extent in kept]
-
-
-def _steps(learned: Learned, num_processes: int) -> list[Items]:
-    """The items of each step on each process."""
-    ranks = range(num_processes)
-    return [learned.items.take(batch[rank::num_processes]) for batch in learned.batches for rank in ranks]
 
 
 def _passes_of(
@@ -88,25 +78,15 @@ def _passes_of(
     budget = config.tokens_per_micro_batch
     if budget:
         check_budget(budget, (item for step in steps for item in step.lengths))
-        steps = _likely(steps, budget)
+        # From the largest step to the smallest: a step just above the budget has passes of half of it.
+        every = -(-sum(map(len, steps)) // MOST_LAID_OUT)
+        steps = sorted(steps, key=lambda step: -step.num_tokens)[:: every or 1]
         dealt = [fill_evenly(step, layout, budget) for step in steps]
     else:
         size = largest_micro_batch(per_process, config.micro_batch_size)
         dealt = [deal_by_number(step, size) for step in steps]
     passes = (step.take(part) for step, parts in zip(steps, dealt, strict=True) for part in parts)
     return (one.shape(layout) for one in passes), any(len(parts) > 1 for parts in dealt)
-
-
-def _likely(steps: list[Items], budget: int) -> list[Items]:
-    """Among steps that fill a budget equally often, without sharing, those with most tokens.
-
-    A step just above the budget has passes of half of it.
-    """
-    alike = defaultdict[int, list[Items]](list)
-    for step in sorted(steps, key=lambda step: -step.num_tokens):
-        alike[-(-step.num_tokens // budget)].append(step)
-    most = max(1, MOST_LAID_OUT // max(1, sum(len(group[0]) for group in alike.values())))
-    return list(chain.from_iterable(group[:most] for group in alike.values()))
 
 
 def _drawn_passes(
@@ -194,36 +174,3 @@ class _Drawn(NamedTuple):
         prompt, width = self.prompts[0], budget // (more * self.answers_of_item)
         answer = min(width - prompt, self.longest_answer(prompt))
         return step if answer < 1 else self.step(more, width - answer, answer, 1)
-
-
-def estimate_of(model: PretrainedConfig, config: TrainingOptions, device: str) -> Callable[[Extent], float]:
-    """Estimates the bytes of a pass of a causal model, given its extent.
-
-    A layer stores some 8 E + 4 I values per token: the inputs and outputs of its two norms, four projections, attention
-    and MLP. Layers that are recomputed store E, and one of them at a time the rest.
-
-    Args:
-        model: its config.
-        config: of the recipe.
-        device: its type.
-    """
-    text, value = model.get_text_config(), torch_dtype(config.dtype, device).itemsize
-    hidden, layers = text.hidden_size, text.num_hidden_layers
-    mlp = (getattr(text, "moe_intermediate_size", 0) or 0) * (getattr(text, "num_experts_per_tok", 0) or 0)
-    mlp = mlp or getattr(text, "intermediate_size", 0) or 4 * hidden
-    heads = getattr(text, "num_attention_heads", 0) or 1
-    width = getattr(text, "head_dim", 0) or hidden // heads
-    of_layer, copied = 8 * hidden + 4 * mlp, 2 * width * (getattr(text, "num_key_value_heads", 0) or heads)
-    whole = 1 if config.activation_checkpointing else layers
-    per_cell = value * (whole * of_layer + (layers - whole) * hidden)
-    # Other attention (ALiBi) stores scores, their softmax and the result of dropout.
-    is_plain = supports_attention_backend(model)
-    per_pair = value if is_plain else value * whole * heads * 3
-    of_head = not config.lora_rank, device, getattr(text, "final_logit_softcapping", None) is not None
-
-    def estimate(extent: Extent) -> float:
-        pieces = piece_bytes(extent.responses, hidden, text.vocab_size, *of_head)
-        head = pieces.kept + pieces.tile + value * extent.responses * hidden
-        return extent.cells * per_cell + value * whole * extent.copied * copied + extent.pairs * per_pair + head
-
-    return estimate

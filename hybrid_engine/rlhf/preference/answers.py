@@ -6,7 +6,7 @@ B: answers of a forward pass.
 import random
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 
 from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.distributed.processes import default_device, gather_objects
-from hybrid_engine.rlhf.batches.passes import in_passes, turns
+from hybrid_engine.rlhf.batches.passes import RunPasses, turns
 from hybrid_engine.rlhf.batches.sequences import build_sequences, response_logprobs
 from hybrid_engine.rlhf.data.encoding import Encoded
 from hybrid_engine.rlhf.data.held_out import prompt_text
@@ -27,12 +27,15 @@ from hybrid_engine.rlhf.preference.first_actor import check_enough
 from hybrid_engine.rlhf.tasks.stdlib_docs import build_preferences, split, stdlib_examples
 
 
-class Reading(NamedTuple):
-    """The padding and temperature with which a model reads answers."""
+@dataclass(frozen=True)
+class Reading:
+    """The padding, the temperature and the passes with which a model reads answers."""
 
     pad_token: int
     temperature: float = 1.0
     """Divisor of the logits; the sampling temperature, for answers that were sampled."""
+    sizes: RunPasses = field(default_factory=RunPasses)
+    """The sizes of the run's passes."""
 
 
 def answer_logprobs(model: Any, answers: Sequence[Encoded], reading: Reading) -> torch.Tensor:
@@ -57,7 +60,7 @@ def all_logprobs(model: Any, answers: Sequence[Encoded], reading: Reading) -> li
         logprobs = answer_logprobs(model, [answers[index] for index in part], reading)
         return dict(zip(part, logprobs.tolist(), strict=True))
 
-    mine = in_passes(model, lambda rows: turns(split_by_length(lengths, rows)), of_part)
+    mine = reading.sizes.without_gradients(lambda rows: turns(split_by_length(lengths, rows)), of_part)
     found = dict(pair for parts in gather_objects(mine) for part in parts for pair in part.items())
     return [found[index] for index in range(len(answers))]
 

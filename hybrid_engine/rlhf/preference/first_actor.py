@@ -24,7 +24,7 @@ from hybrid_engine.rlhf.rewards.scores import Answers, Scores
 from hybrid_engine.rlhf.runs.adapters import add_adapter
 from hybrid_engine.rlhf.runs.engine_config import Schedule, build_engine_config, largest_micro_batch
 from hybrid_engine.rlhf.runs.run_checks import check_folder, check_model, check_positions, check_stage
-from hybrid_engine.rlhf.runs.stages import load_config, load_model, num_positions
+from hybrid_engine.rlhf.runs.stages import load_model, num_positions
 from hybrid_engine.rlhf.tasks.stdlib_docs import conforms
 
 OptionsT = TypeVar("OptionsT", bound=PreferenceOptions)
@@ -73,12 +73,23 @@ def check_enough(config: PreferenceOptions, num_train: int, num_held_out: int, w
 
 
 def keep_what_fits(
-    config: PreferenceOptions, source: str, rows: Sequence[R], encode: Callable[[R], T]
-) -> tuple[list[R], list[T]]:
-    """The rows that fit the model's positions, with their tokens; ValueError for others that may not be left out."""
-    rows, tokens = encode_each(config, rows, encode)
-    limit = limit_of(None, num_positions(load_config(source)), f"--model={source!r}")
-    return keep_fitting(config, rows, tokens, limit)
+    config: PreferenceOptions,
+    first: PretrainedConfig,
+    parts: tuple[Sequence[R], Sequence[R]],
+    encode: Callable[[R], T],
+    what: str,
+) -> tuple[tuple[list[R], list[T]], tuple[list[R], list[T]]]:
+    """The rows of each part that fit the model, whose config is `first`, with their tokens; a plan counts the same.
+
+    `parts` are the training and the held-out rows.
+
+    Raises:
+        ValueError: there are rows that may not be left out, or too few are left; `what` names them, such as "pairs".
+    """
+    limit = limit_of(None, num_positions(first), f"--model={config.model or str(Path(config.out) / 'sft')!r}")
+    train, held_out = (keep_fitting(config, *encode_each(config, rows, encode), limit) for rows in parts)
+    check_enough(config, len(train[0]), len(held_out[0]), what)
+    return train, held_out
 
 
 def with_lengths(

@@ -20,7 +20,7 @@ from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.generation.detokenize import answer_ends
 from hybrid_engine.optim.build import cast_module
 from hybrid_engine.rlhf.batches.packing import Layout, layout_of, pack
-from hybrid_engine.rlhf.batches.passes import in_passes, limit_rows, split, until_fewer_rows_fit
+from hybrid_engine.rlhf.batches.passes import RunPasses, split
 from hybrid_engine.rlhf.batches.sequences import Sequences, ValueModel, build_sequences, last_token_scores
 from hybrid_engine.rlhf.data.encoding import encode_scored
 from hybrid_engine.rlhf.data.rows import CompletionRow, Turns
@@ -108,7 +108,9 @@ def _score_packed(engine: Any, tokens: Sequence[list[int]]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def save_normalised(engine: Any, references: list[list[int]], tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_normalised(
+    engine: Any, references: list[list[int]], tokenizer: PreTrainedTokenizerBase, folder: Path, sizes: RunPasses
+) -> None:
     """Saves the classifier, with mean and standard deviation of the references' scores in its config; collective.
 
     Args:
@@ -116,10 +118,11 @@ def save_normalised(engine: Any, references: list[list[int]], tokenizer: PreTrai
         references: good answers after their prompts, as tokens, whose scores define the normalization.
         tokenizer: saved with the model.
         folder: its place, complete or absent.
+        sizes: of the run's passes.
     """
     engine.eval()
     score = partial(score_tokens, engine, tokenizer=tokenizer)
-    parts = in_passes(engine, partial(split, references), score, ROWS_PER_PASS)
+    parts = sizes.without_gradients(partial(split, references), score, ROWS_PER_PASS)
     scores = torch.cat(parts)
     config = engine.module.config
     spread = scores.std().item() if len(scores) > 1 else 0.0
@@ -141,9 +144,11 @@ class LearnedReward:
         model: Callable[[Sequences], torch.Tensor],
         tokenizer: PreTrainedTokenizerBase,
         num_positions: int | None,
+        sizes: RunPasses,
     ):
         """`model` returns `[B, P+T]` normalized scores; it reads up to `num_positions` tokens, None if unlimited."""
         self.folder, self.model, self.tokenizer, self.num_positions = folder, model, tokenizer, num_positions
+        self.sizes = sizes
 
     @classmethod
     def load(cls, folder: str, most_rows: int = 0, dtype: torch.dtype = torch.float32) -> "LearnedReward":
@@ -155,8 +160,7 @@ class LearnedReward:
         model = load_value_model(folder)
         cast_module(model, dtype)
         model = model.to(default_device()).eval().requires_grad_(False)
-        limit_rows(model, most_rows)
-        return cls(folder, model, tokenizer, num_positions(model.backbone.config))
+        return cls(folder, model, tokenizer, num_positions(model.backbone.config), RunPasses(most_rows=most_rows))
 
     @torch.no_grad()
     def __call__(self, answers: Answers) -> list[float]:
@@ -169,7 +173,7 @@ class LearnedReward:
         def score(rows: int) -> list[float]:
             return [score for batch in self.batches(answers, rows) for score in self.score(batch)]
 
-        return until_fewer_rows_fit(self.model, score, ROWS_PER_PASS)
+        return self.sizes.until_fewer_rows_fit(score, ROWS_PER_PASS)
 
     def score(self, batch: Sequences) -> list[float]:
         """The scores of the answers of a batch."""

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hybrid_engine.rlhf.batches.packing import SharedPrompt
-from hybrid_engine.rlhf.batches.sequences import epochs_of_similar_length
+from hybrid_engine.rlhf.batches.sequences import NUM_POOLED, epochs_of_similar_length
 from hybrid_engine.rlhf.data.encoding import Encoded, encode_completion, encode_pair, read_template
 from hybrid_engine.rlhf.data.held_out import prompt_text
 from hybrid_engine.rlhf.data.lengths import keep_fitting, limit_of
@@ -78,6 +78,13 @@ def load_corpus(config: sft.Config) -> tuple[PreTrainedTokenizerBase, Corpus]:
     if config.dataset is not None:
         check_parts(config.source, encoded[0], encoded[1])
     return tokenizer, Corpus(train=encoded[0], held_out=encoded[1], pad_token=tokenizer.pad_token_id)
+
+
+def batches_of(config: sft.Config, examples: list[Encoded]) -> list[list[int]]:
+    """Indices of `examples`, by optimizer step of the whole run."""
+    num_pooled = NUM_POOLED if config.group_by_length else 1
+    lengths = [len(example) for example in examples]
+    return epochs_of_similar_length(lengths, config.batch_size, config.num_epochs, config.seed, num_pooled)
 
 
 class Pair(NamedTuple):

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-from hybrid_engine.metrics.memory_plan import MemoryPart, MemoryPlan, RolePlan
-from hybrid_engine.metrics.memory_use import LiveBytes, MemoryUse, Pass
+import hybrid_engine
 from hybrid_engine.recipes import dpo, grpo, kto, sft
-from hybrid_engine.rlhf.batches import micro_batches
-from hybrid_engine.rlhf.experience import policy as policies
-from hybrid_engine.rlhf.planning import following
+from hybrid_engine.rlhf.batches.passes import PassShape, RunPasses
+from hybrid_engine.rlhf.planning import comparison
+from hybrid_engine.rlhf.planning.comparison import FollowedRun, RunMemory
+from hybrid_engine.rlhf.planning.memory_plan import MemoryPart, MemoryPlan, RolePlan
 from hybrid_engine.rlhf.tasks import arithmetic
 from hybrid_engine.rlhf.tasks.corpus import build_small_llama
 from tests.support.distributed import run_distributed
@@ -82,14 +81,21 @@ def test_passes_are_measured_by_the_tokens_that_the_model_reads(recipe, budget, 
     passes = []
 
     @contextmanager
-    def count(engine, shape, *, has_gradients):
+    def count(self, shape, *, has_gradients):
         read = []
-        embedding = engine.module.get_input_embeddings()
+        (embedding,) = {engine.module.get_input_embeddings() for engine in engines}
         with embedding.register_forward_hook(lambda module, args, output: read.append(args[0].numel())):
             yield
         passes.append((shape.num_cells, sum(read)))
 
-    monkeypatch.setattr(micro_batches, "measured_pass", count)
+    monkeypatch.setattr(RunPasses, "training_pass", count)
+    engines, build = [], hybrid_engine.initialize
+    monkeypatch.setattr(hybrid_engine, "initialize", lambda **options: keep(build(**options)))
+
+    def keep(built):
+        engines.append(built[0])
+        return built
+
     config = recipe.Config(
         out=str(tmp_path / "out"), model=str(sources / "model"), dataset=str(tmp_path / "rows.jsonl"), batch_size=8,
         micro_batch_size=4, tokens_per_micro_batch=budget, eval_every=0, save_every=0, epochs=1,
@@ -138,7 +144,7 @@ def _run_without_a_plan_on_one(rank, world_size, folder, out):
         raise NotImplementedError("no shapes here")
 
     if rank == 1:
-        following.plan_memory = fail
+        comparison.plan_memory = fail
     sft.run(sft_config(Path(folder), out))
     return Path(out, "sft-log", "result.json").read_text()
 
@@ -148,16 +154,7 @@ def test_a_plan_that_fails_on_one_process_does_not_keep_the_other_waiting(source
         assert "seconds" in json.loads(result) and "memory" not in json.loads(result)
 
 
-def test_answers_that_end_early_are_planned_again_as_long_as_they_were(sources, tmp_path, monkeypatch, capsys):
-    reports = []
-    build = policies.hybrid_engine.initialize
-
-    def initialize(*args, **kwargs):
-        engine, *others = build(*args, **kwargs)
-        reports.append(engine)
-        return engine, *others
-
-    monkeypatch.setattr(policies.hybrid_engine, "initialize", initialize)
+def test_answers_that_end_early_are_planned_again_as_long_as_they_were(sources, tmp_path, capsys):
     grpo.run(
         grpo.Config(
             out=str(tmp_path), model=str(sources / "model"), dataset=str(sources / "prompts.jsonl"),
@@ -170,11 +167,10 @@ def test_answers_that_end_early_are_planned_again_as_long_as_they_were(sources, 
     assert memory["planned_bytes"] >= memory["planned_for_lengths_bytes"]
     assert memory["measured_bytes"] == pytest.approx(memory["planned_for_lengths_bytes"], rel=0.15)
     assert memory["measured_generation_bytes"] <= memory["planned_generation_bytes"]
-    report = reports[0].report()
-    assert ", 8 sequences at once" in report
-    assert "peak of training:" in report and "KV workspace" in report and "memory: planned" in report
-    line = " ".join(capsys.readouterr().out.split())
-    assert "with the KV workspace beside training" in line and "answers as long as they were" in line
+    said = " ".join(capsys.readouterr().out.split())
+    assert ", 8 sequences at once" in said
+    assert "peak of training:" in said and "KV workspace" in said and "memory: planned" in said
+    assert "with the KV workspace in addition to training" in said and "answers as long as they were" in said
 
 
 @pytest.mark.parametrize("budget", [500, 2000])
@@ -201,21 +197,45 @@ NOTHING = MemoryPlan(
 )
 
 
+class Models:
+    """Stands in for the models of a run, which hold so many bytes; the last rollout took `of_rollout`."""
+
+    num_steps = 1
+
+    def __init__(self, held=0):
+        self.held, self.of_rollout = held, (0, 0)
+
+    def held_bytes(self):
+        return self.held
+
+    def gathered_storages(self):
+        return ()
+
+    def cache_bytes(self):
+        return 0
+
+    def rollout_bytes(self):
+        return self.of_rollout
+
+
 def largest_beside(given_out, passes, monkeypatch):
     """Of passes of so many tokens, None for one that runs out of memory, the one that is planned again.
 
     `given_out`: the most bytes that a GPU's allocator had given out before and after each.
     """
     planned, peaks = [], iter(given_out)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
-    use = MemoryUse(NOTHING, GPU, held=int, plan_of_pass=lambda of: planned.append(of) or NOTHING)
-    for number, num_tokens in enumerate(passes):
-        one = Pass(number, has_gradients=False, has_state=True)
-        with suppress(torch.OutOfMemoryError), use.training_pass(one, (num_tokens or 100,), 0):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks, given_out[-1]))
+    memory = RunMemory(GPU, Models())
+    for num_tokens in passes:
+        with (
+            suppress(torch.OutOfMemoryError),
+            memory.training_pass(PassShape(1, 0, num_tokens or 100), has_gradients=False),
+        ):
             if num_tokens is None:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-    assert use.planned_for_lengths() == 0
-    return planned[0].shape
+    run = FollowedRun(NOTHING, memory, lambda ran: planned.append(ran) or NOTHING)
+    assert run.compare(memory.measured())["planned_for_lengths_bytes"] == 0
+    return [num_tokens or 100 for num_tokens in passes].index(planned[0].shape.response)
 
 
 def test_on_a_gpu_the_pass_in_which_the_allocator_gave_out_more_is_planned_again(monkeypatch):
@@ -230,34 +250,13 @@ def test_a_rollout_is_planned_as_it_is_measured():
         MemoryPart("fused adapters", 5, ""),
         MemoryPart("prefill", 900, ""),
     ]
-    plan = replace(NOTHING, generation=generation)
-    use = MemoryUse(plan, torch.device("cpu"), held=lambda: 40)
-    with use.training_pass(Pass(None, has_gradients=False, has_state=True), (1,), 0):
+    plan, models = replace(NOTHING, generation=generation), Models(held=40)
+    memory = RunMemory(torch.device("cpu"), models)
+    run = FollowedRun(plan, memory, None)
+    with memory.training_pass(PassShape(1, 0, 1), has_gradients=False):
         pass
-    assert use.planned_for_lengths() is None  # nothing was drawn
-    use.note_rollout(50, 5)
-    assert use.measured().generation_bytes == 95 and use.planned_for_lengths() == 55  # the plan's models are empty
-
-
-def test_live_bytes_are_those_of_storages_that_ops_made_and_still_are():
-    given = torch.zeros(1000)
-    with LiveBytes() as live:
-        kept = given + 1
-        view = kept[10:]
-        del kept
-        assert live.num_bytes == 4000
-        for _ in range(3):
-            nn.functional.relu(view)
-        given.add_(1)
-        del view
-    assert (live.num_bytes, live.peak_bytes) == (0, 4000 + 4 * 990)
-
-
-def test_live_bytes_follow_storages_that_grow_and_shrink():
-    gathered = torch.empty(0)
-    with LiveBytes([gathered.untyped_storage()]) as live:
-        gathered.untyped_storage().resize_(4096)
-        torch.zeros(1)
-        gathered.untyped_storage().resize_(0)
-        torch.zeros(1)
-    assert live.peak_bytes == 4096 + 4
+    assert run.compare(memory.measured())["planned_for_lengths_bytes"] is None  # nothing was drawn
+    models.of_rollout = (50, 5)
+    found = run.compare(memory.measured())
+    assert found["measured_generation_bytes"] == 95
+    assert found["planned_for_lengths_bytes"] == 55  # the plan's models are empty

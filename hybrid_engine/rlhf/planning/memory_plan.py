@@ -1,27 +1,23 @@
-"""Plans the memory of a run on a device: each part in bytes with its formula in words, and the peaks.
+"""The memory of a run on one device: parts in bytes, each with its formula in words, and the peaks that they add up to.
 
-Pure arithmetic on shapes and counts; nothing is measured or loaded.
+Pure arithmetic on shapes and counts; nothing is measured or loaded. `roles.py` makes the parts, `command.py` prints
+them, and `comparison.py` sets the peaks next to what a run takes.
 """
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hybrid_engine.config.blocks import ZERO_STAGES, StageRules
+from hybrid_engine.metrics.memory import format_bytes
 
-STATE_BYTES = 8
-"""Bytes of Adam's two fp32 moments per trained value."""
-STEP_BYTES = 4
-"""Bytes of Adam's fp32 step count per parameter."""
-MASTER_BYTES = 4
+STATE_BYTES, STEP_BYTES, MASTER_BYTES = 8, 4, 4
+"""Bytes of Adam's two fp32 moments per trained value, of its fp32 step count per parameter, and of an fp32 master."""
 KV_WORKSPACE, OPTIMIZER_STATE = "KV workspace", "optimizer state"
 """Names of these parts."""
-PREFILL, LOGITS, OWN_CACHE = "prefill", "logits", "the model's own cache"
+OF_PASSES = ("prefill", "logits", "the model's own cache")
 """Names of the temporary parts of a rollout's passes."""
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 class MemoryPart(NamedTuple):
@@ -54,6 +50,17 @@ class Sharded(NamedTuple):
     def rules(self) -> StageRules:
         """The rules of the stage; a single process shards nothing at any stage."""
         return ZERO_STAGES[self.stage if self.num_processes > 1 else 0]
+
+    @property
+    def in_words(self) -> str:
+        """The share of each process, to be added to a formula."""
+        return f" (ZeRO-{self.stage}: a share of {self.num_processes})" if self.rules.shards_optimizer else ""
+
+    def num_values(self, shapes: Iterable[Shape]) -> int:
+        """Number of values of a process's shards: equally many rows of each parameter, the last shards padded."""
+        if not self.rules.shards_optimizer:
+            return _count(shapes)
+        return sum(-(-dims[0] // self.num_processes) * math.prod(dims[1:]) for dims, *_ in shapes if dims)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +124,7 @@ class MemoryPlan:
 
     def rollout_bytes(self, cache_bytes: int, *, has_passes: bool) -> int:
         """Peak bytes of a rollout with a KV workspace of `cache_bytes`, with or without the parts of its passes."""
-        left_out = (KV_WORKSPACE,) if has_passes else (KV_WORKSPACE, PREFILL, LOGITS, OWN_CACHE)
+        left_out = (KV_WORKSPACE,) if has_passes else (KV_WORKSPACE, *OF_PASSES)
         return self.kept_bytes + cache_bytes + sum(p.num_bytes for p in self.generation if p.name not in left_out)
 
     @property
@@ -131,14 +138,14 @@ class MemoryPlan:
             yield role.name
             yield from _lines([*role.kept, role.gradients, *role.passing])
         if self.generation:
-            yield "generating, beside what is kept"
+            yield "generating, in addition to what is kept"
             yield from _lines(self.generation)
         how = "gradients are there in every pass but a step's first" if self.accumulates else "one pass a step"
         how += "" if self.has_state else "; the largest is the first step's, before there is an optimizer state"
         yield f"peak of training:   {format_bytes(self.training_peak_bytes):>10}  ({how})"
         if idle := self.idle_cache_bytes:
-            beside = self.training_peak_bytes + idle
-            yield f"  with KV workspace {format_bytes(beside):>10}  (which stays between rollouts where there is room)"
+            total = format_bytes(self.training_peak_bytes + idle)
+            yield f"  with KV workspace {total:>10}  (which stays between rollouts where there is room)"
         if self.generation:
             yield f"peak of generation: {format_bytes(self.generation_peak_bytes):>10}"
 
@@ -159,39 +166,35 @@ class MemoryPlan:
 
 def kept_parts(shapes: Sequence[Shape], sharded: Sharded) -> list[MemoryPart]:
     """Returns the weights, and the masters and Adam state of trained ones, on one process."""
-    whole, values, trained = (_count(chosen) for chosen in (shapes, shapes, _trained(shapes)))
-    held = _on_one_process(shapes, sharded)
-    trained = _on_one_process(_trained(shapes), sharded)
-    size, share = sharded.dtype_bytes, _share(sharded)
-    if sharded.num_processes > 1 and not sharded.rules.shards_parameters and trained:
-        shards = f", whole, and {held:,} of them as shards that the optimizer steps"
-        parts = [MemoryPart("weights", (whole + held) * size, f"{size} bytes x {values:,} parameters{shards}")]
-    else:
-        count = held if trained and sharded.num_processes > 1 else whole
-        note = share if trained else ""
-        packed = [shape for shape in shapes if shape.packed_bytes is not None]
-        in_bits = sum(shape.packed_bytes or 0 for shape in packed)
-        plain = count - _count(packed)
-        also = f", and {_count(packed):,} quantised ones in {in_bits:,} bytes" if packed else ""
-        parts = [MemoryPart("weights", plain * size + in_bits, f"{size} bytes x {plain:,} parameters{note}{also}")]
+    trained = [shape for shape in shapes if shape.is_trained]
+    packed = [shape for shape in shapes if shape.packed_bytes is not None]
+    packed_bytes, num_plain = sum(shape.packed_bytes or 0 for shape in packed), _count(shapes) - _count(packed)
+    size, share, note = sharded.dtype_bytes, sharded.in_words, ""
+    if trained and sharded.num_processes > 1:
+        shards = sharded.num_values(shapes)
+        is_whole = not sharded.rules.shards_parameters
+        note = f", whole, and {shards:,} as shards that the optimizer steps" if is_whole else share
+        num_plain = shards + (num_plain if is_whole else 0)
+    formula = f"{size} bytes x {num_plain:,} parameters{note}"
+    formula += f", and {_count(packed):,} quantised ones in {packed_bytes:,} bytes" if packed else ""
+    parts = [MemoryPart("weights", num_plain * size + packed_bytes, formula)]
     if not trained:
         return parts
+    values = sharded.num_values(trained)
     if size < MASTER_BYTES:
-        formula = f"{MASTER_BYTES} bytes x {trained:,} trained parameters{share}"
-        parts.append(MemoryPart("masters", trained * MASTER_BYTES, formula))
-    state = trained * STATE_BYTES + STEP_BYTES * len(_trained(shapes))
-    text = (
-        f"2 moments x 4 bytes x {trained:,} trained parameters{share}, and a count for each of {len(_trained(shapes))}"
-    )
-    return [*parts, MemoryPart(OPTIMIZER_STATE, state, text)]
+        formula = f"{MASTER_BYTES} bytes x {values:,} trained parameters{share}"
+        parts.append(MemoryPart("masters", values * MASTER_BYTES, formula))
+    formula = f"2 moments x 4 bytes x {values:,} trained parameters{share}, and a count for each of {len(trained)}"
+    return [*parts, MemoryPart(OPTIMIZER_STATE, values * STATE_BYTES + STEP_BYTES * len(trained), formula)]
 
 
 def gradient_part(shapes: Sequence[Shape], sharded: Sharded) -> MemoryPart:
     """Returns the fp32 gradients that the optimizer steps with, and whole ones that wait for their reduction."""
-    trained = _on_one_process(_trained(shapes), sharded)
-    num_bytes, text = trained * MASTER_BYTES, f"4 bytes x {trained:,} trained parameters{_share(sharded)}"
+    trained = [shape for shape in shapes if shape.is_trained]
+    values = sharded.num_values(trained)
+    num_bytes, text = values * MASTER_BYTES, f"4 bytes x {values:,} trained parameters{sharded.in_words}"
     if sharded.rules.shards_optimizer and not sharded.rules.shards_gradients:
-        waiting = _count(_trained(shapes)) * sharded.dtype_bytes
+        waiting = _count(trained) * sharded.dtype_bytes
         num_bytes += waiting
         text += f", and {waiting:,} bytes of whole ones that wait for their reduction"
     return MemoryPart("gradients", num_bytes, text)
@@ -207,49 +210,11 @@ def kv_part(shape: tuple[int, ...], dtype_bytes: int, running: int) -> MemoryPar
     return MemoryPart(KV_WORKSPACE, dtype_bytes * math.prod(shape), formula)
 
 
-def read_bytes(text: str, option: str) -> int:
-    """Reads a number of bytes such as 24GB, 24GiB, 512 MB or 1e9.
-
-    Raises:
-        ValueError: `text` is not a size, or not above 0; names `option`.
-    """
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
-    unit = found and UNITS.get(found[2].upper())
-    if not found or unit is None or float(found[1]) <= 0 or not math.isfinite(float(found[1])):
-        raise ValueError(f"--{option}={text!r} must be a size above 0 such as 24GB, 24GiB or 512MB; give one")
-    return round(float(found[1]) * unit)
-
-
-def format_bytes(count: int) -> str:
-    """Formats `count` in the largest binary unit that keeps it above one."""
-    if count < 1024:
-        return f"{count} B"
-    power = min(3, (count.bit_length() - 1) // 10)
-    return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
-
-
 def _lines(parts: Iterable[MemoryPart]) -> Iterator[str]:
     for part in parts:
         if part.num_bytes:
             yield f"  {part.name:<18} {format_bytes(part.num_bytes):>10}  {part.formula}"
 
 
-def _trained(shapes: Iterable[Shape]) -> list[Shape]:
-    return [shape for shape in shapes if shape.is_trained]
-
-
 def _count(shapes: Iterable[Shape]) -> int:
     return sum(math.prod(shape.dims) for shape in shapes)
-
-
-def _on_one_process(shapes: Iterable[Shape], sharded: Sharded) -> int:
-    """Number of values of a process's shards: equally many rows of each parameter on all, the last shards padded."""
-    if not sharded.rules.shards_optimizer:
-        return _count(shapes)
-    return sum(-(-dims[0] // sharded.num_processes) * math.prod(dims[1:]) for dims, *_ in shapes if dims)
-
-
-def _share(sharded: Sharded) -> str:
-    if not sharded.rules.shards_optimizer:
-        return ""
-    return f" (ZeRO-{sharded.stage}: a share of {sharded.num_processes})"

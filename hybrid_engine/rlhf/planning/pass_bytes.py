@@ -2,13 +2,11 @@
 
 Counts the storages that ops allocate, while they are alive: activations that autograd stores, gradients, and
 temporaries. Memory that an op allocates and frees internally is not included. The head's pieces, whose ops depend on
-values, are replaced by tensors of their sizes (`ops/linear_log_prob.py`).
-
-B rows, P and T columns of prompts and responses, N = B T; E hidden size, V vocabulary.
+values, are replaced by tensors of their sizes (`ops/linear_log_prob.py`). `roles.py` calls it for each trained model.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,31 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybrid_engine.metrics.memory_use import LiveBytes
+from hybrid_engine.metrics.memory import LiveBytes
 from hybrid_engine.ops.linear_log_prob import PieceBytes, piece_bytes
 from hybrid_engine.rlhf.batches.head_log_probs import logit_shape
-
-
-class PassShape(NamedTuple):
-    """The rows of a pass, with the tokens of a row's prompt and of its response."""
-
-    rows: int
-    prompt: int
-    response: int
-    spans: tuple[tuple[int, int, int, int], ...] = ()
-    """Spans of a single row, if attention goes along them: first cell and length of each, then those of its prefix."""
-    padding: int = 0
-    """Number of response tokens that are padding, which the head does not read."""
-
-    @property
-    def num_asked(self) -> int:
-        """Tokens that the head reads."""
-        return self.rows * self.response - self.padding
-
-    @property
-    def num_cells(self) -> int:
-        """Tokens that the model reads, padding included."""
-        return self.rows * (self.prompt + self.response)
+from hybrid_engine.rlhf.batches.packable import takes_spans
+from hybrid_engine.rlhf.batches.packing import ATTENTION, Span, Spans
+from hybrid_engine.rlhf.batches.passes import PassShape
+from hybrid_engine.rlhf.batches.sequences import ValueModel
 
 
 class PassBytes(NamedTuple):
@@ -50,73 +30,83 @@ class PassBytes(NamedTuple):
     activations: int
     """Bytes that the body's forward pass stores for its backward pass."""
     pieces: int
-    """Bytes of the head: stored tiles, one more, and the rows that it reads."""
+    """Bytes of a language model's head: stored tiles, one more, and the rows that it reads; 0 for other heads."""
     peak: int
     """Peak bytes, new gradients included."""
 
 
-def count_pass(
-    model: nn.Module,
-    body: Callable[..., Any],
-    head: nn.Linear,
-    shape: PassShape,
-    *,
-    is_language: bool,
-    accumulates: bool,
-    device: str,
-    more_inputs: Mapping[str, Any] | None = None,
-) -> PassBytes:
-    """Counts a pass of `body` and `head`, parts of `model`; the model cannot be used for anything else afterwards.
+def base_of(model: nn.Module) -> Any:
+    """A transformer of transformers, below its adapter or its head of values."""
+    model = model.backbone if isinstance(model, ValueModel) else model
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def count_pass(model: nn.Module, shape: PassShape, *, accumulates: bool, device: str) -> PassBytes:
+    """Counts a pass of `model`, which cannot be used for anything else afterwards.
 
     Args:
-        model: built on the meta device, in training mode.
-        body: a transformer of transformers.
-        head: over the vocabulary if `is_language`, and its full logits never exist at once; otherwise a head of values.
+        model: a causal model, a classifier or a `ValueModel` on the meta device, in training mode. A causal model
+            computes log-probabilities of response tokens, and its full logits never exist at once.
         shape: rows of padded prompts and responses.
-        is_language: whether the pass computes log-probabilities of response tokens.
         accumulates: whether gradients exist already.
         device: its type; on a GPU the head's kernels store nothing.
-        more_inputs: inputs of the body other than tokens, masks and positions, with tensors that have values; made for
-            the pass.
     """
+    base = base_of(model)
+    body: Callable[..., Any] = model.backbone if isinstance(model, ValueModel) else base.base_model
+    head: Any = model.head if isinstance(model, ValueModel) else base.get_output_embeddings() or base.score
+    with torch.device("cpu"):
+        spans = _spans(base, shape)
     with FakeTensorMode() as shapes, GroupedProducts(), torch.device("cpu"):
         _give_shapes(model, accumulates)
-        input_ids = torch.zeros(shape.rows, shape.prompt + shape.response, dtype=torch.int64)
-        masks = _masks_of(body, input_ids)
-        more = pytree.tree_map_only(torch.Tensor, shapes.from_tensor, dict(more_inputs or {}))
+        inputs = _inputs(body, shape) | pytree.tree_map_only(torch.Tensor, shapes.from_tensor, spans)
         with LiveBytes() as live:
-            hidden = body(input_ids=input_ids, **masks, **more, use_cache=False)[0]
-            activations = live.num_bytes
-            if is_language:
-                places = torch.arange(shape.num_asked)
-                rows = hidden[:, -shape.response - 1 : -1][places // shape.response, places % shape.response]
-                sizes = len(rows), rows.shape[1], len(head.weight)
-                has_softcap = logit_shape(body, 1.0).softcap is not None
-                pieces = piece_bytes(*sizes, head.weight.requires_grad, device, has_softcap)
-                result = _HeadPieces.apply(rows, head.weight, pieces)
-                of_head = pieces.kept + pieces.tile + rows.nbytes
+            hidden = body(**inputs, use_cache=False)[0]
+            activations, pieces = live.num_bytes, 0
+            if head.out_features > 1:
+                result, pieces = _log_probs(hidden, head, shape, device, logit_shape(base, 1.0).softcap is not None)
             else:
-                result, of_head = head(hidden), 0
+                result = head(hidden)
             result.backward(torch.ones_like(result))
-        given = sum(part.nbytes for part in pytree.tree_leaves(more) if isinstance(part, torch.Tensor))
-        return PassBytes(activations + given, of_head, live.peak_bytes + given)
+    given = sum(part.nbytes for part in pytree.tree_leaves(spans) if isinstance(part, torch.Tensor))
+    return PassBytes(activations + given, pieces, live.peak_bytes + given)
 
 
-def _masks_of(body: Callable[..., Any], input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Inputs of a pass over `input_ids [B, P+T]` other than the tokens: mask and positions."""
+def _inputs(body: Callable[..., Any], shape: PassShape) -> dict[str, Any]:
+    """Tokens, mask and positions of a pass, as far as the body takes them."""
+    input_ids = torch.zeros(shape.rows, shape.prompt + shape.response, dtype=torch.int64)
     mask = torch.ones_like(input_ids)
-    masks = {"attention_mask": mask, "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)}
+    inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)}
     # A single row has no padding, and its sequences are kept apart without a mask; transformers takes a 4-D mask as
     # complete. Attention with ALiBi reads the mask, and there a row is one sequence.
-    if len(input_ids) == 1 and getattr(body, "_supports_attention_backend", False):
-        masks["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-    positions = set(inspect.signature(getattr(body, "forward", body)).parameters) & {"position_ids", "kwargs"}
-    return masks if positions else {"attention_mask": masks["attention_mask"]}
+    if shape.rows == 1 and getattr(body, "_supports_attention_backend", False):
+        inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    if not set(inspect.signature(getattr(body, "forward", body)).parameters) & {"position_ids", "kwargs"}:
+        del inputs["position_ids"]
+    return inputs
+
+
+def _spans(base: Any, shape: PassShape) -> dict[str, Spans]:
+    """The input of attention along spans, which `base` computes from now on; empty if it does not go along spans."""
+    if not shape.spans or not takes_spans(base.config):  # a critic's layout may differ from the actor's
+        return {}
+    base.set_attn_implementation(ATTENTION)
+    return {"spans": Spans.of([Span(*span) for span in shape.spans])}
+
+
+def _log_probs(
+    hidden: torch.Tensor, head: nn.Linear, shape: PassShape, device: str, has_softcap: bool
+) -> tuple[torch.Tensor, int]:
+    """The log-probabilities of the tokens that the head reads, and the bytes of the head's pieces."""
+    places = torch.arange(shape.num_asked)
+    rows = hidden[:, -shape.response - 1 : -1][places // shape.response, places % shape.response]
+    pieces = piece_bytes(*rows.shape, len(head.weight), head.weight.requires_grad, device, has_softcap)
+    return _HeadPieces.apply(rows, head.weight, pieces), pieces.kept + pieces.tile + rows.nbytes
 
 
 def _give_shapes(model: nn.Module, accumulates: bool) -> None:
-    """Replaces parameters and buffers by ones that claim to be on the CPU; tied ones stay tied. Optionally adds
-    gradients.
+    """Replaces parameters and buffers by ones that claim to be on the CPU; tied ones stay tied.
+
+    Parameters that are trained get gradients if the pass accumulates.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
