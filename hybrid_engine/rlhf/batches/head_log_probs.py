@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PretrainedConfig
 
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers.quantised import is_quantised
@@ -133,7 +134,7 @@ def _active(head: Any) -> Any:
 
 def logit_shape(module: nn.Module, temperature: float) -> LogitShape:
     """Scale and softcap from a transformers config: Cohere's logit_scale, Granite's logits_scaling, Gemma's softcap."""
-    config: Any = module.config.get_text_config()
+    config: PretrainedConfig = module.config.get_text_config()
     scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
     return LogitShape(scale, getattr(config, "final_logit_softcapping", None), temperature)
 

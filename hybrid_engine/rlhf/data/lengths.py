@@ -13,12 +13,14 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.rlhf.data.encoding import encode_answer
 from hybrid_engine.rlhf.data.rows import Row, each_good, say_what_is_gone, shown_source
-from hybrid_engine.rlhf.options.shared import LENGTHS, ConfigT, DatasetOptions
+from hybrid_engine.rlhf.options import evaluate
+from hybrid_engine.rlhf.options.shared import AnswerOptions, DatasetOptions
 from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.rlhf.runs.stages import load_config, num_positions
 
 R = TypeVar("R", bound=Row)
 Value = TypeVar("Value")
+LengthsT = TypeVar("LengthsT", bound=AnswerOptions | evaluate.Config)
 LONGEST_ANSWER = 256
 """Tokens of an answer in training, of which a step draws hundreds, if the data has no longer ones; TRL's default."""
 WITHOUT_POSITIONS = 8192
@@ -94,37 +96,37 @@ def keep_fitting(
 
 
 def settle_lengths(
-    config: ConfigT, prompts: Sequence[int], answer: int = 0, *, most: int = LONGEST_ANSWER, is_said: bool = True
-) -> ConfigT:
+    config: LengthsT, prompts: Sequence[int], answer: int = 0, *, most: int = LONGEST_ANSWER, is_said: bool = True
+) -> LengthsT:
     """The options, with lengths of 0 replaced by those of data and model, which is logged; given lengths stay.
 
     The longest prompt of the data is kept whole if it leaves `most` tokens for an answer, or half of the model's
     positions. An answer has up to `most` tokens, or those that the prompt leaves.
 
     Args:
-        config: of a recipe, with `LENGTHS`.
+        config: of a recipe.
         prompts: tokens of each prompt.
         answer: tokens of the data's long answers; 0: it has none.
         most: tokens of an answer, if the data has no longer ones.
         is_said: whether the chosen lengths are logged with their origin.
     """
-    options: Any = config
-    if all(getattr(options, name) for name in LENGTHS):
+    given_prompt, given_new = config.max_prompt_tokens, config.max_new_tokens
+    if given_prompt and given_new:
         return config
-    room, longest, most = Room.of(options), max(prompts), max(most, answer)
-    reserved = options.max_new_tokens or min(most, room.total // 2)
-    num_prompt = options.max_prompt_tokens or max(1, min(longest, room.total - reserved))
-    num_new = options.max_new_tokens or max(1, min(most, room.behind(num_prompt, longest)))
+    room, longest, most = Room.of(config), max(prompts), max(most, answer)
+    reserved = given_new or min(most, room.total // 2)
+    num_prompt = given_prompt or max(1, min(longest, room.total - reserved))
+    num_new = given_new or max(1, min(most, room.behind(num_prompt, longest)))
     if is_said:
         of_prompt = "the longest of the data" if num_prompt == longest else f"the longest of the data has {longest}"
         of_answer = "99 of 100 answers of the data have no more" if most == answer else "the default"
         of_answer = of_answer if num_new == most else "what is left"
         say(
-            f"prompts of up to {num_prompt} tokens ({'as given' if options.max_prompt_tokens else of_prompt}), answers "
-            f"of up to {num_new} ({'as given' if options.max_new_tokens else of_answer}): {room.reason}; "
+            f"prompts of up to {num_prompt} tokens ({'as given' if given_prompt else of_prompt}), answers "
+            f"of up to {num_new} ({'as given' if given_new else of_answer}): {room.reason}; "
             "--max-prompt-tokens and --max-new-tokens change it"
         )
-    return replace(options, max_prompt_tokens=num_prompt, max_new_tokens=num_new)
+    return replace(config, max_prompt_tokens=num_prompt, max_new_tokens=num_new)
 
 
 class Room(NamedTuple):
@@ -138,13 +140,12 @@ class Room(NamedTuple):
     """The origin of the smaller number, in words."""
 
     @classmethod
-    def of(cls, config: Any) -> "Room":
+    def of(cls, config: AnswerOptions | evaluate.Config) -> "Room":
         """The room for a recipe's options and its `model`."""
-        found = num_positions(load_config(config.model))
-        positions = found or WITHOUT_POSITIONS
-        budget = getattr(config, "tokens_per_micro_batch", 0)
-        in_pass = budget // getattr(config, "ANSWERS_IN_PASS", 1) or sys.maxsize
-        if in_pass < positions:
+        found = num_positions(load_config(str(config.model)))
+        positions, in_pass = found or WITHOUT_POSITIONS, config.tokens_in_pass or sys.maxsize
+        if isinstance(config, AnswerOptions) and in_pass < positions:
+            budget = config.tokens_per_micro_batch
             return cls(positions, in_pass, f"a pass of --tokens-per-micro-batch={budget} holds {in_pass}")
         if found is None:
             return cls(

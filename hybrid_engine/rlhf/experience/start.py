@@ -15,7 +15,7 @@ from hybrid_engine.rlhf.data.lengths import long_answer, settle_lengths
 from hybrid_engine.rlhf.data.prompts import PromptTokens, fit_prompts, load_prompt_rows
 from hybrid_engine.rlhf.data.rows import PromptRow, encode_each, told_together
 from hybrid_engine.rlhf.options import reward, sft
-from hybrid_engine.rlhf.options.shared import AdapterOptions, ConfigT, DatasetOptions, PromptRunOptions, RunOptions
+from hybrid_engine.rlhf.options.shared import AdapterOptions, DatasetOptions, PromptRunOptions, RunOptions
 from hybrid_engine.rlhf.rewards.learned import LearnedReward, check_reward_adapter, critic_source
 from hybrid_engine.rlhf.rewards.loading import load_rewards
 from hybrid_engine.rlhf.rewards.rewards import Rewards
@@ -52,7 +52,7 @@ def stage_options(config: RunOptions) -> dict[str, Any]:
     """
     names = ("out", "seed", "zero_stage", "activation_checkpointing", "dtype", "tf32", "tracker", "metric_names")
     budget = config.tokens_per_micro_batch and max(config.tokens_per_micro_batch, 2 * MAX_POSITIONS)
-    return {name: getattr(config, name) for name in names} | {"tokens_per_micro_batch": budget}
+    return {name: vars(config)[name] for name in names} | {"tokens_per_micro_batch": budget}
 
 
 def summary_rows(seed: int) -> tuple[list[PromptRow], list[PromptRow]]:
@@ -134,8 +134,8 @@ def prepare(config: RunT, stages: Stages, task: OwnTask = SUMS, *, has_critic: b
     """
     folder = Path(config.out)
     on_rank_zero(lambda: check_folder(folder, config))
-    for name in ("rollout_size", "minibatch_size"):
-        check_divides(name, getattr(config, name), get_world_size())
+    check_divides("rollout_size", config.rollout_size, get_world_size())
+    check_divides("minibatch_size", config.update_size, get_world_size())
     check_given_together(config, task)
     specs = reward_specs(config, task)
     if not config.model:
@@ -196,11 +196,11 @@ def judge_nothing(answers: Answers) -> None:
 
 def check_given_together(config: PromptRunOptions, task: OwnTask) -> None:
     """Raises ValueError for a data set without a model or rewards, if those of `task` do not apply to its prompts."""
-    for name, reason in (
-        ("model", "the model that is made without --model adds numbers"),
-        ("reward", "whether a sum is right says nothing of them"),
+    for name, value, reason in (
+        ("model", config.model, "the model that is made without --model adds numbers"),
+        ("reward", config.reward, "whether a sum is right says nothing of them"),
     ):
-        if config.dataset and not getattr(config, name) and not task.serves_any_prompt:
+        if config.dataset and not value and not task.serves_any_prompt:
             raise ValueError(f"--dataset={config.dataset!r} has prompts of its own, and {reason}; give --{name}")
 
 
@@ -258,13 +258,13 @@ def load_usable_prompts(
 
 
 def with_lengths(
-    config: ConfigT,
+    config: RunT,
     rows: Sequence[PromptRow],
     lengths: Sequence[int],
     tokenizer: PreTrainedTokenizerBase | None,
     *,
     is_said: bool = True,
-) -> ConfigT:
+) -> RunT:
     """The options with lengths that fit the prompts `rows`, of `lengths` tokens; a plan has the same.
 
     Without `--model` the lengths are already set, and there may be no tokenizer.

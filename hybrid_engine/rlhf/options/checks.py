@@ -3,9 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hybrid_engine.config.checks import check_between, flag
+from hybrid_engine.config.checks import flag
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 LARGEST_SEED = 2**63 - 1
 LARGEST_ANSWERS = 2**20
@@ -17,14 +20,7 @@ def option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"text": text})
 
 
-def check_common(config: Any) -> None:
-    """Checks options of every recipe that trains: no text is empty, and torch accepts the seed."""
-    check_texts(config)
-    check_between("seed", config.seed, 0, LARGEST_SEED)
-    check_between("zero_stage", config.zero_stage, 0, 3)
-
-
-def check_texts(config: Any) -> None:
+def check_texts(config: "DataclassInstance") -> None:
     """Raises ValueError if a text among the options is empty."""
     for entry in fields(config):
         value = getattr(config, entry.name)

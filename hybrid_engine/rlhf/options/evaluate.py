@@ -81,6 +81,11 @@ class Config(RewardOptions, DatasetOptions, DtypeOptions):
         DtypeOptions.__post_init__(self)
 
     @property
+    def tokens_in_pass(self) -> int:
+        """0: no pass limits the tokens of a prompt with its answer."""
+        return 0
+
+    @property
     def pass_k(self) -> int:
         """The k of pass@k."""
         return self.k or (8 if self.temperature else 1)

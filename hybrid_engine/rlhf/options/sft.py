@@ -98,6 +98,11 @@ class Config(DataOptions, TrainingOptions):
         return self.epochs or (1 if self.model else 2)
 
     @property
+    def run_length(self) -> int:
+        """Passes over the training examples; `epochs` may be open."""
+        return self.num_epochs
+
+    @property
     def peak_learning_rate(self) -> float:
         """The highest learning rate of the schedule."""
         return self.learning_rate or (2e-4 if self.lora_rank else 2e-5 if self.model else 1.5e-3)

@@ -6,7 +6,7 @@ A recipe that declares a field again gives it another default; its description s
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from hybrid_engine.config.checks import (
     DTYPES,
@@ -17,12 +17,10 @@ from hybrid_engine.config.checks import (
     check_one_of,
     flag,
 )
-from hybrid_engine.rlhf.options.checks import check_common, check_weights, option
+from hybrid_engine.rlhf.options.checks import LARGEST_SEED, check_texts, check_weights, option
 from hybrid_engine.rlhf.options.columns import DataSource, read_names, read_prompt_template
 
-ConfigT = TypeVar("ConfigT")
-
-
+TrainingT = TypeVar("TrainingT", bound="TrainingOptions")
 AUTO = "auto"
 FRAMEWORKS = ("trl", "verl", "openrlhf")
 """Frameworks whose names of figures a run can use."""
@@ -143,7 +141,9 @@ class RunOptions:
     )
 
     def __post_init__(self) -> None:
-        check_common(self)
+        check_texts(self)
+        check_between("seed", self.seed, 0, LARGEST_SEED)
+        check_between("zero_stage", self.zero_stage, 0, 3)
         for name in ("tokens_per_micro_batch", "rows_per_pass"):
             check_count(name, getattr(self, name), 0)
         check_trackers(self.tracker)
@@ -174,13 +174,6 @@ def is_due(every: int, step: int, num_steps: int) -> bool:
     With `every` 0 it is never due.
     """
     return every > 0 and ((step + 1) % every == 0 or step + 1 == num_steps)
-
-
-FOR_DATASETS = (
-    *("split", "dataset_config", "columns", "prompt_template", "system_prompt", "as_conversation", "skip_bad_rows"),
-    *("row_key", "deduplicate", "dataset_weights", "held_out_dataset", "held_out_split"),
-)
-"""Options that have no meaning without a data set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +233,12 @@ class RowOptions:
 class DatasetOptions(RowOptions):
     """The user's data sets, and which of their rows are used and held out."""
 
+    FOR_DATASETS: ClassVar[tuple[str, ...]] = (
+        *("split", "dataset_config", "columns", "prompt_template", "system_prompt", "as_conversation"),
+        *("skip_bad_rows", "row_key", "deduplicate"),
+    )
+    """Options that have no meaning without a data set."""
+
     dataset: str | tuple[str, ...] | None = option(
         None,
         "a .jsonl, .json, .csv or .parquet file, a folder, a hub name or reasoning_gym:NAME (docs/data.md); several "
@@ -269,8 +268,8 @@ class DatasetOptions(RowOptions):
         if isinstance(self.dataset, (list, tuple)):
             one = None if not self.dataset else self.dataset[0] if len(self.dataset) == 1 else tuple(self.dataset)
             object.__setattr__(self, "dataset", one)
-        for name in FOR_DATASETS:
-            value = getattr(self, name, None)
+        for name in self.FOR_DATASETS:
+            value = getattr(self, name)
             if value and self.dataset is None:
                 shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
                 raise ValueError(f"{flag(name)}={shown!r} is for a data set; give --dataset, or leave it out")
@@ -292,6 +291,7 @@ class DatasetOptions(RowOptions):
 class DataOptions(DatasetOptions):
     """Options of the data that a run trains on, and is measured on."""
 
+    FOR_DATASETS = (*DatasetOptions.FOR_DATASETS, "dataset_weights", "held_out_dataset", "held_out_split")
     dataset_weights: tuple[float, ...] = option(
         (),
         "a weight for each --dataset: its share of the rows of an epoch. An epoch has as many rows as all data sets "
@@ -373,6 +373,8 @@ class TrainingOptions(AdapterOptions, ResumeOptions):
     """The option that says how long the run is."""
     UPDATE = "batch_size"
     """The option with the samples of an optimizer step over all processes."""
+    minibatch_of: ClassVar[tuple[int, int] | None] = None
+    """The samples and the largest size that a `minibatch_size` was derived from; None if the user gave it."""
     exact = False
     shared_base = False
     measure_kl = False
@@ -400,6 +402,11 @@ class TrainingOptions(AdapterOptions, ResumeOptions):
     def update_size(self) -> int:
         """Samples of an optimizer step over all processes."""
         return int(getattr(self, self.UPDATE))
+
+    @property
+    def run_length(self) -> int:
+        """Steps of the run, or passes over its data."""
+        return int(getattr(self, self.LENGTH))
 
 
 LENGTHS = ("max_prompt_tokens", "max_new_tokens")
@@ -431,6 +438,11 @@ class AnswerOptions(TrainingOptions):
         0,
         "answers that are decoded at once on a process, for which there is a KV workspace; 0: what suits the device",
     )
+
+    @property
+    def tokens_in_pass(self) -> int:
+        """Tokens of a prompt with its answer that a pass can hold; 0: no limit."""
+        return self.tokens_per_micro_batch // self.ANSWERS_IN_PASS
 
     def __post_init__(self) -> None:
         for name, own in zip(LENGTHS, self.OWN_LENGTHS, strict=True):
@@ -555,10 +567,10 @@ def derive_minibatch(config: RolloutRunOptions, num_samples: int, most: int) -> 
     """
     if config.update_size == 0:
         object.__setattr__(config, "minibatch_size", largest_divisor(num_samples, most))
-        object.__setattr__(config, "_minibatch_derived_from", (num_samples, most))
+        object.__setattr__(config, "minibatch_of", (num_samples, most))
 
 
-def fit_minibatch(config: ConfigT, num_processes: int, saved_size: int | None = None) -> ConfigT:
+def fit_minibatch(config: TrainingT, num_processes: int, saved_size: int | None = None) -> TrainingT:
     """`config` with a `minibatch_size` that the processes can divide equally, unless the user gave one.
 
     Args:
@@ -566,14 +578,13 @@ def fit_minibatch(config: ConfigT, num_processes: int, saved_size: int | None = 
         num_processes: of the run.
         saved_size: the size of a run that is resumed; it stays if it fits.
     """
-    derived_from = getattr(config, "_minibatch_derived_from", None)
-    if derived_from is None:
+    if config.minibatch_of is None:
         return config
-    num_samples, most = derived_from
-    options: Any = config
+    num_samples, most = config.minibatch_of
     is_fitting = saved_size is not None and num_samples % saved_size == 0 and saved_size % num_processes == 0
     size = saved_size if is_fitting else largest_shared_divisor(num_samples, most, num_processes)
-    return replace(options, minibatch_size=size)
+    changed: dict[str, Any] = {config.UPDATE: size}
+    return replace(config, **changed)
 
 
 def suitable_rate(config: TrainingOptions, *, small: float, trained: float = 1e-6, adapter: float = 1e-5) -> float:

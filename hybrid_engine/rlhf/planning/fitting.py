@@ -21,8 +21,8 @@ from hybrid_engine.rlhf.planning.roles import Setting, plan_memory
 from hybrid_engine.rlhf.runs.adapters import IS_PACKED
 from hybrid_engine.rlhf.runs.engine_config import choose_dtype
 
-ADAPTER = {"lora_rank": 16}
-AGAIN = {"activation_checkpointing": True}
+ADAPTER: dict[str, Any] = {"lora_rank": 16}
+AGAIN: dict[str, Any] = {"activation_checkpointing": True}
 MOST_PROCESSES = 64
 TOGETHER = "together"
 """The kind of several changes at once, which are tried if none of the earlier changes suffices."""
@@ -161,7 +161,8 @@ def _changes(setting: Setting, generates_much: bool) -> Iterator[Change]:
     fewer = [{"max_running": most >> n} for n in range(1, most.bit_length())]
     size = 1 if config.tokens_per_micro_batch else config.micro_batch_size
     smaller = [{"micro_batch_size": size >> n} for n in range(1, size.bit_length())]
-    found = [*(("rows", options) for options in fewer), *(("size", options) for options in smaller)]
+    found: list[tuple[str, dict[str, Any]]] = [("rows", options) for options in fewer]
+    found += [("size", options) for options in smaller]
     if not (config.activation_checkpointing or config.exact):
         found.append(("again", AGAIN))
         if not config.tokens_per_micro_batch:

@@ -99,7 +99,8 @@ def _log_probs(
     """The log-probabilities of the tokens that the head reads, and the bytes of the head's pieces."""
     places = torch.arange(shape.num_asked)
     rows = hidden[:, -shape.response - 1 : -1][places // shape.response, places % shape.response]
-    pieces = piece_bytes(*rows.shape, len(head.weight), head.weight.requires_grad, device, has_softcap)
+    sizes = len(rows), rows.shape[1], len(head.weight)
+    pieces = piece_bytes(*sizes, head.weight.requires_grad, device, has_softcap)
     return _HeadPieces.apply(rows, head.weight, pieces), pieces.kept + pieces.tile + rows.nbytes
 
 

@@ -124,8 +124,9 @@ def read_answers(
     """
     models = [spec for spec in specs or () if names_model(spec)]
     if config.shared_base:
-        ranks = [read_reward_adapter(spec).config.r for spec in models]
-        adapters = [AdapterOptions(lora_rank=rank) for rank in ranks] if specs else [config]
+        adapters: list[AdapterOptions] = [config]
+        if specs is not None:
+            adapters = [AdapterOptions(lora_rank=read_reward_adapter(spec).config.r) for spec in models]
         return Read(first=first, adapters=adapters, answered=answered)
     rewards = [first] if specs is None else [load_config(spec, "reward") for spec in models]
     critic = critic_source(specs, source) if specs and source and has_critic else None
@@ -164,12 +165,12 @@ def _read_answers(config: PromptRunOptions, task: OwnTask, *, has_critic: bool =
     train, held_out, lengths = start.load_usable_prompts(config, task, tokenizer, rewards)
     config = start.with_lengths(config, [*train, *held_out], lengths, tokenizer, is_said=False)
     answered = PromptTokens.of(lengths, config.max_prompt_tokens)
-    specs, source = start.reward_specs(config, task), config.model or _stage(config, "sft")
+    given, source = start.reward_specs(config, task), config.model or _stage(config, "sft")
     if config.shared_base:
-        for spec in filter(names_model, specs):
+        for spec in filter(names_model, given):
             check_reward_adapter(spec, source or str(Path(config.out) / "sft"))
     made = None if config.shared_base else _stage(config, "reward")
-    specs = specs or ([made] if made else None)
+    specs = [*given] or ([made] if made else None)
     return ReadRun(read_answers(config, specs, first, answered, source, has_critic=has_critic), config)
 
 

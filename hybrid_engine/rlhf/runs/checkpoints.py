@@ -16,15 +16,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peft import PeftModel
 
 from hybrid_engine.checkpoint.folder import discard
 from hybrid_engine.config.checks import flag
 from hybrid_engine.distributed.processes import get_world_size, init_distributed, on_rank_zero
-from hybrid_engine.rlhf.options import sft
-from hybrid_engine.rlhf.options.shared import LENGTHS, ConfigT, TrainingOptions, fit_minibatch
+from hybrid_engine.rlhf.options import ppo
+from hybrid_engine.rlhf.options.shared import LENGTHS, AnswerOptions, TrainingOptions, TrainingT, fit_minibatch
 from hybrid_engine.rlhf.runs.engine_config import (
     AUTO,
     DEFAULT_TYPE,
@@ -36,6 +36,9 @@ from hybrid_engine.rlhf.runs.engine_config import (
 from hybrid_engine.rlhf.runs.run_folder import LATEST, STAGES, check_can_resume, checkpoints_of
 from hybrid_engine.rlhf.runs.run_log import check_not_running, say
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 OPTIONS = "options.json"
 """The options of the run, next to its checkpoints: they can be compared before any model is loaded."""
 FINISHED = "finished.json"
@@ -45,7 +48,7 @@ _MAY_DIFFER = frozenset({"out", "resume", "restart", "save_every", "eval_every",
 _EARLIER = {"lr_scheduler_type": EARLIER_TYPE, "dtype": "fp32"}
 """Values of options for runs that began before the option existed."""
 _OTHER_DEFAULT = ("missing_eos_score",)
-"""Options that had another default: a resumed run keeps the value that it began with."""
+"""Options of PPO that had another default: a resumed run keeps the value that it began with."""
 _OPEN = (None, AUTO, 0)
 """Values of options that a run replaces as it begins."""
 """Options for the length of a run, of which the first that a recipe has counts: `--resume` may raise it."""
@@ -61,24 +64,24 @@ class SavedRun:
     """The state that the recipe passed to `save_checkpoints`."""
 
 
-def begin_run(config: ConfigT, recipe: str) -> ConfigT:
+def begin_run(config: TrainingT, recipe: str) -> TrainingT:
     """Joins the processes of a run of `recipe`; returns its options with open values replaced, as they are stored.
 
     A resumed run keeps the values that it began with; if it began before an option existed, it keeps the earlier
     behavior. Other open lengths are set when the data is read (`data/lengths.py`). Collective.
     """
-    options: Any = config
     init_distributed()
-    apply_tf32(options)
-    folder = Path(options.out) / checkpoints_of(recipe)
-    saved = on_rank_zero(lambda: _read_options(folder)) if options.resume else None
-    options = fit_minibatch(options, get_world_size(), (saved or {}).get("minibatch_size"))
+    apply_tf32(config)
+    folder = Path(config.out) / checkpoints_of(recipe)
+    saved = on_rank_zero(lambda: _read_options(folder)) if config.resume else None
+    config = fit_minibatch(config, get_world_size(), (saved or {}).get(config.UPDATE))
     found: dict[str, Any] = {"lr_scheduler_type": DEFAULT_TYPE, "dtype": choose_dtype(AUTO)}
     if saved is not None:
         found = {name: saved.get(name, _EARLIER[name]) for name in found}
-        found |= {name: saved[name] for name in LENGTHS if getattr(options, name, 1) == 0 and name in saved}
-        found |= {name: saved[name] for name in _OTHER_DEFAULT if hasattr(options, name) and name in saved}
-    return replace(options, **{name: value for name, value in found.items() if getattr(options, name) in _OPEN})
+        kept = [*(LENGTHS if isinstance(config, AnswerOptions) else ())]
+        kept += _OTHER_DEFAULT if isinstance(config, ppo.Config) else ()
+        found |= {name: saved[name] for name in kept if name in saved}
+    return replace(config, **{name: value for name, value in found.items() if getattr(config, name) in _OPEN})
 
 
 def save_checkpoints(
@@ -146,7 +149,7 @@ def mark_finished(config: TrainingOptions, recipe: str) -> None:
 
 
 def _write_finished(config: TrainingOptions, recipe: str) -> None:
-    finished = {config.LENGTH: _length(config)}
+    finished = {config.LENGTH: config.run_length}
     _write(Path(config.out) / f"{recipe}-log" / FINISHED, json.dumps(finished) + "\n")
 
 
@@ -165,19 +168,13 @@ def _read_finished(config: TrainingOptions, recipe: str) -> dict[str, Any] | Non
 
 
 def _is_longer(saved: dict[str, Any], config: TrainingOptions) -> bool:
-    return _length(config) > _length(_of_length(config, saved))
+    return config.run_length > _of_length(config, saved).run_length
 
 
 def _of_length(config: TrainingOptions, saved: Mapping[str, Any]) -> TrainingOptions:
     """`config` with the length of the run whose options are `saved`."""
     length: dict[str, Any] = {config.LENGTH: saved.get(config.LENGTH)}
     return replace(config, **length)
-
-
-def _length(config: TrainingOptions) -> int:
-    """Steps or passes of a run; sft may leave its passes open."""
-    given = getattr(config, config.LENGTH)
-    return int(config.num_epochs if isinstance(config, sft.Config) else given)
 
 
 def _lengthen(name: str, engine: Any, schedule: dict[str, Any], config: TrainingOptions) -> None:
@@ -189,7 +186,7 @@ def _lengthen(name: str, engine: Any, schedule: dict[str, Any], config: Training
     if config.lr_scheduler_type != WITHOUT_WARMUP:
         option, kind = config.LENGTH, config.lr_scheduler_type
         say(
-            f"{flag(option)}={getattr(config, option)} makes the run longer: the {kind} schedule of the {name} is now "
+            f"{flag(option)}={config.run_length} makes the run longer: the {kind} schedule of the {name} is now "
             f"over all of it, and its learning rate goes on at {engine.get_lr()[0]:.3g}, after {before:.3g}; figures "
             f"are not those of a run that was as long from the start, as with --lr-scheduler-type={WITHOUT_WARMUP}"
         )
@@ -225,7 +222,7 @@ def _read_options(folder: Path) -> dict[str, Any] | None:
     return json.loads((folder / OPTIONS).read_text()) if (folder / OPTIONS).is_file() else None
 
 
-def _options(config: Any) -> dict[str, Any]:
+def _options(config: TrainingOptions) -> dict[str, Any]:
     """Every option by name as JSON reads it back; options of a group are not nested."""
     flat: dict[str, Any] = {}
     for name, value in asdict(config).items():
@@ -233,12 +230,12 @@ def _options(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(flat))
 
 
-def _unset(config: Any) -> dict[str, Any]:
+def _unset(config: "DataclassInstance") -> dict[str, Any]:
     """The options that have a default, as JSON reads it back; those of a group by its type."""
     flat: dict[str, Any] = {}
     for option in fields(config):
         value = getattr(config, option.name)
-        if is_dataclass(value):
+        if is_dataclass(value) and not isinstance(value, type):
             flat |= _unset(value)
         elif option.default is not MISSING:
             flat[option.name] = option.default

@@ -7,7 +7,7 @@ from typing import Protocol
 from transformers import LlamaConfig
 
 from hybrid_engine.distributed.processes import get_world_size
-from hybrid_engine.rlhf.options.shared import AdapterOptions, TrainingOptions
+from hybrid_engine.rlhf.options.shared import AdapterOptions, DataOptions, RewardOptions, TrainingOptions
 from hybrid_engine.rlhf.runs.adapters import check_targets, check_trainable
 from hybrid_engine.rlhf.runs.checkpoints import check_resume
 from hybrid_engine.rlhf.runs.run_folder import RUN_RESULTS, check_nothing_is_lost, check_out
@@ -38,10 +38,12 @@ def check_folder(folder: Path, config: TrainingOptions) -> None:
 
 def check_sources_stay(folder: Path, config: TrainingOptions) -> None:
     """Raises ValueError if `--restart` would move aside an input of the run."""
-    dataset = getattr(config, "dataset", None)
-    sources = [("model", config.model), ("held-out-dataset", getattr(config, "held_out_dataset", None))]
-    sources += [("dataset", one) for one in (dataset if isinstance(dataset, tuple) else (dataset,))]
-    sources += [("reward", spec) for spec in getattr(config, "reward", ())]
+    sources = [("model", config.model)]
+    if isinstance(config, DataOptions):
+        datasets = config.dataset if isinstance(config.dataset, tuple) else (config.dataset,)
+        sources += [("held-out-dataset", config.held_out_dataset), *(("dataset", one) for one in datasets)]
+    if isinstance(config, RewardOptions):
+        sources += [("reward", spec) for spec in config.reward]
     for name, source in sources:
         for moved in RUN_RESULTS:
             if source and Path(os.path.abspath(source)).is_relative_to(os.path.abspath(folder / moved)):

@@ -9,11 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from hybrid_engine.rlhf.options.shared import FRAMEWORKS
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
@@ -163,7 +166,7 @@ def set_aside(folder: Path, names: Sequence[str]) -> Path | None:
     return target
 
 
-def flat_options(config: Any) -> dict[str, Any]:
+def flat_options(config: "DataclassInstance") -> dict[str, Any]:
     """The options of a recipe's `Config` by their names on the command line, in order.
 
     The fields of a field that is a dataclass are included. `resume` and `restart`, which say how a run begins, are left
@@ -172,11 +175,12 @@ def flat_options(config: Any) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for field in fields(config):
         value = getattr(config, field.name)
-        options |= flat_options(value) if is_dataclass(value) else {field.name: value}
+        is_group = is_dataclass(value) and not isinstance(value, type)
+        options |= flat_options(value) if is_group else {field.name: value}
     return {name: value for name, value in options.items() if name not in _HOW_IT_BEGAN}
 
 
-def write_config(folder: Path, config: Any) -> None:
+def write_config(folder: Path, config: "DataclassInstance") -> None:
     """Writes `config.yaml` into `folder` atomically; for one process. Its first line names the recipe."""
     options = {name: list(value) if isinstance(value, tuple) else value for name, value in flat_options(config).items()}
     folder.mkdir(parents=True, exist_ok=True)
