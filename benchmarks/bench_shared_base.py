@@ -37,7 +37,7 @@ def save_models(folder: Path, size: dict[str, int]) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     from hybrid_engine.rlhf.options.shared import AdapterOptions
-    from hybrid_engine.rlhf.runs.adapters import add_adapter
+    from hybrid_engine.rlhf.runs.run_checks import add_adapter
     from hybrid_engine.rlhf.tasks.arithmetic import build_tokenizer
 
     torch.manual_seed(0)

@@ -25,8 +25,13 @@ from hybrid_engine.distributed.processes import all_processes
 from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.rl.aggregation import count_step
 from hybrid_engine.rlhf.algorithms.advantages import compute_advantages
-from hybrid_engine.rlhf.algorithms.figures import describe, policy_figures
-from hybrid_engine.rlhf.algorithms.objective import PolicyBatch, correction_weights, policy_objective
+from hybrid_engine.rlhf.algorithms.objective import (
+    PolicyBatch,
+    correction_weights,
+    describe,
+    policy_figures,
+    policy_objective,
+)
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, TrainingPasses
 from hybrid_engine.rlhf.batches.sequences import build_sequences, note_rows, pad_numbers
 from hybrid_engine.rlhf.experience.evaluation import EVALUATION_SEED, mean_sums, step_means

@@ -38,7 +38,17 @@ from hybrid_engine.rlhf.options.dpo import Config
 from hybrid_engine.rlhf.options.shared import is_due
 from hybrid_engine.rlhf.planning.comparison import follow_memory, write_result
 from hybrid_engine.rlhf.planning.reading import read_preferences
-from hybrid_engine.rlhf.preference.answers import Reading, without_adapter
+from hybrid_engine.rlhf.preference.answers import (
+    Reading,
+    TrainingPair,
+    answers_of,
+    held_out_figures,
+    load_pairs,
+    pair_logprobs,
+    pair_sums,
+    refer_pairs,
+    without_adapter,
+)
 from hybrid_engine.rlhf.preference.first_actor import (
     answer_prompts,
     build_actor,
@@ -47,15 +57,6 @@ from hybrid_engine.rlhf.preference.first_actor import (
     keep_what_fits,
     prompts_of,
     with_lengths,
-)
-from hybrid_engine.rlhf.preference.pairs import (
-    TrainingPair,
-    answers_of,
-    held_out_figures,
-    load_pairs,
-    pair_logprobs,
-    pair_sums,
-    refer,
 )
 from hybrid_engine.rlhf.runs.checkpoints import SavedRun, begin_run, load_checkpoints, save_checkpoints
 from hybrid_engine.rlhf.runs.engine_config import Schedule, gradient_figures
@@ -112,7 +113,7 @@ def run(config: Config) -> Path:
 
     loss_of = config.build_loss(config.beta)
     with without_adapter(actor.module):
-        pairs, held_out = (refer(actor, part, reading) for part in (encoded, held_out_encoded))
+        pairs, held_out = (refer_pairs(actor, part, reading) for part in (encoded, held_out_encoded))
 
     def measure() -> Evaluation:
         answered = answer_prompts(actor, tokenizer, prompts, config, config.dataset is None)

@@ -17,10 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import hybrid_engine
 from hybrid_engine.distributed.processes import get_rank, get_world_size, on_rank_zero
-from hybrid_engine.rlhf.batch.models import build_answering
-from hybrid_engine.rlhf.data.lengths import settle_lengths
 from hybrid_engine.rlhf.data.parts import read_once
-from hybrid_engine.rlhf.data.prompts import fit_prompts, load_prompt_rows
+from hybrid_engine.rlhf.data.prompts import fit_prompts, load_prompt_rows, settle_lengths
 from hybrid_engine.rlhf.data.reading import read_prompt_rows
 from hybrid_engine.rlhf.data.rows import PromptRow, told_together
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, PassRule, evaluate, prompt_shown
@@ -30,6 +28,7 @@ from hybrid_engine.rlhf.options.evaluate import Config
 from hybrid_engine.rlhf.rewards.learned import LearnedReward
 from hybrid_engine.rlhf.rewards.loading import load_rewards
 from hybrid_engine.rlhf.rewards.rewards import Rewards
+from hybrid_engine.rlhf.runs.answering import build_answering
 from hybrid_engine.rlhf.runs.engine_config import torch_dtype
 from hybrid_engine.rlhf.runs.run_checks import check_positions
 from hybrid_engine.rlhf.runs.run_folder import CONFIG, check_out, left_behind, write_config

@@ -26,8 +26,11 @@ from hybrid_engine.generation.detokenize import answer_text, end_token_ids
 from hybrid_engine.generation.live.batches import LiveBatch
 from hybrid_engine.generation.live.opening import live_batch
 from hybrid_engine.generation.options import GenerationOptions, read_options
-from hybrid_engine.rlhf.batch.journal import TERMINAL, Journal, opened, read_lines, write_answer
-from hybrid_engine.rlhf.batch.models import (
+from hybrid_engine.rlhf.data.encoding import encode_prompt
+from hybrid_engine.rlhf.data.reading import read_prompt_rows
+from hybrid_engine.rlhf.data.rows import PromptRow, each_good, told_together
+from hybrid_engine.rlhf.options.generate import Config
+from hybrid_engine.rlhf.runs.answering import (
     join,
     load_answering,
     load_answering_tokenizer,
@@ -36,10 +39,7 @@ from hybrid_engine.rlhf.batch.models import (
     run_sequences,
     telling,
 )
-from hybrid_engine.rlhf.data.encoding import encode_prompt
-from hybrid_engine.rlhf.data.reading import read_prompt_rows
-from hybrid_engine.rlhf.data.rows import PromptRow, each_good, told_together
-from hybrid_engine.rlhf.options.generate import Config
+from hybrid_engine.rlhf.runs.journal import TERMINAL, Journal, opened, read_lines, write_answer
 from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.rlhf.runs.stages import load_config
 

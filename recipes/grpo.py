@@ -27,8 +27,14 @@ from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.rl.advantages import overlong_penalty, without_cut_off
 from hybrid_engine.rl.aggregation import StepCounts, count_step
 from hybrid_engine.rlhf.algorithms.advantages import check_steps, compute_advantages, compute_step_advantages
-from hybrid_engine.rlhf.algorithms.figures import describe, policy_figures
-from hybrid_engine.rlhf.algorithms.objective import PolicyBatch, correction_weights, next_kl_coef, policy_objective
+from hybrid_engine.rlhf.algorithms.objective import (
+    PolicyBatch,
+    correction_weights,
+    describe,
+    next_kl_coef,
+    policy_figures,
+    policy_objective,
+)
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, Figures, TrainingPasses
 from hybrid_engine.rlhf.batches.sequences import note_rows
 from hybrid_engine.rlhf.experience.evaluation import (

@@ -45,7 +45,7 @@ from hybrid_engine.rlhf.preference.answers import (
     answer_logprobs,
     labels_of,
     load_answers,
-    refer,
+    refer_answers,
     reference_logprobs,
     without_adapter,
 )
@@ -113,8 +113,8 @@ def run(config: Config) -> Path:
     say(schedule.describe())
 
     with without_adapter(actor.module):
-        answers = refer(actor, encoded, [row.label for row in rows], config.seed, reading)
-        held_out = refer(actor, held_out_encoded, [row.label for row in held_out_rows], config.seed, reading)
+        answers = refer_answers(actor, encoded, [row.label for row in rows], config.seed, reading)
+        held_out = refer_answers(actor, held_out_encoded, [row.label for row in held_out_rows], config.seed, reading)
 
     def measure() -> Evaluation:
         answered = answer_prompts(actor, tokenizer, prompts, config, config.dataset is None)

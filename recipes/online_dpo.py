@@ -47,8 +47,7 @@ from hybrid_engine.rlhf.options.shared import (
     suitable_rate,
 )
 from hybrid_engine.rlhf.planning.comparison import follow_answers, write_result
-from hybrid_engine.rlhf.preference.answers import Reading
-from hybrid_engine.rlhf.preference.pairs import TrainingPair
+from hybrid_engine.rlhf.preference.answers import Reading, TrainingPair
 from hybrid_engine.rlhf.runs.checkpoints import begin_run, load_checkpoints, save_checkpoints
 from hybrid_engine.rlhf.runs.engine_config import Schedule
 from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS, METRICS, read_metrics

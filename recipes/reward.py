@@ -42,7 +42,6 @@ from hybrid_engine.rlhf.rewards.learned import (
     save_normalised,
     score_tokens,
 )
-from hybrid_engine.rlhf.runs.adapters import add_adapter, check_trainable
 from hybrid_engine.rlhf.runs.checkpoints import (
     SavedRun,
     begin_run,
@@ -53,6 +52,7 @@ from hybrid_engine.rlhf.runs.checkpoints import (
     save_checkpoints,
 )
 from hybrid_engine.rlhf.runs.engine_config import Schedule, build_engine_config, gradient_figures, largest_micro_batch
+from hybrid_engine.rlhf.runs.run_checks import add_adapter, check_trainable
 from hybrid_engine.rlhf.runs.run_folder import checkpoints_of, read_metrics, results_of
 from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.rlhf.runs.stages import (

@@ -38,7 +38,6 @@ from hybrid_engine.rlhf.options.sft import Config
 from hybrid_engine.rlhf.options.shared import is_due
 from hybrid_engine.rlhf.planning.comparison import follow_memory, write_result
 from hybrid_engine.rlhf.planning.reading import Learned, Read
-from hybrid_engine.rlhf.runs.adapters import add_adapter, check_trainable
 from hybrid_engine.rlhf.runs.checkpoints import (
     SavedRun,
     begin_run,
@@ -49,6 +48,7 @@ from hybrid_engine.rlhf.runs.checkpoints import (
     save_checkpoints,
 )
 from hybrid_engine.rlhf.runs.engine_config import Schedule, build_engine_config, gradient_figures, largest_micro_batch
+from hybrid_engine.rlhf.runs.run_checks import add_adapter, check_trainable
 from hybrid_engine.rlhf.runs.run_folder import checkpoints_of, read_metrics, results_of
 from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.rlhf.runs.stages import (

@@ -38,10 +38,9 @@ from hybrid_engine.rlhf.experience.start import Stages, prepare
 from hybrid_engine.rlhf.options.shared import AdapterOptions, TrainingOptions
 from hybrid_engine.rlhf.planning import roles
 from hybrid_engine.rlhf.planning.memory_plan import Shape, Sharded, gradient_part, kept_parts, kv_part
-from hybrid_engine.rlhf.planning.pass_bytes import count_pass
 from hybrid_engine.rlhf.planning.reading import READERS, Learned, Read, read_preferences
-from hybrid_engine.rlhf.planning.widest import Pass, widest_passes
-from hybrid_engine.rlhf.runs.adapters import add_adapter
+from hybrid_engine.rlhf.planning.training_passes import Pass, count_pass, widest_passes
+from hybrid_engine.rlhf.runs.run_checks import add_adapter
 from hybrid_engine.rlhf.tasks import arithmetic
 from tests.support.chat import PLAIN_TEMPLATE, build_chat_tokenizer
 from tests.support.models import PAD, build_model, padded_prompts

@@ -13,9 +13,19 @@ from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.recipes import dpo, kto
 from hybrid_engine.rl.preferences import PairLogprobs, build_loss
 from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
-from hybrid_engine.rlhf.preference.answers import LabelledAnswer, Reading, all_logprobs, mismatch, without_adapter
-from hybrid_engine.rlhf.preference.answers import refer as refer_answers
-from hybrid_engine.rlhf.preference.pairs import TrainingPair, answers_of, held_out_figures, pair_logprobs, refer
+from hybrid_engine.rlhf.preference.answers import (
+    LabelledAnswer,
+    Reading,
+    TrainingPair,
+    all_logprobs,
+    answers_of,
+    held_out_figures,
+    mismatch,
+    pair_logprobs,
+    refer_answers,
+    refer_pairs,
+    without_adapter,
+)
 from hybrid_engine.zero.sharding import full_tensor
 from tests.support.distributed import run_distributed
 from tests.support.training_reference import tiny_llama
@@ -56,7 +66,7 @@ def token_pairs(num_pairs: int = NUM_ROWS) -> list[EncodedPair]:
 
 def training_pairs() -> list[TrainingPair]:
     """The reference is another model; one pair only fills the batch."""
-    pairs = refer(tiny_llama(seed=1), token_pairs(), READING)
+    pairs = refer_pairs(tiny_llama(seed=1), token_pairs(), READING)
     return [*pairs[:-1], pairs[-1]._replace(weight=0.0)]
 
 
@@ -185,18 +195,18 @@ def test_log_probabilities_of_many_answers_are_those_of_each_alone():
 
 def test_under_a_disabled_adapter_a_model_is_its_own_reference():
     base = tiny_llama()
-    expected = refer(base, token_pairs(), READING)
+    expected = refer_pairs(base, token_pairs(), READING)
     model = get_peft_model(copy.deepcopy(base), LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
     with without_adapter(model):
-        assert refer(model, token_pairs(), READING) == expected
-    assert refer(model, token_pairs(), READING) != expected
+        assert refer_pairs(model, token_pairs(), READING) == expected
+    assert refer_pairs(model, token_pairs(), READING) != expected
     with without_adapter(base):
-        assert refer(base, token_pairs(), READING) == expected
+        assert refer_pairs(base, token_pairs(), READING) == expected
 
 
 def test_held_out_figures_are_those_of_all_pairs_at_once():
     model = tiny_llama()
-    pairs = refer(model, token_pairs(40), READING)
+    pairs = refer_pairs(model, token_pairs(40), READING)
     figures = held_out_figures(model, pairs, build_loss("sigmoid", BETA), BETA, READING)
     assert figures["loss"] == pytest.approx(math.log(2)) and figures["accuracy"] == 0.5
     assert figures["chosen_reward"] == figures["rejected_reward"] == 0
@@ -220,7 +230,7 @@ def test_only_what_the_template_marks_is_counted_of_an_answer_and_of_a_mismatche
     expected = (logits[0, 5] + logits[3, 8]).item()
     assert all_logprobs(model, [masked, answer([9], [10])], READING)[0] == pytest.approx(expected, rel=1e-5)
     pair = EncodedPair(masked, answer(prompt, [5, 9]))
-    (training_pair,) = refer(model, [pair], READING)
+    (training_pair,) = refer_pairs(model, [pair], READING)
     of_pair = pair_logprobs(model, [training_pair], READING)
     assert of_pair.chosen.item() == training_pair.chosen_ref == pytest.approx(expected, rel=1e-5)
     assert (of_pair.chosen_lengths.tolist(), of_pair.rejected_lengths.tolist()) == ([2], [2])

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from hybrid_engine.cli import cli
 from hybrid_engine.recipes import dpo, kto, sft
-from hybrid_engine.rlhf.data.held_out import is_held_out
+from hybrid_engine.rlhf.data.parts import is_held_out
 from hybrid_engine.rlhf.runs.run_folder import read_answers, read_metrics
 from tests.support.answers import check_followed
 from tests.support.distributed import run_distributed

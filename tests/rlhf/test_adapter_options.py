@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaFor
 
 from hybrid_engine.recipes import agent, dpo, grpo, kto, online_dpo, ppo, reward, sft
 from hybrid_engine.rlhf.options.shared import AdapterOptions
-from hybrid_engine.rlhf.runs.adapters import check_targets, lora_config
 from hybrid_engine.rlhf.runs.checkpoints import OPTIONS, check_saved_options
 from hybrid_engine.rlhf.runs.checkpoints import _options as options_of
+from hybrid_engine.rlhf.runs.run_checks import check_targets, lora_config
 from tests.support.chat import MARKED_TEMPLATE, build_chat_tokenizer
 
 ADAPTER = {"lora_rank": 2, "lora_alpha": 32, "lora_targets": ("q_proj", "mlp.down_proj")}

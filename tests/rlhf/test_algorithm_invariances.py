@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 from hybrid_engine.rl.aggregation import StepCounts, count_step
 from hybrid_engine.rlhf.algorithms.advantages import compute_advantages
-from hybrid_engine.rlhf.algorithms.figures import CLIPPED, policy_figures
 from hybrid_engine.rlhf.algorithms.objective import (
+    CLIPPED,
     POLICY_LOSSES,
     PolicyBatch,
     correction_weights,
+    policy_figures,
     policy_objective,
 )
 from hybrid_engine.rlhf.options.algorithm import CHOICES, PRESETS, Algorithm

@@ -28,14 +28,13 @@ from hybrid_engine.rlhf.experience import policy, roles
 from hybrid_engine.rlhf.experience.policy import Experience
 from hybrid_engine.rlhf.experience.roles import CriticExperience
 from hybrid_engine.rlhf.options.algorithm import Algorithm
-from hybrid_engine.rlhf.preference import answers, pairs
-from hybrid_engine.rlhf.preference.answers import LabelledAnswer, Reading
-from hybrid_engine.rlhf.preference.pairs import TrainingPair
+from hybrid_engine.rlhf.preference import answers
+from hybrid_engine.rlhf.preference.answers import LabelledAnswer, Reading, TrainingPair
 from hybrid_engine.rlhf.tasks.corpus import Pair
 from tests.support.models import PAD, build_model
 from tests.support.training_passes import train_in_parts
 
-SENDERS = sequences, packing, pairs, answers, dpo, reward, policy, roles
+SENDERS = sequences, packing, answers, dpo, reward, policy, roles
 READS = "item", "tolist", "cpu", "numpy", "nonzero", "equal", "masked_select", "__bool__", "__int__", "__float__"
 CPU = torch.device("cpu")
 

@@ -14,13 +14,14 @@ from hybrid_engine.rlhf.algorithms.advantages import (
     SCALES,
     compute_advantages,
 )
-from hybrid_engine.rlhf.algorithms.figures import IDLE, describe
 from hybrid_engine.rlhf.algorithms.objective import (
     AGGREGATIONS,
     CORRECTIONS,
+    IDLE,
     KL_ESTIMATORS,
     POLICY_LOSSES,
     PolicyBatch,
+    describe,
     policy_objective,
 )
 from hybrid_engine.rlhf.options.algorithm import CHOICES, PRESETS, Algorithm

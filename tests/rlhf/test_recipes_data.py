@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from hybrid_engine.recipes import dpo
-from hybrid_engine.rlhf.data.held_out import is_held_out
+from hybrid_engine.rlhf.data.parts import is_held_out
 from hybrid_engine.rlhf.data.prompts import fit_prompts, load_prompt_rows, select_prompts
 from hybrid_engine.rlhf.data.reading import read_prompt_rows
 from hybrid_engine.rlhf.data.rows import PromptRow

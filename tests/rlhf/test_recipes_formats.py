@@ -12,10 +12,8 @@ from transformers import LlamaConfig
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.recipes import grpo, sft
 from hybrid_engine.rlhf.data.encoding import Encoded, encode_completion, encode_pair, encode_prompt
-from hybrid_engine.rlhf.data.held_out import prompt_key
-from hybrid_engine.rlhf.data.lengths import keep_fitting, limit_of
-from hybrid_engine.rlhf.data.parts import load_parts
-from hybrid_engine.rlhf.data.prompts import load_prompt_rows
+from hybrid_engine.rlhf.data.parts import load_parts, prompt_key
+from hybrid_engine.rlhf.data.prompts import keep_fitting, limit_of, load_prompt_rows
 from hybrid_engine.rlhf.data.reading import (
     read_labelled_rows,
     read_learned_rows,

@@ -11,8 +11,7 @@ from transformers import LlamaConfig
 
 from hybrid_engine.recipes import dpo, evaluate, generate, grpo, sft
 from hybrid_engine.rlhf.data.encoding import encode_completion, encode_prompt
-from hybrid_engine.rlhf.data.held_out import is_held_out, prompt_key
-from hybrid_engine.rlhf.data.parts import load_parts
+from hybrid_engine.rlhf.data.parts import is_held_out, load_parts, prompt_key
 from hybrid_engine.rlhf.data.reading import (
     read_labelled_rows,
     read_learned_rows,

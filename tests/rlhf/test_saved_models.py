@@ -20,10 +20,9 @@ from transformers import (
 import hybrid_engine
 from hybrid_engine.cli.cli import RECIPES
 from hybrid_engine.recipes import ppo, reward, sft
-from hybrid_engine.rlhf.runs.model_card import METHODS, is_hub_name
 from hybrid_engine.rlhf.runs.run_folder import write_config
 from hybrid_engine.rlhf.runs.run_log import write_json
-from hybrid_engine.rlhf.runs.stages import save_stage
+from hybrid_engine.rlhf.runs.stages import METHODS, is_hub_name, save_stage
 from hybrid_engine.rlhf.tasks.corpus import train_tokenizer
 
 SHAPE = LlamaConfig(

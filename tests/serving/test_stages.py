@@ -7,7 +7,7 @@ import torch
 from hybrid_engine.generation.decode import DecodeStep
 from hybrid_engine.generation.guides import GuidedTokens
 from hybrid_engine.recipes import generate, serve
-from hybrid_engine.rlhf.batch import models
+from hybrid_engine.rlhf.runs import answering
 from tests.serving.test_adapters import write_models
 from tests.serving.test_shared import alike, ask, ask_everything
 from tests.support.distributed import run_distributed
@@ -51,7 +51,7 @@ def serve_adapters(folder, tp=1, pp=1):
 def serve_one(folder, tp=1, pp=1):
     options = {"tensor_parallel": {"tp_size": tp}, "pipeline_parallel_size": pp} if tp * pp > 1 else {}
     base = serve.Config(model=str(folder / "base"))
-    engine, tokenizer = models.load_shared(base, tp, pp, {}) if options else (None, None)
+    engine, tokenizer = answering.load_shared(base, tp, pp, {}) if options else (None, None)
     if engine is None:
         engine, tokenizer, _ = serve.load(base)
     found = []

@@ -24,7 +24,7 @@ from hybrid_engine.rlhf.options.shared import AdapterOptions
 from hybrid_engine.rlhf.planning import roles
 from hybrid_engine.rlhf.planning.fitting import check_one_process
 from hybrid_engine.rlhf.planning.memory_plan import Sharded, kept_parts
-from hybrid_engine.rlhf.runs.adapters import check_trainable
+from hybrid_engine.rlhf.runs.run_checks import check_trainable
 from tests.support.distributed import run_distributed
 
 FORMATS = {

@@ -1,14 +1,19 @@
 """The loss of a policy update, as an `Algorithm` defines it: policy loss, KL and entropy per token, then their mean.
 
+Also the metrics that are logged with the loss, and a description of the algorithm's choices.
+
 N: responses of a micro-batch, T: response tokens.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import torch
 
+from hybrid_engine.config.checks import flag
 from hybrid_engine.rl import correction
+from hybrid_engine.rl.advantages import masked_mean
 from hybrid_engine.rl.aggregation import (
     StepCounts,
     seq_mean_token_mean,
@@ -27,8 +32,45 @@ from hybrid_engine.rl.kl import (
     kl_k3,
     kl_k3_with_k2_gradient,
 )
-from hybrid_engine.rl.losses import cispo_loss, gspo_loss, ppo_policy_loss, reinforce_loss, sequence_clip_loss
-from hybrid_engine.rlhf.options.algorithm import Algorithm
+from hybrid_engine.rl.losses import (
+    cispo_loss,
+    gspo_loss,
+    is_clipped,
+    mean_ratio,
+    policy_metrics,
+    ppo_policy_loss,
+    product_ratio,
+    reinforce_loss,
+    sequence_clip_loss,
+)
+from hybrid_engine.rlhf.options.algorithm import Algorithm, preset_choices
+
+KL_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "k1": kl_k1,
+    "k2": kl_k2,
+    "k3": kl_k3,
+    "k1+": kl_k1_with_k2_gradient,
+    "k3+": kl_k3_with_k2_gradient,
+}
+AGGREGATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor, StepCounts], torch.Tensor]] = {
+    "token-mean": lambda loss, mask, step: token_mean(loss, mask, step.num_tokens),
+    "sequence-mean-token-mean": lambda loss, mask, step: seq_mean_token_mean(loss, mask, step.num_sequences),
+    "sequence-mean-token-sum": lambda loss, mask, step: seq_mean_token_sum(loss, mask, step.num_sequences),
+    "token-sum-by-length": lambda loss, mask, step: token_sum_by_length(loss, mask, step.max_length),
+    "sequence-mean-token-sum-by-length": lambda loss, mask, step: seq_mean_token_sum_by_length(
+        loss, mask, step.num_sequences, step.max_length
+    ),
+}
+Correction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, float], torch.Tensor]
+CORRECTIONS: dict[str, Correction] = {
+    "truncated": correction.truncated,
+    "masked": correction.masked,
+    "sequence-truncated": correction.sequence_truncated,
+    "sequence-masked": correction.sequence_masked,
+    "geometric-truncated": correction.geometric_truncated,
+    "geometric-masked": correction.geometric_masked,
+}
+Cause = Callable[[Algorithm], str | None]
 
 
 class PolicyBatch(NamedTuple):
@@ -77,34 +119,6 @@ POLICY_LOSSES: dict[str, Callable[[Algorithm, PolicyBatch], torch.Tensor]] = {
     "cispo": _cispo,
     "reinforce": _reinforce,
     "sequence-clip": _sequence_clip,
-}
-
-KL_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "k1": kl_k1,
-    "k2": kl_k2,
-    "k3": kl_k3,
-    "k1+": kl_k1_with_k2_gradient,
-    "k3+": kl_k3_with_k2_gradient,
-}
-
-AGGREGATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor, StepCounts], torch.Tensor]] = {
-    "token-mean": lambda loss, mask, step: token_mean(loss, mask, step.num_tokens),
-    "sequence-mean-token-mean": lambda loss, mask, step: seq_mean_token_mean(loss, mask, step.num_sequences),
-    "sequence-mean-token-sum": lambda loss, mask, step: seq_mean_token_sum(loss, mask, step.num_sequences),
-    "token-sum-by-length": lambda loss, mask, step: token_sum_by_length(loss, mask, step.max_length),
-    "sequence-mean-token-sum-by-length": lambda loss, mask, step: seq_mean_token_sum_by_length(
-        loss, mask, step.num_sequences, step.max_length
-    ),
-}
-
-Correction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, float], torch.Tensor]
-CORRECTIONS: dict[str, Correction] = {
-    "truncated": correction.truncated,
-    "masked": correction.masked,
-    "sequence-truncated": correction.sequence_truncated,
-    "sequence-masked": correction.sequence_masked,
-    "geometric-truncated": correction.geometric_truncated,
-    "geometric-masked": correction.geometric_masked,
 }
 
 
@@ -182,3 +196,111 @@ def correction_weights(
         return None
     bounds = algorithm.correction_low, algorithm.correction_high
     return CORRECTIONS[algorithm.correction](logprobs_trainer, logprobs_sampler, mask, *bounds)
+
+
+def _clipped_ratios(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
+    ratio = torch.exp(batch.logprobs - batch.logprobs_old)
+    return is_clipped(ratio, batch.advantages, algorithm.clip_low, algorithm.clip_high)
+
+
+def _clipped_means(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
+    ratio = mean_ratio(batch.logprobs, batch.logprobs_old, batch.mask)
+    return is_clipped(ratio, batch.advantages, algorithm.clip_low, algorithm.clip_high)
+
+
+def _clipped_products(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
+    ratio = product_ratio(batch.logprobs, batch.logprobs_old, batch.mask)
+    return is_clipped(ratio, batch.advantages, algorithm.clip_low, algorithm.clip_high)
+
+
+def _clipped_weights(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
+    ratio = torch.exp(batch.logprobs - batch.logprobs_old)
+    return ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high) != ratio
+
+
+def _nowhere(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
+    return torch.zeros_like(batch.mask)
+
+
+CLIPPED: dict[str, Callable[[Algorithm, PolicyBatch], torch.Tensor]] = {
+    "clip": _clipped_ratios,
+    "gspo": _clipped_means,
+    "cispo": _clipped_weights,
+    "reinforce": _nowhere,
+    "sequence-clip": _clipped_products,
+}
+"""`[N, T]` bool: the tokens whose loss, or whose weight under cispo, is clipped."""
+
+
+@torch.no_grad()
+def policy_figures(algorithm: Algorithm, batch: PolicyBatch) -> dict[str, torch.Tensor]:
+    """Metrics of a micro-batch as 0-dimensional means over its tokens; nan without any token.
+
+    Returns:
+        `ratio` (1 before the first update of a rollout), `clip_fraction`, `approx_kl` (from the policy that sampled to
+        the present one), `entropy` (as given, or estimated); with a reference also `kl`, the k3 estimate of the
+        policy's KL to it; with weights also `correction_weight`.
+    """
+    batch = without_padding(batch)
+    figures = policy_metrics(batch.logprobs, batch.logprobs_old, batch.advantages, batch.mask)
+    clipped = CLIPPED[algorithm.policy_loss](algorithm, batch).to(batch.logprobs.dtype)
+    entropy = estimated_entropy(batch.logprobs) if batch.entropy is None else batch.entropy
+    figures |= {"clip_fraction": masked_mean(clipped, batch.mask), "entropy": masked_mean(entropy, batch.mask)}
+    if batch.logprobs_ref is not None:
+        figures["kl"] = masked_mean(kl_k3(batch.logprobs, batch.logprobs_ref), batch.mask)
+    if batch.weights is not None:
+        figures["correction_weight"] = masked_mean(batch.weights, batch.mask)
+    return figures
+
+
+def _beside(cause: str, has_effect: Callable[[Algorithm], Any]) -> Cause:
+    """Fills the algorithm's choices into `cause`; the result is None where `has_effect`."""
+    return lambda algorithm: None if has_effect(algorithm) else cause.format_map(vars(algorithm))
+
+
+IDLE: dict[str, Cause] = {
+    "scale_divisor": _beside("--scale {scale}", lambda a: a.scale in ("group-std", "leave-one-out-std")),
+    "scale_eps": _beside("--scale {scale}", lambda a: a.scale.endswith("-std")),
+    "clip_low": _beside("--policy-loss {policy_loss}", lambda a: a.policy_loss != "reinforce"),
+    "clip_high": _beside("--policy-loss {policy_loss}", lambda a: a.policy_loss != "reinforce"),
+    "kl_estimator": _beside("--kl-place {kl_place}", lambda a: a.needs_reference),
+    "kl_horizon": _beside("--kl-target {kl_target}", lambda a: a.kl_target),
+    "overlong_factor": _beside("--overlong-buffer {overlong_buffer}", lambda a: a.overlong_buffer),
+    "correction_low": _beside("--correction {correction}", lambda a: a.correction != "none"),
+    "correction_high": _beside("--correction {correction}", lambda a: a.correction != "none"),
+    "correction_threshold": _beside("--correction {correction}", lambda a: a.correction != "none"),
+}
+"""The choice that makes an option ineffective; None where the option has an effect."""
+
+
+def describe(algorithm: Algorithm) -> list[str]:
+    """Lines that say what the preset sets, what replaces a choice of the preset, and what has no effect."""
+    preset, chosen = algorithm.preset, preset_choices(algorithm.preset)
+    lines = [f"preset {preset}: {as_options(chosen)}" if preset else f"no preset: {as_options(all_choices(algorithm))}"]
+    lines += [
+        f"{as_options({name: getattr(algorithm, name)})} in place of {value} of preset {preset}"
+        for name, value in chosen.items()
+        if getattr(algorithm, name) != value
+    ]
+    return lines + idle_lines(algorithm, chosen)
+
+
+def all_choices(algorithm: Algorithm) -> dict[str, Any]:
+    """The choices that have an effect, by field name."""
+    names = [field.name for field in fields(algorithm) if field.name != "preset"]
+    return {name: getattr(algorithm, name) for name in names if name not in IDLE or not IDLE[name](algorithm)}
+
+
+def idle_lines(algorithm: Algorithm, chosen: Mapping[str, Any]) -> list[str]:
+    """A line for each choice that is neither the default nor the preset's, and has no effect with the others."""
+    usual = {field.name: field.default for field in fields(algorithm)} | dict(chosen)
+    return [
+        f"{as_options({name: getattr(algorithm, name)})} does nothing beside {cause(algorithm)}"
+        for name, cause in IDLE.items()
+        if getattr(algorithm, name) != usual[name] and cause(algorithm)
+    ]
+
+
+def as_options(choices: Mapping[str, Any]) -> str:
+    """The choices as they would be typed."""
+    return " ".join(f"{flag(name)} {value}" for name, value in choices.items())

@@ -1,19 +1,40 @@
-"""The prompts of a user's data set, in its column `prompt`, and the order in which a run takes them."""
+"""The prompts of a user's data set: which, in which order, and how long they, their answers and rows may be.
 
+`settle_lengths` derives the lengths that options leave open from data and model. Rows that are too long are reported
+with other bad rows, or left out and counted under `--skip-too-long`.
+"""
+
+import sys
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from math import ceil
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.processes import get_world_size
-from hybrid_engine.rlhf.data.encoding import encode_prompt
+from hybrid_engine.rlhf.data.encoding import encode_answer, encode_prompt
 from hybrid_engine.rlhf.data.parts import load_parts
 from hybrid_engine.rlhf.data.reading import read_prompt_rows
-from hybrid_engine.rlhf.data.rows import PromptRow
+from hybrid_engine.rlhf.data.rows import PromptRow, Row, each_good, say_what_is_gone, shown_source
+from hybrid_engine.rlhf.options import evaluate
 from hybrid_engine.rlhf.options.columns import DataSource
+from hybrid_engine.rlhf.options.shared import AnswerOptions, DatasetOptions
 from hybrid_engine.rlhf.runs.run_log import say
-from hybrid_engine.rlhf.runs.stages import mix_seed
+from hybrid_engine.rlhf.runs.stages import load_config, mix_seed, num_positions
+
+R = TypeVar("R", bound=Row)
+Value = TypeVar("Value")
+LengthsT = TypeVar("LengthsT", bound=AnswerOptions | evaluate.Config)
+LONGEST_ANSWER = 256
+"""Tokens of an answer in training, of which a step draws hundreds, if the data has no longer ones; TRL's default."""
+WITHOUT_POSITIONS = 8192
+"""Tokens of a prompt and its answer, if the model's config names no limit."""
+ANSWERS = ("answer", "solution", "completion", "chosen")
+"""Columns of prompts in which data sets have answers."""
+SHARE = 0.99
+"""Share of the data's answers that the longest answer of the run holds; the longest of all may be a mistake."""
 
 
 class PromptTokens(NamedTuple):
@@ -88,3 +109,157 @@ def select_prompts(num_prompts: int, first: int, count: int, seed: int) -> list[
             order = torch.randperm(num_prompts, generator=torch.Generator().manual_seed(mix_seed(seed, epoch)))
         indices.append(int(order[offset]))
     return indices
+
+
+class Tokens(Protocol):
+    """A row as tokens."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the longest sequence that a model reads of the row."""
+
+
+T = TypeVar("T", bound=Tokens)
+
+
+class Limit(NamedTuple):
+    """The largest number of tokens of a row; None: no limit."""
+
+    tokens: int | None
+    name: str
+    """The origin of the limit, such as `--max-tokens=512`."""
+    remedy: str
+    """The remedy for a longer row, such as "raise it"."""
+
+
+def limit_of(max_tokens: int | None, positions: int | None, model: str) -> Limit:
+    """The limit of `--max-tokens`, or the positions of `model` if there are fewer; None is no bound."""
+    if max_tokens is not None and (positions is None or max_tokens <= positions):
+        return Limit(max_tokens, f"--max-tokens={max_tokens}", "raise it")
+    return Limit(positions, f"the {positions} positions of {model}", "use a model with more")
+
+
+def keep_fitting(
+    config: DatasetOptions, rows: Sequence[R], tokens: Sequence[T], limit: Limit
+) -> tuple[list[R], list[T]]:
+    """The rows within `limit`, and their tokens.
+
+    With `--skip-too-long` the others are left out, which is logged; without it they are bad rows, as `each_good` treats
+    them.
+
+    Args:
+        config: options of the data set of these rows.
+        rows: as read.
+        tokens: of each row.
+        limit: the largest number of tokens.
+
+    Raises:
+        ValueError: with the rows that are too long, and their lengths.
+    """
+    is_long = [limit.tokens is not None and entry.num_tokens > limit.tokens for entry in tokens]
+    pairs = list(zip(rows, tokens, strict=True))
+    if any(is_long) and config.skip_too_long:
+        say(f"{sum(is_long)} of {len(rows)} rows have more tokens than {limit.name} and are left out")
+        kept = [pair for pair, is_left_out in zip(pairs, is_long, strict=True) if not is_left_out]
+    else:
+        option = "" if config.skip_bad_rows else ", or leave out what is longer by --skip-too-long"
+        remedies = iter([f"; {limit.remedy}{option}"])
+
+        def check(pair: tuple[R, T]) -> None:
+            row, found = pair[0], pair[1].num_tokens
+            if limit.tokens is not None and found > limit.tokens:  # gives the remedy once: it is the same for all
+                raise ValueError(f"{row.place} has {found} tokens, more than {limit.name}{next(remedies, '')}")
+
+        kept, _ = each_good(pairs, check, shown_source(config, rows), skips=config.skip_bad_rows)
+    say_what_is_gone(rows, [row for row, _ in kept])
+    return [row for row, _ in kept], [found for _, found in kept]
+
+
+def settle_lengths(
+    config: LengthsT, prompts: Sequence[int], answer: int = 0, *, most: int = LONGEST_ANSWER, is_said: bool = True
+) -> LengthsT:
+    """The options, with lengths of 0 replaced by those of data and model, which is logged; given lengths stay.
+
+    The longest prompt of the data is kept whole if it leaves `most` tokens for an answer, or half of the model's
+    positions. An answer has up to `most` tokens, or those that the prompt leaves.
+
+    Args:
+        config: of a recipe.
+        prompts: tokens of each prompt.
+        answer: tokens of the data's long answers; 0: it has none.
+        most: tokens of an answer, if the data has no longer ones.
+        is_said: whether the chosen lengths are logged with their origin.
+    """
+    given_prompt, given_new = config.max_prompt_tokens, config.max_new_tokens
+    if given_prompt and given_new:
+        return config
+    room, longest, most = Room.of(config), max(prompts), max(most, answer)
+    reserved = given_new or min(most, room.total // 2)
+    num_prompt = given_prompt or max(1, min(longest, room.total - reserved))
+    num_new = given_new or max(1, min(most, room.behind(num_prompt, longest)))
+    if is_said:
+        of_prompt = "the longest of the data" if num_prompt == longest else f"the longest of the data has {longest}"
+        of_answer = "99 of 100 answers of the data have no more" if most == answer else "the default"
+        of_answer = of_answer if num_new == most else "what is left"
+        say(
+            f"prompts of up to {num_prompt} tokens ({'as given' if given_prompt else of_prompt}), answers "
+            f"of up to {num_new} ({'as given' if given_new else of_answer}): {room.reason}; "
+            "--max-prompt-tokens and --max-new-tokens change it"
+        )
+    return replace(config, max_prompt_tokens=num_prompt, max_new_tokens=num_new)
+
+
+class Room(NamedTuple):
+    """Tokens that a prompt and its answer may have together."""
+
+    positions: int
+    """Positions of the model; a prompt takes as many as it has tokens."""
+    in_pass: int
+    """Tokens of a pass, which must hold the longest allowed prompt."""
+    reason: str
+    """The origin of the smaller number, in words."""
+
+    @classmethod
+    def of(cls, config: AnswerOptions | evaluate.Config) -> "Room":
+        """The room for a recipe's options and its `model`."""
+        found = num_positions(load_config(str(config.model)))
+        positions, in_pass = found or WITHOUT_POSITIONS, config.tokens_in_pass or sys.maxsize
+        if isinstance(config, AnswerOptions) and in_pass < positions:
+            budget = config.tokens_per_micro_batch
+            return cls(positions, in_pass, f"a pass of --tokens-per-micro-batch={budget} holds {in_pass}")
+        if found is None:
+            return cls(
+                positions, in_pass, f"the config of --model names no positions, and both have {positions} at most"
+            )
+        return cls(positions, in_pass, f"--model has {positions} positions")
+
+    @property
+    def total(self) -> int:
+        """The smaller of both numbers."""
+        return min(self.positions, self.in_pass)
+
+    def behind(self, num_prompt: int, longest: int) -> int:
+        """Tokens left for an answer after prompts of up to `num_prompt` tokens; the longest prompt has `longest`."""
+        return min(self.positions - min(num_prompt, longest), self.in_pass - num_prompt)
+
+
+def long_answer(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> int:
+    """The 99th percentile of the answers in the columns of `rows`, in tokens; ranked by their characters.
+
+    Returns 0 if there are no answers.
+    """
+    values = [row.columns.get(name) for row in rows for name in ANSWERS]
+    texts = sorted(filter(None, map(_text_of, values)), key=len)
+    return len(encode_answer(tokenizer, long_one(texts))) if texts else 0
+
+
+def _text_of(answer: Any) -> str | None:
+    """The text of an answer, or of its last turn if it is a conversation; None for anything else."""
+    if isinstance(answer, list) and answer and isinstance(answer[-1], dict):
+        answer = answer[-1].get("content")
+    return answer if isinstance(answer, str) else None
+
+
+def long_one(ordered: Sequence[Value]) -> Value:
+    """The entry that a share `SHARE` of `ordered`, which is not empty, does not exceed."""
+    return ordered[ceil(SHARE * len(ordered)) - 1]

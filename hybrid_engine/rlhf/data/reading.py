@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hybrid_engine.rlhf.data.data_files import RowOrError, Table, read_table
-from hybrid_engine.rlhf.data.held_out import DataRow
 from hybrid_engine.rlhf.data.layouts import as_ours, read_tools, with_tool_calls, without_nones
-from hybrid_engine.rlhf.data.parts import wrap_rows, write_prompts
+from hybrid_engine.rlhf.data.parts import DataRow, wrap_rows, write_prompts
 from hybrid_engine.rlhf.data.rows import (
     CompletionRow,
     ConversationRow,

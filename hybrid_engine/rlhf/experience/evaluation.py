@@ -24,7 +24,7 @@ from hybrid_engine.rl.kl import kl_k1
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures
 from hybrid_engine.rlhf.batches.passes import RunPasses
 from hybrid_engine.rlhf.batches.sequences import build_sequences, in_parts, response_logprobs
-from hybrid_engine.rlhf.data.held_out import prompt_text
+from hybrid_engine.rlhf.data.parts import prompt_text
 from hybrid_engine.rlhf.data.rows import PromptRow, Turns
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling, Rollout, sample
 from hybrid_engine.rlhf.rewards.scores import Answers, Scores, named_figures

@@ -35,8 +35,8 @@ from hybrid_engine.rlhf.options import grpo
 from hybrid_engine.rlhf.options.algorithm import Algorithm
 from hybrid_engine.rlhf.options.shared import RolloutRunOptions
 from hybrid_engine.rlhf.rewards.rewards import Rewards
-from hybrid_engine.rlhf.runs.adapters import add_adapter
 from hybrid_engine.rlhf.runs.engine_config import Schedule, build_engine_config, largest_micro_batch, torch_dtype
+from hybrid_engine.rlhf.runs.run_checks import add_adapter
 from hybrid_engine.rlhf.runs.stages import load_model, load_tokenizer
 
 

@@ -44,8 +44,8 @@ from hybrid_engine.rlhf.rewards.learned import (
 )
 from hybrid_engine.rlhf.rewards.rewards import Rewards
 from hybrid_engine.rlhf.rewards.scores import Answers, Scores, penalise_cut_off, replace_cut_off
-from hybrid_engine.rlhf.runs.adapters import lora_config
 from hybrid_engine.rlhf.runs.engine_config import Schedule, scaling_figures
+from hybrid_engine.rlhf.runs.run_checks import lora_config
 from hybrid_engine.rlhf.runs.stages import load_model, load_tokenizer, num_positions
 
 ACTOR, CRITIC, HEADS = "actor", "critic", "heads"

@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_engine.config.checks import check_divides
 from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
 from hybrid_engine.rlhf.data.encoding import encode_prompt
-from hybrid_engine.rlhf.data.lengths import long_answer, settle_lengths
-from hybrid_engine.rlhf.data.prompts import PromptTokens, fit_prompts, load_prompt_rows
+from hybrid_engine.rlhf.data.prompts import PromptTokens, fit_prompts, load_prompt_rows, long_answer, settle_lengths
 from hybrid_engine.rlhf.data.rows import PromptRow, encode_each, told_together
 from hybrid_engine.rlhf.options import reward, sft
 from hybrid_engine.rlhf.options.shared import AdapterOptions, DatasetOptions, PromptRunOptions, RunOptions

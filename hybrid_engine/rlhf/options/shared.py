@@ -410,7 +410,7 @@ class TrainingOptions(AdapterOptions, ResumeOptions):
 
 
 LENGTHS = ("max_prompt_tokens", "max_new_tokens")
-"""Options that `data/lengths.py` derives from data and model where they are 0."""
+"""Options that `data/prompts.py` derives from data and model where they are 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

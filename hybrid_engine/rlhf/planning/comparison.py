@@ -30,7 +30,7 @@ from hybrid_engine.rlhf.options.shared import TrainingOptions
 from hybrid_engine.rlhf.planning.memory_plan import MemoryPlan
 from hybrid_engine.rlhf.planning.reading import Read, read_answers
 from hybrid_engine.rlhf.planning.roles import Setting, plan_memory
-from hybrid_engine.rlhf.planning.widest import Pass
+from hybrid_engine.rlhf.planning.training_passes import Pass
 from hybrid_engine.rlhf.runs.run_log import say, write_json
 from hybrid_engine.rlhf.runs.stages import load_config
 from hybrid_engine.zero.fsdp2_private import gathered_storages

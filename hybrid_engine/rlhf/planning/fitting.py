@@ -18,8 +18,8 @@ from hybrid_engine.rlhf.options.shared import AnswerOptions, TrainingOptions, fi
 from hybrid_engine.rlhf.planning.memory_plan import MemoryPlan
 from hybrid_engine.rlhf.planning.reading import Read, read_run
 from hybrid_engine.rlhf.planning.roles import Setting, plan_memory
-from hybrid_engine.rlhf.runs.adapters import IS_PACKED
 from hybrid_engine.rlhf.runs.engine_config import choose_dtype
+from hybrid_engine.rlhf.runs.run_checks import IS_PACKED
 
 ADAPTER: dict[str, Any] = {"lora_rank": 16}
 AGAIN: dict[str, Any] = {"activation_checkpointing": True}

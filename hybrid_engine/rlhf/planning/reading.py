@@ -22,9 +22,8 @@ from hybrid_engine.rlhf.experience.start import SUMMARIES, SUMS, OwnTask, charac
 from hybrid_engine.rlhf.options import agent, dpo, kto, reward, sft
 from hybrid_engine.rlhf.options.preference import PreferenceOptions
 from hybrid_engine.rlhf.options.shared import AdapterOptions, PromptRunOptions, TrainingOptions
-from hybrid_engine.rlhf.preference.answers import load_answers
+from hybrid_engine.rlhf.preference.answers import answers_of, load_answers, load_pairs
 from hybrid_engine.rlhf.preference.first_actor import keep_what_fits, prompts_of, with_lengths
-from hybrid_engine.rlhf.preference.pairs import answers_of, load_pairs
 from hybrid_engine.rlhf.rewards.learned import (
     check_reward_adapter,
     critic_source,
@@ -32,7 +31,7 @@ from hybrid_engine.rlhf.rewards.learned import (
     names_model,
     read_reward_adapter,
 )
-from hybrid_engine.rlhf.runs.adapters import check_trainable
+from hybrid_engine.rlhf.runs.run_checks import check_trainable
 from hybrid_engine.rlhf.runs.stages import load_config, load_tokenizer
 from hybrid_engine.rlhf.tasks.calculator import held_out_problems, settle_conversations
 from hybrid_engine.rlhf.tasks.corpus import batches_of, build_small_llama, load_corpus, load_pair_corpus

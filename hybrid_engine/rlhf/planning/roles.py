@@ -31,11 +31,10 @@ from hybrid_engine.rlhf.planning.memory_plan import (
     kept_parts,
     kv_part,
 )
-from hybrid_engine.rlhf.planning.pass_bytes import base_of, count_pass
 from hybrid_engine.rlhf.planning.reading import Read
-from hybrid_engine.rlhf.planning.widest import Pass, widest_passes
-from hybrid_engine.rlhf.runs.adapters import add_adapter
+from hybrid_engine.rlhf.planning.training_passes import Pass, base_of, count_pass, widest_passes
 from hybrid_engine.rlhf.runs.engine_config import torch_dtype
+from hybrid_engine.rlhf.runs.run_checks import add_adapter
 from hybrid_engine.rlhf.runs.stages import without_dropout
 from hybrid_engine.zero.wrapping import find_groups
 

@@ -12,8 +12,8 @@ from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
 from hybrid_engine.rlhf.batches.sequences import recompute_activations
 from hybrid_engine.rlhf.data.encoding import Encoded, encode_prompt
-from hybrid_engine.rlhf.data.held_out import prompt_text
-from hybrid_engine.rlhf.data.lengths import R, T, keep_fitting, limit_of, long_one, settle_lengths
+from hybrid_engine.rlhf.data.parts import prompt_text
+from hybrid_engine.rlhf.data.prompts import R, T, keep_fitting, limit_of, long_one, settle_lengths
 from hybrid_engine.rlhf.data.rows import LabelledRow, PreferenceRow, PromptRow, encode_each
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, evaluate
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling
@@ -21,9 +21,8 @@ from hybrid_engine.rlhf.experience.start import SUMMARIES
 from hybrid_engine.rlhf.options import sft
 from hybrid_engine.rlhf.options.preference import PreferenceOptions
 from hybrid_engine.rlhf.rewards.scores import Answers, Scores
-from hybrid_engine.rlhf.runs.adapters import add_adapter
 from hybrid_engine.rlhf.runs.engine_config import Schedule, build_engine_config, largest_micro_batch
-from hybrid_engine.rlhf.runs.run_checks import check_folder, check_model, check_positions, check_stage
+from hybrid_engine.rlhf.runs.run_checks import add_adapter, check_folder, check_model, check_positions, check_stage
 from hybrid_engine.rlhf.runs.stages import load_model, num_positions
 from hybrid_engine.rlhf.tasks.stdlib_docs import conforms
 

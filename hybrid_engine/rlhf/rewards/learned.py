@@ -26,9 +26,9 @@ from hybrid_engine.rlhf.data.encoding import encode_scored
 from hybrid_engine.rlhf.data.rows import CompletionRow, Turns
 from hybrid_engine.rlhf.rewards.built_in import BUILT_IN
 from hybrid_engine.rlhf.rewards.scores import Answers, UnusableReference
-from hybrid_engine.rlhf.runs.model_card import ADAPTER
 from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.rlhf.runs.stages import (
+    ADAPTER,
     explained,
     load_config,
     load_model,

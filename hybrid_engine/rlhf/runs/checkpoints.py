@@ -68,7 +68,7 @@ def begin_run(config: TrainingT, recipe: str) -> TrainingT:
     """Joins the processes of a run of `recipe`; returns its options with open values replaced, as they are stored.
 
     A resumed run keeps the values that it began with; if it began before an option existed, it keeps the earlier
-    behavior. Other open lengths are set when the data is read (`data/lengths.py`). Collective.
+    behavior. Other open lengths are set when the data is read (`data/prompts.py`). Collective.
     """
     init_distributed()
     apply_tf32(config)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hybrid_engine.rlhf.data.held_out import is_held_out
+from hybrid_engine.rlhf.data.parts import is_held_out
 from hybrid_engine.rlhf.data.rows import CompletionRow, LearnedRow, PromptRow
 
 FORGETS_CARRY = 0.52

@@ -22,8 +22,8 @@ from jinja2 import TemplateError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from hybrid_engine.rlhf.data.held_out import is_held_out
-from hybrid_engine.rlhf.data.lengths import LONGEST_ANSWER, Room
+from hybrid_engine.rlhf.data.parts import is_held_out
+from hybrid_engine.rlhf.data.prompts import LONGEST_ANSWER, Room
 from hybrid_engine.rlhf.data.rows import ConversationRow, LearnedRow, Message
 from hybrid_engine.rlhf.options import agent
 from hybrid_engine.rlhf.options.agent import MAX_TURNS

@@ -13,9 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase,
 from hybrid_engine.rlhf.batches.packing import SharedPrompt
 from hybrid_engine.rlhf.batches.sequences import NUM_POOLED, epochs_of_similar_length
 from hybrid_engine.rlhf.data.encoding import Encoded, encode_completion, encode_pair, read_template
-from hybrid_engine.rlhf.data.held_out import prompt_text
-from hybrid_engine.rlhf.data.lengths import keep_fitting, limit_of
-from hybrid_engine.rlhf.data.parts import check_parts, load_parts
+from hybrid_engine.rlhf.data.parts import check_parts, load_parts, prompt_text
+from hybrid_engine.rlhf.data.prompts import keep_fitting, limit_of
 from hybrid_engine.rlhf.data.reading import read_learned_rows, read_preference_rows
 from hybrid_engine.rlhf.data.rows import LearnedRow, PreferenceRow, encode_each, texts_of, told_together
 from hybrid_engine.rlhf.options import reward, sft

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybrid_engine.rlhf.data.held_out import is_held_out
+from hybrid_engine.rlhf.data.parts import is_held_out
 from hybrid_engine.rlhf.data.rows import CompletionRow, LearnedRow, PreferenceRow
 
 PROMPT_CHARS = (8, 120)
