@@ -33,12 +33,7 @@ from hybrid_engine.rlhf.batches.passes import Items, RunPasses
 from hybrid_engine.rlhf.data.encoding import encode_pair
 from hybrid_engine.rlhf.data.prompts import fit_prompts, select_prompts
 from hybrid_engine.rlhf.data.rows import told_together
-from hybrid_engine.rlhf.experience.evaluation import Evaluation, follow, show_comparison, step_means
-from hybrid_engine.rlhf.options.dpo import Config
-from hybrid_engine.rlhf.options.shared import is_due
-from hybrid_engine.rlhf.planning.comparison import follow_memory, write_result
-from hybrid_engine.rlhf.planning.reading import read_preferences
-from hybrid_engine.rlhf.preference.answers import (
+from hybrid_engine.rlhf.experience.answers import (
     Reading,
     TrainingPair,
     answers_of,
@@ -49,7 +44,8 @@ from hybrid_engine.rlhf.preference.answers import (
     refer_pairs,
     without_adapter,
 )
-from hybrid_engine.rlhf.preference.first_actor import (
+from hybrid_engine.rlhf.experience.evaluation import Evaluation, follow, show_comparison, step_means
+from hybrid_engine.rlhf.experience.first_actor import (
     answer_prompts,
     build_actor,
     check_run,
@@ -58,6 +54,10 @@ from hybrid_engine.rlhf.preference.first_actor import (
     prompts_of,
     with_lengths,
 )
+from hybrid_engine.rlhf.options.dpo import Config
+from hybrid_engine.rlhf.options.shared import is_due
+from hybrid_engine.rlhf.planning.comparison import follow_memory, write_result
+from hybrid_engine.rlhf.planning.reading import read_preferences
 from hybrid_engine.rlhf.runs.checkpoints import SavedRun, begin_run, load_checkpoints, save_checkpoints
 from hybrid_engine.rlhf.runs.engine_config import Schedule, gradient_figures
 from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS, METRICS, RUN_RESULTS, read_metrics

@@ -27,6 +27,7 @@ from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.recipes.dpo import update
 from hybrid_engine.rl.preferences import best_and_worst
 from hybrid_engine.rlhf.data.encoding import EncodedPair
+from hybrid_engine.rlhf.experience.answers import Reading, TrainingPair
 from hybrid_engine.rlhf.experience.evaluation import (
     Evaluation,
     FollowedAnswers,
@@ -47,7 +48,6 @@ from hybrid_engine.rlhf.options.shared import (
     suitable_rate,
 )
 from hybrid_engine.rlhf.planning.comparison import follow_answers, write_result
-from hybrid_engine.rlhf.preference.answers import Reading, TrainingPair
 from hybrid_engine.rlhf.runs.checkpoints import begin_run, load_checkpoints, save_checkpoints
 from hybrid_engine.rlhf.runs.engine_config import Schedule
 from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS, METRICS, read_metrics

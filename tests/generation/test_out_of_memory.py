@@ -14,8 +14,8 @@ from hybrid_engine.recipes import kto, reward, sft
 from hybrid_engine.rlhf.batches.passes import RunPasses, until_it_fits
 from hybrid_engine.rlhf.batches.sequences import ValueModel, build_sequences, in_parts, response_logprobs
 from hybrid_engine.rlhf.data.encoding import Encoded
+from hybrid_engine.rlhf.experience.answers import LabelledAnswer, Reading, all_logprobs
 from hybrid_engine.rlhf.experience.evaluation import step_means
-from hybrid_engine.rlhf.preference.answers import LabelledAnswer, Reading, all_logprobs
 from hybrid_engine.rlhf.rewards.learned import LearnedReward, save_normalised
 from hybrid_engine.rlhf.rewards.scores import Answers
 from hybrid_engine.rlhf.tasks import arithmetic

@@ -13,7 +13,7 @@ from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.recipes import dpo, kto
 from hybrid_engine.rl.preferences import PairLogprobs, build_loss
 from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
-from hybrid_engine.rlhf.preference.answers import (
+from hybrid_engine.rlhf.experience.answers import (
     LabelledAnswer,
     Reading,
     TrainingPair,

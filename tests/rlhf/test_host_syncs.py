@@ -24,12 +24,11 @@ from hybrid_engine.rlhf.batches.packing import Layout, set_layout
 from hybrid_engine.rlhf.batches.passes import RunPasses
 from hybrid_engine.rlhf.batches.sequences import ValueModel, build_sequences
 from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
-from hybrid_engine.rlhf.experience import policy, roles
+from hybrid_engine.rlhf.experience import answers, policy, roles
+from hybrid_engine.rlhf.experience.answers import LabelledAnswer, Reading, TrainingPair
 from hybrid_engine.rlhf.experience.policy import Experience
 from hybrid_engine.rlhf.experience.roles import CriticExperience
 from hybrid_engine.rlhf.options.algorithm import Algorithm
-from hybrid_engine.rlhf.preference import answers
-from hybrid_engine.rlhf.preference.answers import LabelledAnswer, Reading, TrainingPair
 from hybrid_engine.rlhf.tasks.corpus import Pair
 from tests.support.models import PAD, build_model
 from tests.support.training_passes import train_in_parts

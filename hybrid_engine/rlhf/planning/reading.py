@@ -18,12 +18,12 @@ from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair, encode_comple
 from hybrid_engine.rlhf.data.prompts import PromptTokens, select_prompts
 from hybrid_engine.rlhf.data.rows import told_together
 from hybrid_engine.rlhf.experience import start
+from hybrid_engine.rlhf.experience.answers import answers_of, load_answers, load_pairs
+from hybrid_engine.rlhf.experience.first_actor import keep_what_fits, prompts_of, with_lengths
 from hybrid_engine.rlhf.experience.start import SUMMARIES, SUMS, OwnTask, character_stage
 from hybrid_engine.rlhf.options import agent, dpo, kto, reward, sft
 from hybrid_engine.rlhf.options.preference import PreferenceOptions
 from hybrid_engine.rlhf.options.shared import AdapterOptions, PromptRunOptions, TrainingOptions
-from hybrid_engine.rlhf.preference.answers import answers_of, load_answers, load_pairs
-from hybrid_engine.rlhf.preference.first_actor import keep_what_fits, prompts_of, with_lengths
 from hybrid_engine.rlhf.rewards.learned import (
     check_reward_adapter,
     critic_source,

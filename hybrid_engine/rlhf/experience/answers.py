@@ -26,8 +26,8 @@ from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
 from hybrid_engine.rlhf.data.parts import load_parts, prompt_text
 from hybrid_engine.rlhf.data.reading import label_pairs, read_labelled_rows, read_preference_rows
 from hybrid_engine.rlhf.data.rows import LabelledRow, PreferenceRow
+from hybrid_engine.rlhf.experience.first_actor import check_enough
 from hybrid_engine.rlhf.options import dpo, kto
-from hybrid_engine.rlhf.preference.first_actor import check_enough
 from hybrid_engine.rlhf.tasks.stdlib_docs import build_preferences, split, stdlib_examples
 
 

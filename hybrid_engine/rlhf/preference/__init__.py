@@ -1,1 +1,0 @@
-"""Code of the recipes that learn from preferences: log-probabilities of whole answers, pairs, options, first actor."""
