@@ -21,6 +21,7 @@ from hybrid_engine.rlhf.data.parts import read_once
 from hybrid_engine.rlhf.data.prompts import fit_prompts, load_prompt_rows, settle_lengths
 from hybrid_engine.rlhf.data.reading import read_prompt_rows
 from hybrid_engine.rlhf.data.rows import PromptRow, told_together
+from hybrid_engine.rlhf.experience.answering import build_answering
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, PassRule, evaluate, prompt_shown
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling
 from hybrid_engine.rlhf.experience.start import keep_usable
@@ -28,7 +29,6 @@ from hybrid_engine.rlhf.options.evaluate import Config
 from hybrid_engine.rlhf.rewards.learned import LearnedReward
 from hybrid_engine.rlhf.rewards.loading import load_rewards
 from hybrid_engine.rlhf.rewards.rewards import Rewards
-from hybrid_engine.rlhf.runs.answering import build_answering
 from hybrid_engine.rlhf.runs.engine_config import torch_dtype
 from hybrid_engine.rlhf.runs.run_checks import check_positions
 from hybrid_engine.rlhf.runs.run_folder import CONFIG, check_out, left_behind, write_config

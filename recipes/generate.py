@@ -29,8 +29,7 @@ from hybrid_engine.generation.options import GenerationOptions, read_options
 from hybrid_engine.rlhf.data.encoding import encode_prompt
 from hybrid_engine.rlhf.data.reading import read_prompt_rows
 from hybrid_engine.rlhf.data.rows import PromptRow, each_good, told_together
-from hybrid_engine.rlhf.options.generate import Config
-from hybrid_engine.rlhf.runs.answering import (
+from hybrid_engine.rlhf.experience.answering import (
     join,
     load_answering,
     load_answering_tokenizer,
@@ -39,7 +38,8 @@ from hybrid_engine.rlhf.runs.answering import (
     run_sequences,
     telling,
 )
-from hybrid_engine.rlhf.runs.journal import TERMINAL, Journal, opened, read_lines, write_answer
+from hybrid_engine.rlhf.experience.journal import TERMINAL, Journal, opened, read_lines, write_answer
+from hybrid_engine.rlhf.options.generate import Config
 from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.rlhf.runs.stages import load_config
 

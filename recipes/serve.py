@@ -26,8 +26,7 @@ from hybrid_engine.containers.device import free_and_total_bytes
 from hybrid_engine.distributed.processes import default_device, on_rank_zero
 from hybrid_engine.generation.live.opening import count_tokens
 from hybrid_engine.generation.memory import BLOCK_SIZE, read_memory
-from hybrid_engine.rlhf.options.serve import Config
-from hybrid_engine.rlhf.runs.answering import (
+from hybrid_engine.rlhf.experience.answering import (
     join,
     load_shared,
     load_with_adapters,
@@ -35,6 +34,7 @@ from hybrid_engine.rlhf.runs.answering import (
     peft_names,
     read_adapters,
 )
+from hybrid_engine.rlhf.options.serve import Config
 from hybrid_engine.rlhf.runs.engine_config import torch_dtype
 from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.rlhf.runs.stages import explained, load_config

@@ -17,7 +17,7 @@ import hybrid_engine
 from hybrid_engine.cli.cli import main
 from hybrid_engine.generation.live.opening import live_batch
 from hybrid_engine.recipes import generate, serve
-from hybrid_engine.rlhf.runs.answering import load_answering
+from hybrid_engine.rlhf.experience.answering import load_answering
 from tests.support.chat import build_chat_tokenizer
 from tests.support.distributed import run_distributed
 

@@ -12,8 +12,8 @@ from hybrid_engine.inference.checkpoint import build_empty_model
 from hybrid_engine.rlhf.data.encoding import encode_prompt
 from hybrid_engine.rlhf.data.reading import read_prompt_rows
 from hybrid_engine.rlhf.data.rows import PromptRow
+from hybrid_engine.rlhf.experience.answering import with_adapter
 from hybrid_engine.rlhf.options.columns import DataSource
-from hybrid_engine.rlhf.runs.answering import with_adapter
 from hybrid_engine.rlhf.runs.stages import load_config, load_model, load_tokenizer
 from hybrid_engine.serving.server import load_tokenizer as load_served_tokenizer
 from tests.support.chat import build_chat_tokenizer

@@ -13,7 +13,7 @@ from hybrid_engine.generation import step
 from hybrid_engine.generation.live import opening as live_adapters
 from hybrid_engine.generation.live.opening import live_batch
 from hybrid_engine.recipes import serve
-from hybrid_engine.rlhf.runs.answering import BaseModelOptions, load_with_adapters, read_adapters
+from hybrid_engine.rlhf.experience.answering import BaseModelOptions, load_with_adapters, read_adapters
 from tests.serving.test_server import build
 from tests.support.chat import build_chat_tokenizer
 from tests.support.distributed import run_distributed

@@ -7,7 +7,7 @@ import torch
 from hybrid_engine.generation.decode import DecodeStep
 from hybrid_engine.generation.guides import GuidedTokens
 from hybrid_engine.recipes import generate, serve
-from hybrid_engine.rlhf.runs import answering
+from hybrid_engine.rlhf.experience import answering
 from tests.serving.test_adapters import write_models
 from tests.serving.test_shared import alike, ask, ask_everything
 from tests.support.distributed import run_distributed

@@ -1,6 +1,6 @@
 """The memory of a run on one device: parts in bytes, each with its formula in words, and the peaks that they add up to.
 
-Pure arithmetic on shapes and counts; nothing is measured or loaded. `roles.py` makes the parts, `command.py` prints
+Pure arithmetic on shapes and counts; nothing is measured or loaded. `roles.py` makes the parts, `fitting.py` prints
 them, and `comparison.py` sets the peaks next to what a run takes.
 """
 

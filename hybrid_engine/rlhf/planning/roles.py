@@ -1,6 +1,6 @@
 """Plans a run: each of its models is built on the meta device and counted, for training and for generation.
 
-`command.py` and `comparison.py` call `plan_memory`.
+`fitting.py` and `comparison.py` call `plan_memory`.
 """
 
 import math

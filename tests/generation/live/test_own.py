@@ -15,7 +15,7 @@ from hybrid_engine.generation.live.asynchronous import Carried, start_async
 from hybrid_engine.generation.live.opening import live_batch
 from hybrid_engine.generation.options import read_options
 from hybrid_engine.recipes.serve import Config as ServeConfig
-from hybrid_engine.rlhf.runs.answering import load_shared
+from hybrid_engine.rlhf.experience.answering import load_shared
 from tests.support.chat import build_chat_tokenizer
 from tests.support.models import PAD, VOCAB, build_model, randomised
 
