@@ -1,4 +1,4 @@
-"""What preference recipes learn from: answers with labels, and pairs, with the reference's log-probabilities.
+"""Labelled answers, and pairs of answers, with the reference's log-probabilities: preference recipes learn from them.
 
 A log-probability of an answer is the sum over the tokens that are learned. KTO also reads mismatched answers.
 
