@@ -460,7 +460,7 @@ def chat_model(tmp_path_factory):
 @pytest.mark.parametrize(
     ("rows", "options"),
     [
-        ([{"prompt": "Play.", "answer": number} for number in range(40)], {}),
+        ([{"prompt": "Play.", "answer": number} for number in range(40)], {"row_key": ("answer",)}),
         (
             [
                 {"prompt": [{"role": "tool" if number == 7 else "user", "content": "?" * number}], "answer": number}
