@@ -114,7 +114,7 @@ class Reward:
     optional_columns: frozenset[str] = frozenset()
     """Columns that it reads if the data has them."""
     references: frozenset[str] = frozenset()
-    """Those of `columns` that have right answers; another right answer does not make a prompt another task."""
+    """The columns with right answers, a part of `columns`; another right answer does not make another task."""
     check: Callable[[Mapping[str, Any]], None] | None = None
     """Raises ValueError, with a message that follows a row's place, for columns whose values it cannot read."""
 
