@@ -186,6 +186,7 @@ def _decoder(tokenizer: Any, cleans_up: bool) -> Callable[..., str]:
     return tokenizer.decode
 
 
+@lru_cache(maxsize=2**16)  # an answer may have 2**18 log-probabilities, each with the name of its token
 def token_bytes(tokenizer: Any, token: int) -> bytes:
     """Returns the UTF-8 bytes that `token` adds to a text, which may be part of a character."""
     name = tokenizer.convert_ids_to_tokens(token)
