@@ -215,14 +215,14 @@ def test_one_that_leaves_half_prefilled_gives_back_what_it_had(passes):
 def test_of_prompts_that_come_at_once_the_first_are_answered_before_the_last_are_fed(passes):
     """A rollout, in which nobody waits for a first token, feeds them in one pass."""
     engine = build()
-    sequences = sequences_of([2, 2, 2])
+    sequences = sequences_of([4, 4, 4])
     expected, told = answers(engine, sequences), {0: [], 1: [], 2: []}
     passes.fed.clear()
     with live_batch(engine.generator, 32, 3) as batch:
         batch.add(sequences)
         while batch.has_work:
             turn(batch, told)
-    assert passes.fed[:3] == [(0, [(0, 2), (0, 2)]), (2, [(0, 2)]), (3, [])]
+    assert passes.fed[:3] == [(0, [(0, 4), (0, 4)]), (2, [(0, 4)]), (3, [])]
     assert told == expected
 
 
