@@ -141,6 +141,12 @@ def test_a_custom_backward_pass_is_that_of_the_module_for_every_shape(tmp_path, 
         torch.testing.assert_close(gradients(run, *inputs), gradients(module, *inputs))
 
 
+def with_saved(pack, compute):
+    """The result of `compute`, whose backward pass reads what `pack` makes of saved tensors."""
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        return compute()
+
+
 REFUSED = {
     "argument": (lambda x: StraightThrough.apply(x, lambda: 3), "StraightThrough.apply is given .*register_op"),
     "in place": (lambda x: InPlace.apply(x * 1), "InPlace.apply writes into its arguments"),
@@ -159,6 +165,10 @@ REFUSED = {
     "node before": (
         lambda x: (x.grad_fn.register_prehook(lambda outputs: tuple(None if g is None else -g for g in outputs)), x)[1],
         r"grad_fn.register_prehook\(\) puts a hook",
+    ),
+    "saved": (
+        lambda x: with_saved(lambda saved: -saved, lambda: x * x),
+        r"saved_tensors_hooks\(\) changes what a backward pass reads",
     ),
     "reentrant": (
         lambda x: checkpoint(torch.tanh, x, use_reentrant=True),
@@ -198,7 +208,7 @@ def test_backward_hooks_of_modules_are_kept_by_their_own_code_alone(tmp_path, na
     assert not parallel(tmp_path / "inference", module, inference_only=True).eval()(x).isnan().any()
 
 
-@pytest.mark.parametrize("name", ["tensor", "node", "node before", "reentrant"])
+@pytest.mark.parametrize("name", ["tensor", "node", "node before", "saved", "reentrant"])
 def test_so_are_hooks_and_checkpoints_of_a_forward_pass(tmp_path, name):
     module, x = build(REFUSED[name][0]), torch.randn(4, 8)
     torch.testing.assert_close(gradients(parallel(tmp_path, module, lowering="eager"), x), gradients(module, x))

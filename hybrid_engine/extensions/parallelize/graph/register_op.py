@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import Placement
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.nn.modules import module as torch_modules
@@ -328,6 +329,7 @@ def own_gradients(runs_code: bool) -> Iterator[None]:
                 stack.enter_context(_replaced(owner, name, _refusing(name)))
         if not runs_code:
             stack.enter_context(_replaced(Tensor, "grad_fn", property(_grad_fn_without_hooks)))
+            stack.enter_context(_replaced(saved_tensors_hooks, "__enter__", _enter_saved_tensors_hooks))
             stack.enter_context(_replaced(CheckpointFunction, "apply", staticmethod(_refuse_reentrant)))
         yield
 
@@ -357,6 +359,12 @@ def _refuse_reentrant(*_: Any) -> None:
         "torch.utils.checkpoint with use_reentrant=True hides its gradients from a traced graph; pass "
         "use_reentrant=False, to transformers as gradient_checkpointing_enable({'use_reentrant': False})"
     )
+
+
+def _enter_saved_tensors_hooks(hooks: saved_tensors_hooks, enter: Any = saved_tensors_hooks.__enter__) -> None:
+    if type(hooks) is saved_tensors_hooks:  # those of torch's own subclasses change no values
+        raise LostGradient(f"saved_tensors_hooks() changes what a backward pass reads, {REMEDY}")
+    enter(hooks)
 
 
 def _grad_fn_without_hooks(tensor: Tensor) -> Any:
