@@ -215,7 +215,7 @@ def test_a_step_whose_episodes_all_succeed_moves_nothing_after_one_that_did(tiny
         return figures["trained_share"], [p.detach().clone() for p in policy.actor.module.parameters()]
 
     seed_everything(0)
-    policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"), keeps_reference=False)
+    policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"))
     trajectories = [episode.trajectory for episode in agent.play(policy, [PROBLEM] * 4, tiny, seed=0)]
     begun = [p.detach().clone() for p in policy.actor.module.parameters()]
     share, moved = update([0.0, 1.0, 0.0, 1.0])
