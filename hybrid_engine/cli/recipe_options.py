@@ -152,13 +152,13 @@ def read_config_file(path: str, options: Sequence[Option]) -> dict[str, Any]:
         content = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"--config={path!r} must be a YAML file that can be read: {reason}") from error
+        raise ValueError(f"--config={path!r} is not a readable YAML file: {reason}") from error
     if not isinstance(content, Mapping):
-        raise ValueError(f"--config={path!r} must hold options as `name: value` lines, and holds {content!r}")
+        raise ValueError(f"--config={path!r} must contain `name: value` lines, not {content!r}")
     names = [str(key.value).replace("-", "_") for key, _ in yaml.compose(text, yaml.SafeLoader).value]
     for name, count in Counter(names).items():
         if count > 1:
-            raise ValueError(f"--config={path!r} gives {name} {count} times; leave one of them")
+            raise ValueError(f"--config={path!r} has {name} {count} times; keep one of them")
     by_name = {option.name: option for option in options}
     return dict(_read_entry(path, str(key), value, by_name) for key, value in content.items())
 
@@ -167,7 +167,7 @@ def _read_entry(path: str, key: str, value: Any, by_name: Mapping[str, Option]) 
     name = key.replace("-", "_")
     if name not in by_name:
         nearest = difflib.get_close_matches(name, by_name, 1)
-        remedy = f"did you mean {nearest[0]}?" if nearest else f"it has {', '.join(sorted(by_name))}"
+        remedy = f"did you mean {nearest[0]}?" if nearest else f"use {', '.join(sorted(by_name))}"
         raise ValueError(f"--config={path!r}: the recipe has no option {key!r}; {remedy}")
     option = by_name[name]
     if not option.is_list:
@@ -189,7 +189,7 @@ def _read_value(path: str, option: Option, value: Any) -> Any:
         return value
     raise ValueError(
         f"--config={path!r}: {option.name}={value!r} must be of type {option.kind.__name__}; "
-        f"write it {'in quotes' if option.kind is str else 'as one'}"
+        f"write {'it in quotes' if option.kind is str else 'one'}"
     )
 
 

@@ -167,9 +167,9 @@ def test_ctrl_c_before_a_recipe_begins_is_one_line(command, monkeypatch, capsys)
         ("steps: many", "steps='many' must be of type int"),
         ("exact: 1", "exact=1 must be of type bool"),
         ("model: 3", "model=3 must be of type str; write it in quotes"),
-        ("steps", "must hold options as `name: value` lines"),
-        ("a: [", "must be a YAML file that can be read"),
-        ("kl-coef: 1\nkl_coef: 2", "gives kl_coef 2 times; leave one of them"),
+        ("steps", "must contain `name: value` lines"),
+        ("a: [", "is not a readable YAML file"),
+        ("kl-coef: 1\nkl_coef: 2", "has kl_coef 2 times; keep one of them"),
     ],
 )
 def test_a_config_file_with_a_fault_is_refused_with_its_name_and_the_fault(content, message, tmp_path, capsys):
@@ -188,7 +188,10 @@ def test_an_option_is_not_guessed_from_its_beginning(capsys):
 
 
 def test_an_option_that_is_misspelt_is_told_beside_the_nearest(capsys):
-    for given, remedy in (("--temprature=1", "did you mean --temperature?"), ("--qqq", "`hybrid-engine grpo --help`")):
+    for given, remedy in (
+        ("--temprature=1", "did you mean --temperature?"),
+        ("--qqq", "see `hybrid-engine grpo --help`"),
+    ):
         with pytest.raises(SystemExit) as stopped:
             cli.main(["grpo", "--steps", "3", given])
         assert stopped.value.code == 2
@@ -228,7 +231,7 @@ def test_an_option_given_twice_is_refused(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["serve", "--model", "m", "--model", "b"])
     assert ended.value.code == 2
-    assert "--model: takes one value, and there are 'm' and 'b'" in capsys.readouterr().err
+    assert "--model: takes one value but was given 'm' and 'b'" in capsys.readouterr().err
 
 
 NAMES = ("exact", "max_new_tokens", "max_running", "tp", "pp", "dtype", "zero_stage", "seed")

@@ -81,10 +81,10 @@ def test_runs_written_with_other_names_of_figures_are_compared_by_ours(runs, cap
     ("arguments", "message"),
     [
         ("a nothing", "'nothing' is no folder; give the folder of a run"),
-        ("a empty", "'empty' has no metrics.jsonl, so it is no run's folder; did you mean"),
+        ("a empty", "'empty' has no metrics.jsonl, so it is not the folder of a run; did you mean"),
         ("a torn", "'torn/metrics.jsonl', line 1, is no JSON"),
         ("a strange", "'strange/result.json' must hold a JSON dict"),
-        ("a a --tolerance -1", "--tolerance=-1.0 must be a finite number from 0 on"),
+        ("a a --tolerance -1", "--tolerance=-1.0 must be finite and at least 0"),
     ],
 )
 def test_what_cannot_be_read_is_named_and_the_status_is_2(arguments, message, runs, tmp_path, capsys):

@@ -51,7 +51,7 @@ def test_a_folder_that_holds_anything_is_refused_and_left_as_it_was(tmp_path, ca
 def test_a_package_without_weights_is_refused_by_name(tmp_path, monkeypatch):
     stand_in = importlib.util.find_spec("json")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: stand_in)
-    with pytest.raises(ValueError, match="must hold one GGUF file, and holds 0"):
+    with pytest.raises(ValueError, match="must contain one GGUF file but contains 0"):
         real_model.find_weights()
 
 

@@ -163,7 +163,9 @@ def test_a_disk_that_is_full_says_so_and_the_same_command_goes_on(model, prompts
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize(("command", "hint"), [("generate", "; finished rows stay, the same command"), ("serve", "\n")])
+@pytest.mark.parametrize(
+    ("command", "hint"), [("generate", "; finished rows are kept; the same command"), ("serve", "\n")]
+)
 def test_ctrl_c_says_what_stays(model, prompts, tmp_path, monkeypatch, capsys, command, hint):
     def interrupted(*args):
         raise KeyboardInterrupt

@@ -21,12 +21,12 @@ MESSAGES_BYTES = 2**14
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RolloutOptions, RolloutRunOptions):
-    """Trains a language model in episodes of several turns: it learns to use a calculator.
+    """Trains a language model on multi-turn episodes, in which it learns to use a calculator.
 
         hybrid-engine agent
 
-    Without --model a small one is made first that sometimes asks the calculator and often guesses. Left below --out:
-    config.yaml, metrics.jsonl (one line per step), plot.png, result.json and actor/, a Hugging Face folder.
+    Without --model, a small model that sometimes uses the calculator and often guesses is trained first. Writes to
+    --out: config.yaml, metrics.jsonl (one line per step), plot.png, result.json and actor/, a Hugging Face folder.
     """
 
     OWN_LENGTHS = (256, 24)
@@ -34,33 +34,34 @@ class Config(RolloutOptions, RolloutRunOptions):
     out: str = "runs/agent"
     model: str | None = option(
         None,
-        "Hugging Face name or folder of the first actor; default: one trained on a pupil's conversations",
+        "Hugging Face name or folder of the initial actor; default: one trained on a pupil's conversations",
     )
     steps: int = 20
-    rollout_size: int = option(32, "problems of a step")
-    group_size: int = option(8, "episodes of each problem")
-    num_clients: int = option(32, "episodes at once")
-    max_prompt_tokens: int = option(0, "tokens before the last answer; 0: what the turns before it can take")
+    rollout_size: int = option(32, "Problems per step")
+    group_size: int = option(8, "Episodes per problem")
+    num_clients: int = option(32, "Concurrent episodes")
+    max_prompt_tokens: int = option(0, "Maximum tokens before the last answer; 0: what the turns before it can need")
     max_new_tokens: int = option(
         0,
-        "longest answer of one turn; 0: 256, or what the model's positions allow, without --model 24",
+        "Maximum length of an answer, per turn, in tokens; 0: 256, or what the model's positions allow (24 without "
+        "--model)",
     )
     serving_memory: str | None = option(
         None,
-        "for keys and values of answers while episodes run: a size such as 6GiB, or a share of what is free; default: "
-        "0.5 on a CPU, 0.9 on a GPU",
+        "KV cache memory while episodes run: a size such as 6GiB, or a fraction of the free memory; default: 0.5 on a "
+        "CPU, 0.9 on a GPU",
     )
     max_session_bytes: int | None = option(
         None,
-        "memory of a step's conversations; default: 2 GiB, or more where the longest ones take that",
+        "Memory for the conversations of a step; default: 2 GiB, or more if the longest ones need it",
     )
     stall_seconds: float = option(
         30.0,
-        "a client that takes less than 4 KiB in so many seconds of an answer that waits for it is dropped",
+        "Disconnect a client that reads less than 4 KiB of a waiting answer in this many seconds",
     )
     learning_rate: float | None = option(
         None,
-        "peak of the learning rate; default: 1.5e-3, with --model 1e-6, of an adapter 1e-5",
+        "Peak learning rate; default: 1.5e-3, with --model 1e-6, for an adapter 1e-5",
     )
     algorithm: Algorithm = Algorithm()  # noqa: RUF009  frozen
 
@@ -80,7 +81,7 @@ class Config(RolloutOptions, RolloutRunOptions):
         if self.max_session_bytes is not None and self.max_session_bytes < self.largest_step.num_bytes:
             raise ValueError(
                 f"--max-session-bytes={self.max_session_bytes} is less than the {self.largest_step.num_bytes} that a "
-                "step's conversations may take, all of which are learned from; raise it or leave it out"
+                "step's conversations may need, all of which are trained on; raise it or leave it out"
             )
         self.algorithm.check_group_size("group_size", self.group_size)
         if self.algorithm.needs_reference:

@@ -185,86 +185,91 @@ class Algorithm:
 
     preset: str | None = option(
         None,
-        "all of the following as it is in deepseekmath, trl, verl, openrlhf, nemo, slime, dapo, dr-grpo, rloo or "
-        "reinforce++ (docs/algorithms.md); options given beside it win",
+        "Defaults for the algorithm options, as in deepseekmath, trl, verl, openrlhf, nemo, slime, dapo, dr-grpo, rloo "
+        "or reinforce++ (docs/algorithms.md); explicit options override them",
     )
     baseline: str = option(
         "group-mean",
-        "what is taken off a reward: group-mean (GRPO, arXiv 2402.03300), leave-one-out (RLOO, arXiv 2402.14740), "
-        "batch-mean over all tokens (REINFORCE++, arXiv 2501.03262), group-then-batch-mean (REINFORCE++-baseline), "
-        "none",
+        "Baseline subtracted from each reward: group-mean (GRPO, arXiv 2402.03300), leave-one-out (RLOO, arXiv "
+        "2402.14740), batch-mean over all tokens (REINFORCE++, arXiv 2501.03262), group-then-batch-mean "
+        "(REINFORCE++-baseline) or none",
     )
     scale: str = option(
         "group-std",
-        "what the difference is divided by: group-std (GRPO), leave-one-out-std (NeMo-RL), batch-std of all rewards "
-        "(TRL), batch-whiten or batch-whiten-biased over all tokens (verl, OpenRLHF), none (Dr. GRPO, arXiv "
-        "2503.20783)",
+        "Divisor of the advantages: group-std (GRPO), leave-one-out-std (NeMo-RL), batch-std of all rewards (TRL), "
+        "batch-whiten or batch-whiten-biased over all tokens (verl, OpenRLHF) or none (Dr. GRPO, arXiv 2503.20783)",
     )
-    scale_divisor: str = option("n-1", "of the variance in a group's deviation: n-1 or n")
-    scale_eps: float = option(1e-6, "added to the deviation of group-std, leave-one-out-std and batch-std")
-    gamma: float = option(1.0, "discount of later token rewards (REINFORCE++)")
+    scale_divisor: str = option("n-1", "Divisor in a group's variance: n-1 or n")
+    scale_eps: float = option(
+        1e-6,
+        "Epsilon added to the standard deviation of group-std, leave-one-out-std and batch-std",
+    )
+    gamma: float = option(1.0, "Discount factor of token rewards (REINFORCE++)")
     policy_loss: str = option(
         "clip",
-        "clip (PPO, arXiv 1707.06347), gspo (one ratio a sequence, arXiv 2507.18071), cispo (arXiv 2506.13585), "
-        "reinforce, sequence-clip (product of ratios, TRL's RLOO)",
+        "Policy loss: clip (PPO, arXiv 1707.06347), gspo (one ratio per sequence, arXiv 2507.18071), cispo (arXiv "
+        "2506.13585), reinforce or sequence-clip (product of ratios, TRL's RLOO)",
     )
-    clip_low: float = option(0.2, "how far below 1 the probability ratio counts; 1 for no bound")
+    clip_low: float = option(0.2, "Lower clip range: the probability ratio is clipped at 1 - clip-low; 1 for no bound")
     clip_high: float = option(
         0.2,
-        "how far above 1 the probability ratio counts; DAPO's clip-higher is 0.28 (arXiv 2503.14476)",
+        "Upper clip range: the probability ratio is clipped at 1 + clip-high; DAPO's clip-higher is 0.28 (arXiv "
+        "2503.14476)",
     )
     dual_clip: float = option(
         0.0,
-        "bound on the ratio of tokens with a negative advantage, above 1 (arXiv 1912.09729); 0 for none",
+        "Dual clip: bound on the ratio of tokens with a negative advantage, above 1 (arXiv 1912.09729); 0 for none",
     )
     aggregation: str = option(
         "token-mean",
-        "from tokens to the loss: token-mean (DAPO), sequence-mean-token-mean (GRPO), sequence-mean-token-sum, "
-        "token-sum-by-length (verl's constant), sequence-mean-token-sum-by-length (Dr. GRPO's constant, as in TRL)",
+        "Reduction of token losses to the loss: token-mean (DAPO), sequence-mean-token-mean (GRPO), "
+        "sequence-mean-token-sum, token-sum-by-length (verl's constant) or sequence-mean-token-sum-by-length (Dr. "
+        "GRPO's constant, as in TRL)",
     )
     kl_place: str = option(
         "none",
-        "where the KL to the reference counts: none, reward (a sequence's KL off its reward, before the baseline), "
-        "token-reward (each token's, after the baseline), loss",
+        "Where the KL to the reference is applied: none, reward (subtracted per sequence, before the baseline), "
+        "token-reward (subtracted per token, after the baseline) or loss",
     )
     kl_estimator: str = option(
         "k3",
-        "k1, k2, k3 (http://joschu.net/blog/kl-approx.html), or k1+, k3+: their values with the gradient of k2 (verl)",
+        "KL estimator: k1, k2, k3 (http://joschu.net/blog/kl-approx.html), or k1+, k3+: the same values with the "
+        "gradient of k2 (verl)",
     )
-    kl_coef: float = option(0.0, "weight of the KL, per nat; the first one if it adapts")
+    kl_coef: float = option(0.0, "KL coefficient, per nat; the initial value if it is adaptive")
     kl_unbiased: bool = option(
         False,
-        "weigh the KL in the loss by the policy's ratio, so that its gradient is unbiased (DeepSeek-V3.2)",
+        "Weight the KL in the loss by the policy's ratio, for an unbiased gradient (DeepSeek-V3.2)",
     )
     kl_target: float = option(
         0.0,
-        "KL per response, in nats, that the coefficient is steered to (arXiv 1909.08593); 0 keeps it fixed",
+        "Target KL per response, in nats, of an adaptive coefficient (arXiv 1909.08593); 0 keeps it fixed",
     )
     kl_horizon: float = option(
         10_000.0,
-        "responses over which a persisting error changes an adaptive coefficient by a fifth",
+        "Responses over which a persistent error changes an adaptive coefficient by a fifth",
     )
     dynamic_sampling: int = option(
         0,
-        "how often a step draws again for groups without variance, at most (DAPO); 0 keeps them",
+        "Maximum resampling rounds per step for groups without variance (DAPO); 0 keeps these groups",
     )
     overlong_buffer: float = option(
         0.0,
-        "last part of the longest response, as a share, in which length is punished (DAPO: 0.2); 0 for none",
+        "Final fraction of the maximum response length in which length is penalized (DAPO: 0.2); 0 for none",
     )
-    overlong_factor: float = option(1.0, "the punishment of a response of full length")
-    mask_cut_off: bool = option(False, "leave responses that were cut off out of the loss (DAPO's overlong filtering)")
-    entropy_coef: float = option(0.0, "weight of the entropy bonus, per nat")
+    overlong_factor: float = option(1.0, "Penalty of a response of maximum length")
+    mask_cut_off: bool = option(False, "Exclude cut-off responses from the loss (DAPO's overlong filtering)")
+    entropy_coef: float = option(0.0, "Entropy bonus coefficient, per nat")
     correction: str = option(
         "none",
-        "weights where the sampler's probabilities are not the trainer's: none, truncated (TIS) or masked (IcePop) by "
-        "token, sequence-truncated, sequence-masked (TRL), geometric-truncated, geometric-masked (OpenRLHF, NeMo-RL)",
+        "Importance weights for differences between sampler and trainer: none, truncated (TIS) or masked (IcePop) per "
+        "token, sequence-truncated, sequence-masked (TRL), geometric-truncated or geometric-masked (OpenRLHF, NeMo-RL)",
     )
-    correction_low: float = option(0.0, "smallest weight")
-    correction_high: float = option(2.0, "largest weight")
+    correction_low: float = option(0.0, "Minimum importance weight")
+    correction_high: float = option(2.0, "Maximum importance weight")
     correction_threshold: float = option(
         1e-3,
-        "mean difference of log-probabilities, in nats a token, above which the correction is made",
+        "Mean log-probability difference, in nats per token, above which the correction is applied",
     )
 
     @classmethod

@@ -9,52 +9,52 @@ from hybrid_engine.rlhf.options.shared import LENGTHS, DatasetOptions, DtypeOpti
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RewardOptions, DatasetOptions, DtypeOptions):
-    """Measures a model: it answers every prompt of a data set several times, and the answers are scored.
+    """Evaluates a model: the model answers each prompt of a dataset several times, and rewards score the answers.
 
         hybrid-engine evaluate --model runs/docs/actor --dataset problems.jsonl --reward number -k 8
         hybrid-engine evaluate --model Qwen/Qwen3-0.6B --dataset prompts.jsonl --reward my_rewards:score --out runs/mine
 
-    Prints pass@1, pass@k and the mean score with 95% confidence intervals by prompt, and some answers. Left below
-    --out: config.yaml, result.json and samples.jsonl, every answer with its scores.
+    Prints pass@1, pass@k and the mean score with 95% confidence intervals by prompt, and some answers. Writes to
+    --out: config.yaml, result.json and samples.jsonl (every answer with its scores).
     """
 
     model: str | None = option(None, "Hugging Face name or folder of the model")
     dataset: str | tuple[str, ...] | None = option(
         None,
-        'prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt", and what '
-        "the rewards compare with in other columns",
+        'Prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt" and the '
+        "columns that the rewards read",
     )
-    reward_time_limit: float = option(300.0, "seconds that one call of a reward may take, for up to 64 prompts")
+    reward_time_limit: float = option(300.0, "Time limit of one reward call, in seconds, for up to 64 prompts")
     k: int | None = option(
         None,
-        "the k of pass@k: the probability that one of k answers passes; default: 8, at --temperature 0 1",
+        "The k of pass@k: the probability that one of k answers passes; default: 8, at --temperature 0 1",
     )
-    num_samples: int | None = option(
-        None,
-        "answers to each prompt, k at least; more make pass@k more precise; default: k",
+    num_samples: int | None = option(None, "Answers per prompt, at least k; more make pass@k more precise; default: k")
+    threshold: float = option(1.0, "Minimum score of an answer that passes")
+    out: str = option("runs/evaluation", "Output folder")
+    seed: int = option(20_257, "Random seed of sampling; the default is that of the recipes' own evaluations")
+    restart: bool = option(
+        False,
+        "Start over; the results of an earlier evaluation are moved to previous-1 (or the next number) inside --out",
     )
-    threshold: float = option(1.0, "an answer passes whose score reaches it")
-    out: str = option("runs/evaluation", "folder for the results")
-    seed: int = option(20_257, "seed of the samples; that of the recipes' own evaluations")
-    restart: bool = option(False, "move what an earlier evaluation left to previous-1 (or the next number) below --out")
-    max_prompts: int | None = option(None, "take only the first so many prompts")
+    max_prompts: int | None = option(None, "Use only the first N prompts")
     held_out: bool = option(
         False,
-        "take only the share of the prompts that training on this data set holds out, with the same --held-out-share "
-        "and --row-key; after training with --held-out-split or --held-out-dataset give those as --split or --dataset "
-        "instead",
+        "Use only the prompts that training on this dataset holds out, with the same --held-out-share and --row-key; "
+        "after training with --held-out-split or --held-out-dataset, give those as --split or --dataset instead",
     )
     max_prompt_tokens: int = option(
         0,
-        "longer prompts lose their beginning; 0: the longest of the data, as far as the model's positions allow",
+        "Maximum prompt length in tokens; longer prompts lose their beginning; 0: the longest in the data, within the "
+        "model's positions",
     )
     max_new_tokens: int = option(
         0,
-        "longest answer; 0: what the longest prompt leaves of the model's positions, at most 4096",
+        "Maximum answer length in tokens; 0: what the longest prompt leaves of the model's positions, at most 4096",
     )
-    temperature: float = option(1.0, "of sampling; 0 takes the likeliest token, for one answer to each prompt")
-    max_running: int = option(0, "answers that are decoded at once on a process; 0: what suits the device")
-    rows_per_pass: int = option(0, "answers that a reward model scores at once, at most; 0: 64")
+    temperature: float = option(1.0, "Sampling temperature; 0 is greedy, with one answer per prompt")
+    max_running: int = option(0, "Maximum answers decoded at once on each process; 0: chosen for the device")
+    rows_per_pass: int = option(0, "Maximum answers that a reward model scores at once; 0: 64")
 
     def __post_init__(self) -> None:
         for name in ("model", "dataset", "reward"):

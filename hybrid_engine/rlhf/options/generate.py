@@ -18,7 +18,7 @@ class BaseModelOptions(DtypeOptions):
     """Options of the model that answers, without its adapters."""
 
     model: str | None = option(None, "Hugging Face name or folder of the model")
-    chat_template: str | None = option(None, "a .jinja file that takes the place of the tokenizer's chat template")
+    chat_template: str | None = option(None, "A .jinja file that replaces the tokenizer's chat template")
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -30,7 +30,7 @@ class BaseModelOptions(DtypeOptions):
 class ModelOptions(BaseModelOptions):
     """Options of the model that answers, with an adapter."""
 
-    adapter: str | None = option(None, "folder of a peft adapter, which is fused into the weights")
+    adapter: str | None = option(None, "Folder of a peft adapter to merge into the weights")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,27 +40,27 @@ class Config(RowOptions, ModelOptions):
         hybrid-engine generate --model runs/sums/actor --prompts problems.jsonl --out answers.jsonl
         hybrid-engine generate --model Qwen/Qwen3-0.6B --prompts - --out -
 
-    --out gets a line for each prompt, in their order: its columns and "responses". The same command goes on after a
-    kill, without answering twice, and says at the end how many tokens came in a second. In the terminal there are
-    answers alone.
+    Writes one line per prompt to --out, in the order of the prompts: its columns and "responses". After an
+    interruption, the same command continues with the remaining prompts. At the end it prints the tokens per second; in
+    the terminal it prints only the answers.
     """
 
     prompts: str | None = option(
         None,
-        'a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt" of texts or '
-        "conversations; - reads one prompt a line from the terminal",
+        'A .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt" of texts or '
+        "conversations; - reads one prompt per line from the terminal",
     )
-    out: str | None = option(None, "the .jsonl file for the answers; - writes them to the terminal as they come")
-    num_samples: int = option(1, "answers to each prompt")
-    max_new_tokens: int = option(256, "longest answer")
-    temperature: float = option(1.0, "of sampling; 0 takes the likeliest token")
-    top_k: int = option(0, "sample from the likeliest so many tokens; 0: from all")
-    top_p: float = option(1.0, "sample from the likeliest tokens that have this probability together")
-    seed: int = option(0, "seed of the samples; an answer depends on it, its prompt and its number alone")
-    max_running: int | None = option(None, "answers at once; default: as many as in a rollout")
-    tp: int = option(1, "processes that share each layer; torchrun starts them")
-    pp: int = option(1, "stages that the layers are dealt out to, each on --tp processes")
-    restart: bool = option(False, "move an earlier result aside and begin again")
+    out: str | None = option(None, "Output .jsonl file; - streams the answers to the terminal")
+    num_samples: int = option(1, "Answers per prompt")
+    max_new_tokens: int = option(256, "Maximum answer length in tokens")
+    temperature: float = option(1.0, "Sampling temperature; 0 is greedy")
+    top_k: int = option(0, "Sample from the k most likely tokens; 0: all tokens")
+    top_p: float = option(1.0, "Sample from the most likely tokens whose probabilities sum to p")
+    seed: int = option(0, "Random seed; an answer depends only on the seed, its prompt and its number")
+    max_running: int | None = option(None, "Maximum answers decoded at once; default: as in a rollout")
+    tp: int = option(1, "Tensor-parallel size: processes that share each layer; start them with torchrun")
+    pp: int = option(1, "Pipeline-parallel size: stages that share the layers, each on --tp processes")
+    restart: bool = option(False, "Start over; an earlier result is moved aside")
 
     def __post_init__(self) -> None:
         RowOptions.__post_init__(self)

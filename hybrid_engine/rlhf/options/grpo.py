@@ -14,49 +14,49 @@ from hybrid_engine.rlhf.options.shared import (
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RolloutOptions, PromptRunOptions):
-    """Trains a language model by GRPO: it answers each prompt several times, and the better answers become likelier.
+    """Trains a language model with GRPO: the model answers each prompt several times and learns from the best answers.
 
         hybrid-engine grpo
         hybrid-engine grpo --model Qwen/Qwen3-0.6B --dataset problems.jsonl --reward math --out runs/mine
         hybrid-engine grpo --preset dapo --kl-place loss --kl-coef 0.01
 
-    Without --model a small one is made first that adds numbers and forgets the carry; without --reward an answer's is
-    whether its sum is right. Left below --out: config.yaml, metrics.jsonl (one line per step), plot.png, samples.json
-    (answers before and after), result.json, checkpoints/, best/ (the weights that did best on held-out prompts) and
-    actor/ (the last), both Hugging Face folders. After an interruption the same command with --resume goes on from the
-    last checkpoint.
+    Without --model, a small model that adds numbers and forgets the carry is trained first; without --reward, correct
+    sums are rewarded. Writes to --out: config.yaml, metrics.jsonl (one line per step), plot.png, samples.json (answers
+    before and after), result.json, checkpoints/, best/ (the best weights on held-out prompts) and actor/ (the final
+    weights), both Hugging Face folders. --resume continues an interrupted run from its last checkpoint.
     """
 
     OWN_LENGTHS = (96, 48)
     out: str = "runs/sums"
     model: str | None = option(
         None,
-        "Hugging Face name or folder of the first actor; default: one that adds numbers, trained if missing",
+        "Hugging Face name or folder of the initial actor; default: a small model that adds numbers, trained if "
+        "missing",
     )
     dataset: str | tuple[str, ...] | None = option(
         None,
-        'prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt" and what the '
-        "rewards read; default: sums",
+        'Prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt" and the '
+        "columns that the rewards read; default: sums",
     )
-    group_size: int = option(8, "answers to each prompt")
+    group_size: int = option(8, "Answers per prompt")
     minibatch_size: int = option(
         0,
-        "answers of an optimizer step over all processes; 0: the largest number up to 256 that divides those of a "
-        "step and that the processes share equally",
+        "Answers per optimizer step, over all processes; 0: the largest divisor of a step's answers, up to 256, that "
+        "the processes share equally",
     )
-    epochs: int = option(1, "passes over each rollout")
+    epochs: int = option(1, "Passes over each rollout")
     learning_rate: float | None = option(
         None,
-        "peak of the learning rate; default: 7e-4, with --model 1e-6, of an adapter on it 1e-5",
+        "Peak learning rate; default: 7e-4, with --model 1e-6, for an adapter on it 1e-5",
     )
     measure_kl: bool = option(
         True,
-        "report the KL to the first weights, also where the algorithm has none: a pass more of each answer, and "
-        "without an adapter a second model",
+        "Report the KL to the initial weights even if the algorithm uses none; costs a forward pass per answer and, "
+        "without an adapter, a second model",
     )
     eval_prompts: int = 128
-    eval_samples: int = option(8, "answers to each held-out prompt, the k of pass@k")
-    pass_score: float = option(1.0, "score from which on an answer counts as right in pass@k")
+    eval_samples: int = option(8, "Answers per held-out prompt, the k of pass@k")
+    pass_score: float = option(1.0, "Minimum score of a correct answer in pass@k")
     algorithm: Algorithm = Algorithm()  # noqa: RUF009  frozen
 
     def __post_init__(self) -> None:

@@ -10,35 +10,35 @@ from hybrid_engine.rlhf.options.shared import suitable_rate
 
 @dataclass(frozen=True, kw_only=True)
 class Config(PreferenceOptions):
-    """Trains a language model by KTO: answers labelled desirable become likelier, the others less likely.
+    """Trains a language model with KTO: answers labeled desirable become more likely, the others less likely.
 
         hybrid-engine kto --out runs/kto
         hybrid-engine kto --model Qwen/Qwen3-0.6B --dataset labelled.jsonl --out runs/mine
 
-    Without --dataset it learns from docstring summaries, and its answers are judged by the rules of PEP 257. Left below
-    --out: metrics.jsonl (one line per step), plot.png, samples.json (answers before and after), result.json,
-    checkpoints/, best/ (the weights of the lowest held-out loss) and actor/ (the last), both Hugging Face folders.
-    After an interruption the same command with --resume goes on from the last checkpoint.
+    Without --dataset, the answers are docstring summaries, and the rules of PEP 257 judge the model's answers. Writes
+    to --out: metrics.jsonl (one line per step), plot.png, samples.json (answers before and after), result.json,
+    checkpoints/, best/ (the weights with the lowest held-out loss) and actor/ (the final weights), both Hugging Face
+    folders. --resume continues an interrupted run from its last checkpoint.
     """
 
     out: str = "runs/kto"
     dataset: str | tuple[str, ...] | None = option(
         None,
-        'labelled answers: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with columns "prompt", '
-        '"completion" and "label", or preference pairs, of which each gives two; default: summaries of the standard '
+        'Labeled answers: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with columns "prompt", '
+        '"completion" and "label", or preference pairs, each of which gives two; default: summaries of the standard '
         "library's functions",
     )
-    epochs: int = option(1, "passes over the answers")
+    epochs: int = option(1, "Passes over the answers")
     max_answers: int | None = option(
         None,
-        "train on a random sample of so many answers; 0 uses all; default: 2560, with --dataset all",
+        "Train on a random sample of this many answers; 0 uses all; default: 2560, with --dataset all",
     )
     learning_rate: float | None = option(
         None,
-        "peak of the learning rate; default: 2e-4, with --model 1e-6, of an adapter on it 1e-5",
+        "Peak learning rate; default: 2e-4, with --model 1e-6, for an adapter on it 1e-5",
     )
-    desirable_weight: float = option(1.0, "weight of a desirable answer's loss; raise it where there are few of them")
-    undesirable_weight: float = option(1.0, "weight of an undesirable answer's loss")
+    desirable_weight: float = option(1.0, "Loss weight of desirable answers; raise it if there are few of them")
+    undesirable_weight: float = option(1.0, "Loss weight of undesirable answers")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,7 +47,7 @@ class Config(PreferenceOptions):
         check_count("epochs", self.epochs, 1)
         check_count("max_answers", self.max_answers, 0)
         if self.batch_size < 2:
-            raise ValueError(f"--batch-size={self.batch_size} must be at least 2: a step compares several; raise it")
+            raise ValueError(f"--batch-size={self.batch_size} must be at least 2 to compare answers; raise it")
 
     @property
     def num_answers(self) -> int:

@@ -13,16 +13,15 @@ from hybrid_engine.rlhf.options.shared import (
 
 @dataclass(frozen=True, kw_only=True)
 class Config(PairLossOptions, PromptRunOptions):
-    """Trains a language model by online DPO: of its own answers to a prompt the best becomes likelier than the worst.
+    """Trains a language model with online DPO: the best of the model's answers to a prompt is preferred to the worst.
 
         hybrid-engine online-dpo
         hybrid-engine online-dpo --model Qwen/Qwen3-0.6B --dataset problems.jsonl --reward math --out runs/mine
 
-    Without --model a small one is made first that adds numbers and forgets the carry; without --reward an answer's is
-    whether its sum is right. Left below --out: config.yaml, metrics.jsonl (one line per step), plot.png, samples.json
-    (answers before and after), result.json, checkpoints/, best/ (the weights that did best on held-out prompts) and
-    actor/ (the last), both Hugging Face folders. After an interruption the same command with --resume goes on from the
-    last checkpoint.
+    Without --model, a small model that adds numbers and forgets the carry is trained first; without --reward, correct
+    sums are rewarded. Writes to --out: config.yaml, metrics.jsonl (one line per step), plot.png, samples.json (answers
+    before and after), result.json, checkpoints/, best/ (the best weights on held-out prompts) and actor/ (the final
+    weights), both Hugging Face folders. --resume continues an interrupted run from its last checkpoint.
     """
 
     HAS_RATIOS = False
@@ -31,30 +30,30 @@ class Config(PairLossOptions, PromptRunOptions):
     out: str = "runs/online-dpo"
     model: str | None = option(
         None,
-        "Hugging Face name or folder of the first actor, which is the reference too; default: one that adds numbers, "
-        "trained if missing",
+        "Hugging Face name or folder of the initial actor, which is also the reference; default: a small model that "
+        "adds numbers, trained if missing",
     )
     dataset: str | tuple[str, ...] | None = option(
         None,
-        'prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt" and what the '
-        "rewards read; default: sums",
+        'Prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt" and the '
+        "columns that the rewards read; default: sums",
     )
-    beta: float = option(0.1, "how strongly the actor is held to the reference")
+    beta: float = option(0.1, "Strength of the constraint to the reference")
     steps: int = 40
-    group_size: int = option(4, "answers to each prompt, of which the best and the worst make a pair; at least 2")
+    group_size: int = option(4, "Answers per prompt, of which the best and the worst make a pair; at least 2")
     minibatch_size: int = option(
         0,
-        "pairs of an optimizer step over all processes, those left out included; 0: the largest number up to 64 that "
-        "divides those of a step and that the processes share equally",
+        "Pairs per optimizer step, over all processes, including those left out; 0: the largest divisor of a step's "
+        "pairs, up to 64, that the processes share equally",
     )
-    micro_batch_size: int = option(32, "pairs of a forward pass on one process, at most")
+    micro_batch_size: int = option(32, "Maximum pairs per forward pass on each process")
     learning_rate: float | None = option(
         None,
-        "peak of the learning rate; default: 3e-4, with --model 1e-6, of an adapter on it 1e-5",
+        "Peak learning rate; default: 3e-4, with --model 1e-6, for an adapter on it 1e-5",
     )
     exact: bool = option(
         False,
-        "make the rollout's log-probabilities the trainer's to the bit, which takes longer (docs/exact.md)",
+        "Make rollout log-probabilities bitwise equal to the trainer's, which is slower (docs/exact.md)",
     )
 
     def __post_init__(self) -> None:

@@ -20,59 +20,61 @@ from hybrid_engine.rlhf.options.shared import (
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RolloutOptions, PromptRunOptions):
-    """Trains a language model by PPO: it answers prompts, the answers are scored, its weights follow the scores.
+    """Trains a language model with PPO: the model answers prompts, and updates increase the rewards of its answers.
 
         hybrid-engine ppo --out runs/docs
         hybrid-engine ppo --model Qwen/Qwen3-0.6B --dataset prompts.jsonl --reward my_rewards:score --out runs/mine
 
-    What is missing is made first: the actor by `hybrid-engine sft`, the reward model by `hybrid-engine reward`. Left
-    below --out: metrics.jsonl (one line per step), plot.png, samples.json (answers before and after), result.json,
-    checkpoints/, best/ (the weights that did best on held-out prompts) and actor/ (the last), both Hugging Face
-    folders. After an interruption the same command with --resume goes on from the last checkpoint.
+    Missing models are trained first: the actor by `hybrid-engine sft`, the reward model by `hybrid-engine reward`.
+    Writes to --out: metrics.jsonl (one line per step), plot.png, samples.json (answers before and after), result.json,
+    checkpoints/, best/ (the best weights on held-out prompts) and actor/ (the final weights), both Hugging Face
+    folders. --resume continues an interrupted run from its last checkpoint.
     """
 
     model: str | None = option(
         None,
-        "Hugging Face name or folder of the first actor; default: the run's sft, trained if missing",
+        "Hugging Face name or folder of the initial actor; default: the run's sft, trained if missing",
     )
     dataset: str | tuple[str, ...] | None = option(
         None,
-        'prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt"; default: '
-        "the standard library's signatures",
+        'Prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt"; default: the '
+        "standard library's signatures",
     )
     minibatch_size: int = option(
         0,
-        "responses of an optimizer step over all processes; 0: the largest number up to 32 that divides those of a "
-        "step and that the processes share equally",
+        "Responses per optimizer step, over all processes; 0: the largest divisor of a step's responses, up to 32, "
+        "that the processes share equally",
     )
     micro_batch_size: int = 16
-    ppo_epochs: int = option(2, "passes over each rollout")
+    ppo_epochs: int = option(2, "Passes over each rollout")
     temperature: float = 0.8
     actor_lr: float | None = option(
         None,
-        "peak learning rate of the actor; default: 1e-4, with --model 1e-6, of an adapter on it 1e-5",
+        "Peak learning rate of the actor; default: 1e-4, with --model 1e-6, for an adapter on it 1e-5",
     )
-    critic_lr: float | None = option(None, "peak learning rate of the critic; default: 5e-4, with --model 1e-5")
-    kl_coef: float = option(0.07, "weight of the KL penalty in the reward, per nat")
-    gamma: float = option(1.0, "discount of later rewards")
-    lam: float = option(0.95, "lambda of generalised advantage estimation")
-    clip: float = option(0.2, "how far the probability ratio counts from 1")
-    value_clip: float = option(0.5, "how far a value counts from the one at the rollout")
+    critic_lr: float | None = option(None, "Peak learning rate of the critic; default: 5e-4, with --model 1e-5")
+    kl_coef: float = option(0.07, "Coefficient of the KL penalty in the reward, per nat")
+    gamma: float = option(1.0, "Discount factor of rewards")
+    lam: float = option(0.95, "Lambda of generalized advantage estimation (GAE)")
+    clip: float = option(0.2, "Clip range of the probability ratio around 1")
+    value_clip: float = option(0.5, "Clip range of a value around its value at the rollout")
     missing_eos_penalty: float = option(
         0.0,
-        "what is taken off the reward of a response that was cut off at max_new_tokens",
+        "Penalty subtracted from the reward of a response that was cut off at --max-new-tokens",
     )
     missing_eos_score: float | None = option(
         None,
-        "deprecated; removed in the next version: score of a cut-off response, in place of the reward",
+        "Deprecated, removed in the next version: score of a cut-off response, instead of its reward",
     )
     kl_bound: float = option(
         6.0,
-        "mean KL to the reference, in nats per response, that the held-out prompts should stay under",
+        "Bound on the mean KL to the reference on held-out prompts, in nats per response; the run reports whether it "
+        "is exceeded",
     )
     shared_base: bool = option(
         False,
-        "keep one frozen base for all roles, each an adapter on it: actor, critic and reward models; needs --lora-rank",
+        "Share one frozen base between all roles, each an adapter on it: actor, critic and reward models; needs "
+        "--lora-rank",
     )
 
     def __post_init__(self) -> None:
@@ -92,8 +94,8 @@ class Config(RolloutOptions, PromptRunOptions):
             check_finite("missing_eos_score", self.missing_eos_score)
             if self.missing_eos_penalty:
                 raise ValueError(
-                    f"--missing-eos-score={self.missing_eos_score} takes the place of the reward that "
-                    f"--missing-eos-penalty={self.missing_eos_penalty} is taken off; give the penalty alone"
+                    f"--missing-eos-score={self.missing_eos_score} replaces the reward from which "
+                    f"--missing-eos-penalty={self.missing_eos_penalty} is subtracted; give only the penalty"
                 )
         check_divides("rollout_size", self.rollout_size, self.minibatch_size)
 

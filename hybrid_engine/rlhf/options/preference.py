@@ -22,20 +22,20 @@ class PreferenceOptions(DataOptions, AnswerOptions):
 
     model: str | None = option(
         None,
-        "Hugging Face name or folder of the first actor, which is the reference too; default: the run's sft, trained "
-        "if missing",
+        "Hugging Face name or folder of the initial actor, which is also the reference; default: the run's sft, "
+        "trained if missing",
     )
-    beta: float = option(0.1, "how strongly the actor is held to the reference")
+    beta: float = option(0.1, "Strength of the constraint to the reference")
     epochs: int = 1
-    batch_size: int = option(32, "samples of an optimizer step over all processes")
-    micro_batch_size: int = option(16, "samples of a forward pass on one process, at most")
+    batch_size: int = option(32, "Samples per optimizer step, over all processes")
+    micro_batch_size: int = option(16, "Maximum samples per forward pass on each process")
     learning_rate: float | None = option(
         None,
-        "peak of the learning rate; default: 1e-4, with --model 1e-6, of an adapter on it 1e-5",
+        "Peak learning rate; default: 1e-4, with --model 1e-6, for an adapter on it 1e-5",
     )
-    eval_every: int = option(20, "steps between measurements on held-out rows; 0 measures only before and after")
-    eval_rows: int = option(256, "held-out rows that are measured, at most")
-    temperature: float = option(0.8, "of sampling")
+    eval_every: int = option(20, "Steps between evaluations on held-out rows; 0 evaluates only before and after")
+    eval_rows: int = option(256, "Maximum held-out rows to evaluate")
+    temperature: float = option(0.8, "Sampling temperature")
 
     @property
     def peak_learning_rate(self) -> float:
@@ -57,15 +57,12 @@ class PreferenceOptions(DataOptions, AnswerOptions):
 class PairLossOptions:
     """The loss of DPO's family for pairs (`rl/preferences.py`)."""
 
-    loss: str = option("sigmoid", "sigmoid, hinge, ipo, ipo-length-normalised, conservative or robust")
+    loss: str = option("sigmoid", "Loss: sigmoid, hinge, ipo, ipo-length-normalised, conservative or robust")
     label_smoothing: float = option(
         0.0,
-        "share of the pairs that is taken to be labelled the wrong way round, by conservative and robust; below 0.5",
+        "Assumed fraction of pairs with swapped labels, for conservative and robust; below 0.5",
     )
-    sft_weight: float = option(
-        0.0,
-        "weight of the chosen answer's negative log-likelihood per token, which is added to the loss",
-    )
+    sft_weight: float = option(0.0, "Weight of the chosen answer's negative log-likelihood per token in the loss")
 
     def __post_init__(self) -> None:
         from hybrid_engine.rl.preferences import LOSSES, SMOOTHED_LOSSES  # imports torch

@@ -9,57 +9,61 @@ from hybrid_engine.rlhf.options.shared import DataOptions, TrainingOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Config(DataOptions, TrainingOptions):
-    """Trains a reward model on preference pairs; by default of summary lines, one of which follows PEP 257.
+    """Trains a reward model on preference pairs; by default on pairs of docstring summaries.
 
         hybrid-engine reward --out runs/docs
         hybrid-engine reward --model Qwen/Qwen3-0.6B --dataset pairs.jsonl --out runs/mine
 
-    A data set has the columns "chosen" and "rejected" (text or lists of messages), with a "prompt" or beginning with
-    it, and may have a "margin". The model is a sequence classifier with one label on the body of the model in sft/
-    below --out, or of --model. It is left in reward/ below --out, a Hugging Face folder, the figures of the training in
-    reward-log/, with --eval-every the model of the highest held-out accuracy in reward-best/.
+    A dataset needs the columns "chosen" and "rejected" (text or lists of messages) and may have "prompt", which is
+    otherwise their common beginning, and "margin". Without one, the better summary of a pair follows PEP 257. The
+    model is a sequence classifier with one label on the body of --model, by default of sft/ in --out. Writes to --out:
+    reward/, a Hugging Face folder, reward-log/ (metrics) and, with --eval-every, reward-best/ (the model with the
+    highest held-out accuracy).
     """
 
     out: str = option(
         "runs/docs",
-        "folder of the run; this stage writes its subfolders reward, reward-log and reward-checkpoints",
+        "Output folder; this stage writes its subfolders reward, reward-log and reward-checkpoints",
     )
-    model: str | None = option(None, "Hugging Face name or folder whose body is trained; default: the run's sft")
+    model: str | None = option(
+        None,
+        "Hugging Face name or folder of the model whose body is trained; default: the run's sft",
+    )
     dataset: str | tuple[str, ...] | None = option(
         None,
-        "pairs: a .jsonl, .json, .csv or .parquet file, a folder or a hub name; default: made of the standard "
-        "library's summaries",
+        "Preference pairs: a .jsonl, .json, .csv or .parquet file, a folder or a hub name; default: built from the "
+        "standard library's summaries",
     )
     chat_template: str | None = option(
         None,
-        "file with a Jinja chat template for a tokenizer that has none, or another",
+        "File with a Jinja chat template, for a tokenizer that has none or to replace its own",
     )
     max_tokens: int | None = option(
         None,
-        "tokens of the longest prompt with its answer that is let in; default: the model's positions",
+        "Maximum length of a prompt with its answer, in tokens; default: the model's positions",
     )
-    seed: int = option(0, "seed of the pairs, their order and the head's initial weights")
-    save_every: int = option(500, "a checkpoint every so many steps and after the last step; 0 saves none")
+    seed: int = option(0, "Random seed of the pairs, their order and the head's initial weights")
+    save_every: int = option(500, "Steps between checkpoints, with one after the last step; 0 saves none")
     eval_every: int = option(
         0,
-        "steps between measurements of the held-out accuracy, the best model kept; 0 measures at the end alone",
+        "Steps between evaluations of the held-out accuracy; the best model is kept; 0 evaluates only at the end",
     )
-    epochs: int = option(1, "passes over the pairs")
-    batch_size: int = option(32, "pairs of an optimizer step over all processes")
-    micro_batch_size: int = option(32, "pairs of a forward pass on one process, at most")
+    epochs: int = option(1, "Passes over the pairs")
+    batch_size: int = option(32, "Pairs per optimizer step, over all processes")
+    micro_batch_size: int = option(32, "Maximum pairs per forward pass on each process")
     learning_rate: float | None = option(
         None,
-        "peak of the learning rate; default: 3e-4, with --model or --dataset 1e-5, of an adapter 2e-4",
+        "Peak learning rate; default: 3e-4, with --model or --dataset 1e-5, for an adapter 2e-4",
     )
     center_coef: float = option(
         0.0,
-        "weight of the squared sum of a pair's scores in the loss, which keeps scores around 0",
+        "Weight of the squared sum of a pair's scores in the loss, which centers scores at 0",
     )
-    lora_rank: int = option(0, "train a LoRA adapter of this rank and the head; 0 trains all weights")
-    max_examples: int = option(0, "make pairs of only so many examples of the standard library; 0 uses all")
+    lora_rank: int = option(0, "Rank of the LoRA adapter to train together with the head; 0 trains all weights")
+    max_examples: int = option(0, "Build pairs from only this many examples of the standard library; 0 uses all")
     max_pairs: int | None = option(
         None,
-        "train on a random sample of so many pairs; 0 uses all; default: 2560, with --dataset all",
+        "Train on a random sample of this many pairs; 0 uses all; default: 2560, with --dataset all",
     )
 
     def __post_init__(self) -> None:

@@ -13,64 +13,67 @@ KEY_VARIABLE = "HYBRID_ENGINE_API_KEY"
 
 @dataclass(frozen=True, kw_only=True)
 class Config(BaseModelOptions):
-    """Serves a model at an OpenAI-compatible address, until Ctrl-C or SIGTERM.
+    """Serves a model over an OpenAI-compatible API, until Ctrl-C or SIGTERM.
 
         hybrid-engine serve --model runs/sums/actor
         hybrid-engine serve --model Qwen/Qwen3-0.6B --adapter runs/mine/adapter --port 8001
 
-    /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics (docs/serving.md). What runs at the end
-    is finished first.
+    Endpoints: /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics (docs/serving.md). At shutdown,
+    running requests are finished first.
     """
 
     adapter: tuple[str, ...] = option(
         (),
-        "folders of peft adapters, or NAME=FOLDER: each is a model of its own beside the base model",
+        "Folders of peft adapters, or NAME=FOLDER; each is served as its own model next to the base model",
     )
-    host: str = option("127.0.0.1", "address to listen at; any but this machine's own needs an API key")
-    port: int = option(8000, "port to listen at; 0 takes a free one")
+    host: str = option("127.0.0.1", "Address to listen on; any address except this machine's loopback needs an API key")
+    port: int = option(8000, "Port to listen on; 0 picks a free port")
     api_key: str | None = option(
         None,
-        "what clients must send; better put into the environment as HYBRID_ENGINE_API_KEY, where no other user sees it",
+        "Key that clients must send; safer in the environment variable HYBRID_ENGINE_API_KEY, which other users cannot "
+        "see",
     )
     api_key_file: str | None = option(
         None,
-        "a file with a line NAME KEY for each client, or NAME KEY metrics for one that reads /metrics alone; SIGHUP "
-        "reads it again",
+        "File with a line NAME KEY for each client, or NAME KEY metrics for one that may only read /metrics; SIGHUP "
+        "reloads it",
     )
     allow_host: tuple[str, ...] = option(
         (),
-        "names by which requests without a key may call this machine, beside its own: of forwarded ports and "
-        "containers",
+        "Additional host names that requests without a key may use, such as those of forwarded ports and containers",
     )
-    allow_origin: tuple[str, ...] = option((), "origins of web pages that may ask, such as https://chat.example")
-    model_name: str | None = option(None, "what clients call the model; default: the last part of --model")
+    allow_origin: tuple[str, ...] = option(
+        (),
+        "Origins of web pages that may send requests, such as https://chat.example",
+    )
+    model_name: str | None = option(None, "Name of the model for clients; default: the last part of --model")
     tool_call_parser: str = option(
         "auto",
-        "how calls of tools are found in answers: hermes, llama3, mistral, tokenizer (as its response_template says), "
-        "none, or auto: what the chat template shows",
+        "Parser of tool calls in answers: hermes, llama3, mistral, tokenizer (by its response_template), none, or auto "
+        "(by the chat template)",
     )
     longest: int | None = option(
         None,
-        "tokens of a prompt and its answer together; default: as many as the model takes and memory holds",
+        "Maximum length of a prompt with its answer, in tokens; default: as much as the model and the memory allow",
     )
-    max_running: int | None = option(None, "answers at once; default: as many as in a rollout")
+    max_running: int | None = option(None, "Maximum answers decoded at once; default: as in a rollout")
     memory: str | None = option(
         None,
-        "for keys and values of answers: a size such as 6GiB, or a share of what is free beside the model; at most "
-        "what --max-running answers of --longest tokens take is used; default: 0.5 on a CPU, 0.9 on a GPU",
+        "KV cache memory: a size such as 6GiB, or a fraction of what the model leaves free, limited to what "
+        "--max-running answers of --longest tokens need; default: 0.5 on a CPU, 0.9 on a GPU",
     )
-    max_waiting: int = option(1024, "answers that may wait to begin; more are told to come again")
-    max_session_bytes: int = option(
-        2147483648,
-        "memory of the conversations that are remembered; the oldest are forgotten",
-    )
+    max_waiting: int = option(1024, "Maximum queued answers; further requests are told to retry")
+    max_session_bytes: int = option(2147483648, "Memory for stored conversations; the oldest are evicted")
     stall_seconds: float = option(
         30.0,
-        "a client that takes less than 4 KiB in so many seconds of an answer that waits for it is dropped",
+        "Disconnect a client that reads less than 4 KiB of a waiting answer in this many seconds",
     )
-    finish_seconds: float = option(60.0, "what runs at the end may take so long; then its clients get an error")
-    tp: int = option(1, "processes that share each layer; torchrun starts them, and the first one is asked")
-    pp: int = option(1, "stages that the layers are dealt out to, each on --tp processes")
+    finish_seconds: float = option(60.0, "Time limit for running requests at shutdown; clients get an error after it")
+    tp: int = option(
+        1,
+        "Tensor-parallel size: processes that share each layer; start them with torchrun; the first one listens",
+    )
+    pp: int = option(1, "Pipeline-parallel size: stages that share the layers, each on --tp processes")
 
     def __post_init__(self) -> None:
         from hybrid_engine.generation.memory import read_memory  # imports torch, as others do

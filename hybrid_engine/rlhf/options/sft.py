@@ -14,65 +14,59 @@ LARGEST_SIZE = 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class Config(DataOptions, TrainingOptions):
-    """Trains a model to write what a data set shows; by default a small one to summarise a function's signature.
+    """Fine-tunes a model on the examples of a dataset; by default trains a small one to summarize a signature.
 
         hybrid-engine sft --out runs/docs
         hybrid-engine sft --model Qwen/Qwen3-0.6B --dataset chats.jsonl --out runs/mine
 
-    A data set has the columns "messages", or "prompt" and "completion" (text or lists of messages), or "text". Without
-    one the examples are the functions of Python's own standard library; nothing is downloaded. The model and its
-    tokenizer are left in sft/ below --out, a Hugging Face folder, the figures of the training in sft-log/, with
-    --eval-every the model of the lowest held-out loss in sft-best/.
+    A dataset needs the columns "messages", or "prompt" and "completion" (text or lists of messages), or "text". Without
+    one, the examples are the functions of Python's own standard library; nothing is downloaded. Writes to --out: sft/
+    (the model and its tokenizer), a Hugging Face folder, sft-log/ (metrics) and, with --eval-every, sft-best/ (the
+    model with the lowest held-out loss).
     """
 
-    out: str = option(
-        "runs/docs",
-        "folder of the run; this stage writes its subfolders sft, sft-log and sft-checkpoints",
-    )
+    out: str = option("runs/docs", "Output folder; this stage writes its subfolders sft, sft-log and sft-checkpoints")
     model: str | None = option(
         None,
-        "Hugging Face name or folder of the model that goes on learning; default: a small Llama from nothing",
+        "Hugging Face name or folder of the model to fine-tune; default: a small Llama, trained from scratch",
     )
     dataset: str | tuple[str, ...] | None = option(
         None,
-        "examples: a .jsonl, .json, .csv or .parquet file, a folder or a hub name; default: the standard library's "
+        "Examples: a .jsonl, .json, .csv or .parquet file, a folder or a hub name; default: the standard library's "
         "signatures and summaries",
     )
     task: str = option(
         "docs",
-        "what is learned without --dataset: docs (signatures and summaries), sums (additions by a pupil who forgets "
-        "the carry) or calculator (conversations of a pupil who may ask one); the tokens of both are characters",
+        "Task without --dataset: docs (signatures and summaries), sums (additions by a pupil who forgets the carry) or "
+        "calculator (conversations of a pupil who may use a calculator); sums and calculator use character tokens",
     )
     chat_template: str | None = option(
         None,
-        "file with a Jinja chat template for a tokenizer that has none, or another",
+        "File with a Jinja chat template, for a tokenizer that has none or to replace its own",
     )
-    max_tokens: int | None = option(
-        None,
-        "tokens of the longest example that is let in; default: the model's positions",
-    )
-    seed: int = option(0, "seed of the initial weights and of the order of the examples")
-    save_every: int = option(500, "a checkpoint every so many steps and after the last step; 0 saves none")
+    max_tokens: int | None = option(None, "Maximum length of an example in tokens; default: the model's positions")
+    seed: int = option(0, "Random seed of the initial weights and the order of the examples")
+    save_every: int = option(500, "Steps between checkpoints, with one after the last step; 0 saves none")
     eval_every: int = option(
         0,
-        "steps between measurements of the held-out loss, the best model kept; 0 measures at the end alone",
+        "Steps between evaluations of the held-out loss; the best model is kept; 0 evaluates only at the end",
     )
-    vocab_size: int = option(2048, "tokens of the BPE vocabulary, without --model")
-    hidden_size: int = option(192, "width of the model without --model; a multiple of 64, two heads of 32")
-    num_layers: int = option(5, "transformer layers, without --model")
-    epochs: int | None = option(None, "passes over the training examples; default: 2, with --model 1")
-    batch_size: int = option(16, "examples of an optimizer step over all processes")
-    micro_batch_size: int = option(16, "examples of a forward pass on one process, at most")
+    vocab_size: int = option(2048, "Size of the BPE vocabulary, without --model")
+    hidden_size: int = option(192, "Hidden size of the model without --model; a multiple of 64, two heads of 32")
+    num_layers: int = option(5, "Transformer layers, without --model")
+    epochs: int | None = option(None, "Passes over the training examples; default: 2, with --model 1")
+    batch_size: int = option(16, "Examples per optimizer step, over all processes")
+    micro_batch_size: int = option(16, "Maximum examples per forward pass on each process")
     group_by_length: bool = option(
         True,
-        "examples of a step are alike in length, which saves padding; off where the length says what an example "
-        "shows: steps that learn the one kind and then the other keep a small model from learning either",
+        "Batch examples of similar length, which saves padding; turn it off if length correlates with content: steps "
+        "that alternate between kinds of examples keep a small model from learning any",
     )
     learning_rate: float | None = option(
         None,
-        "peak of the learning rate; default: 1.5e-3, with --model 2e-5, of an adapter 2e-4",
+        "Peak learning rate; default: 1.5e-3, with --model 2e-5, for an adapter 2e-4",
     )
-    max_examples: int = option(0, "use only so many training examples; 0 uses all")
+    max_examples: int = option(0, "Use only this many training examples; 0 uses all")
 
     def __post_init__(self) -> None:
         TrainingOptions.__post_init__(self)

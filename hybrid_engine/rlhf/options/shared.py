@@ -57,10 +57,10 @@ class DtypeOptions:
 
     dtype: str = option(
         "auto",
-        "what all models compute in: fp32, bf16, fp16, or auto: bf16 on a GPU, fp32 on a CPU; what is trained keeps "
-        "fp32 masters",
+        "Compute dtype of all models: fp32, bf16, fp16 or auto (bf16 on a GPU, fp32 on a CPU); trained weights keep "
+        "fp32 master copies",
     )
-    tf32: bool = option(False, "let fp32 matrix products of a GPU round their factors to TF32, which is faster")
+    tf32: bool = option(False, "Use TF32 for fp32 matrix products on a GPU, which is faster")
 
     def __post_init__(self) -> None:
         check_one_of("dtype", self.dtype, [AUTO, *DTYPES])
@@ -76,15 +76,15 @@ class ScheduleOptions:
 
     lr_scheduler_type: str | None = option(
         None,
-        "schedule of the learning rate: linear, cosine, cosine_with_restarts, polynomial, constant, "
-        "constant_with_warmup or inverse_sqrt as transformers has them, or DeepSpeed's WarmupDecayLR; default: linear",
+        "Learning-rate schedule: linear, cosine, cosine_with_restarts, polynomial, constant, constant_with_warmup or "
+        "inverse_sqrt as in transformers, or DeepSpeed's WarmupDecayLR; default: linear",
     )
     warmup_steps: int | None = option(
         None,
-        "optimizer steps in which the rate rises to its peak; default: a tenth of all steps, at most 50 (sft), 20 "
+        "Warm-up of the learning rate, in optimizer steps; default: a tenth of all steps, at most 50 (sft), 20 "
         "(reward), 10 (dpo, kto) or 4 (others)",
     )
-    warmup_ratio: float | None = option(None, "the same as a share of all optimizer steps")
+    warmup_ratio: float | None = option(None, "Warm-up as a fraction of all optimizer steps")
 
     def __post_init__(self) -> None:
         if self.lr_scheduler_type is not None:
@@ -108,36 +108,32 @@ class ScheduleOptions:
 class RunOptions:
     """The folder of a run, how it begins, and the trackers of its figures."""
 
-    out: str = option("runs/docs", "folder of the run; finished stages found in it are not run again")
-    seed: int = option(0, "seed of everything random")
+    out: str = option("runs/docs", "Output folder; stages that are already finished in it are skipped")
+    seed: int = option(0, "Random seed")
     restart: bool = option(
         False,
-        "begin again; what an earlier run left is moved to previous-1 (or the next number) below --out",
+        "Start over; the results of an earlier run are moved to previous-1 (or the next number) inside --out",
     )
-    zero_stage: int = option(0, "ZeRO stage of what is trained, 0 to 3")
+    zero_stage: int = option(0, "ZeRO stage of the trained models, 0 to 3")
     tokens_per_micro_batch: int = option(
         0,
-        "tokens of a forward pass on one process, in which sequences are packed without padding where the model "
-        "allows it; takes the place of --micro-batch-size, 0: that holds and rows are padded",
+        "Tokens per forward pass on each process, with sequences packed without padding where the model supports it; "
+        "replaces --micro-batch-size; 0: use --micro-batch-size and pad",
     )
     rows_per_pass: int = option(
         0,
-        "rows of a forward pass without gradients on one process, at most: held-out losses, references, values and "
-        "scores; 0: as many as are fast, 8 to 64",
+        "Maximum rows per forward pass without gradients on each process (held-out losses, references, values, "
+        "scores); 0: chosen for speed, 8 to 64",
     )
-    activation_checkpointing: bool = option(
-        False,
-        "compute activations again in the backward pass, instead of keeping them: less memory, more time",
-    )
+    activation_checkpointing: bool = option(False, "Recompute activations in the backward pass: less memory, more time")
     tracker: tuple[str, ...] = option(
         (),
-        "where the figures of each step go besides metrics.jsonl: tensorboard, wandb, mlflow, trackio, comet_ml, "
-        "clearml, aim, dvclive or swanlab, several if you like; each needs its package",
+        "Trackers that log the metrics of each step, in addition to metrics.jsonl: tensorboard, wandb, mlflow, "
+        "trackio, comet_ml, clearml, aim, dvclive or swanlab; one or more, each needs its package",
     )
     metric_names: str | None = option(
         None,
-        "call the figures as the dashboards of trl, verl or openrlhf expect them; those without a counterpart keep "
-        "their names",
+        "Metric names of trl, verl or openrlhf, for their dashboards; metrics without a counterpart keep their names",
     )
 
     def __post_init__(self) -> None:
@@ -157,9 +153,9 @@ class ResumeOptions(ScheduleOptions, DtypeOptions, RunOptions):
 
     resume: bool = option(
         False,
-        "go on from the last checkpoint of an interrupted run, or of a finished one with more --steps or --epochs",
+        "Continue from the last checkpoint of an interrupted run, or of a finished one with more --steps or --epochs",
     )
-    save_every: int = option(20, "a checkpoint every so many steps and after the last step; 0 saves none")
+    save_every: int = option(20, "Steps between checkpoints, with one after the last step; 0 saves none")
 
     def __post_init__(self) -> None:
         RunOptions.__post_init__(self)
@@ -180,33 +176,32 @@ def is_due(every: int, step: int, num_steps: int) -> bool:
 class RowOptions:
     """How rows are read from a data set."""
 
-    split: str | None = option(None, "the split that is read of a data set that has several; default: train")
+    split: str | None = option(None, "Split to read if the dataset has several; default: train")
     dataset_config: str | None = option(
         None,
-        "the configuration that is read of a data set that has several, as the hub calls its parts",
+        "Configuration (the hub's name for a part) to read if the dataset has several",
     )
     columns: tuple[str, ...] = option(
         (),
-        "columns under other names, each as THEIRS=OURS, such as question=prompt solution=answer; dots lead inside of "
-        "one, as in reward_model.ground_truth=answer",
+        "Columns to rename, as THEIRS=OURS, such as question=prompt solution=answer; dots select a nested value, such "
+        "as reward_model.ground_truth=answer",
     )
     prompt_template: str | None = option(
         None,
-        'text, or a file with it, around each prompt, with columns in braces: "{prompt} Think first."; without '
-        '{prompt} it makes the prompts, as "{context} {question}" does',
+        'Text, or a file with it, that wraps each prompt, with columns in braces: "{prompt} Think first."; without '
+        '{prompt} it builds the prompts, such as "{context} {question}"',
     )
     system_prompt: str | None = option(
         None,
-        "what the system says first in conversations that have no such turn; text becomes a conversation",
+        "System prompt for conversations that have none; text prompts become conversations",
     )
     as_conversation: bool = option(
         False,
-        "prompts that are text become the user's turn of a conversation, and answers the assistant's, for models with "
-        "a chat template",
+        "Convert text prompts to user turns and text answers to assistant turns, for models with a chat template",
     )
     skip_bad_rows: bool = option(
         False,
-        "leave out rows that cannot be used, and say how many and what is wrong with the first; else they are an error",
+        "Skip invalid rows and report their number and the first reason; by default they are an error",
     )
 
     def __post_init__(self) -> None:
@@ -241,26 +236,25 @@ class DatasetOptions(RowOptions):
 
     dataset: str | tuple[str, ...] | None = option(
         None,
-        "a .jsonl, .json, .csv or .parquet file, a folder, a hub name or reasoning_gym:NAME (docs/data.md); several "
+        "A .jsonl, .json, .csv or .parquet file, a folder, a hub name or reasoning_gym:NAME (docs/data.md); several "
         "are mixed",
     )
     held_out_share: float = option(
         0.1,
-        "share of the data set's prompts that are not trained on and measured, chosen by their hash",
+        "Fraction of the dataset's prompts to hold out for evaluation, selected by hash",
     )
     row_key: tuple[str, ...] = option(
         (),
-        "columns that tell rows of one prompt apart, such as the seed of a game: each value is held out, or trained "
-        "on, by itself; default: the columns that the rewards read, without references",
+        "Columns that distinguish rows with the same prompt, such as the seed of a game: each value is held out or "
+        "trained on separately; default: the columns that the rewards read, except references",
     )
     deduplicate: bool = option(
         False,
-        "of rows that say the same, in prompt, answers and the columns of --row-key, keep only the first",
+        "Remove duplicate rows (same prompt, answers and --row-key columns); the first is kept",
     )
     skip_too_long: bool = option(
         False,
-        "leave out rows that are too long, and say how many: rows that would be refused, and prompts that would lose "
-        "their beginning",
+        "Skip rows that would be refused as too long and prompts that would be truncated, and report their number",
     )
 
     def __post_init__(self) -> None:
@@ -294,14 +288,14 @@ class DataOptions(DatasetOptions):
     FOR_DATASETS = (*DatasetOptions.FOR_DATASETS, "dataset_weights", "held_out_dataset", "held_out_split")
     dataset_weights: tuple[float, ...] = option(
         (),
-        "a weight for each --dataset: its share of the rows of an epoch. An epoch has as many rows as all data sets "
-        "together; default: each row once",
+        "Sampling weight of each --dataset: its share of an epoch, which has as many rows as all datasets together; "
+        "default: each row once",
     )
     held_out_dataset: str | None = option(
         None,
-        "measure on the rows of this data set, whose prompts are not trained on, in place of a share of --dataset",
+        "Dataset to evaluate on, instead of a fraction of --dataset; its prompts are not trained on",
     )
-    held_out_split: str | None = option(None, "measure on this split of --held-out-dataset, or of --dataset")
+    held_out_split: str | None = option(None, "Split of --held-out-dataset, or of --dataset, to evaluate on")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -339,16 +333,15 @@ class DataOptions(DatasetOptions):
 class AdapterOptions:
     """A LoRA adapter that is trained in place of all weights."""
 
-    lora_rank: int = option(0, "train a LoRA adapter of this rank; 0 trains all weights")
-    lora_alpha: int = option(8, "the adapter's product counts alpha / rank times")
+    lora_rank: int = option(0, "Rank of the LoRA adapter to train; 0 trains all weights")
+    lora_alpha: int = option(8, "LoRA scaling numerator: the adapter's output is multiplied by alpha / rank")
     lora_dropout: float = option(
         0.0,
-        "share of an adapter's inputs that is left out at random in training; evaluations and references leave none "
-        "out",
+        "Dropout probability of the adapter's inputs in training; evaluations and references use no dropout",
     )
     lora_targets: tuple[str, ...] = option(
         (),
-        "linears with an adapter, by the ends of their names, such as q_proj v_proj; default: all but the head",
+        "Linear layers that get an adapter, by name suffix, such as q_proj v_proj; default: all except the head",
     )
 
     def __post_init__(self) -> None:
@@ -424,19 +417,23 @@ class AnswerOptions(TrainingOptions):
 
     max_prompt_tokens: int = option(
         0,
-        "longer prompts lose their beginning; 0: the longest of the data, as far as the model's positions allow, "
-        "without --model 96",
+        "Maximum prompt length in tokens; longer prompts lose their beginning; 0: the longest in the data, within the "
+        "model's positions (96 without --model)",
     )
     max_new_tokens: int = option(
         0,
-        "longest response; 0: 256, or more where the data has longer answers, as far as the model's positions allow, "
-        "without --model 40 (grpo and online-dpo: 48)",
+        "Maximum response length in tokens; 0: 256, or more if the data has longer answers, within the model's "
+        "positions (without --model 40; grpo and online-dpo: 48)",
     )
-    temperature: float = option(1.0, "of sampling and of every log-probability alike")
-    eval_prompts: int = option(256, "held-out prompts that are answered before, after and, with --eval-every, between")
+    temperature: float = option(1.0, "Temperature of sampling and of all log-probabilities")
+    eval_prompts: int = option(
+        256,
+        "Held-out prompts to answer in each evaluation: before, after and, with --eval-every, during training",
+    )
     max_running: int = option(
         0,
-        "answers that are decoded at once on a process, for which there is a KV workspace; 0: what suits the device",
+        "Maximum answers decoded at once on each process, which sets the size of the KV workspace; 0: chosen for the "
+        "device",
     )
 
     @property
@@ -472,12 +469,12 @@ class LoopOptions(TrainingOptions):
     HAS_RATIOS = True
     """Whether an update compares answers' log-probabilities with those of their rollout."""
 
-    steps: int = option(30, "rollouts, each followed by the updates on it")
-    rollout_size: int = option(64, "prompts of a step over all processes")
-    micro_batch_size: int = option(64, "answers of a forward pass on one process, at most")
+    steps: int = option(30, "Training steps, each a rollout followed by its updates")
+    rollout_size: int = option(64, "Prompts per step, over all processes")
+    micro_batch_size: int = option(64, "Maximum answers per forward pass on each process")
     eval_every: int = option(
         10,
-        "steps between evaluations on held-out prompts, of which the best is kept; 0 evaluates only before and after",
+        "Steps between evaluations on held-out prompts; the best model is kept; 0 evaluates only before and after",
     )
 
     def __post_init__(self) -> None:
@@ -511,11 +508,12 @@ class RolloutOptions(RolloutRunOptions):
 
     logprob_bound: float = option(
         1e-3,
-        "mean difference of rollout and trainer log-probabilities up to which the rollout's serve as the old ones",
+        "Use the rollout's log-probabilities as the old ones if their mean difference from the trainer's is at most "
+        "this",
     )
     exact: bool = option(
         False,
-        "make the rollout's log-probabilities the trainer's to the bit, which takes longer (docs/exact.md)",
+        "Make rollout log-probabilities bitwise equal to the trainer's, which is slower (docs/exact.md)",
     )
 
     def __post_init__(self) -> None:
@@ -530,11 +528,11 @@ class RewardOptions:
 
     reward: tuple[str, ...] = option(
         (),
-        "exact, number, math, regex:PATTERN, length:..., reasoning_gym, the folder of a reward model, or "
-        "module:function; several are added up (docs/rewards.md); default: that of the recipe's own task",
+        "Rewards: exact, number, math, regex:PATTERN, length:..., reasoning_gym, the folder of a reward model, or "
+        "module:function; several are summed (docs/rewards.md); default: that of the recipe's own task",
     )
-    reward_weights: tuple[float, ...] = option((), "one for each --reward; default: 1 each")
-    reward_time_limit: float = option(300.0, "seconds that one call of a reward may take")
+    reward_weights: tuple[float, ...] = option((), "Weight of each --reward; default: 1 each")
+    reward_time_limit: float = option(300.0, "Time limit of one reward call, in seconds")
 
     def __post_init__(self) -> None:
         if isinstance(self.reward, str):

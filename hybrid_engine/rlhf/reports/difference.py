@@ -10,10 +10,10 @@ from typing import Any
 
 from hybrid_engine.rlhf.runs.run_folder import ANSWERS, METRICS, read_answers, read_config, read_metrics
 
-DESCRIPTION = """Tells where two runs part: options, and the first step and figure.
+DESCRIPTION = """Compares two runs: different options, and the first step and metric that differ.
 
-Times and speeds are left out, and --out, which is where a run lies. The exit status is that of diff(1): 0 when the runs
-are the same, 1 when they differ, 2 when one cannot be read."""
+Times, speeds and --out are not compared. The exit status is that of diff(1): 0 if the runs are the same, 1 if they
+differ, 2 if one cannot be read."""
 SAME, DIFFERENT = 0, 1
 _PLACE = "out"
 _ABSENT = "absent"
@@ -42,9 +42,9 @@ def read_run(name: str) -> RunData:
     """
     folder = Path(name)
     if not folder.is_dir():
-        raise ValueError(f"{name!r} is no folder; give the folder of a run, which has a {METRICS}")
+        raise ValueError(f"{name!r} is not a folder; give the folder of a run, with its {METRICS}")
     if not (folder / METRICS).is_file():
-        raise ValueError(f"{name!r} has no {METRICS}, so it is no run's folder; {_advice(folder)}")
+        raise ValueError(f"{name!r} has no {METRICS}, so it is not the folder of a run; {_advice(folder)}")
     return RunData(
         name=name,
         config=read_config(folder),
@@ -96,19 +96,19 @@ def main(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("run_a", metavar="RUN_A", help="folder of a run, which has a metrics.jsonl")
-    parser.add_argument("run_b", metavar="RUN_B", help="folder of the other")
+    parser.add_argument("run_a", metavar="RUN_A", help="folder of a run, with its metrics.jsonl")
+    parser.add_argument("run_b", metavar="RUN_B", help="folder of the other run")
     parser.add_argument(
         "--tolerance",
         type=float,
         default=0.0,
         metavar="VALUE",
-        help="numbers are the same that differ by at most this share of the larger, or by this itself below 1 "
-        "(default: 0, to the bit)",
+        help="largest difference of two equal numbers, relative to the larger one, or absolute if that is below 1 "
+        "(default: 0, bitwise)",
     )
     given = parser.parse_args(arguments)
     if not 0 <= given.tolerance < math.inf:
-        raise ValueError(f"--tolerance={given.tolerance} must be a finite number from 0 on; choose such a one")
+        raise ValueError(f"--tolerance={given.tolerance} must be finite and at least 0; change it")
     first, second = read_run(given.run_a), read_run(given.run_b)
     lines = [*compare_options(first, second), *compare_figures(first, second, given.tolerance)]
     print("\n".join(lines or [f"no difference in {_extent(first)}"]))

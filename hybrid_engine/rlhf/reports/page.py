@@ -21,10 +21,10 @@ from typing import Any
 
 from hybrid_engine.rlhf.reports.difference import RunData, compare_figures, read_run
 
-DESCRIPTION = """Writes one HTML page to look at a run, or to compare several.
+DESCRIPTION = """Writes one HTML page that shows a run or compares several.
 
-It has the curves of every figure with a slider over the steps, the same prompts' answers as training goes on, where
-time and memory went, and the options. It needs no network and can be sent to somebody as it is."""
+The page shows curves of all metrics with a slider over the steps, the answers to the same prompts during training, the
+use of time and memory, and the options. It is one file that needs no network."""
 SCRIPTS = ("helpers.js", "curves.js", "answers.js", "tables.js", "page.js")
 MARK = "<!-- hybrid-engine report -->"
 """A mark in the second line of every page that this module writes: such a file may be replaced."""
@@ -42,10 +42,10 @@ def main(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, which has a metrics.jsonl")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, with its metrics.jsonl")
     parser.add_argument("--out", metavar="FILE", help="the page (default: report.html in the first run's folder)")
     parser.add_argument(
-        "--prompts", type=int, default=64, metavar="NUMBER", help="show answers to so many prompts (default: 64)"
+        "--prompts", type=int, default=64, metavar="NUMBER", help="number of prompts to show answers to (default: 64)"
     )
     given = parser.parse_args(arguments)
     if given.prompts < 0:
@@ -66,7 +66,7 @@ def check_replaceable(path: Path) -> None:
     if path.is_dir():
         raise ValueError(f"--out={str(path)!r} is a folder; give a file in it")
     if path.exists() and MARK.encode() not in path.read_bytes()[:200]:
-        raise ValueError(f"--out={str(path)!r} is a file that no report wrote; choose another name")
+        raise ValueError(f"--out={str(path)!r} is a file that `report` did not write; choose another name")
 
 
 def build_page(runs: Sequence[RunData], num_prompts: int) -> str:

@@ -95,7 +95,7 @@ def test_a_hostfile_says_which_machine_this_is_and_how_many_processes_it_has(hos
         ("--hostfile HOSTS --node_rank 2 t.py", "--node_rank=2 must be below the number of machines, 2"),
         ("--hostfile HOSTS --include head:7 t.py", r"head has no slots \[7\]; choose from \[0, 1, 2, 3\]"),
         ("--hostfile BROKEN t.py", "line 1: 'head' must be `<host> slots=<processes>`"),
-        ("--hostfile FOREIGN t.py", "none of which is called like this one.*--node_rank 0, 1"),
+        ("--hostfile FOREIGN t.py", "none of which has the name of this one.*--node_rank 0, 1"),
     ],
 )
 def test_flags_that_cannot_be_meant_are_refused_with_what_to_do(hostfile, tmp_path, flags, message):
@@ -177,7 +177,7 @@ def test_a_script_that_is_not_there_is_one_line_before_torchrun_starts(tmp_path,
         (["--no_python", "no-such-program"], "program 'no-such-program'"),
     ):
         assert launcher.main(["--num_gpus", "2", *words, "--lr", "1"]) == 2
-        line = f"hybrid-engine launch: there is no {what} here; check its name, and that flags stand before it\n"
+        line = f"hybrid-engine launch: there is no {what} here; check its name, and put flags before it\n"
         assert capfd.readouterr().err == line
 
 
