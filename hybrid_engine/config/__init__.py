@@ -100,52 +100,52 @@ class EngineConfig:
     train_batch_size: int
     """Samples per optimizer step over all processes."""
     train_micro_batch_size_per_gpu: int
-    """Samples per forward pass of one process."""
+    """Samples per forward pass on one process."""
     gradient_accumulation_steps: int
     """Forward passes per optimizer step."""
     zero_optimization: ZeroConfig = field(default_factory=ZeroConfig)
-    """Sharding; true is stage 1, false stage 0."""
+    """Sharding across processes; true means stage 1, false stage 0."""
     fp16: Fp16Config = field(default_factory=Fp16Config)
-    """Half precision."""
+    """fp16 training."""
     bf16: Bf16Config = field(default_factory=Bf16Config)
-    """Bfloat16."""
+    """bf16 training."""
     managed_gradient_accumulation: bool = True
-    """Whether the engine counts micro-batches; false: gradients are added up until `step()`, which steps every time."""
+    """Whether the engine counts micro-batches; if false, gradients accumulate until `step()`, which always updates."""
     gradient_clipping: float = 1.0
-    """Largest global gradient norm; 0 does not clip. DeepSpeed's default was 0 before 0.19.3."""
+    """Maximum global gradient norm; 0 disables clipping. DeepSpeed's default was 0 before 0.19.3."""
     prescale_gradients: bool = False
-    """Whether gradients are divided by the number of processes before they are added up, not after."""
+    """Whether gradients are divided by the number of processes before the reduction instead of after it."""
     gradient_predivide_factor: float = 1.0
-    """Divisor of gradients before they are summed; the rest of the division follows."""
+    """Divisor of gradients before the reduction; the rest of the division follows it."""
     gradient_accumulation_dtype: str | None = None
-    """The dtype micro-batches' gradients are added up in: "fp32", or that of the parameters; null is "fp32"."""
+    """Dtype of gradient accumulation: "fp32" or that of the parameters; null means "fp32"."""
     communication_data_type: str | None = None
-    """The dtype gradients are reduced in, "fp32", "fp16" or "bf16"; null is "fp32"."""
+    """Dtype of gradient reduction: "fp32", "fp16" or "bf16"; null means "fp32"."""
     seed: int | None = None
-    """Seeds Python, numpy and torch (plus the rank) in `initialize` and orders the training data; null seeds nothing.
-    """
+    """Seed of Python, numpy and torch (plus the rank) in `initialize` and of the training data's order; null seeds
+    nothing."""
     optimizer: OptimizerConfig | None = None
     """The optimizer to build when the caller passes none."""
     scheduler: SchedulerConfig | None = None
     """The learning-rate schedule to build when the caller passes none."""
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
-    """Recomputation."""
+    """Activation checkpointing."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """Saving."""
+    """How checkpoints are saved."""
     steps_per_print: int = 0
-    """Optimizer steps between two progress lines; 0, null or infinity prints none."""
+    """Optimizer steps between progress lines; 0, null or infinity prints none."""
     wall_clock_breakdown: bool = False
-    """Whether progress lines are followed by the milliseconds of forward, backward and step, the device waited for."""
+    """Whether progress lines report the milliseconds of forward, backward and step, with the device synchronized."""
     tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
-    """Events for TensorBoard."""
+    """Logging to TensorBoard."""
     csv_monitor: CsvMonitorConfig = field(default_factory=CsvMonitorConfig)
-    """CSV files."""
+    """Logging to CSV files."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
-    """Weights & Biases."""
+    """Logging to Weights & Biases."""
     comet: CometConfig = field(default_factory=CometConfig)
-    """Comet."""
+    """Logging to Comet."""
     flops_profiler: FlopsProfilerConfig = field(default_factory=FlopsProfilerConfig)
-    """Operations of one step."""
+    """Floating-point operations of one step."""
     hybrid_engine: HybridEngineConfig = field(default_factory=HybridEngineConfig)
     """Generation inside the training engine."""
     given: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)

@@ -41,8 +41,7 @@ class OffloadConfig:
     block: str = field(repr=False)
     """The block's full name, for errors."""
     device: str = "none"
-    """"cpu" keeps it in the CPU's memory; "none" on the device that computes. On a machine without GPU both are the
-    same."""
+    """"cpu" stores it in CPU memory, "none" on the compute device. Without a GPU, both are the same."""
 
     def __post_init__(self) -> None:
         if self.device == "nvme":
@@ -57,7 +56,7 @@ class OffloadParamConfig(OffloadConfig):
     """`zero_optimization.offload_param`."""
 
     pin_memory: bool = False
-    """Whether that memory is page-locked, which makes copies faster."""
+    """Whether this CPU memory is pinned (page-locked), for faster copies."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,18 +68,18 @@ class ZeroConfig:
     """`zero_optimization`: what is sharded over the processes and what lies in the CPU's memory."""
 
     stage: int = 0
-    """0 replicates, 1 and 2 shard optimizer state and gradients, 3 also shards the parameters."""
+    """ZeRO stage: 0 replicates, 1 and 2 shard optimizer state and gradients, 3 also shards parameters."""
     offload_optimizer: OffloadConfig = OffloadConfig(block="zero_optimization.offload_optimizer")
-    """Where fp32 masters and optimizer state lie and are stepped."""
+    """Where fp32 master weights and optimizer state are stored and updated."""
     offload_param: OffloadParamConfig = OffloadParamConfig(block="zero_optimization.offload_param")
-    """Where parameters and gradients lie between uses; read at stage 3, as in DeepSpeed."""
+    """Where parameters and gradients are stored between uses; only read at stage 3, as in DeepSpeed."""
     zero_hpz_partition_size: int = 1
-    """Processes that share one copy of a stage 3 model, with copies across; 1 shards over all of them."""
+    """Processes that share one copy of a stage 3 model, with replicas across groups; 1 shards over all processes."""
     mics_shard_size: int = -1
-    """The same as zero_hpz_partition_size under another name of DeepSpeed; -1 shards over all processes."""
+    """Alias of zero_hpz_partition_size in DeepSpeed; -1 shards over all processes."""
     stage3_gather_16bit_weights_on_model_save: bool = True
-    """Whether save_16bit_model() may gather a stage 3 model in rank 0's memory; false saves nothing, as in DeepSpeed,
-    whose default that is."""
+    """Whether save_16bit_model() may gather a stage 3 model in rank 0's memory; if false, it saves nothing, which is
+    DeepSpeed's default."""
 
     def __post_init__(self) -> None:
         check_choice("zero_optimization.stage", self.stage, tuple(ZERO_STAGES))
@@ -129,23 +128,23 @@ class Fp16Config:
     """`fp16`: parameters in half precision, with the loss scaled so that small gradients survive."""
 
     enabled: bool = False
-    """Whether parameters are stored and computed with in fp16."""
+    """Whether parameters and computation are in fp16."""
     auto_cast: bool = False
     """Whether floating-point inputs of the engine are cast to fp16."""
     loss_scale: float = 0
-    """The static loss scale; 0 chooses dynamic scaling."""
+    """Static loss scale; 0 means dynamic scaling."""
     initial_scale_power: int = 16
-    """Dynamic scaling starts at 2 to this power."""
+    """Exponent of the initial dynamic loss scale, a power of 2."""
     loss_scale_window: int = 1000
-    """Steps without overflow after which the dynamic scale doubles."""
+    """Steps without overflow before the dynamic loss scale doubles."""
     hysteresis: int = 2
-    """Overflows that are forgiven before the dynamic scale halves."""
+    """Overflows tolerated before the dynamic loss scale is halved."""
     consecutive_hysteresis: bool = False
-    """Whether a step without overflow refills the hysteresis."""
+    """Whether a step without overflow resets the hysteresis."""
     min_loss_scale: float = 1
-    """The dynamic scale never falls below this; 0 is the smallest normal number of fp32."""
+    """Minimum dynamic loss scale; 0 means the smallest normal number of fp32."""
     fp16_master_weights_and_grads: bool = False
-    """Whether the optimizer steps the fp16 parameters themselves, with its state in fp16: less memory, less precise."""
+    """Whether the optimizer updates fp16 parameters directly, with fp16 state: less memory, less precision."""
 
     def __post_init__(self) -> None:
         for name in ("enabled", "auto_cast", "consecutive_hysteresis", "fp16_master_weights_and_grads"):
@@ -163,9 +162,9 @@ class Bf16Config:
     """`bf16` (or its old name `bfloat16`): parameters in bfloat16, without loss scaling."""
 
     enabled: bool = False
-    """Whether parameters are stored and computed with in bfloat16."""
+    """Whether parameters and computation are in bf16."""
     check_grad_overflow: bool = False
-    """Whether a non-finite gradient skips the step, as in fp16, instead of being an error."""
+    """Whether a non-finite gradient skips the step, as in fp16, instead of raising an error."""
 
     def __post_init__(self) -> None:
         check_flag("bf16.enabled", self.enabled)
@@ -178,7 +177,7 @@ class ActivationCheckpointingConfig:
     gradient_checkpointing_enable() or `hybrid_engine.checkpointing.checkpoint`."""
 
     cpu_checkpointing: bool = False
-    """Whether what the forward pass saves for the backward pass lies in the CPU's memory."""
+    """Whether activations saved for the backward pass are stored in CPU memory."""
 
     def __post_init__(self) -> None:
         check_flag("activation_checkpointing.cpu_checkpointing", self.cpu_checkpointing)
@@ -189,10 +188,9 @@ class CheckpointConfig:
     """`checkpoint`: how save_checkpoint() saves."""
 
     tag_validation: str = "Warn"
-    """Reaction to processes that give different tags: "Ignore", "Warn" or "Fail". Rank 0's is used."""
+    """Action if processes pass different tags: "Ignore", "Warn" or "Fail". Rank 0's tag is used."""
     use_node_local_storage: bool = False
-    """Whether each machine has a disk of its own for checkpoints; on one machine that is no difference, on several it
-    is an error."""
+    """Whether each machine stores checkpoints on its own disk; no effect on one machine, an error on several."""
 
     def __post_init__(self) -> None:
         check_flag("checkpoint.use_node_local_storage", self.use_node_local_storage)
@@ -210,34 +208,34 @@ class HybridEngineConfig:
     enabled: bool = False
     """Whether `initialize` returns a `HybridEngine` instead of a `ZeroEngine`."""
     max_out_tokens: int = 512
-    """Prompt and answer tokens that one sequence may hold together."""
+    """Maximum length of a sequence, prompt and answer together, in tokens."""
     inference_tp_size: int = 1
-    """Tensor-parallel degree inside `generate()`: so many consecutive processes share the model and their prompts."""
+    """Tensor-parallel size inside `generate()`: this many consecutive processes share the model and their prompts."""
     release_inference_cache: bool = False
-    """Whether the KV workspace gives its memory back after each `generate()`; false keeps it where there is room."""
+    """Whether the KV workspace is freed after each `generate()`; if false, it is kept while memory allows."""
     pin_parameters: bool = True
-    """Gather the whole model once around `generate()`, adapters fused, quantised weights dequantised; false streams it
-    layer by layer, in the memory of two."""
+    """Whether `generate()` gathers the whole model once, with adapters merged and quantized weights dequantized; if
+    false, it streams the model layer by layer, with two layers in memory."""
     enable_cuda_graph: bool = True
-    """Whether a decode step is replayed wherever it can be: on a GPU as one graph, on a CPU from a tape of its calls.
+    """Whether decode steps are replayed where possible: as one CUDA graph on a GPU, from a tape of calls on a CPU.
 
     DeepSpeed's default is false.
     """
     tp_gather_partition_size: int = 8
-    """Layers whose parts are on their way at a time when processes share the model."""
+    """Layers that are gathered at a time if processes share the model."""
     max_running: int = 0
-    """Rows decoded at once; 0 lets the engine choose. This key and those below are not DeepSpeed's."""
+    """Maximum rows decoded at once; 0 lets the engine choose. This key and those below are not DeepSpeed's."""
     kv_block_size: int = 0
     """Tokens per block of the KV workspace; 0 lets the engine choose."""
     max_kv_blocks: int = 0
-    """Cap on the blocks of the KV workspace; 0 sizes it from the demand and the free memory."""
+    """Maximum blocks of the KV workspace; 0 sizes it by demand and free memory."""
     training_free_share: float = 0.1
-    """The KV workspace stays through `train()` if training leaves this share of memory free; 1: never."""
+    """Memory fraction that training must leave free for the KV workspace to stay during `train()`; 1: never."""
     print_latency: bool = True
-    """Whether `eval()` prints where the iteration's time went, as DeepSpeed's does; `latency_stats()` has it always."""
+    """Whether `eval()` prints the iteration's latencies, as in DeepSpeed; `latency_stats()` always returns them."""
 
     exact: bool = False
-    """Whether a token's log-probability has the same bits in every batch and in training: docs/exact.md."""
+    """Whether log-probabilities are bitwise equal in every batch and in training (docs/exact.md)."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -271,11 +269,11 @@ class TensorBoardConfig:
     """`tensorboard`: events for TensorBoard, through accelerate's tracker."""
 
     enabled: bool = False
-    """Whether they are written."""
+    """Whether metrics are written."""
     output_path: str = ""
-    """The folder; empty is the working directory."""
+    """Output folder; empty means the working directory."""
     job_name: str = "DeepSpeedJobName"
-    """The folder inside it."""
+    """Subfolder of `output_path`."""
 
     def __post_init__(self) -> None:
         check_flag("tensorboard.enabled", self.enabled)
@@ -288,11 +286,11 @@ class CsvMonitorConfig:
     """`csv_monitor`: one file of rows `step, value` for each quantity."""
 
     enabled: bool = False
-    """Whether they are written."""
+    """Whether metrics are written."""
     output_path: str = ""
-    """The folder; empty is the working directory."""
+    """Output folder; empty means the working directory."""
     job_name: str = "DeepSpeedJobName"
-    """The folder inside it."""
+    """Subfolder of `output_path`."""
 
     def __post_init__(self) -> None:
         check_flag("csv_monitor.enabled", self.enabled)
@@ -305,13 +303,13 @@ class WandbConfig:
     """`wandb`: Weights & Biases, through accelerate's tracker."""
 
     enabled: bool = False
-    """Whether values are sent."""
+    """Whether metrics are sent."""
     project: str = "deepspeed"
-    """The project."""
+    """Project name."""
     group: str | None = None
-    """The group of runs."""
+    """Run group."""
     team: str | None = None
-    """The team (wandb's entity)."""
+    """Team name (wandb's entity)."""
 
     def __post_init__(self) -> None:
         check_flag("wandb.enabled", self.enabled)
@@ -324,21 +322,21 @@ class CometConfig:
     """`comet`: Comet, through accelerate's tracker."""
 
     enabled: bool = False
-    """Whether values are sent."""
+    """Whether metrics are sent."""
     project: str | None = None
-    """The project; null leaves it to Comet's own configuration."""
+    """Project name; null uses Comet's own configuration."""
     workspace: str | None = None
-    """The workspace."""
+    """Workspace name."""
     api_key: str | None = None
-    """The key."""
+    """API key."""
     experiment_name: str | None = None
-    """The name of the experiment."""
+    """Experiment name."""
     experiment_key: str | None = None
-    """The key of an experiment to go on with."""
+    """Key of an experiment to continue."""
     online: bool | None = None
-    """False stores the experiment on disk."""
+    """Whether the experiment is sent online; if false, it is stored on disk."""
     mode: str | None = None
-    """"get", "create" or "get_or_create"."""
+    """Mode: "get", "create" or "get_or_create"."""
 
     def __post_init__(self) -> None:
         check_flag("comet.enabled", self.enabled)
@@ -353,17 +351,17 @@ class FlopsProfilerConfig:
     """`flops_profiler`: the floating-point operations of one step, counted by PyTorch's FlopCounterMode."""
 
     enabled: bool = False
-    """Whether they are counted."""
+    """Whether the operations are counted."""
     profile_step: int = 1
-    """The optimizer step, counted from 0, whose first micro-batch is profiled; -1 profiles none."""
+    """Optimizer step, counted from 0, whose first micro-batch is profiled; -1 disables profiling."""
     module_depth: int = -1
-    """Levels of submodules in the table; -1 shows all."""
+    """Depth of submodules in the table; -1 shows all."""
     top_modules: int = 1
-    """Rows of the table without `detailed`, those with the most operations."""
+    """Number of modules with the most operations to show if `detailed` is false."""
     detailed: bool = True
     """Whether all modules down to `module_depth` are shown."""
     output_file: str | None = None
-    """The file to write to; null prints."""
+    """Output file; null prints the table."""
 
     def __post_init__(self) -> None:
         check_flag("flops_profiler.enabled", self.enabled)

@@ -59,7 +59,7 @@ def check_path_inside(name: str, value: Any) -> None:
     """Raises ValueError unless `value` is the path of a folder below the one it is joined to."""
     check_text(name, value)
     if not value or value.startswith("/") or ".." in value.split("/"):
-        raise ValueError(f'{name}={value!r} must stay in its folder, without ".." and not from the root; e.g. "my_run"')
+        raise ValueError(f'{name}={value!r} must be a relative path without ".."; e.g. "my_run"')
 
 
 def check_path(name: str, value: Any) -> None:

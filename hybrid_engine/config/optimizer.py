@@ -114,11 +114,11 @@ class OptimizerConfig:
     """`optimizer`: the optimizer that the engine builds."""
 
     type: str
-    """"Adam" (decay added to the gradient), "AdamW" (decoupled decay), "Lamb", "Lion", "Muon" (of hidden
-    matrices; embeddings, heads and all else by AdamW), or "SGD" and other classes of torch.optim; DeepSpeed's "Adam"
-    decouples the decay too unless `params.adam_w_mode` is false."""
+    """"Adam" (weight decay added to the gradient), "AdamW" (decoupled weight decay), "Lamb", "Lion", "Muon" (for hidden
+    matrices, with AdamW for all other parameters, such as embeddings and heads), or "SGD" and other classes of
+    torch.optim; as in DeepSpeed, "Adam" also decouples the decay unless `params.adam_w_mode` is false."""
     params: dict[str, Any] = field(default_factory=dict)
-    """Its keyword arguments: `lr`, `betas`, `eps`, `weight_decay`, ...; those not given have DeepSpeed's defaults."""
+    """Keyword arguments: `lr`, `betas`, `eps`, `weight_decay`, ...; missing ones have DeepSpeed's defaults."""
 
     def __post_init__(self) -> None:
         if self.type in TORCH_OPTIMIZERS:
@@ -203,8 +203,7 @@ class SchedulerConfig:
     """"WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "LRRangeTest", "OneCycle", or "CosineAnnealingLR" and other
     classes of torch.optim.lr_scheduler."""
     params: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of that class of `hybrid_engine.optim.lr_schedules`, or of torch's; absent ones have its
-    defaults."""
+    """Keyword arguments of the class in `hybrid_engine.optim.lr_schedules` or torch; missing ones have its defaults."""
 
     def __post_init__(self) -> None:
         # Many files write steps as 1e5, which is a float.
