@@ -358,7 +358,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--minutes", type=float, default=9.0, help="after which the command stops (default 9)")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--task", default=TASK, help="the data set")
+    parser.add_argument("--task", default=TASK, help="the dataset")
     parser.add_argument("--folder", type=Path, default=Path("runs/real_run"))
     parser.add_argument("--model", type=Path, default=Path(".venv/smollm2"), help="as make real writes it")
     parser.add_argument("--csv", type=Path, default=FOLDER / "results" / "real_run.csv")

@@ -1,4 +1,4 @@
-"""Trains a model to use a calculator over several turns, in an environment that speaks OpenAI's protocol.
+"""Trains a model to use a calculator over several turns, in an environment behind an OpenAI-compatible API.
 
     hybrid-engine agent
 

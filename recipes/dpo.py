@@ -8,8 +8,8 @@ step, so one model is in memory; with `--lora-rank` it is the base under a disab
 loss (`rl/preferences.py`) of a batch of pairs. Without `--dataset` the pairs are those of the reward stage, and the
 rules of PEP 257 (`tasks/stdlib_docs.py`), which are not trained on, judge answers to held-out prompts before and after.
 
-Below `--out`: metrics.jsonl (one line per step), plot.png, samples.json, result.json, checkpoints/, best/ and actor/,
-Hugging Face folders.
+Writes to `--out`: metrics.jsonl (one line per step), plot.png, samples.json, result.json, checkpoints/, best/ and
+actor/, Hugging Face folders.
 
 Conventions: Rafailov et al., arXiv 2305.18290. Log-probabilities are sums over the answer's tokens, including its
 end-of-sequence token; every pair of a step has the same weight, however they are split.

@@ -1,11 +1,11 @@
-"""Evaluates a model: answers each prompt of a data set k times and scores the answers with the recipes' rewards.
+"""Evaluates a model: answers each prompt of a dataset k times and scores the answers with the recipes' rewards.
 
     hybrid-engine evaluate --model runs/docs/actor --dataset problems.jsonl --reward number -k 8
 
 The engine's own rollouts sample the answers (`experience/evaluation.py`, as in training), without an optimizer.
 
-Below `--out`: config.yaml, result.json (the figures with their confidence intervals) and samples.jsonl (every answer
-and score).
+Writes to `--out`: config.yaml, result.json (metrics with confidence intervals) and samples.jsonl (all answers and
+scores).
 """
 
 import json
@@ -87,8 +87,8 @@ def check_folder(config: Config) -> None:
     found = left_behind(check_out(config.out), RESULTS)
     if found and not config.restart:
         raise ValueError(
-            f"--out={config.out!r} holds an earlier evaluation ({', '.join(found)}): --restart moves it aside, another "
-            "--out leaves it as it is"
+            f"--out={config.out!r} contains an earlier evaluation ({', '.join(found)}): --restart moves it aside, "
+            "another --out keeps it"
         )
 
 

@@ -60,7 +60,7 @@ def run(config: Config) -> Path | None:
     journal = on_rank_zero(lambda: Journal(out, identity_of(config, rows), config.restart, default_options()))
     left = [number for number in range(len(rows)) if number not in journal.finished]
     if len(left) < len(rows):
-        say(f"{len(rows) - len(left)} of {len(rows)} rows are answered already")
+        say(f"{len(rows) - len(left)} of {len(rows)} rows are already answered")
     begin, num_tokens = time.perf_counter(), 0
     if left:
         adapters = {} if config.adapter is None else {"default": config.adapter}

@@ -4,7 +4,7 @@
 
 For each step: prompts -> engine.eval() -> engine.generate() G answers each -> rewards -> engine.train() -> advantages
 from the groups -> updates of the actor. Without options, SFT first trains a small model to add numbers like a pupil who
-forgets the carry; the reward is whether the sum is right.
+forgets the carry; correct sums are rewarded.
 
 An `Algorithm` (`options/algorithm.py`) defines what "GRPO" means: baseline, scale, policy loss, aggregation, KL,
 DAPO's sampling, correction. A preset sets them as in a framework or paper (docs/algorithms.md).

@@ -8,8 +8,8 @@ much likelier the policy makes any answer than the reference, on prompts with ot
 desirable answers above that point and undesirable ones below it (`rl/kto.py`). Without `--dataset` the answers are
 those of the reward stage's pairs, and the rules of PEP 257 judge answers to held-out prompts before and after.
 
-Below `--out`: metrics.jsonl (one line per step), plot.png, samples.json, result.json, checkpoints/, best/ and actor/,
-Hugging Face folders.
+Writes to `--out`: metrics.jsonl (one line per step), plot.png, samples.json, result.json, checkpoints/, best/ and
+actor/, Hugging Face folders.
 
 Conventions: Ethayarajh et al., arXiv 2402.01306. The reference point is that of the whole step, over all processes and
 micro-batches; every answer of a step has the weight of its label, however they are split.

@@ -6,7 +6,7 @@
 For each step: prompts -> engine.eval() -> engine.generate() several answers each -> rewards -> engine.train() -> the
 best and the worst answer to each prompt as a pair -> DPO's loss and update (`dpo.py`). If all answers to a prompt have
 the same reward there is no pair; each step logs how often. Without options, SFT first trains a small model to add
-numbers like a pupil who forgets the carry; the reward is whether the sum is right.
+numbers like a pupil who forgets the carry; correct sums are rewarded.
 
 B: this process's prompts of a step, G: answers to each, N = B * G rows.
 

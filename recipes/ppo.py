@@ -7,8 +7,8 @@ the critic's first weights. Then, for each step: prompts -> engine.eval() -> eng
 rewards, values and reference log-probabilities -> advantages -> clipped updates of actor and critic. Only the learned
 reward is trained on; PEP 257 as a rule (`tasks/stdlib_docs.py`) measures the held-out prompts before and after.
 
-Below `--out`: metrics.jsonl (one line per step), plot.png, samples.json, result.json, best/ and actor/, Hugging Face
-folders.
+Writes to `--out`: metrics.jsonl (one line per step), plot.png, samples.json, result.json, best/ and actor/, Hugging
+Face folders.
 
 B: this process's prompts of a step, T: response columns.
 
@@ -82,8 +82,8 @@ def run(config: Config) -> Path:
     config = begin_run(config, "ppo")
     if config.missing_eos_score is not None:
         say(
-            "--missing-eos-score is deprecated and removed in the next version: on rewards of another scale it may pay "
-            "not to stop; --missing-eos-penalty takes a number off the reward instead"
+            "--missing-eos-score is deprecated and will be removed in the next version: with rewards on another scale "
+            "it may reward answers that do not stop; use --missing-eos-penalty, which is subtracted from the reward"
         )
     start = prepare(config, Stages(sft_stage.run, reward_stage.run), SUMMARIES, has_critic=True)
     config = start.config

@@ -3,10 +3,10 @@
     hybrid-engine reward --out runs/docs
     hybrid-engine reward --model Qwen/Qwen3-0.6B --dataset pairs.jsonl --out runs/mine
 
-The model is transformers' own sequence classifier with one label on the body of `--model`; it reads the score at the
-last token. The loss of a pair is -log sigmoid(score(chosen) - score(rejected) - margin) (`rl/preferences.py`). The
-saved config has mean and standard deviation of the scores of good answers, so that PPO sees rewards of mean 0 and
-deviation 1 there. Without --dataset the pairs are summary lines, one of which follows PEP 257: stage 2 of the PPO job.
+The model is transformers' sequence classifier with one label on the body of `--model`; the score is that of the last
+token. The loss of a pair is -log sigmoid(score(chosen) - score(rejected) - margin) (`rl/preferences.py`). The saved
+config has the mean and standard deviation of the scores of good answers, with which PPO normalizes rewards. Without
+--dataset the pairs are summary lines, one of which follows PEP 257: stage 2 of the PPO job.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Serves a model at an OpenAI-compatible address, until Ctrl-C.
+"""Serves a model over an OpenAI-compatible API, until Ctrl-C.
 
 hybrid-engine serve --model runs/sums/actor
 
@@ -78,9 +78,9 @@ def run(config: Config) -> None:
         finish_seconds=config.finish_seconds,
     ) as server:
         reload_on_hangup(server)
-        tell(f"serving {', '.join((server.name, *adapters))} at {server.url}; Ctrl-C ends it")
+        tell(f"serving {', '.join((server.name, *adapters))} at {server.url}; Ctrl-C stops it")
         server.wait(ending)
-        tell(f"ending: {server.num_running} answers are finished first; Ctrl-C again drops them")
+        tell(f"stopping: finishing {server.num_running} answers first; Ctrl-C again drops them")
 
 
 def check_limits(config: Config) -> None:

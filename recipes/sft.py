@@ -1,12 +1,12 @@
-"""Supervised fine-tuning: trains a model on the examples of a data set.
+"""Supervised fine-tuning: trains a model on the examples of a dataset.
 
     hybrid-engine sft --out runs/docs
     hybrid-engine sft --model Qwen/Qwen3-0.6B --dataset chats.jsonl --out runs/mine
 
-The loss is the cross-entropy of the response's tokens, including the end-of-sequence token after them. The prompt is
-only read, and of a conversation only the assistant's turns are learned (`data/encoding.py`). Without --model a BPE
-tokenizer and a small Llama are trained from scratch; without --dataset they learn a docstring's summary line from the
-signature, which is stage 1 of the PPO job.
+The loss is the cross-entropy of the response's tokens, including the end-of-sequence token. Prompts are not learned,
+nor are turns of a conversation other than the assistant's (`data/encoding.py`). Without --model a BPE tokenizer and a
+small Llama are trained from scratch; without --dataset they learn a docstring's summary line from the signature, which
+is stage 1 of the PPO job.
 """
 
 import math

@@ -116,7 +116,9 @@ def find(directory: Path, tag: str | None) -> Path:
         ValueError: it does not exist.
     """
     if not directory.is_dir():
-        raise ValueError(f"load_dir={str(directory)!r} is no folder; give the one that save_checkpoint() was given")
+        raise ValueError(
+            f"load_dir={str(directory)!r} is not a folder; give the one that was passed to save_checkpoint()"
+        )
     if tag is None:
         tag = _read_latest(directory)
     check_tag(tag)
@@ -149,17 +151,15 @@ def _check_place(directory: Path, tag: str) -> None:
     target, replaced, latest = directory / tag, directory / f".{tag}.replaced", directory / LATEST
     if (target.exists() or target.is_symlink()) and not _is_ours(target) and not is_empty(target):
         raise ValueError(
-            f"tag={tag!r}: {str(target)!r} is no checkpoint that was saved here and would be replaced; give another "
-            f"tag, or move it away"
+            f"tag={tag!r}: {str(target)!r} is not a checkpoint saved here and would be replaced; give another tag, or "
+            "move it away"
         )
     if replaced.exists() or replaced.is_symlink():
-        raise ValueError(
-            f"tag={tag!r}: {str(replaced)!r} is in the way and no checkpoint that was saved here; move it away"
-        )
+        raise ValueError(f"tag={tag!r}: {str(replaced)!r} is in the way and not a checkpoint saved here; move it away")
     if latest.is_symlink() or (latest.exists() and not latest.is_file()):
         raise ValueError(
-            f"save_dir={str(directory)!r}: {LATEST!r} in it is no plain file, but is to hold the name of the latest "
-            f"checkpoint; move it away"
+            f"save_dir={str(directory)!r}: {LATEST!r} in it is not a plain file, but must contain the name of the "
+            "latest checkpoint; move it away"
         )
 
 

@@ -277,7 +277,7 @@ def warn_of_differences(
     if saved.get("pending_micro_batches"):
         logger.warning(
             "load_checkpoint(): %s was saved within an accumulation: the gradients of the %d micro-batches since the "
-            "last step are not in it, and the accumulation starts anew",
+            "last step are not in it, and the accumulation starts again",
             folder,
             saved["pending_micro_batches"],
         )
@@ -304,7 +304,7 @@ def _check_model(folder: Path, saved: dict[str, list[int]], own: dict[str, list[
 def _check_training(folder: Path, saved: dict[str, Any], own: dict[str, Any]) -> None:
     if saved["groups"] is None:
         raise ValueError(
-            f"checkpoint {str(folder)!r} was saved without an optimizer and cannot continue a training; load it into "
+            f"checkpoint {str(folder)!r} was saved without an optimizer and cannot continue training; load it into "
             f"an engine without one, or with load_module_only=True"
         )
     if saved.get("optimizer") is not None:
@@ -326,7 +326,7 @@ def _check_scheduler(folder: Path, saved: dict[str, Any], own: dict[str, Any]) -
     if saved.get("scheduler", own["scheduler"]) != own["scheduler"]:
         raise ValueError(
             f"checkpoint {str(folder)!r} was saved with the learning-rate scheduler {saved['scheduler']}, the engine "
-            f"has {own['scheduler']}, which cannot go on from its state; give both runs the same, or load with "
+            f"has {own['scheduler']}, which cannot continue from its state; give both runs the same, or load with "
             f"load_lr_scheduler_states=False"
         )
 
@@ -335,7 +335,7 @@ def _check_optimizer(folder: Path, saved: dict[str, Any], own: dict[str, Any]) -
     if saved["class"] != own["class"]:
         raise ValueError(
             f"checkpoint {str(folder)!r} was saved with the optimizer {saved['class']}, the engine has {own['class']}, "
-            f"which cannot go on from its state; build the engine with {saved['class']}, or load with "
+            f"which cannot continue from its state; build the engine with {saved['class']}, or load with "
             f"load_optimizer_states=False"
         )
     if saved["options"] != own["options"]:

@@ -127,8 +127,8 @@ def read_index(folder: Path, files: Collection[str], skips_others: bool = False)
         # Garbled bytes make pickle raise nearly anything: EOFError, IndexError, UnicodeDecodeError, MemoryError, ...
         except Exception as error:
             raise ValueError(
-                f"checkpoint {str(folder)!r} is damaged: {INDEX_FILE} is no index of tensors ({error}); load another "
-                f"tag"
+                f"checkpoint {str(folder)!r} is damaged: {INDEX_FILE} is not an index of tensors ({error}); load "
+                "another tag"
             ) from error
 
 

@@ -80,7 +80,7 @@ def _finding(kind: str, name: str, check: Callable[[], str]) -> Finding:
     try:
         text, state = check(), "ok"
         if replaced := replaced_kernels():
-            text, state = "; ".join([*replaced, "torch's operations run in place of these kernels"]), "broken"
+            text, state = "; ".join([*replaced, "torch operations are used instead of these kernels"]), "broken"
     except Exception as error:  # whatever the compiler, the driver or the engine raises is the finding
         text, state = f"{type(error).__name__}: {error}", "broken"
     return Finding(kind=kind, name=name, state=state, text=f"{text} ({time.perf_counter() - start:.1f} s)")

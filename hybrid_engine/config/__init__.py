@@ -187,7 +187,7 @@ class EngineConfig:
         if self._accumulation_name not in ("fp32", self._dtype_name):
             raise ValueError(
                 f"gradient_accumulation_dtype={self.gradient_accumulation_dtype} and parameters in {self._dtype_name} "
-                f'do not go together; use "fp32" or "{self._dtype_name}"'
+                f'are incompatible; use "fp32" or "{self._dtype_name}"'
             )
 
     def differences(self, other: "EngineConfig") -> list[str]:
@@ -288,8 +288,8 @@ def _read_config(whole: dict[str, Any], world_size: int, arguments: Any) -> Engi
     _check_storage(result.checkpoint, world_size)
     if world_size % (result.zero_optimization.shard_size or 1):
         raise ValueError(
-            f"zero_optimization: {result.zero_optimization.shard_size} processes to a copy of the model do not divide "
-            f"the {world_size} there are; choose a divisor for zero_hpz_partition_size or mics_shard_size"
+            f"zero_optimization: {result.zero_optimization.shard_size} processes per copy of the model do not divide "
+            f"the {world_size} processes; choose a divisor for zero_hpz_partition_size or mics_shard_size"
         )
     if without_effect:
         # What has a remark to it, unknown keys above all, comes first: large files have many others.

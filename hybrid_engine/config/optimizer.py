@@ -216,7 +216,7 @@ class SchedulerConfig:
         assert self.type in SCHEDULER_PARAMS, f"{self.type=}"
         for name in REQUIRED_SCHEDULER_PARAMS.get(self.type, ()):
             if name not in self.params:
-                raise ValueError(f"scheduler.params.{name} is missing; {self.type} needs it to plan, give a number")
+                raise ValueError(f"scheduler.params.{name} is missing; {self.type} needs it; give a number")
         for name, value in self.params.items():
             _check_scheduler_param(name, value)
 

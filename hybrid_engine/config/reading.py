@@ -180,8 +180,8 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"config={os.fspath(path)!r} cannot be read: {error.strerror}; give a JSON file") from error
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(
-            f"config={os.fspath(path)!r} is not valid JSON: {error}; correct the file there (of Hjson, which DeepSpeed "
-            f"reads too, comments and trailing commas alone are read here)"
+            f"config={os.fspath(path)!r} is not valid JSON: {error}; correct the file there (comments and trailing "
+            "commas are allowed, other Hjson syntax is not)"
         ) from error
     if not isinstance(content, _Pairs):
         raise ValueError(f"config={os.fspath(path)!r} must hold a JSON object, not {type(content).__name__}")
@@ -316,9 +316,7 @@ def _resolve_block(block: dict[str, Any], path: str, arguments: Any) -> dict[str
         if isinstance(value, dict):
             value = _resolve_block(value, name, arguments)
         elif value == AUTO and name in BLOCKS:
-            raise ValueError(
-                f'{name}="auto" must be a block of options; write "auto" for those of them it is meant for'
-            )
+            raise ValueError(f'{name}="auto" must be a block of options; write "auto" for individual options')
         elif value == AUTO:
             value = _from_arguments(name, arguments)
             if value is None and name in ONLY_THE_USER_KNOWS:
@@ -340,7 +338,7 @@ def _from_arguments(name: str, arguments: Any) -> Any:
 def _explain(name: str) -> str:
     source = f" (it becomes its {FROM_ARGUMENTS[name][0]})" if name in FROM_ARGUMENTS else ""
     return (
-        f'{name}="auto" has no value that could be known here; write the value itself, or pass '
+        f'{name}="auto" cannot be resolved here; write the value itself, or pass '
         f"transformers' TrainingArguments as initialize(args=...){source}"
     )
 

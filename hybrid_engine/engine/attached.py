@@ -88,7 +88,7 @@ def _generating_module(model: nn.Module) -> nn.Module:
             model = inner
     config = getattr(model, "config", None)
     if not hasattr(type(model), "generate") or getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"attach(): {type(model).__name__} is no decoder-only language model with generate()")
+        raise ValueError(f"attach(): {type(model).__name__} is not a decoder-only language model with generate()")
     for module in (model, _base(model)):
         generate = module.__dict__.get("generate")
         if isinstance(generate, AttachedGenerate):
@@ -107,7 +107,7 @@ def _read_options(model: nn.Module, options: dict[str, Any]) -> HybridEngineConf
         if name not in OPTIONS:
             nearest = find_nearest(name, OPTIONS)
             hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(OPTIONS)}"
-            raise ValueError(f"attach(): {name}={options[name]!r} is no option; {hint}")
+            raise ValueError(f"attach(): {name}={options[name]!r} is not an option; {hint}")
     config: Any = model.config
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     defaults = {"max_out_tokens": (longest or MOST_TOKENS_WITHOUT_LIMIT) + 1, "release_inference_cache": True}
@@ -154,7 +154,7 @@ class Attached:
             reason = generator.fallback_reason
         self.generator, self._fingerprint = generator, found
         if reason is not None:
-            say_once(f"attach(): {type(self.module).__name__} generates by its own generate(): {reason}")
+            say_once(f"attach(): {type(self.module).__name__} generates with its own generate(): {reason}")
 
     @property
     def logprob_difference(self) -> LogprobDifference | None:
@@ -189,7 +189,7 @@ class Attached:
         """Describes how the model generates, and the reason."""
         if self.generator is None:
             reason = "it was detached" if self._is_detached else reason_unreadable(self.module)
-            return f"{type(self.module).__name__} generates by its own generate(): {reason}"
+            return f"{type(self.module).__name__} generates with its own generate(): {reason}"
         return describe_generation(self.generator)
 
     @naming_who_left("generate()")
@@ -206,7 +206,7 @@ class Attached:
             ValueError: an input or option is invalid; raised before anything is done.
         """
         if inputs is not None and kwargs.get("input_ids") is not None:
-            raise ValueError("generate(): inputs and input_ids are two names of the prompts; pass one of them")
+            raise ValueError("generate(): inputs and input_ids both name the prompts; pass one of them")
         with self._turn:  # other threads wait here
             if self._is_detached:  # by another thread, or called through an old reference
                 return self._own(inputs, generation_config, **kwargs)
@@ -316,7 +316,7 @@ def as_transformers(output: torch.Tensor | GenerateOutput) -> torch.Tensor | Att
 def tokenize(prompts: list[Any], trainer: Any) -> list[list[int]]:
     """The token ids that `trainer` itself would produce for `prompts`: texts, or conversations by its chat template."""
     if not prompts:
-        raise ValueError("rollout_func: prompts=[] must have at least one; leave the call out where there is none")
+        raise ValueError("rollout_func: prompts=[] must have at least one; leave the call out if there are none")
     tokenizer = trainer.processing_class
     if isinstance(prompts[0], str):
         return tokenizer(text=prompts)["input_ids"]

@@ -122,7 +122,7 @@ def check_generates(model: nn.Module) -> None:
     check_uncompiled("initialize", model)
     if not hasattr(type(model), "generate") or getattr(config, "is_encoder_decoder", False):
         raise ValueError(
-            f"hybrid_engine.enabled: {type(model).__name__} is no decoder-only language model with generate(); "
+            f"hybrid_engine.enabled: {type(model).__name__} is not a decoder-only language model with generate(); "
             "pass one, or leave hybrid_engine out of the config"
         )
     missing = [name for name in ("config", "generation_config") if getattr(model, name, None) is None]
@@ -160,8 +160,8 @@ class CallChecks:
         self.check_not_offloaded(what, *kinds)
         if self._optimizer is not None and self._optimizer.is_torn:
             raise ValueError(
-                f"{what}: an error came in the middle of the last step(), so that some parameters may be stepped and "
-                f"others not; go on from a checkpoint, by load_checkpoint()"
+                f"{what}: the last step() failed midway, so some parameters may be updated and others not; continue "
+                "from a checkpoint with load_checkpoint()"
             )
 
     def check_not_offloaded(self, what: str, *kinds: OffloadStateTypeEnum) -> None:

@@ -389,7 +389,9 @@ def _state(param: nn.Parameter, key: str) -> torch.Tensor:
     link = _link(param)
     state = link.state if link is not None else {}
     if key not in state:
-        raise ValueError(f"{key!r} is no state of this parameter's optimizer now; it has {', '.join(state) or 'none'}")
+        raise ValueError(
+            f"{key!r} is not in the optimizer state of this parameter; it has {', '.join(state) or 'none'}"
+        )
     return state[key]
 
 

@@ -210,7 +210,7 @@ class MemoryLimit(NamedTuple):
             return int(self.share * free_bytes)
         if self.num_bytes > free_bytes:
             raise ValueError(
-                f"{self.text} is more than the {format_bytes(free_bytes)} that are free beside the model; lower it"
+                f"{self.text} is more than the {format_bytes(free_bytes)} left free by the model; lower it"
             )
         return self.num_bytes
 
@@ -231,8 +231,8 @@ def read_memory(memory: float | str | None, device_type: str, name: str = "memor
         return MemoryLimit(text, read_bytes(str(memory), name.replace("_", "-")))
     if not 0 < share <= 1:
         raise ValueError(
-            f"{name}={memory!r} must be a share of the free memory, above 0 and up to 1, or a size with its unit, such "
-            "as 6GiB; give one"
+            f"{name}={memory!r} must be a fraction of the free memory, above 0 and up to 1, or a size with its unit, "
+            "such as 6GiB; give one"
         )
     return MemoryLimit(text, None, share)
 

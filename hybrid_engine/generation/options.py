@@ -339,7 +339,7 @@ def _guide(given: dict[str, Any], tokenizer: Any, json_space: str | None) -> tup
 def check_tokenizer(tokenizer: Any, option: str) -> None:
     """Raises ValueError if an option that needs the tokenizer has none."""
     if tokenizer is None:
-        raise ValueError(f"{option} needs the model's tokenizer; pass tokenizer= beside it")
+        raise ValueError(f"{option} needs the model's tokenizer; pass tokenizer= with it")
 
 
 @cache
@@ -459,7 +459,7 @@ def check_names(kwargs: dict[str, Any], accepted: Iterable[str]) -> None:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else "transformers' GenerationConfig lists them"
-            raise ValueError(f"{name}={kwargs[name]!r} is no option of generate(); {hint}")
+            raise ValueError(f"{name}={kwargs[name]!r} is not an option of generate(); {hint}")
 
 
 def foreign_options(merged: dict[str, Any]) -> list[str]:

@@ -226,7 +226,7 @@ def _canonical(given: dict[str, Any]) -> dict[str, Any]:
         if name not in known:
             nearest = find_nearest(key, [*known, *OTHER_NAMES, *OLD_NAMES])
             hint = f"did you mean {nearest}?" if nearest else f"the options are {', '.join(known)}"
-            raise ValueError(f"{key} is no option of init_inference; {hint}")
+            raise ValueError(f"{key} is not an option of init_inference; {hint}")
         if value is None:
             continue
         if name == "moe" and isinstance(value, bool):
@@ -257,7 +257,7 @@ def _read_block(name: str, block: type, value: Any) -> Any:
         if key not in known:
             nearest = find_nearest(key, known)
             hint = f"did you mean {name}.{nearest}?" if nearest else f"its options are {', '.join(known)}"
-            raise ValueError(f"{name}.{key} is no option of init_inference; {hint}")
+            raise ValueError(f"{name}.{key} is not an option of init_inference; {hint}")
     return block(**options)
 
 

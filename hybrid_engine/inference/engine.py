@@ -239,7 +239,7 @@ class InferenceEngine(nn.Module):
         kwargs: dict[str, Any],
     ) -> torch.Tensor | None:
         if inputs is not None and input_ids is not None:
-            raise ValueError("generate(): inputs and input_ids are two names of the prompts; pass one of them")
+            raise ValueError("generate(): inputs and input_ids both name the prompts; pass one of them")
         input_ids = inputs if inputs is not None else input_ids
         if input_ids is None and kwargs.get("inputs_embeds") is None:
             return self._first_tokens(generation_config, kwargs)

@@ -120,18 +120,18 @@ def _links() -> Iterator[Finding]:
 
 def _kernels() -> Iterator[Finding]:
     if fallback_forced():
-        text = "HYBRID_ENGINE_FALLBACK=1: torch's operations run in their place"
+        text = "HYBRID_ENGINE_FALLBACK=1: torch operations are used instead"
         yield Finding(kind="kernels", name="all", state="missing", text=text)
         return
     if load_library() is None:
-        text = "not compiled; torch's operations run in their place, more slowly"
+        text = "not compiled; torch operations are used instead, which is slower"
         yield Finding(kind="kernels", name="C, for the CPU", state="missing", text=text)
     else:
         yield _try_kernel("Triton, interpreted" if IS_INTERPRETED else "C, for the CPU", torch.device("cpu"))
     if not torch.cuda.is_available():
         return
     if not HAS_TRITON:
-        text = "triton is not installed; torch's operations run in their place"
+        text = "triton is not installed; torch operations are used instead"
         yield Finding(kind="kernels", name="Triton", state="missing", text=text)
         return
     for device in devices_to_try()[1:]:

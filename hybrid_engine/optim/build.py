@@ -263,8 +263,8 @@ def check_quantised(model: nn.Module, is_wrapped: bool) -> None:
     name = next(found, None) if is_wrapped else None
     if name is not None:
         raise ValueError(
-            f"model: {name} is quantised: packed values whose scales lie beside them, of which FSDP2 can neither shard "
-            "nor gather a part; train it on one process without offload_param, or load the model in full precision"
+            f"model: {name} is quantized: FSDP2 can neither shard nor gather packed values with separate scales; train "
+            "it on one process without offload_param, or load the model in full precision"
         )
 
 

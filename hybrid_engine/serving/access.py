@@ -41,7 +41,7 @@ def check_address(host: str, *, has_keys: bool) -> None:
         is_own = False
     if not is_own and not has_keys:
         raise ValueError(
-            f"host={host!r} can be reached by other machines and there is no api_key; pass one, or 127.0.0.1"
+            f"host={host!r} is reachable from other machines, but there is no api_key; pass one, or use 127.0.0.1"
         )
 
 
@@ -133,7 +133,7 @@ def read_keys(path: Path) -> list[Key]:
         keys.append(Key(words[0], _secret(words[1], where), len(words) == 3))
     for what, values in (("name", [key.name for key in keys]), ("key", [key.secret for key in keys])):
         if len(set(values)) < len(values):
-            raise ValueError(f"api_key_file={str(path)!r} has a {what} twice; each client has its own")
+            raise ValueError(f"api_key_file={str(path)!r} has a {what} twice; give each client its own")
     if not any(not key.is_for_metrics for key in keys):
         raise ValueError(f"api_key_file={str(path)!r} has no key that clients can use; add a line NAME KEY")
     return keys
@@ -141,9 +141,11 @@ def read_keys(path: Path) -> list[Key]:
 
 def _secret(text: str, where: str) -> bytes:
     if not text.strip():
-        raise ValueError(f"{where} is empty; pass a secret, or none where only this machine connects")
+        raise ValueError(f"{where} is empty; pass a secret, or leave it out if only this machine connects")
     if not (text.isascii() and text.isprintable()) or " " in text:
-        raise ValueError(f"{where} has characters that no header can have; use letters, digits and signs of ASCII")
+        raise ValueError(
+            f"{where} has characters that a header cannot contain; use ASCII letters, digits and punctuation"
+        )
     return text.encode()
 
 
@@ -174,7 +176,7 @@ class PageGuard:
             raise _refused(f"Host {cut(host)!r} is not this server's; start it with --allow-host NAME, or with a key")
         if origin is not None and origin not in self.origins and origin != f"http://{host}":
             raise _refused(
-                f"Origin {cut(origin)!r} may not ask here; start the server with --allow-origin, or with a key"
+                f"Origin {cut(origin)!r} is not allowed; start the server with --allow-origin, or with a key"
             )
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if method == "POST" and kind != JSON_TYPE:
@@ -214,18 +216,18 @@ class Pages:
     def __post_init__(self) -> None:
         for host in self.hosts:
             if not host or urlsplit(f"//{host}").hostname != host.lower():
-                raise ValueError(f"allow_host={host!r} is no name of a host; give it without scheme and port")
+                raise ValueError(f"allow_host={host!r} is not a host name; give it without scheme and port")
         for origin in self.origins:
             scheme, _, rest = origin.partition("://")
             if not scheme.isalnum() or not rest or "/" in rest:
-                raise ValueError(f"allow_origin={origin!r} is no origin; give scheme://host[:port], without a path")
+                raise ValueError(f"allow_origin={origin!r} is not an origin; give scheme://host[:port], without a path")
 
     def check_needed(self, *, has_keys: bool) -> None:
         """Raises ValueError for hosts of a server with keys, whose clients may use any `Host`."""
         if has_keys and self.hosts:
             raise ValueError(
-                f"allow_host={next(iter(self.hosts))!r} is for requests without a key, and there is a key, with which "
-                "every Host is served; leave out the one or the other"
+                f"allow_host={next(iter(self.hosts))!r} is for requests without a key, but there is a key, with which "
+                "every Host is served; leave one of them out"
             )
 
     def guarded(self, app: ASGIApp, *, has_keys: bool) -> ASGIApp:

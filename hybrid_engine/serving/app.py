@@ -333,7 +333,9 @@ class App:
         if session_id is None:
             return None
         if len(session_id) > MAX_SESSION_ID:
-            raise RequestError(f"X-Session-Id has {len(session_id)} characters, and at most {MAX_SESSION_ID} may be")
+            raise RequestError(
+                f"X-Session-Id has {len(session_id)} characters, but at most {MAX_SESSION_ID} are allowed"
+            )
         session = Session(session_id, _key_name(request))
         self.sessions.check_known(session)
         return session

@@ -43,7 +43,7 @@ class _Crowd:
         if now - self.last_line >= SECONDS_BETWEEN_LINES:
             self.last_line = now
             log.warning(
-                "serving: %d connections are open, as many as may be (at most %d, and %d open files of the process, "
+                "serving: %d connections are open, which is the limit (at most %d, and %d open files of the process, "
                 "ulimit -n): further ones are closed",
                 num_open,
                 MAX_CONNECTIONS,
@@ -111,7 +111,7 @@ class BoundedConnection(H11Protocol):
         left = self.transport.get_write_buffer_size() if is_waiting else 0
         if left > max(0, last_left - MIN_TAKEN) and self.cycle is last_cycle and not self._has_resumed:
             log.info(
-                "serving: a client took nothing of its answer for %g s, its connection is dropped", self.stall_seconds
+                "serving: a client read nothing of its answer for %g s; its connection is closed", self.stall_seconds
             )
             _reset(self.transport)
             return

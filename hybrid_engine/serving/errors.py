@@ -69,7 +69,7 @@ def overloaded(num_waiting: int, limit: int, what: str = "answers wait to begin"
 def not_finite() -> RequestError:
     """500: the logits are not finite, so that there is no next token."""
     return RequestError(
-        "the model's logits are not finite; nothing more comes of this answer",
+        "the model's logits are not finite; the answer ends here",
         status=500,
         kind="server_error",
         code="generation_failed",
@@ -81,7 +81,7 @@ def rule_failed(error: Exception) -> RequestError:
     if isinstance(error, GuideError):
         return RequestError(str(error), code="guide_failed")
     return RequestError(
-        f"a rule of this request failed: {type(error).__name__}: {error}; nothing more comes of this answer",
+        f"a rule of this request failed: {type(error).__name__}: {error}; the answer ends here",
         status=500,
         kind="server_error",
         code="rule_failed",
@@ -89,17 +89,19 @@ def rule_failed(error: Exception) -> RequestError:
 
 
 def ended(cause: BaseException | None) -> RequestError:
-    """503: generation has ended because of the error `cause`, or because the server is ending (None)."""
+    """503: generation has ended because of the error `cause`, or because the server is shutting down (None)."""
     if cause is None:
-        reason, code = "the server is ending", "unavailable"
+        reason, code = "the server is shutting down", "unavailable"
     else:
         reason, code = f"the model failed: {type(cause).__name__}: {cause}", "model_failed"
-    return RequestError(f"{reason}; nothing more comes of this answer", status=503, kind="server_error", code=code)
+    return RequestError(f"{reason}; the answer ends here", status=503, kind="server_error", code=code)
 
 
 def broken() -> RequestError:
     """500: an internal error of the server; its log has details."""
-    return RequestError("the server failed at this request", status=500, kind="server_error", code="internal_error")
+    return RequestError(
+        "the server failed to process this request", status=500, kind="server_error", code="internal_error"
+    )
 
 
 def wrong_body(error: ValidationError) -> RequestError:
@@ -110,11 +112,11 @@ def wrong_body(error: ValidationError) -> RequestError:
     value = first.get("input")
     if first["type"] == "missing":
         return RequestError(
-            f"{param} is missing; every request must have it", param=param, code="missing_required_parameter"
+            f"{param} is missing; every request needs it", param=param, code="missing_required_parameter"
         )
     if first["type"] == "extra_forbidden":
         name = ".".join(map(str, first["loc"]))
-        return RequestError(f"{name} is not served; leave it out", param=param, code="unknown_parameter")
+        return RequestError(f"{name} is not supported; leave it out", param=param, code="unknown_parameter")
     shown = "" if isinstance(value, dict) and param is None else f"={cut(repr(value))}"
     reason = first["msg"].removeprefix("Value error, ")
     return RequestError(f"{param or 'body'}{shown}: {reason}", param=param, code="invalid_value")

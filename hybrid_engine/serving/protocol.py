@@ -55,7 +55,7 @@ def only(*served: Any) -> Any:
 
     def check(value: Any) -> Any:
         if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in served):
-            raise ValueError(f"only {' or '.join(map(repr, served))} is served; send that, or leave the field out")
+            raise ValueError(f"only {' or '.join(map(repr, served))} is supported; send that, or leave the field out")
         return value
 
     return Annotated[Any, AfterValidator(check), Field(json_schema_extra={"enum": [*served, None]})]
@@ -132,7 +132,7 @@ class SamplingFields(Body):
     model: StrictStr
     n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] = 1
     temperature: Annotated[Number, Field(ge=0, le=100)] = 1.0
-    """0 takes the likeliest token."""
+    """0 is greedy decoding."""
     top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
@@ -194,34 +194,36 @@ class SamplingFields(Body):
         if "" in stops:
             raise ValueError("a stop string must not be empty, since every answer would stop at once; leave it out")
         if len(stops) > MAX_STOPS:
-            raise ValueError(f"{len(stops)} stop strings, and at most {MAX_STOPS} are looked for; send fewer")
+            raise ValueError(f"{len(stops)} stop strings, but at most {MAX_STOPS} are supported; send fewer")
         return stop
 
     @field_validator("temperature")
     @classmethod
     def _check_temperature(cls, temperature: float) -> float:
         if 0 < temperature < LEAST_TEMPERATURE:
-            raise ValueError(f"below {LEAST_TEMPERATURE:g} logits may not be finite; 0 takes the likeliest token")
+            raise ValueError(f"below {LEAST_TEMPERATURE:g} logits may not be finite; 0 is greedy decoding")
         return temperature
 
     @field_validator("logit_bias")
     @classmethod
     def _check_bias(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
         if bias is not None and len(bias) > MAX_BIASES:
-            raise ValueError(f"{len(bias)} tokens, and at most {MAX_BIASES} can be named; send fewer")
+            raise ValueError(f"{len(bias)} tokens, but at most {MAX_BIASES} are allowed; send fewer")
         for token in bias or {}:
             if not (token.isascii() and token.isdigit() and len(token) <= MAX_DIGITS):
-                raise ValueError(f"{cut(token)!r} is no token id; name tokens by their number")
+                raise ValueError(f"{cut(token)!r} is not a token id; give the number of a token")
         return bias
 
     @model_validator(mode="after")
     def _check_guide(self) -> "SamplingFields":
         for name, value in self.guide.items():
             if name == "guided_choice" and len(value) > MAX_GUIDED_CHOICES:
-                raise ValueError(f"{name}: {len(value)} choices, and at most {MAX_GUIDED_CHOICES} may be; send fewer")
+                raise ValueError(
+                    f"{name}: {len(value)} choices, but at most {MAX_GUIDED_CHOICES} are allowed; send fewer"
+                )
             size = sum(map(len, value)) if isinstance(value, list) else len(str(value))
             if size > MAX_GUIDED:
-                raise ValueError(f"{name}: {size:,} characters, and at most {MAX_GUIDED:,} may be; send less")
+                raise ValueError(f"{name}: {size:,} characters, but at most {MAX_GUIDED:,} are allowed; send less")
         return self
 
     @property
@@ -267,9 +269,9 @@ class CompletionRequest(SamplingFields):
     @model_validator(mode="after")
     def _check_unserved(self) -> "CompletionRequest":
         if self.best_of not in (None, self.n):
-            raise ValueError(f"best_of={self.best_of} is not served, only n of n; leave it out")
+            raise ValueError(f"best_of={self.best_of} is not supported unless it equals n; leave it out")
         if self.suffix:
-            raise ValueError("suffix is not served: the model continues prompts; leave it out")
+            raise ValueError("suffix is not supported: the model continues prompts; leave it out")
         return self
 
     @property
@@ -309,7 +311,7 @@ class Message(BaseModel):
             return content
         for part in content:
             if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(f"a part of type {part.get('type')!r} is not served; send text")
+                raise ValueError(f"a part of type {part.get('type')!r} is not supported; send text")
         return "".join(part["text"] for part in content)
 
 
@@ -386,7 +388,7 @@ class ChatRequest(SamplingFields):
         """Refuses arguments of `apply_chat_template`: a template is a program, which only the server may choose."""
         for name in names:
             if name in NOT_FOR_TEMPLATES:
-                raise ValueError(f"{name!r} is not the client's to say; send only names that the template reads")
+                raise ValueError(f"{name!r} cannot be set by the client; send only names that the template reads")
         return names
 
     @model_validator(mode="after")
@@ -406,7 +408,7 @@ class ChatRequest(SamplingFields):
         if self.forced_tools is not None and not self.forced_tools:
             known = ", ".join(repr(name) for name in map(tool_name, self.tools or [])) or "none"
             raise ValueError(
-                f"tool_choice={self._choice!r} names no function of tools, which has {known}; send it there"
+                f"tool_choice={self._choice!r} is not a function in tools, which has {known}; add it there"
             )
         if self.forced_tools and super().guide:
             raise ValueError(

@@ -72,7 +72,7 @@ class BodyReader:
         try:
             raw = await asyncio.wait_for(self._receive(request), SECONDS_FOR_BODY)
         except asyncio.TimeoutError as error:
-            reason = f"the body did not come within {SECONDS_FOR_BODY:g} s"
+            reason = f"the body did not arrive within {SECONDS_FOR_BODY:g} s"
             raise RequestError(reason, status=408, code="body_timeout", is_last=True) from error
         try:
             return await self._on_thread(partial(_parse_body, raw, kind))
@@ -95,7 +95,7 @@ class BodyReader:
                     reason = f"the body is larger than {self.max_bytes:,} bytes"
                     raise RequestError(reason, status=413, code="body_too_large", is_last=True)
                 if self._bytes_of_all > MAX_BODIES_BYTES:
-                    reason = "the bodies of all requests are too much at once; send the request again later"
+                    reason = "the bodies of all concurrent requests are too large; send the request again later"
                     raise RequestError(reason, status=429, code="overloaded", retry_after=1, is_last=True)
         except BaseException:
             self._bytes_of_all -= size
@@ -119,7 +119,7 @@ def read_json(raw: bytes) -> dict[str, Any]:
     try:
         values = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
-        raise RequestError(f"the body is no JSON: {error}", code="invalid_json") from error
+        raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from error
     if not isinstance(values, dict):
         raise RequestError(f"the body is a {type(values).__name__}; send a JSON object", code="invalid_json")
     return values
@@ -131,7 +131,7 @@ def _check_counts(raw: bytes) -> None:
         if sum(map(raw.count, signs)) > limit:
             count = sum(map(_STRINGS.sub(b"", raw).count, signs))  # without those in strings
             if count > limit:
-                reason = f"the body has {count:,} {named}, and at most {limit:,} may be; send less"
+                reason = f"the body has {count:,} {named}, but at most {limit:,} are allowed; send less"
                 raise RequestError(reason, code="body_too_large")
 
 
@@ -269,7 +269,7 @@ def check_answers(count: int, model: ServedModel) -> None:
     """Raises RequestError if one request asks for more answers than may wait."""
     if count > model.max_answers:
         raise RequestError(
-            f"{count} answers are asked for at once, and at most {model.max_answers} may wait; send fewer prompts, or "
+            f"{count} answers are requested at once, but at most {model.max_answers} may wait; send fewer prompts, or "
             "lower n",
             param="n",
             code="too_many_answers",
@@ -281,7 +281,7 @@ def check_text(text: str, model: ServedModel, param: str) -> None:
     size = len(text.encode())
     if size > model.longest * model.longest_token:
         raise RequestError(
-            f"{param}: {size:,} bytes make at least {size // model.longest_token:,} tokens, and this server fits "
+            f"{param}: {size:,} bytes make at least {size // model.longest_token:,} tokens, but this server allows "
             f"{model.longest}; shorten the text",
             param=param,
             code="context_length_exceeded",
@@ -293,8 +293,8 @@ def check_echo(request: SamplingFields, prompts: list[list[int]]) -> None:
     entries = sum(map(len, prompts)) * request.n * (1 + (request.num_top_logprobs or 0))
     if entries > MAX_ECHOED:
         raise RequestError(
-            f"echo with logprobs: {entries:,} log-probabilities of prompts are asked for, and at most {MAX_ECHOED:,} "
-            "are told; send fewer prompts, or lower n or logprobs",
+            f"echo with logprobs: {entries:,} log-probabilities of prompts are requested, but at most {MAX_ECHOED:,} "
+            "are returned; send fewer prompts, or lower n or logprobs",
             param="echo",
             code="answer_too_large",
         )
@@ -313,7 +313,7 @@ def _parse(request: SamplingFields, prompts: list[list[int]], num_new: int, mode
     total = max(map(len, prompts)) + num_new
     if total > model.longest:
         raise RequestError(
-            f"a prompt of {max(map(len, prompts))} tokens and {num_new} new ones make {total}, and this server fits "
+            f"a prompt of {max(map(len, prompts))} tokens and {num_new} new ones make {total}, but this server allows "
             f"{model.longest}; shorten the prompt or lower max_tokens",
             param="max_tokens",
             code="context_length_exceeded",
@@ -379,8 +379,8 @@ def _guide_of(request: SamplingFields, model: ServedModel) -> dict[str, Any]:
         return given
     if parser == OWN:
         raise RequestError(
-            f"response_format: an answer may be a call here, and {model.name} writes calls in a form of its own, which "
-            "nothing can guide; set tool_choice to none or required, or leave out response_format",
+            f"response_format: the answer may be a tool call, which {model.name} writes in its own format, and that "
+            "cannot be guided; set tool_choice to none or required, or leave out response_format",
             param="response_format",
             code="invalid_value",
         )

@@ -371,7 +371,7 @@ def build_server(
     limit = read_memory(memory, generator.device.type)
     if memory is not None and generator.model is None:
         raise ValueError(
-            f"memory={memory}: {generator.fallback_reason}, and the model's own generate() takes memory as it goes; "
+            f"memory={memory}: {generator.fallback_reason}, and the model's own generate() allocates memory as needed; "
             "leave it out"
         )
     opening = partial(live_batch, generator, *shape, memory=limit)

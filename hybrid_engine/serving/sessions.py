@@ -124,7 +124,7 @@ class Sessions:
         """Raises RequestError for a session id that is not in `known_ids`."""
         if self.known_ids is not None and session.id not in self.known_ids:
             raise RequestError(
-                "this session_id is none of those that were handed out; send the one that you were given, or none",
+                "this session_id was not handed out by the server; send the one that you were given, or none",
                 status=403,
                 param="session_id",
                 code="unknown_session",
@@ -233,8 +233,8 @@ class Sessions:
         if not size.is_within(self._most):
             raise RequestError(
                 f"session_id {session.id!r}: its answers would have {size.num_tokens:,} tokens, each counted from the "
-                f"first one of the conversation, in {size.num_bytes:,} bytes with their messages, and at most "
-                f"{self._most.num_tokens:,} tokens and {self._most.num_bytes:,} bytes are remembered; begin another "
+                f"first one of the conversation, in {size.num_bytes:,} bytes with their messages, but at most "
+                f"{self._most.num_tokens:,} tokens and {self._most.num_bytes:,} bytes are stored; start another "
                 "session",
                 param="session_id",
                 code="session_too_long",
@@ -252,12 +252,14 @@ def check_session_ids(session_ids: Collection[str] | None, max_sessions: int) ->
     if session_ids is None:
         return
     if isinstance(session_ids, str):
-        raise ValueError(f"session_ids={session_ids!r} is one text; pass a list of ids")
+        raise ValueError(f"session_ids={session_ids!r} is one string; pass a list of ids")
     for session_id in session_ids:
         if not isinstance(session_id, str) or not 0 < len(session_id) <= MAX_SESSION_ID:
-            raise ValueError(f"session_ids: {session_id!r} is no text of 1 to {MAX_SESSION_ID} characters; pass others")
+            raise ValueError(
+                f"session_ids: {session_id!r} is not a string of 1 to {MAX_SESSION_ID} characters; pass others"
+            )
     if len(set(session_ids)) < len(session_ids):
-        raise ValueError("session_ids has an id twice; each conversation has its own")
+        raise ValueError("session_ids has an id twice; give each conversation its own")
     if len(session_ids) > max_sessions:
         raise ValueError(
             f"max_sessions={max_sessions} is less than the {len(session_ids)} session_ids that are handed out, so that "
@@ -280,7 +282,7 @@ def count_bytes(values: Any) -> int:
         if num_values > MAX_VALUES:
             raise RequestError(
                 f"session_id: the messages and template inputs have more than {MAX_VALUES:,} JSON values, too many to "
-                "remember; send fewer, or no session_id",
+                "store; send fewer, or no session_id",
                 param="session_id",
                 code="too_many_values",
             )

@@ -400,7 +400,9 @@ def test_a_function_that_would_load_the_state_dict_itself_is_refused(saved):
 def test_a_missing_tag_or_folder_is_refused_naming_what_there_is(saved, tmp_path):
     engine = _step(_linear_engine(2.0))
     _assert_refuses(engine, saved, "tag='b': there is no such checkpoint.*found a", tag="b")
-    _assert_refuses(engine, tmp_path / "nowhere", "nowhere' is no folder; give the one that save_checkpoint")
+    _assert_refuses(
+        engine, tmp_path / "nowhere", "nowhere' is not a folder; give the one that was passed to save_checkpoint"
+    )
     _assert_refuses(
         engine, saved / "a", "has no file 'latest'; it is a checkpoint itself, give load_dir=.* and tag='a'"
     )

@@ -133,7 +133,7 @@ def test_names_that_leave_the_folder_are_refused(tmp_path, name):
     with pytest.raises(ValueError, match="must be the plain name of a file"):
         engine.save_16bit_model(folder, name)
     for act in (engine.save_checkpoint, engine.load_checkpoint):
-        with pytest.raises(ValueError, match=r"must be a plain folder name|is no folder"):
+        with pytest.raises(ValueError, match=r"must be a plain folder name|is not a folder"):
             act(folder, name)
     engine.save_checkpoint(folder, "a")
     with pytest.raises(ValueError, match="must be a plain folder name"):

@@ -80,9 +80,9 @@ def test_runs_written_with_other_names_of_figures_are_compared_by_ours(runs, cap
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("a nothing", "'nothing' is no folder; give the folder of a run"),
+        ("a nothing", "'nothing' is not a folder; give the folder of a run"),
         ("a empty", "'empty' has no metrics.jsonl, so it is not the folder of a run; did you mean"),
-        ("a torn", "'torn/metrics.jsonl', line 1, is no JSON"),
+        ("a torn", "'torn/metrics.jsonl', line 1, is not JSON"),
         ("a strange", "'strange/result.json' must hold a JSON dict"),
         ("a a --tolerance -1", "--tolerance=-1.0 must be finite and at least 0"),
     ],

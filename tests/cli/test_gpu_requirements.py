@@ -113,7 +113,7 @@ def test_an_attached_model_on_such_a_card_generates_by_itself_and_says_why(monke
     model, (ids, mask) = build_model(), padded_prompts()
     expected = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=4)
     hybrid_engine.attach(model)
-    assert "generates by its own generate(): cpu is too old" in caplog.text
+    assert "generates with its own generate(): cpu is too old" in caplog.text
     assert torch.equal(model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=4), expected)
 
 

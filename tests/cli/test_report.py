@@ -62,14 +62,14 @@ def test_the_page_is_in_the_first_runs_folder_and_a_report_alone_is_replaced(run
     assert capsys.readouterr().out == f"{runs[0]}/report.html\n" * 2
     Path("mine.html").write_text("mine")
     assert cli.main(["report", runs[0], "--out", "mine.html"]) == 2
-    assert "'mine.html' is a file that no report wrote" in capsys.readouterr().err
+    assert "'mine.html' is a file that `report` did not write" in capsys.readouterr().err
     assert Path("mine.html").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("nothing", "'nothing' is no folder"),
+        ("nothing", "'nothing' is not a folder"),
         ("empty", "'empty' has no metrics.jsonl"),
         ("one --out empty", "'empty' is a folder; give a file in it"),
         ("one --out none/page.html", "cannot be written: No such file or directory"),

@@ -622,7 +622,7 @@ def test_a_contradiction_names_both_sides(given, both):
 def test_a_copy_of_the_model_takes_a_number_of_processes_that_divides_all():
     zero = {"stage": 3, "zero_hpz_partition_size": 2}
     assert load_config(BATCH | {"zero_optimization": zero}, world_size=4).zero_optimization.shard_size == 2
-    with pytest.raises(ValueError, match="2 processes to a copy of the model do not divide the 1 there are"):
+    with pytest.raises(ValueError, match="2 processes per copy of the model do not divide the 1 processes"):
         load_config(BATCH | {"zero_optimization": zero}, world_size=1)
 
 

@@ -227,4 +227,4 @@ def test_the_step_after_one_that_changed_nothing_is_right_and_after_a_torn_one_a
         for who in (0, 1):
             _, is_whole, torn, is_right = part[stage, who]
             assert is_whole and is_right
-            assert all(kind == "ValueError" and "middle of the last step()" in words for kind, words in torn), torn
+            assert all(kind == "ValueError" and "the last step() failed midway" in words for kind, words in torn), torn

@@ -297,7 +297,7 @@ def test_adapters_that_are_not_plain_lora_generate_by_the_models_own_and_it_is_s
     assert torch.equal(model.train().generate(input_ids=ids, attention_mask=mask, **GREEDY), expected)
     assert not runs_on_containers(attached)
     first = next(line for line in caplog.messages if reason in line)
-    assert "generates by its own generate()" in first
+    assert "generates with its own generate()" in first
 
 
 def test_an_adapter_for_each_row_is_pefts_own_business(caplog):
@@ -511,7 +511,7 @@ def test_a_model_without_policy_generates_by_itself_and_one_line_says_so(caplog)
     ids = padded_prompts()[0]
     expected = model.generate(ids, return_dict_in_generate=True, output_logits=True, **GREEDY)
     attached = hybrid_engine.attach(model)
-    assert "MambaForCausalLM generates by its own generate(): no policy" in caplog.text
+    assert "MambaForCausalLM generates with its own generate(): no policy" in caplog.text
     model.train()
     found = model.generate(ids, return_dict_in_generate=True, output_logits=True, **GREEDY)
     assert type(found) is type(expected) and torch.equal(found.sequences, expected.sequences)
@@ -526,16 +526,16 @@ def test_what_cannot_be_attached_is_refused():
         with pytest.raises(ValueError, match=r"attached already; call detach\(\)"):
             hybrid_engine.attach(again)
     attached.detach()
-    with pytest.raises(ValueError, match="max_runing=4 is no option; did you mean max_running"):
+    with pytest.raises(ValueError, match="max_runing=4 is not an option; did you mean max_running"):
         hybrid_engine.attach(model, max_runing=4)
     with pytest.raises(ValueError, match="max_running=-1"):
         hybrid_engine.attach(model, max_running=-1)
-    with pytest.raises(ValueError, match="Linear is no decoder-only language model"):
+    with pytest.raises(ValueError, match="Linear is not a decoder-only language model"):
         hybrid_engine.attach(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="model is a str"):
         hybrid_engine.attach("gpt2")
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
-    with pytest.raises(ValueError, match="T5ForConditionalGeneration is no decoder-only"):
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration is not a decoder-only"):
         hybrid_engine.attach(t5)
     config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "hybrid_engine": {"enabled": True}}
     engine, *_ = hybrid_engine.initialize(model=build_model(), config=config)
@@ -549,9 +549,9 @@ def test_wrong_input_is_refused_before_anything_is_done():
     model, (ids, mask) = build_model(), padded_prompts()
     hybrid_engine.attach(model)
     model.train()
-    with pytest.raises(ValueError, match="max_new_tokns=3 is no option"):
+    with pytest.raises(ValueError, match="max_new_tokns=3 is not an option"):
         model.generate(ids, attention_mask=mask, max_new_tokns=3)
-    with pytest.raises(ValueError, match="two names of the prompts"):
+    with pytest.raises(ValueError, match="both name the prompts"):
         model.generate(ids, input_ids=ids)
     with pytest.raises(ValueError, match="padding after a token"):
         model.generate(ids, attention_mask=mask.flip(1), **GREEDY)

@@ -44,5 +44,5 @@ def test_quantised_weights_are_refused_by_name_on_several_processes(monkeypatch)
     model.model.layers[1].mlp.up_proj.weight = Params4bit(model.model.layers[1].mlp.up_proj.weight.detach(), False)
     check_quantised(model, is_wrapped=False)
     monkeypatch.setattr(checks, "get_world_size", lambda: 2)
-    with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj.weight is quantised: .* train it on one process"):
+    with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj.weight is quantized: .* train it on one process"):
         hybrid_engine.initialize(model=model, config={"train_batch_size": 2, "optimizer": {"type": "AdamW"}})

@@ -309,7 +309,7 @@ def test_a_padding_id_that_ends_sequences_says_nothing_about_padding(engine):
 
 def test_a_misspelt_option_names_its_nearest_neighbour(engine):
     input_ids, mask = padded_prompts()
-    with pytest.raises(ValueError, match=r"max_new_token=3 is no option .* did you mean max_new_tokens"):
+    with pytest.raises(ValueError, match=r"max_new_token=3 is not an option .* did you mean max_new_tokens"):
         engine.generate(input_ids, attention_mask=mask, max_new_token=3)
 
 

@@ -145,7 +145,7 @@ def test_an_encoder_decoder_is_refused():
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=99)
-    with pytest.raises(ValueError, match="T5ForConditionalGeneration is no decoder-only language model"):
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration is not a decoder-only language model"):
         build_engine(T5ForConditionalGeneration(config))
 
 

@@ -311,7 +311,7 @@ def test_a_flag_that_contradicts_the_model_is_answered_with_one_line(build, opti
         ({"max_tokens": 8}, {"max_out_tokens": 9}, "max_out_tokens is 8 in the config and 9 as a keyword"),
         ({"max_tokens": 8, "max_out_tokens": 9}, {}, "the same option"),
         ({"mp_size": 2, "tensor_parallel": {"tp_size": 4}}, {}, "tensor_parallel.tp_size"),
-        ({}, {"max_out_token": 8}, "max_out_token is no option of init_inference; did you mean max_out_tokens?"),
+        ({}, {"max_out_token": 8}, "max_out_token is not an option of init_inference; did you mean max_out_tokens?"),
         ({"tp": {"tp_size": 2}}, {"tensor_parallel": {"tp_size": 4}}, "tensor_parallel.tp_size is given as 2 and as 4"),
         ({"tensor_parallel": {"tpsize": 2}}, {}, "did you mean tensor_parallel.tp_size?"),
         ({"tp": 2}, {}, "must be a block"),

@@ -211,7 +211,7 @@ def test_containers_give_way_with_one_line_to_a_kernel_without_a_reference(compi
     assert reason.startswith("broken_kernel of ") and "does not compile with Triton" in reason
     assert "no_such_operation" in reason
     assert [record.message for record in caplog.records].count(
-        f"attach(): LlamaForCausalLM generates by its own generate(): {reason}"
+        f"attach(): LlamaForCausalLM generates with its own generate(): {reason}"
     ) == 1
     found = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=4)
     assert torch.equal(found, expected)

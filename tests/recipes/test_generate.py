@@ -208,7 +208,7 @@ def test_processes_that_share_the_model_answer_as_one_does(model, prompts, tmp_p
     assert (tmp_path / "resumed.jsonl").read_bytes() == alone.read_bytes()
     greedy = run(model, prompts, tmp_path / "one_greedy.jsonl", num_samples=2, temperature=0)
     assert (tmp_path / "greedy.jsonl").read_bytes() == greedy.read_bytes()
-    with pytest.raises(ValueError, match="several processes answer files only"):
+    with pytest.raises(ValueError, match="several processes only read and write files"):
         run(model, "-", tmp_path / "x.jsonl", pp=2)
 
 
@@ -249,9 +249,9 @@ def test_lines_of_the_terminal_are_asked_as_the_rows_of_a_file_are(model, tmp_pa
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"columns": ("ask=prompt",)}, "--columns='ask=prompt' is for a data set, and --prompts='-'"),
-        ({"split": "test"}, "--split='test' is for a data set"),
-        ({"dataset_config": "main"}, "--dataset-config='main' is for a data set"),
+        ({"columns": ("ask=prompt",)}, "--columns='ask=prompt' needs a dataset, but --prompts='-'"),
+        ({"split": "test"}, "--split='test' needs a dataset"),
+        ({"dataset_config": "main"}, "--dataset-config='main' needs a dataset"),
         ({"prompt_template": "{prompt} {more}"}, "must name {prompt} and no other column"),
         ({"prompt_template": "{question}"}, "must name {prompt} and no other column"),
     ],

@@ -174,7 +174,7 @@ def test_what_cannot_be_packed_or_recomputed_is_refused(tiny):
         ValueError, match=r"--tokens-per-micro-batch=101 must hold the longest sequence.* raise it to 102"
     ):
         tiny(tokens_per_micro_batch=101, max_prompt_tokens=96)
-    with pytest.raises(ValueError, match="--exact trains by a forward of its own"):
+    with pytest.raises(ValueError, match="--exact uses its own forward pass"):
         tiny(exact=True, activation_checkpointing=True)
 
 
@@ -250,13 +250,13 @@ def test_rollouts_that_are_chosen_from_and_joined_keep_every_answer_with_its_log
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--group-size 1", "--group-size=1 leaves nothing to compare a sample with"),
+        ("--group-size 1", "--group-size=1 leaves no other sample for"),
         ("--group-size 3 --minibatch-size 256", "--minibatch-size=256 must divide the 192 answers of a step"),
         ("--preset grpo", "--preset='grpo' must be one of deepseekmath, trl"),
-        ("--preset dapo --kl-coef 0.1", "--kl-coef=0.1 has no KL to weigh"),
+        ("--preset dapo --kl-coef 0.1", "--kl-coef=0.1 has no effect with --kl-place=none"),
         ("--kl-place loss --kl-estimator k1 --kl-coef 0.1", "the expected gradient of k1 is zero"),
-        ("--dataset prompts.jsonl", "has prompts of its own"),
-        ("--reward-weights 1 2", "--reward-weights weigh rewards; give as many --reward"),
+        ("--dataset prompts.jsonl", "has its own prompts"),
+        ("--reward-weights 1 2", "--reward-weights need rewards; give as many --reward"),
         ("--reward exact --reward-weights 1 2", "must be 1 numbers, one for each --reward"),
         ("--reward exact --reward-weights nan", "--reward-weights='nan' must be finite and not all 0"),
         ("--reward number:column=solution", "reads the column 'solution'"),
@@ -273,7 +273,7 @@ def test_what_cannot_work_is_refused_before_anything_is_made(options, message, t
 def test_a_reward_that_tells_no_answers_apart_is_reported_and_changes_nothing(tiny, tmp_path, capsys):
     config = tiny(steps=1, reward=("regex:.*",), eval_every=0)
     grpo.run(config)
-    assert "the answers to each of 4 prompts have one score" in capsys.readouterr().out
+    assert "all answers to each of 4 prompts have the same score" in capsys.readouterr().out
     assert all(map(torch.equal, weights_in(tmp_path / "run/actor").values(), weights_in(config.model).values()))
 
 
@@ -353,7 +353,7 @@ def test_a_process_rewards_steps_are_learned_from_and_choices_about_whole_answer
     (steps,) = seen
     assert steps.shape[0] == 16 and set(steps[~steps.isnan()].tolist()) == {1.0, 2.0}
     for name, value in (("baseline", "leave-one-out"), ("scale", "batch-std"), ("overlong_buffer", 0.5)):
-        with pytest.raises(ValueError, match=f"{value} is about whole answers, and a --reward gives numbers"):
+        with pytest.raises(ValueError, match=f"{value} applies to whole answers, but a --reward scores"):
             grpo.run(tiny(name, steps=1, eval_every=0, reward=("steps:score",), algorithm=Algorithm(**{name: value})))
 
 

@@ -142,15 +142,15 @@ def test_a_run_is_begun_again_only_when_asked_and_what_was_there_is_moved_aside(
     config = replace(TINY, out=new_run(stages, tmp_path / "run"), steps=1, save_every=1)
     ppo.run(config)
     before = files_in(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"metrics.jsonl.*: --resume goes on with it, --restart moves it aside"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl.*: --resume continues it, --restart moves it aside"):
         ppo.run(config)
-    with pytest.raises(ValueError, match="--resume goes on with a run and --restart begins it again"):
+    with pytest.raises(ValueError, match="--resume continues a run and --restart starts it over"):
         ppo.run(replace(config, resume=True, restart=True))
     assert files_in(tmp_path / "run") == before
     capsys.readouterr()
     ppo.run(replace(config, restart=True, seed=1, save_every=0))
     aside = tmp_path / "run" / "previous-1"
-    assert f"What an earlier run left is now in {aside}\n" in capsys.readouterr().out
+    assert f"The results of an earlier run were moved to {aside}\n" in capsys.readouterr().out
     stages_files = {path for path in before if path.parts[0] in ("sft", "reward")}
     assert files_in(aside) == {path: data for path, data in before.items() if path not in stages_files}
     assert {path: files_in(tmp_path / "run")[path] for path in stages_files} == {p: before[p] for p in stages_files}
@@ -171,20 +171,20 @@ def test_ctrl_c_is_one_line_and_the_last_checkpoint_stays(stages, tmp_path, monk
         assert cli.main(f"ppo --out {out} {options}".split()) == 130
     captured = capsys.readouterr()
     assert captured.err == (
-        "hybrid-engine: interrupted; the same command, --resume added, goes on from the last checkpoint\n"
+        "hybrid-engine: interrupted; the same command with --resume added continues from the last checkpoint\n"
     )
     assert cli.main(f"ppo --out {out} {options} --resume".split()) == 0
-    assert "Going on after step 2" in capsys.readouterr().out
+    assert "Continuing after step 2" in capsys.readouterr().out
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3]
 
 
 def test_nothing_to_resume_and_other_options_are_refused_before_any_model_loads(stages, tmp_path, monkeypatch):
     monkeypatch.setattr(ppo, "build_roles", None)
     config = replace(TINY, out=str(tmp_path), resume=True)
-    with pytest.raises(ValueError, match=r"--resume: .*checkpoints' holds no complete checkpoint; leave it out"):
+    with pytest.raises(ValueError, match=r"--resume: .*checkpoints' contains no complete checkpoint; leave it out"):
         ppo.run(config)
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
-    with pytest.raises(ValueError, match=r"no complete checkpoint; --restart begins again .* \(metrics.jsonl\)"):
+    with pytest.raises(ValueError, match=r"no complete checkpoint; --restart starts over .* \(metrics.jsonl\)"):
         ppo.run(config)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest").write_text("1")
@@ -260,7 +260,7 @@ def test_own_prompts_rewards_with_weights_and_adapter_run_without_the_judge(stag
     assert all(line["score"] == 7.0 and "judge_pass_rate" not in line for line in metrics)
     assert all((line["reward_five"], line["reward_one"]) == (5.0, 1.0) for line in metrics)
     output = capsys.readouterr().out
-    assert output.count("--missing-eos-score is deprecated and removed in the next version") == 1
+    assert output.count("--missing-eos-score is deprecated and will be removed in the next version") == 1
     assert "E2E latency" not in output  # a step has one line, with its times
     assert all(output.count(f"PPO {step}/2") == 1 for step in (1, 2)) and output.count("generate_seconds") == 2
     assert not (tmp_path / "run" / "sft").exists() and not (tmp_path / "run" / "reward").exists()

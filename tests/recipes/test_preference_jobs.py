@@ -180,7 +180,7 @@ def test_two_equal_answers_are_refused_with_their_line_before_anything_is_loaded
         '{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a", "chosen": "b", "rejected": "b"}\n'
     )
     assert cli.main(["dpo", "--dataset", str(path), "--out", str(tmp_path / "run"), "--model", model]) == 2
-    assert "line 2 has two equal answers" in capsys.readouterr().err
+    assert "line 2 has equal chosen and rejected answers" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
@@ -224,7 +224,7 @@ def test_rows_that_do_not_fit_the_model_are_left_out_if_asked(recipe, tmp_path, 
         (
             "dpo",
             {"held_out_share": 0.5, "batch_size": 32},
-            r"^--batch-size=32 must not exceed the (\d+) pairs to train on \((\d+) more are held out to measure on\)",
+            r"^--batch-size=32 must not exceed the (\d+) pairs to train on \((\d+) more are held out for evaluation\)",
         ),
     ],
 )
@@ -243,7 +243,7 @@ def test_labelled_answers_to_one_held_out_prompt_are_refused_before_anything_is_
     held_out = next(prompt for prompt in map(str, range(99)) if is_held_out(prompt))
     rows += [{"prompt": held_out, "completion": answer, "label": False} for answer in "bc"]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ValueError, match="--dataset has a single prompt to measure on, and KTO compares answers"):
+    with pytest.raises(ValueError, match="--dataset has a single prompt to evaluate on, but KTO compares answers"):
         kto.run(tiny("kto", tmp_path / "run", model, str(tmp_path / "data.jsonl")))
 
 

@@ -186,8 +186,8 @@ def refusal_of_ppo(capsys, out, *options):
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        ("three labels", "must be a sequence classifier with one label, the score, and has 3"),
-        ("actor", "must be a sequence classifier with one label, the score, and has 2"),
+        ("three labels", "must be a sequence classifier with one label, the score, but has 3"),
+        ("actor", "must be a sequence classifier with one label, the score, but has 2"),
         ("bert", "loads as BertForSequenceClassification, which has no linear head named score"),
         ("actor without tokenizer", "must hold a tokenizer and encodes text to no tokens"),
     ],
@@ -205,7 +205,7 @@ def test_lengths_beyond_the_models_positions_are_refused_before_any_work(sources
     data = ["--dataset", str(tmp_path / "prompts.jsonl")]
     both = ["--max-prompt-tokens", "30", "--max-new-tokens"]
     line = refusal_of_ppo(capsys, tmp_path / "run", "--model", str(short), *both, "30", *data)
-    assert "--max-new-tokens=30 behind prompts of up to 4 tokens makes 34, more than the 32 positions of" in line
+    assert "--max-new-tokens=30 after prompts of up to 4 tokens makes 34, more than the 32 positions of" in line
     line = refusal_of_ppo(capsys, tmp_path / "run", "--model", str(short), *both, "40")
     assert "makes 70, more than the 32 positions of --model=" in line
     line = refusal_of_ppo(capsys, tmp_path / "run", "--max-new-tokens", "600")
@@ -242,7 +242,7 @@ def test_a_reward_model_reads_a_conversation_by_its_chat_template_and_needs_one(
     model = GPT2ForSequenceClassification(config).eval()
     model.save_pretrained(tmp_path)
     answers = answers_of([[{"role": "user", "content": "Which?"}]], ["This one."])
-    with pytest.raises(ValueError, match="has no chat template, and the prompts are conversations; set the template"):
+    with pytest.raises(ValueError, match="has no chat template, but the prompts are conversations; add the template"):
         load_rewards([str(tmp_path)])(answers)
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<eos>{% endfor %}"
     tokenizer.save_pretrained(tmp_path)
@@ -257,10 +257,10 @@ def test_a_model_with_a_layer_that_is_missing_or_not_finite_is_refused(damage, s
     weights, name = model.state_dict(), "transformer.h.0.mlp.c_fc.weight"
     if damage == "lacking":
         del weights[name]
-        rule = f"lacks weights of {name}; save the model anew"
+        rule = f"lacks weights of {name}; save the model again"
     else:
         weights[name][0, 0] = NAN
-        rule = f"has weights that are not finite in {name}; save the model anew"
+        rule = f"has weights that are not finite in {name}; save the model again"
     model.save_pretrained(tmp_path / "model", state_dict=weights)
     for auto_class, options in ((AutoModelForCausalLM, {}), (AutoModelForSequenceClassification, {"num_labels": 1})):
         with pytest.raises(ValueError, match=re.escape(f"--model='{tmp_path / 'model'}' {rule}")):
@@ -290,7 +290,7 @@ def test_a_folder_that_is_no_dataset_is_refused_by_name(tmp_path, monkeypatch, c
 @pytest.mark.parametrize(("spec", "part"), [(":score", "module"), ("json:", "function")])
 def test_a_reward_without_a_module_or_a_function_is_refused(tmp_path, capsys, spec, part):
     line = refusal_of_ppo(capsys, tmp_path / "run", "--reward", spec)
-    assert f"reward='{spec}' names no {part}; write module:function" in line
+    assert f"reward='{spec}' has no {part}; write module:function" in line
 
 
 def test_dropout_is_off_in_every_role_of_a_model_whose_config_asks_for_it(sources):

@@ -1,4 +1,4 @@
-"""The reward model on a data set of one's own: its loss, its margins, what is measured and how it goes on."""
+"""The reward model on a dataset of one's own: its loss, its margins, what is measured and how it goes on."""
 
 import json
 import re
@@ -181,7 +181,7 @@ def test_padding_is_never_the_token_that_answers_end_with(tmp_path, capsys):
             "23 of 24 rows cannot be used: line 22 has 25 tokens, more than --max-tokens=20; raise it",
         ),
         ({"batch_size": 64}, "--batch-size=64 must not exceed the 2"),
-        ({"resume": True}, "reward-checkpoints' holds no complete checkpoint; leave it out"),
+        ({"resume": True}, "reward-checkpoints' contains no complete checkpoint; leave it out"),
         ({"lora_rank": 17}, "--lora-rank=17 exceeds the width of --model="),
     ],
 )

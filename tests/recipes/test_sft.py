@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on a data set of one's own: what is learned, how it is measured, how it stops and goes on."""
+"""Supervised fine-tuning on a dataset of one's own: what is learned, how it is measured, how it stops and goes on."""
 
 import json
 import re
@@ -130,7 +130,7 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(config, stop):
         sft.run(torn)
     with pytest.raises(ValueError, match=r"--resume: --learning-rate=0.5 but the interrupted run had 0.01"):
         sft.run(replace(torn, resume=True, learning_rate=0.5))
-    with pytest.raises(ValueError, match="--resume goes on with a run and --restart begins it again"):
+    with pytest.raises(ValueError, match="--resume continues a run and --restart starts it over"):
         sft.run(replace(torn, resume=True, restart=True))
     sft.run(replace(torn, resume=True))
     assert metrics_of(torn) == metrics_of(whole)
@@ -163,7 +163,7 @@ def test_a_template_file_serves_a_tokenizer_without_one(config, model, tmp_path)
     build_chat_tokenizer(None).save_pretrained(plain)
     config = replace(config, model=str(plain), epochs=1)
     with pytest.raises(
-        ValueError, match=r"line 1 is a conversation, and the tokenizer of '.*plain' has no chat template"
+        ValueError, match=r"line 1 is a conversation, but the tokenizer of '.*plain' has no chat template"
     ):
         sft.run(config)
     assert not (tmp_path / "run").exists()
@@ -183,12 +183,12 @@ def test_a_template_file_serves_a_tokenizer_without_one(config, model, tmp_path)
         ({"batch_size": 64}, "--batch-size=64 must not exceed the 1"),
         ({"chat_template": "nowhere"}, "--chat-template='nowhere' must be a file with a Jinja chat template"),
         ({"lora_rank": 17}, "--lora-rank=17 exceeds the width of --model="),
-        ({"resume": True}, "sft-checkpoints' holds no complete checkpoint; leave it out"),
+        ({"resume": True}, "sft-checkpoints' contains no complete checkpoint; leave it out"),
         (
             {"eval_every": 2, "held_out_share": 0.0},
-            "--eval-every=2 has nothing to measure on; raise --held-out-share=0",
+            "--eval-every=2 has no held-out rows; raise --held-out-share=0",
         ),
-        ({"lora_rank": 2, "model": None}, "--lora-rank=2 adapts a model that has learned already; give --model"),
+        ({"lora_rank": 2, "model": None}, "--lora-rank=2 needs a pretrained model; give --model"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_written(config, tmp_path, options, message):
@@ -264,18 +264,18 @@ def test_a_longer_run_that_was_interrupted_goes_on(config, monkeypatch, capsys, 
     assert all(map(torch.equal, weights_of(config).values(), weights_of(whole).values()))
     capsys.readouterr()
     sft.run(longer)
-    assert "is there: this stage is not run again" in capsys.readouterr().out
+    assert "exists, so this stage is skipped" in capsys.readouterr().out
 
 
 def test_a_run_without_checkpoints_is_not_made_longer_and_says_so(config, capsys):
     sft.run(replace(config, epochs=1))
     capsys.readouterr()
     sft.run(replace(config, epochs=1, resume=True))
-    assert "this stage is not run again (`hybrid-engine sft --restart` does)" in " ".join(
+    assert "this stage is skipped (`hybrid-engine sft --restart` repeats it)" in " ".join(
         capsys.readouterr().out.split()
     )
     with pytest.raises(
-        ValueError, match=r"holds no complete checkpoint; --restart begins .*--save-every 0 leaves no checkpoint$"
+        ValueError, match=r"contains no complete checkpoint; --restart starts .*--save-every 0 saves no checkpoint$"
     ):
         sft.run(replace(config, resume=True))
 
@@ -285,7 +285,7 @@ def test_only_the_length_of_a_finished_run_may_grow(config, capsys):
     folder = sft.run(config)
     for options in ({}, {"epochs": 1}):
         sft.run(replace(config, resume=True, **options))
-        assert "is there: this stage is not run again" in capsys.readouterr().out
+        assert "exists, so this stage is skipped" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"--seed=1 but the interrupted run had 0; .* give --seed as it was$"):
         sft.run(replace(config, resume=True, epochs=2, seed=1))
     with pytest.raises(

@@ -89,21 +89,25 @@ def test_without_options_an_adapter_is_what_it_was():
 def test_every_recipe_with_an_adapter_has_its_options(recipe):
     made = recipe.Config(model="m", **ADAPTER)
     assert lora_config(made).lora_alpha == 32 and lora_config(made).target_modules == {"q_proj", "mlp.down_proj"}
-    with pytest.raises(ValueError, match="--lora-alpha=32 is of an adapter; give --lora-rank, such as 8, or leave"):
+    with pytest.raises(ValueError, match="--lora-alpha=32 needs an adapter; give --lora-rank, such as 8, or leave"):
         recipe.Config(model="m", lora_alpha=32)
     with pytest.raises(ValueError, match=r"--lora-dropout=1\.0 must be at least 0 and below 1"):
         recipe.Config(model="m", lora_rank=2, lora_dropout=1.0)
     if recipe in (grpo, ppo, agent):
-        with pytest.raises(ValueError, match=r"--lora-dropout=0\.1 would make the ratios .*first_ratio would not be 1"):
+        with pytest.raises(
+            ValueError, match=r"--lora-dropout=0\.1 would compare two different networks .*first_ratio would not be 1"
+        ):
             recipe.Config(model="m", lora_rank=2, lora_dropout=0.1)
     else:
         assert lora_config(recipe.Config(model="m", lora_rank=2, lora_dropout=0.1)).lora_dropout == 0.1
 
 
 def test_targets_that_the_model_does_not_have_are_named_with_near_ones(config, model, tmp_path):
-    with pytest.raises(ValueError, match=r"--lora-targets='qproj' names no linear in the body of --model=.*use q_proj"):
+    with pytest.raises(
+        ValueError, match=r"--lora-targets='qproj' matches no linear layer in the body of --model=.*use q_proj"
+    ):
         sft.run(replace(config, **ADAPTER | {"lora_targets": ("v_proj", "qproj")}))
-    with pytest.raises(ValueError, match="--lora-targets='lm_head' names no linear in the body"):
+    with pytest.raises(ValueError, match="--lora-targets='lm_head' matches no linear layer in the body"):
         grpo.run(grpo.Config(model=model, dataset=config.dataset, reward=("exact",), out=config.out, lora_rank=2,
                              lora_targets=("lm_head",)))  # fmt: skip
     for recipe in (agent, dpo):
@@ -119,5 +123,5 @@ def test_a_run_of_before_goes_on_with_the_adapter_that_it_had(config, tmp_path):
     del earlier["lora_dropout"]
     (tmp_path / OPTIONS).write_text(json.dumps(earlier))
     check_saved_options(tmp_path, config)
-    with pytest.raises(ValueError, match="--lora-alpha=32 but the interrupted run is of a version that had no such"):
+    with pytest.raises(ValueError, match="--lora-alpha=32 but the interrupted run is from a version without this"):
         check_saved_options(tmp_path, replace(config, lora_alpha=32))

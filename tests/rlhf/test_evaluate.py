@@ -19,7 +19,7 @@ from hybrid_engine.rlhf.tasks.corpus import train_tokenizer
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A folder with an untrained model, and a data set whose answers are lengths."""
+    """A folder with an untrained model, and a dataset whose answers are lengths."""
     folder = tmp_path_factory.mktemp("source")
     tokenizer = train_tokenizer([f"def f{n}(x): return the value of x, or {n * 7}" for n in range(50)], 300)
     tokenizer.save_pretrained(folder / "model")
@@ -105,7 +105,7 @@ def test_the_command_evaluates_and_keeps_what_an_earlier_evaluation_left(config,
     command = f"evaluate {options} --reward rules:is_even length:most=9 --reward-weights 1 0.5".split()
     assert cli.main(command) == 0
     assert cli.main(command) == 2
-    line = f"--out='{config.out}' holds an earlier evaluation (result.json, samples.jsonl): --restart moves it aside"
+    line = f"--out='{config.out}' contains an earlier evaluation (result.json, samples.jsonl): --restart moves it aside"
     assert line in capsys.readouterr().err
     assert cli.main([*command, "--restart"]) == 0
     assert (tmp_path / "out" / "previous-1" / "result.json").exists() and (tmp_path / "out" / "result.json").exists()
@@ -157,10 +157,10 @@ def test_options_that_cannot_work_are_refused(config, changes, message):
     [
         (
             {"reward": ("exact:column=right",), "reward_weights": ()},
-            r"reads the column 'right', and the data has 'answer'",
+            r"reads the column 'right', but the data has 'answer'",
         ),
         ({"reward_weights": (1.0,)}, r"--reward-weights='1' must be 2 numbers"),
-        ({"max_new_tokens": 64}, r"--max-new-tokens=64 behind prompts of up to .* more than the 64 positions"),
+        ({"max_new_tokens": 64}, r"--max-new-tokens=64 after prompts of up to .* more than the 64 positions"),
     ],
 )
 def test_what_does_not_fit_data_or_model_is_refused_before_the_model_loads(config, changes, message, monkeypatch):

@@ -89,7 +89,7 @@ def test_lengths_that_nobody_gave_are_those_of_the_data_that_the_model_reads(
     [
         (0, 256, (40, 256), "the default"),
         (11, 256, (40, 256), "the default"),
-        (300, 256, (40, 300), "99 of 100 answers of the data have no more"),
+        (300, 256, (40, 300), "99% of the answers in the data are not longer"),
         (9000, 256, (40, 960), "what is left"),
         (0, 4096, (40, 960), "what is left"),  # as evaluate asks
     ],
@@ -244,12 +244,12 @@ def test_a_model_without_positions_is_said_to_have_none(given, tmp_path, capsys)
     found, _ = evaluate.load_rows(asked, tokenizer, load_rewards(given["reward"]))
     assert (found.max_prompt_tokens, found.max_new_tokens) == (4, 4096)
     said = " ".join(capsys.readouterr().out.split())
-    assert "the config of --model names no positions, and both have 8192 at most" in said
+    assert "the config of --model has no position limit, so both together have at most 8192" in said
     assert "has 8192 positions" not in said
 
 
 @pytest.mark.parametrize("options", [{"k": 2}, {"num_samples": 2}])
 def test_greedy_answers_are_not_drawn_several_times(given, options):
-    with pytest.raises(ValueError, match="--temperature=0 gives a prompt the same answer again and again"):
+    with pytest.raises(ValueError, match="--temperature=0 gives the same answer to a prompt every time"):
         evaluate.Config(**given, temperature=0.0, **options)
     assert evaluate.Config(**given).pass_k == 8

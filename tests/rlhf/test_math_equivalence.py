@@ -1,4 +1,4 @@
-"""The reward `math` on answers as models write them, beside references as data sets have them."""
+"""The reward `math` on answers as models write them, beside references as datasets have them."""
 
 import pytest
 

@@ -142,8 +142,8 @@ def test_what_has_no_meaning_beside_a_given_option_goes_and_is_reported():
 
 def test_an_option_that_does_nothing_is_reported():
     lines = describe(from_preset("rloo", clip_low=0.1, scale_eps=1e-4))
-    assert "--clip-low 0.1 does nothing beside --policy-loss reinforce" in lines
-    assert "--scale-eps 0.0001 does nothing beside --scale none" in lines
+    assert "--clip-low 0.1 has no effect with --policy-loss reinforce" in lines
+    assert "--scale-eps 0.0001 has no effect with --scale none" in lines
     assert len(describe(Algorithm())) == 1
 
 
@@ -158,17 +158,17 @@ def test_the_resolved_choices_given_again_make_the_same_algorithm():
     ("given", "message"),
     [
         ({"preset": "tlr"}, r"--preset='tlr' must be one of .*; did you mean trl\?"),
-        ({"clip_hihg": 0.3}, r"--clip-hihg is no choice of the algorithm; did you mean --clip-high\?"),
+        ({"clip_hihg": 0.3}, r"--clip-hihg is not an option of the algorithm; did you mean --clip-high\?"),
         ({"baseline": "group_mean"}, r"--baseline='group_mean' must be one of .*; did you mean group-mean\?"),
         ({"kl_place": "loss", "kl_coef": 0.1, "kl_estimator": "k1"}, "expected gradient of k1 is zero"),
-        ({"kl_place": "loss"}, "--kl-place=loss needs a weight, and --kl-coef is 0"),
-        ({"preset": "trl", "kl_coef": 0.1}, "--kl-coef=0.1 has no KL to weigh under --kl-place=none"),
-        ({"kl_target": 6.0}, "--kl-target=6.0 has no KL to weigh"),
-        ({"kl_place": "reward", "kl_coef": 0.1, "kl_estimator": "k3+"}, "is about the gradient"),
-        ({"kl_unbiased": True}, "--kl-unbiased is about the gradient"),
+        ({"kl_place": "loss"}, "--kl-place=loss needs a coefficient, but --kl-coef is 0"),
+        ({"preset": "trl", "kl_coef": 0.1}, "--kl-coef=0.1 has no effect with --kl-place=none"),
+        ({"kl_target": 6.0}, "--kl-target=6.0 has no effect with"),
+        ({"kl_place": "reward", "kl_coef": 0.1, "kl_estimator": "k3+"}, "changes only the gradient"),
+        ({"kl_unbiased": True}, "--kl-unbiased changes only the gradient"),
         (
             {"kl_place": "loss", "kl_coef": 0.1, "kl_estimator": "k3+", "kl_unbiased": True},
-            "two corrections of one gradient",
+            "both correct the same gradient",
         ),
         ({"preset": "nemo", "baseline": "batch-mean"}, "--scale=leave-one-out-std is a group's deviation"),
         ({"policy_loss": "gspo", "dual_clip": 3.0}, "--dual-clip=3.0 belongs to --policy-loss=clip"),
@@ -190,7 +190,7 @@ def test_contradictions_and_unknown_words_are_refused_with_the_remedy(given, mes
 
 def test_a_group_of_one_has_no_group_baseline():
     for preset in ("verl", "rloo", "nemo"):
-        with pytest.raises(ValueError, match=r"--group-size=1 leaves nothing to compare a sample with"):
+        with pytest.raises(ValueError, match=r"--group-size=1 leaves no other sample for"):
             from_preset(preset).check_group_size("group_size", 1)
     with pytest.raises(ValueError, match=r"--group-size=2 leaves one other sample"):
         from_preset("nemo").check_group_size("group_size", 2)

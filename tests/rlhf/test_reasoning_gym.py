@@ -1,4 +1,4 @@
-"""Questions of reasoning-gym as a data set and its scores as a reward, beside the library itself."""
+"""Questions of reasoning-gym as a dataset and its scores as a reward, beside the library itself."""
 
 import importlib.util
 import inspect
@@ -102,13 +102,13 @@ def test_the_reward_is_the_score_of_the_library_with_the_options_of_the_data_set
     [
         ("reasoning_gym:composite", "'composite' has no questions of its own; give several --dataset"),
         ("reasoning_gym:chain_sum:held_out=0", "held_out=0 must be at least 1; raise it"),
-        ("reasoning_gym:chain_sums", "no data set 'chain_sums' in reasoning-gym; there are chain_sum"),
+        ("reasoning_gym:chain_sums", "no dataset 'chain_sums' in reasoning-gym; there are chain_sum"),
         ("reasoning_gym:chain_sum:max_term=2", r"refuses the options \(TypeError: .*max_term.*max_terms"),
         ("reasoning_gym:chain_sum:min_terms=4,max_terms=2", r"refuses the options \(AssertionError"),
         ("reasoning_gym:chain_sum:size=2.5", "size=2.5 must be a whole number"),
         ("reasoning_gym:chain_sum:chat=1", "chat=1 must be true or false"),
         ("reasoning_gym:chain_sum:size=0", "size=0 must be at least 1"),
-        ("reasoning_gym:chain_sum:size", "'size' is no option; write name=value"),
+        ("reasoning_gym:chain_sum:size", "'size' is not an option; write name=value"),
         (
             "reasoning_gym:chain_sum:held_out_seed=1999",
             "the seeds 0 to 1999 are trained on and those from 1999 to 2254",
@@ -141,17 +141,17 @@ def test_other_parts_and_a_missing_library_are_refused(monkeypatch):
 
 def test_rows_of_another_data_set_and_options_that_exclude_each_other_are_refused():
     check = load_rewards(["reasoning_gym"]).rewards[0].check
-    with pytest.raises(ValueError, match="has metadata without the name of a reasoning-gym data set"):
+    with pytest.raises(ValueError, match="has metadata without the name of a reasoning-gym dataset"):
         check({"answer": "1", "metadata": {"source": "gsm8k"}})
     with pytest.raises(ValueError, match="comes from 'gsm8k', which reasoning-gym cannot judge"):
         check({"answer": "1", "metadata": {"source_dataset": "gsm8k"}})
-    with pytest.raises(ValueError, match="either tag or after"):
+    with pytest.raises(ValueError, match="only one of tag and after"):
         load_rewards(["reasoning_gym:tag=a,after=b"])
 
 
 def test_data_sets_that_evaluate_what_a_model_wrote_are_refused_unless_allowed():
     row = {"answer": "1 + 1", "metadata": {"source_dataset": "countdown"}}
-    with pytest.raises(ValueError, match="runs what the model wrote as Python"):
+    with pytest.raises(ValueError, match="executes the model's answer as Python"):
         load_rewards(["reasoning_gym"]).rewards[0].check(row)
     load_rewards(["reasoning_gym:allow_eval=true"]).rewards[0].check(row)
     with pytest.raises(ValueError, match="allow_eval='yes' must be true or false"):

@@ -68,7 +68,7 @@ def test_a_run_keeps_what_auto_became(rollouts, tmp_path, monkeypatch):
     ("options", "reason"),
     [
         ({"dtype": "fp8"}, "--dtype=fp8 must be one of auto, fp32, bf16, fp16"),
-        ({"dtype": "bf16", "tf32": True}, "--tf32 is about fp32, and --dtype=bf16 computes in 16 bits"),
+        ({"dtype": "bf16", "tf32": True}, "--tf32 applies to fp32, but --dtype=bf16 computes in 16 bits"),
     ],
 )
 def test_other_dtypes_are_refused(options, reason):
@@ -86,7 +86,7 @@ def test_tf32_is_on_where_it_is_asked_for(monkeypatch):
 
 def test_tf32_without_a_gpu_is_refused_before_anything_is_loaded(rollouts, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="--tf32 rounds the factors of a GPU's products, and there is no GPU here"):
+    with pytest.raises(ValueError, match="--tf32 applies to matrix products on a GPU, and no GPU is available"):
         grpo.run(rollouts(tmp_path, tf32=True, model="no such model"))
 
 

@@ -67,7 +67,7 @@ def test_the_warm_up_is_given_in_steps_or_as_a_share_of_all():
         ({"lr_scheduler_type": "triangle"}, "--lr-scheduler-type=triangle must be one of linear, cosine"),
         ({"warmup_steps": -1}, "--warmup-steps=-1 must be at least 0"),
         ({"warmup_ratio": 1.5}, "--warmup-ratio=1.5 must be from 0 to 1"),
-        ({"warmup_ratio": 0.1, "warmup_steps": 3}, "--warmup-steps=3 and --warmup-ratio=0.1 say the same thing twice"),
+        ({"warmup_ratio": 0.1, "warmup_steps": 3}, "--warmup-steps=3 and --warmup-ratio=0.1 set the same warm-up"),
         ({"lr_scheduler_type": "constant", "warmup_steps": 3}, "--lr-scheduler-type=constant has no warm-up"),
     ],
 )

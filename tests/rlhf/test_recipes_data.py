@@ -172,7 +172,7 @@ def test_of_several_splits_the_chosen_one_is_read_and_those_that_there_are_are_n
         with pytest.raises(ValueError, match=r"^--split='tset': --dataset=.* has the splits 'train', 'test'; choose"):
             read_part(path, "tset")
     DatasetDict(test=splits["test"]).save_to_disk(tmp_path / "test only")
-    with pytest.raises(ValueError, match=r"^--dataset=.*test only' has the splits 'test'; choose one by --split"):
+    with pytest.raises(ValueError, match=r"^--dataset=.*test only' has the splits 'test'; choose one with --split"):
         read_prompt_rows(str(tmp_path / "test only"))
     splits["test"].save_to_disk(tmp_path / "plain")
     for name, rule in (("plain", "has no splits; leave the option out"), ("files/test.jsonl", "is a file, which has")):
@@ -180,16 +180,16 @@ def test_of_several_splits_the_chosen_one_is_read_and_those_that_there_are_are_n
             read_part(str(tmp_path / name), "test")
     held_out = DataSource(datasets=("train.jsonl",), held_out_dataset=path, held_out_split="tset").held_out_source
     with pytest.raises(
-        ValueError, match=r"^--held-out-split='tset': --held-out-dataset=.*; choose one by --held-out-s"
+        ValueError, match=r"^--held-out-split='tset': --held-out-dataset=.*; choose one with --held-out-s"
     ):
         read_prompt_rows(held_out)
-    with pytest.raises(ValueError, match="--split='test' is for a data set; give --dataset, or leave it out"):
+    with pytest.raises(ValueError, match="--split='test' needs --dataset; give one, or leave it out"):
         dpo.Config(split="test")
 
 
 @pytest.fixture
 def configured(tmp_path):
-    """A folder of data files with two configurations, as the hub's data sets name theirs."""
+    """A folder of data files with two configurations, as the hub's datasets name theirs."""
     folder = tmp_path / "configured"
     lines = ["---", "configs:"]
     for name in ("main", "socratic"):
@@ -206,7 +206,7 @@ def test_of_several_configurations_the_chosen_one_is_read_and_those_that_there_a
     for name, part in (("main", None), ("socratic", "test")):
         (row,) = read_part(configured, part, name)
         assert row.prompt == f"{name} {part or 'train'}"
-    names = "has the configurations 'main', 'socratic'; choose one by --dataset-config$"
+    names = "has the configurations 'main', 'socratic'; choose one with --dataset-config$"
     with pytest.raises(ValueError, match=f"^--dataset='.*configured' {names}"):
         read_prompt_rows(configured)
     with pytest.raises(ValueError, match=f"^--dataset-config='mian': --dataset='.*configured' {names}"):
@@ -221,7 +221,7 @@ def test_what_has_no_configurations_refuses_the_option(tmp_path):
     for name, rule in ((path, "is a file, which has no"), (str(tmp_path / "saved"), "was saved without")):
         with pytest.raises(ValueError, match=f"^--dataset-config='main': --dataset='{name}' {rule} configurations"):
             read_part(name, None, "main")
-    with pytest.raises(ValueError, match=r"^--dataset-config='main' is for a data set; give --dataset"):
+    with pytest.raises(ValueError, match=r"^--dataset-config='main' needs --dataset; give one"):
         dpo.Config(dataset_config="main")
 
 
@@ -283,13 +283,13 @@ def test_prompts_of_every_kind_of_file_are_the_same(tmp_path):
         ("a.json", b'[{"prompt": "a"},\n{"prompt": "\xe4"}]', "line 2 is not UTF-8"),
         ("a.jsonl", b'{"prompt": "a"}\n\n["b"]\n', "line 3 must be a JSON object"),
         ("a.jsonl", b'{"prompt": "a"}\n{"prompt": 5}\n', "line 2 has prompt=5; it must be text"),
-        ("a.jsonl", b'{"prompt": "\\ud800"}\n', "line 1 has a prompt that is no text"),
+        ("a.jsonl", b'{"prompt": "\\ud800"}\n', "line 1 has a prompt that is not text"),
         ("a.json", b'[{"prompt": "a"}, {"prompt": null}]', "entry 2 has prompt=None"),
         ("a.json", b'[{"prompt": "a"}, 5]', "entry 2 must be a JSON object"),
         ("a.json", b'[{"prompt": "a"}', "is not JSON"),
         ("a.csv", b'prompt\na\n"b\n', "is not CSV"),
         ("a.csv", b"prompt;id\na;1\n", "has the columns 'prompt;id' and must have 'prompt'"),
-        ("a.csv", b"", "has no rows; give a data set with some"),
+        ("a.csv", b"", "has no rows; give a dataset that has some"),
         ("a.parquet", b"not one", "must be a file"),
         ("a.txt", b"prompt", "ends in '.txt'; a file must end in .jsonl, .json, .csv, .parquet"),
         ("a.jsonl", None, "must be an existing file"),

@@ -183,9 +183,17 @@ BAD = [
     (read_prompt_rows, {"prompt": [{"role": "user", "content": 3}]}, "line 2 has prompt[0]['content']=3; it must be"),
     (read_prompt_rows, {}, "line 2 has prompt=None"),
     (read_learned_rows, {"prompt": "a", "completion": ""}, "line 2 has completion=''; it must be text"),
-    (read_learned_rows, {"prompt": "a", "completion": YES}, "text in prompt and a conversation in completion; write"),
+    (
+        read_learned_rows,
+        {"prompt": "a", "completion": YES},
+        "text in prompt and a conversation in completion; use the same",
+    ),
     (read_learned_rows, {"prompt": QUESTION, "completion": "b"}, "a conversation in prompt and text in completion"),
-    (read_preference_rows, {"prompt": "a", "chosen": "b", "rejected": "b"}, "line 2 has two equal answers"),
+    (
+        read_preference_rows,
+        {"prompt": "a", "chosen": "b", "rejected": "b"},
+        "line 2 has equal chosen and rejected answers",
+    ),
     (read_preference_rows, {"prompt": "a", "chosen": "b", "rejected": 3}, "line 2 has rejected=3; it must be text"),
     (read_preference_rows, {"prompt": "a", "chosen": "b", "rejected": NO}, "text in one of chosen and rejected"),
     (read_preference_rows, {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}, "line 2 has margin='x'; it"),
@@ -193,7 +201,7 @@ BAD = [
     (
         read_preference_rows,
         {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1e300},
-        "finite number, of at most 1e+12",
+        "finite number from -1e+12 to 1e+12",
     ),
     (read_labelled_rows, {"prompt": "a", "completion": "b", "label": "good"}, "line 2 has label='good'; it must be"),
     (read_labelled_rows, {"prompt": "a", "completion": "b", "label": 2}, "line 2 has label=2; it must be true for"),
@@ -231,9 +239,9 @@ def test_a_bad_value_is_named_with_its_row_and_column(tmp_path, read, columns, m
         ),
         (read_labelled_rows, {"prompt": "a", "completion": "b"}, "(prompts with answers) and must have 'label'"),
         (read_learned_rows, {"messages": "hello"}, "line 1 has text in messages; it must be a list of messages"),
-        (read_learned_rows, {"messages": QUESTION}, "line 1 has messages without a turn of the assistant"),
+        (read_learned_rows, {"messages": QUESTION}, "line 1 has messages without an assistant turn"),
         (read_preference_rows, {"chosen": "a b", "rejected": "c d"}, "line 1: chosen and rejected have no common"),
-        (read_preference_rows, {"chosen": QUESTION, "rejected": QUESTION + NO}, "differ only behind the end of one"),
+        (read_preference_rows, {"chosen": QUESTION, "rejected": QUESTION + NO}, "differ only after the end of one"),
     ],
 )
 def test_a_data_set_of_another_format_is_refused_with_the_remedy(tmp_path, read, columns, message):
@@ -247,13 +255,13 @@ def test_a_data_set_of_another_format_is_refused_with_the_remedy(tmp_path, read,
         (
             "a.csv",
             "prompt,answer\na,1\nb,2,3\n",
-            "line 3 has 3 values for 2 columns; fix it, and put what holds a comma",
+            "line 3 has 3 values for 2 columns; fix it, with double quotes around values",
         ),
         ("a.csv", "prompt,answer\na\n", "line 2 has 1 values for 2 columns"),
         ("a.csv", "prompt,prompt\na,b\n", "line 1 names the column 'prompt' 2 times; rename the others"),
-        ("a.csv", "prompt,answer\n", "has no rows; give a data set with some"),
-        ("a.jsonl", "\n\n", "has no rows; give a data set with some"),
-        ("a.json", "[]", "has no rows; give a data set with some"),
+        ("a.csv", "prompt,answer\n", "has no rows; give a dataset that has some"),
+        ("a.jsonl", "\n\n", "has no rows; give a dataset that has some"),
+        ("a.json", "[]", "has no rows; give a dataset that has some"),
     ],
 )
 def test_a_file_whose_rows_are_not_what_they_seem_is_refused(tmp_path, name, text, message):
@@ -327,7 +335,10 @@ def test_a_conversation_that_answers_a_held_out_prompt_on_its_way_is_not_trained
     train, held_out = parts_of(path, read_learned_rows, held_out_share=0.3)
     asked = {row.messages[0]["content"] for row in held_out if len(row.messages) == 2}
     assert asked and asked.isdisjoint(row.messages[0]["content"] for row in train)
-    assert f"{80 - len(train) - len(held_out)} conversations answer a held-out prompt" in capsys.readouterr().out
+    assert (
+        f"{80 - len(train) - len(held_out)} conversations are left out because an earlier "
+        "turn answers a held-out prompt"
+    ) in capsys.readouterr().out
 
 
 def test_a_held_out_prompt_with_another_answer_is_another_task_unless_the_row_key_is_the_prompt(tmp_path):
@@ -380,7 +391,7 @@ def test_rows_that_say_the_same_are_left_out_only_if_asked(tmp_path, capsys):
     assert sum(map(len, parts_of(path, read_learned_rows))) == 80
     assert sum(map(len, parts_of(path, read_learned_rows, deduplicates=True))) == 60  # the answers of half differ
     assert sum(map(len, parts_of(path, read_prompt_rows, deduplicates=True))) == 40
-    assert "--deduplicate: 20 of 80 rows say what another says, and are left out" in capsys.readouterr().out
+    assert "--deduplicate: 20 of 80 rows are duplicates and are left out" in capsys.readouterr().out
     games = write(tmp_path / "games.jsonl", [{"prompt": "Play.", "seed": n // 2} for n in range(80)])
     assert sum(map(len, parts_of(games, read_prompt_rows, ["seed"], deduplicates=True))) == 40
 
@@ -518,10 +529,10 @@ def test_text_that_a_template_has_rendered_gets_no_second_beginning_and_end(capl
         pair = encode_pair(tokenizer, PreferenceRow(prompt=prompt, chosen=completion, rejected="c"))
         assert pair_texts(tokenizer, pair) == (prompt, "b<eos>", "c<eos>")
     assert caplog.messages == [
-        "text that begins with <start> gets no second one from the tokenizer",
-        "text that ends with <eos> gets no <eos> behind it",
+        "text already begins with <start>; the tokenizer adds no second one",
+        "text already ends with <eos>; no <eos> is added after it",
     ]
-    with pytest.raises(ValueError, match="this row has text of one token, '<eos>', which nothing comes before"):
+    with pytest.raises(ValueError, match="this row has text of one token, '<eos>', which has no token before it"):
         encode_completion(build_chat_tokenizer(None), TextRow(text="<eos>"))
 
 
@@ -547,10 +558,10 @@ def test_what_a_chat_template_is_not_asked_or_does_not_say_is_said_in_one_line(c
         encode_completion(unmarked, turns)
     begins = "the chat template does not mark the assistant's tokens ({% generation %}): "
     assert caplog.messages == [
-        "prompts are text, to which the model's chat template is not applied; --as-conversation makes them turns "
+        "prompts are text, so the model's chat template is not applied; --as-conversation makes them turns "
         'of a user, [{"role": "user", "content": ...}]',
-        begins + "of a conversation the last turn alone is learned",
-        begins + "what others say within an answer is learned too",
+        begins + "only the last turn of a conversation is learned",
+        begins + "turns of other roles within an answer are learned too",
     ]
 
 
@@ -591,7 +602,7 @@ def test_of_a_pair_too_the_template_says_which_tokens_are_learned():
 def test_two_answers_that_the_template_makes_equal_are_refused():
     tokenizer = build_chat_tokenizer(PLAIN_TEMPLATE.replace("message['content']", "message['content'] | trim"))
     row = PreferenceRow(prompt=QUESTION, chosen=YES, rejected=[assistant("blue ")], place="line 3")
-    with pytest.raises(ValueError, match="line 3 has two answers, chosen and rejected, that become the same tokens"):
+    with pytest.raises(ValueError, match="line 3 has chosen and rejected answers that become the same tokens"):
         encode_pair(tokenizer, row)
 
 
@@ -633,16 +644,16 @@ def test_tools_of_a_row_reach_the_template():
         (
             None,
             PromptRow(prompt=QUESTION),
-            "the tokenizer that is made without --model has no chat template",
+            "the tokenizer that is trained without --model has no chat template",
         ),
         ("{{ raise_exception('no such role') }}", PromptRow(prompt=QUESTION), "refuses the conversation: no such role"),
-        (PLAIN_TEMPLATE, ConversationRow(messages=[*TWO_TURNS, user("e")]), "last turn is learned: it must be the"),
-        (PLAIN_TEMPLATE, ConversationRow(messages=TWO_TURNS[1:2]), "it must be the assistant's, after another"),
+        (PLAIN_TEMPLATE, ConversationRow(messages=[*TWO_TURNS, user("e")]), "last turn is learned; it must be the"),
+        (PLAIN_TEMPLATE, ConversationRow(messages=TWO_TURNS[1:2]), "it must be the assistant's and follow another"),
         (MARKED_TEMPLATE, CompletionRow(prompt=QUESTION, completion=[user("a")]), "no token that the chat template"),
         (
             "{{ messages|length }}" + PLAIN_TEMPLATE,
             CompletionRow(prompt=QUESTION, completion=YES),
-            "renders the prompt otherwise once an answer follows",
+            "renders the prompt differently when an answer follows",
         ),
         (PLAIN_TEMPLATE, PromptRow(prompt=""), "has text without tokens"),
         (PLAIN_TEMPLATE, variables("no"), "has chat_template_kwargs='no'; it must be an object of variables"),
@@ -669,7 +680,7 @@ def test_rows_too_long_are_counted_with_their_lengths_or_left_out(capsys):
     assert keep_fitting(config, rows, tokens(1, 2, 3, 3), limit) == (rows, tokens(1, 2, 3, 3))
     message = (
         "--dataset='d': 2 of 4 rows cannot be used: line 1 has 5 tokens, more than --max-tokens=3; raise it, or leave "
-        "out what is longer by --skip-too-long | line 3 has 4 tokens, more than --max-tokens=3; --skip-bad-rows leaves "
+        "out longer rows with --skip-too-long | line 3 has 4 tokens, more than --max-tokens=3; --skip-bad-rows leaves "
         "them out"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
@@ -683,6 +694,6 @@ def test_rows_too_long_are_counted_with_their_lengths_or_left_out(capsys):
         assert capsys.readouterr().out.startswith(said)
     own = sft.Config(model="m", max_tokens=3)
     with pytest.raises(
-        ValueError, match=r"^--dataset='d': line 1 has 5 tokens.*leave out what is longer by --skip-too-long$"
+        ValueError, match=r"^--dataset='d': line 1 has 5 tokens.*leave out longer rows with --skip-too-long$"
     ):
         keep_fitting(own, rows, tokens(1, 5, 3, 3), limit)

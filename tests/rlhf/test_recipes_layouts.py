@@ -221,7 +221,7 @@ def test_the_layout_that_was_found_is_said_once(tmp_path, capsys):
             {"conversations": [{"from": "he", "value": "a"}]},
             "has conversations[0]['from']='he'; it must",
         ),
-        (read_learned_rows, {"conversations": []}, "has conversations=[]; it must be a list of turns, not empty"),
+        (read_learned_rows, {"conversations": []}, "has conversations=[]; it must be a non-empty list of turns"),
         (read_learned_rows, {"conversations": [{"from": "human"}]}, 'a turn must be like {"from": "human", "value"'),
         (
             read_learned_rows,
@@ -229,16 +229,20 @@ def test_the_layout_that_was_found_is_said_once(tmp_path, capsys):
             "a function_call must be JSON",
         ),
         (read_learned_rows, GSM8K | {"answer": ""}, "has completion=''; it must be text"),
-        (read_learned_rows, ALPACA | {"history": ["a"]}, "has history=['a']; it must be a list of pairs"),
+        (
+            read_learned_rows,
+            ALPACA | {"history": ["a"]},
+            "has history=['a']; it must be a list of [question, answer] pairs",
+        ),
         (
             read_learned_rows,
             {"messages": [*ASKED, {**TOLD[0], "weight": 0}]},
-            "has a turn with weight=0, not to be learned",
+            "has a turn with weight=0, but all assistant turns are learned",
         ),
         (
             read_preference_rows,
             {"instruction": "a", "completions": []},
-            "has no two completions with different values of",
+            "has no two completions with different overall_score",
         ),
         (read_prompt_rows, {"prompt": "a", "tools": "{"}, "has tools='{', which is not JSON"),
         (read_prompt_rows, {"prompt": "a", "tools": ["5"]}, "has tools=['5']; it must be a list of objects such as"),
@@ -263,7 +267,7 @@ def test_columns_are_renamed_and_found_inside_of_others(tmp_path):
         assert (learned.prompt, learned.completion) == ("1 + 1?", "two")
         with pytest.raises(ValueError, match=re.escape("--columns='question=prompt': --dataset=")) as raised:
             read_prompt_rows(source_of(path, columns=("question=prompt",)))
-        assert "has no 'question' but the columns 'a.b', 'ask', 'meta', 'prompt'" in str(raised.value)
+        assert "has no column 'question', only 'a.b', 'ask', 'meta', 'prompt'" in str(raised.value)
 
 
 def test_names_may_change_places(tmp_path):
@@ -275,17 +279,20 @@ def test_names_may_change_places(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"columns": ("question",)}, "--columns='question' must be THEIRS=OURS"),
+        ({"columns": ("question",)}, "--columns='question' must have the form THEIRS=OURS"),
         ({"columns": ("a=prompt", "b=prompt")}, "names a column of 'b=prompt' twice"),
-        ({"prompt_template": "Think."}, "--prompt-template='Think.' names no column, so that all prompts"),
+        ({"prompt_template": "Think."}, "--prompt-template='Think.' names no column, so all prompts"),
         ({"prompt_template": "{prompt} {"}, "has '{', which names no column"),
         ({"prompt_template": "{}"}, "has '{}', which names no column"),
-        ({"prompt_template": "{prompt}\\n"}, "has a backslash and an n, which a shell leaves as they are"),
+        ({"prompt_template": "{prompt}\\n"}, "contains a backslash and an n, which the shell does not convert"),
         ({"dataset_weights": (1.0, 2.0)}, "--dataset-weights='1 2' must be 1 numbers above 0"),
         ({"dataset_weights": (0.0,)}, "--dataset-weights=0.0 must be above 0"),
-        ({"dataset": ("a.jsonl", "b.jsonl"), "held_out_split": "test"}, "--held-out-split='test' of several data sets"),
-        ({"dataset": None, "system_prompt": "a"}, "--system-prompt='a' is for a data set; give --dataset"),
-        ({"dataset": None, "row_key": ("a",)}, "--row-key='a' is for a data set; give --dataset"),
+        (
+            {"dataset": ("a.jsonl", "b.jsonl"), "held_out_split": "test"},
+            "--held-out-split='test' does not say which of several datasets",
+        ),
+        ({"dataset": None, "system_prompt": "a"}, "--system-prompt='a' needs --dataset; give one"),
+        ({"dataset": None, "row_key": ("a",)}, "--row-key='a' needs --dataset; give one"),
     ],
 )
 def test_an_option_of_the_data_that_says_nothing_is_refused_at_once(options, message):
@@ -312,7 +319,7 @@ def test_templates_and_system_prompts_stand_around_prompts_of_every_format(tmp_p
     (row,) = read_preference_rows(source_of(pairs, system_prompt="Be kind."))
     assert (row.prompt, row.chosen, row.rejected) == ([system("Be kind."), *ASKED], TOLD, [assistant("green")])
     plain = write(tmp_path / "plain.jsonl", [{"text": "a"}])
-    with pytest.raises(ValueError, match="line 1 is plain text, around which --prompt-template"):
+    with pytest.raises(ValueError, match="line 1 is plain text, to which --prompt-template"):
         read_learned_rows(source_of(plain, system_prompt="Be kind."))
     with pytest.raises(ValueError, match=r"line 1 has no value in 'levle', which --prompt-template names"):
         read_learned_rows(source_of(text, prompt_template="{prompt} {levle}"))
@@ -411,7 +418,7 @@ def test_an_empty_data_set_of_a_mixture_is_an_error_that_names_it(tmp_path, monk
 
 @pytest.mark.parametrize("option", ["skip_bad_rows", "skip_too_long"])
 def test_a_data_set_whose_rows_are_all_left_out_as_tokens_is_named(tmp_path, monkeypatch, capsys, option):
-    """What tokens say of rows is known only after data sets are mixed."""
+    """What tokens say of rows is known only after datasets are mixed."""
     monkeypatch.chdir(tmp_path)
     tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
     bad, length = ({"tools": [tool]}, 1) if option == "skip_bad_rows" else ({}, 200)
@@ -456,9 +463,7 @@ def test_recipes_take_one_data_set_or_several_from_the_command_or_a_config():
 
 def test_a_share_beside_rows_that_take_its_place_is_refused():
     for place in ({"held_out_dataset": "b.jsonl"}, {"held_out_split": "test"}):
-        with pytest.raises(
-            ValueError, match=r"--held-out-share=0.3 of --dataset is not held out beside --held-out-\w+='"
-        ):
+        with pytest.raises(ValueError, match=r"--held-out-share=0.3 of --dataset is replaced by --held-out-\w+='"):
             sft.Config(dataset="a.jsonl", held_out_share=0.3, **place)
         sft.Config(dataset="a.jsonl", **place)
 
@@ -467,7 +472,10 @@ def test_a_column_of_the_row_key_that_no_row_has_is_refused(tmp_path):
     path = write(tmp_path / "data.jsonl", [{"prompt": "Play.", "seed": number} for number in range(40)])
     for names, given in ((("sed",), "'sed'"), (("seed", "completion"), "'seed completion'")):
         source = DataSource(datasets=(path,), row_key=names)
-        with pytest.raises(ValueError, match=f"^--row-key={given}: {names[-1]!r} tells no rows of .*'prompt', 'seed'$"):
+        with pytest.raises(
+            ValueError,
+            match=f"^--row-key={given}: {names[-1]!r} is not a column that distinguishes rows of .*'prompt', 'seed'$",
+        ):
             load_parts(source, read_prompt_rows)
     assert all(load_parts(DataSource(datasets=(path,), row_key=("seed",)), read_prompt_rows))
 
@@ -556,7 +564,7 @@ def test_a_template_that_does_not_render_tools_is_an_error_that_names_it():
     tokenizer = build_chat_tokenizer(PLAIN_TEMPLATE)
     tokenizer.name_or_path = "my-model"
     row = PromptRow(prompt=ASKED, columns={"tools": [TOOL]}, place="line 3")
-    message = "line 3 has tools, and the chat template of the tokenizer of 'my-model' does not render them; use a model"
+    message = "line 3 has tools, but the chat template of the tokenizer of 'my-model' does not render them; use a model"
     with pytest.raises(ValueError, match=message):
         encode_prompt(tokenizer, row)
     with pytest.raises(ValueError, match="does not render them"):
@@ -571,7 +579,7 @@ def test_a_template_that_does_not_render_calls_is_an_error_that_names_it(content
     tokenizer = build_chat_tokenizer(PLAIN_TEMPLATE)
     tokenizer.name_or_path = "my-model"
     with pytest.raises(
-        ValueError, match="line 3 has calls of tools, and the chat template of the tokenizer of 'my-mod"
+        ValueError, match="line 3 has calls of tools, but the chat template of the tokenizer of 'my-mod"
     ):
         encode_completion(tokenizer, row)
     shown = encode_completion(build_chat_tokenizer(TOOLS_TEMPLATE), row)
@@ -605,13 +613,18 @@ def test_a_call_without_content_is_learned_where_the_template_concatenates_conte
 @pytest.mark.parametrize(
     ("read", "good", "bad", "words"),
     [
-        (read_learned_rows, ALPACA, {"history": 5}, "line 2 has history=5; it must be a list of pairs"),
-        (read_preference_rows, ULTRAFEEDBACK, {"completions": 3}, "line 2 has completions=3; it must be a list of ans"),
+        (
+            read_learned_rows,
+            ALPACA,
+            {"history": 5},
+            "line 2 has history=5; it must be a list of [question, answer] pairs",
+        ),
+        (read_preference_rows, ULTRAFEEDBACK, {"completions": 3}, "line 2 has completions=3; it must be a list of obj"),
         (
             read_preference_rows,
             ULTRAFEEDBACK,
             {"completions": [{"response": "a", "overall_score": score} for score in (math.nan, 1.0, math.inf)]},
-            "line 2 has no two completions with different values of overall_score",
+            "line 2 has no two completions with different overall_score values",
         ),
         (
             read_learned_rows,

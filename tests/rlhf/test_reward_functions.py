@@ -113,12 +113,15 @@ def test_a_coroutine_runs_where_a_loop_runs_already():
     [
         (None, "must return a list of numbers and returned None"),
         ("abc", "must return a list of numbers and returned 'abc'"),
-        (["1", "2", "3"], "gave the answer to the prompt 'one' the score '1'; a score must be a number of at most"),
+        (["1", "2", "3"], "gave the answer to the prompt 'one' the score '1'; a score must be a number from"),
         (
             [1.0, 1e300, 1.0],
             r"gave the answer to the prompt 'two' the score 1e\+300; a score must be a",
         ),
-        (lambda: None, "makes a reward and is none: it returned .*; call it in a module of yours, as score = score"),
+        (
+            lambda: None,
+            "returns a reward function, not rewards: it returned .*; call it in your own module, such as score = score",
+        ),
         ([1.0, float("nan"), 1.0], "gave the answer to the prompt 'two' the score nan"),
         ([1.0, 2.0, [0.5, float("-inf")]], "gave the answer to the prompt 'three' the score -inf"),
         ([1.0, {}, 1.0], "gave the answer to the prompt 'two' the score {}"),
@@ -184,7 +187,9 @@ def test_a_function_that_does_not_end_is_interrupted_and_named(hang):
     def score(responses):
         return [hang(text) if text == "bb" else 1.0 for text in responses]
 
-    with pytest.raises(RewardError, match=r"m:score' did not end within 0.05 s .*\(out of time\) at the prompt 'two'"):
+    with pytest.raises(
+        RewardError, match=r"m:score' did not finish within 0.05 s .*\(out of time\) at the prompt 'two'"
+    ):
         rewards_of(score, seconds=0.05)(ANSWERS)
 
 
@@ -192,7 +197,7 @@ def test_a_coroutine_that_does_not_end_is_interrupted():
     async def score(responses):
         await asyncio.sleep(60)
 
-    with pytest.raises(RewardError, match=r"did not end within 0\.05 s"):
+    with pytest.raises(RewardError, match=r"did not finish within 0\.05 s"):
         rewards_of(score, seconds=0.05)(ANSWERS)
 
 

@@ -114,19 +114,23 @@ def test_a_reference_that_a_rule_cannot_read_is_named_with_its_prompt(spec, refe
 @pytest.mark.parametrize(
     ("spec", "rule"),
     [
-        ("number:tolerence=1", "'tolerence=1' is no option of it; write name=value with one of column, after"),
-        ("number:tolerance", "'tolerance' is no option of it"),
+        (
+            "number:tolerence=1",
+            "'tolerence=1' is not one of its options; write name=value pairs, separated by commas, with the names "
+            "column, after",
+        ),
+        ("number:tolerance", "'tolerance' is not one of its options"),
         ("number:tolerance=-1", "tolerance='-1' must be a number of at least 0; fix it"),
         ("number:tolerance=nan", "tolerance='nan' must be a number of at least 0"),
-        ("length", "must say either target or most, in tokens; write length:target=200"),
-        ("length:target=3,most=4", "must say either target or most"),
+        ("length", "must set either target or most, in tokens; write length:target=200"),
+        ("length:target=3,most=4", "must set either target or most"),
         ("length:target=x", "target='x' must be a number of at least 0"),
-        ("regex:(", r"has a pattern that is none: .*; fix it"),
+        ("regex:(", r"has an invalid pattern: .*; fix it"),
         ("regex", "has no pattern; write regex:PATTERN"),
-        ("exactt", "is no rule, folder or module:function; did you mean 'exact'"),
-        (":score", "names no module; write module:function"),
-        ("json:", "names no function; write module:function"),
-        ("nowhere:f", "no module 'nowhere' here or on the path"),
+        ("exactt", "is not a rule, a folder or module:function; did you mean 'exact'"),
+        (":score", "has no module; write module:function"),
+        ("json:", "has no function; write module:function"),
+        ("nowhere:f", "no module 'nowhere' in this folder or on the Python path"),
         ("json:nothing", "json has no function 'nothing'"),
     ],
 )
@@ -159,9 +163,9 @@ def test_columns_that_a_reward_cannot_do_without_are_asked_for_before_any_work(m
     name = module("def score(responses, level, bonus=0, *, kind, **others): return [0.0 for _ in responses]")
     rewards = load_rewards(["number:column=solution", f"{name}:score"])
     check_rows(rewards, rows_with(["solution", "level", "kind"]))
-    with pytest.raises(ValueError, match=r"'number:column=solution' reads the column 'solution', and the data has 'an"):
+    with pytest.raises(ValueError, match=r"'number:column=solution' reads the column 'solution', but the data has 'an"):
         check_rows(rewards, rows_with(["answer"]))
-    with pytest.raises(ValueError, match=r"score' reads the column 'kind', and the data has 'solution'"):
+    with pytest.raises(ValueError, match=r"score' reads the column 'kind', but the data has 'solution'"):
         check_rows(rewards, rows_with(["solution"]))
     with pytest.raises(
         ValueError, match=r"^line 2 has no 'level', which other rows have and --reward=.* reads; fix the row"
@@ -265,7 +269,7 @@ def test_an_answer_that_no_reward_judges_has_no_score_and_is_named_once(module, 
         assert scores.total[0] == 1.0 and math.isnan(scores.total[1])
         assert reward_figures(scores)["unjudged_share"] == 0.5
     output = " ".join(capsys.readouterr().out.split())
-    assert output.count("none of 'tried_rewards:even' judges the answer to the prompt 'second'") == 1
+    assert output.count("none of 'tried_rewards:even' scores the answer to the prompt 'second'") == 1
     assert "fourth" not in output
 
 
@@ -299,7 +303,7 @@ def test_numbers_for_tokens_and_for_lines_stand_where_they_belong(module):
 def test_numbers_that_fit_neither_tokens_nor_lines_are_refused(module):
     name = module("def score(responses): return [[1.0, 2.0, 3.0] for _ in responses]")
     with pytest.raises(
-        ValueError, match=r"score' returned 3 numbers for 2 tokens in 1 lines of the answer to the prompt"
+        ValueError, match=r"score' returned 3 numbers for 2 tokens in 1 lines for the answer to the prompt"
     ):
         load_rewards([f"{name}:score"])(answers_of(["p"], ["a"]))
 
@@ -380,7 +384,7 @@ class FakeMath:
 def test_mathematics_that_takes_too_long_is_wrong_and_references_must_be_mathematics(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", FakeMath)
     assert scores_of("math:seconds=0.05", ["slow", "1", "2"], answer=["1", "1", "1"]) == [0, 1, 0]
-    with pytest.raises(ValueError, match=r"answer='\?' of the prompt 'prompt 0' holds no mathematics"):
+    with pytest.raises(ValueError, match=r"answer='\?' of the prompt 'prompt 0' contains no mathematics"):
         scores_of("math", ["1"], answer=["?"])
 
 

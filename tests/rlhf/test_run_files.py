@@ -176,7 +176,7 @@ def test_answers_of_a_step_replace_those_it_had_and_the_others_stay(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 1, is no JSON"),
+        ("{", "line 1, is not JSON"),
         ("[]", "needs a step of type int"),
         ('{"step": 0, "prompt": "p", "responses": ["a"], "rewards": []}', "needs a reward, or null, for each response"),
     ],
@@ -205,9 +205,9 @@ def test_a_folder_that_a_run_of_another_process_writes_into_is_left_alone(tmp_pa
         before = (tmp_path / "metrics.jsonl").read_text()
         for options in ({}, {"resume": True}, {"restart": True}):
             assert refusal_in_another_process(lambda given=options: dpo.run(replace(config, **given))).startswith(
-                f"--out: a run that still goes on writes into {str(tmp_path)!r}; wait for it or end it"
+                f"--out: another run is writing into {str(tmp_path)!r}; wait for it, stop it"
             )
-        assert "still goes on" in refusal_in_another_process(lambda: RunLog(tmp_path, "DPO", 2, config))
+        assert "another run is writing" in refusal_in_another_process(lambda: RunLog(tmp_path, "DPO", 2, config))
         assert (tmp_path / "metrics.jsonl").read_text() == before
     del log
     assert refusal_in_another_process(lambda: RunLog(tmp_path, "DPO", 2, config)) == ""

@@ -83,7 +83,7 @@ def test_the_card_says_what_the_run_left_and_the_hub_reads_it(tokenizer, tmp_pat
     assert (
         "# A model trained by `hybrid-engine ppo`" in card.text and "AutoModelForCausalLM.from_pretrained" in card.text
     )
-    assert "peft" not in card.text.split("## What")[0]
+    assert "peft" not in card.text.split("## Evaluation")[0]
     blocks = re.findall(r"^(?P<fence>`{3,})yaml\n(.*?)\n(?P=fence)$", card.text, re.DOTALL | re.MULTILINE)
     figures, options = (yaml.safe_load(text) for _, text in blocks)
     assert figures["after"]["score"] == 0.75 and options["kl_coef"] == 0.07 and options["reward"] == ["a`b``` :c"]
@@ -102,10 +102,12 @@ def test_the_card_says_how_the_model_was_trained_and_its_last_losses(tokenizer, 
     save_stage(engine_of(LlamaForCausalLM(SHAPE)), tokenizer, tmp_path / "sft")
     card = ModelCard.load(tmp_path / "sft" / "README.md")
     assert card.data.base_model == "Qwen/Qwen3-0.6B" and card.data.datasets == ["trl-lib/prompts"]
-    how = card.text.partition("## How it was trained")[2].partition("\n## ")[0]
-    assert "By supervised fine-tuning, from [Qwen/Qwen3-0.6B](https://huggingface.co/Qwen/Qwen3-0.6B), on" in how
+    how = card.text.partition("## Training")[2].partition("\n## ")[0]
+    assert (
+        "Trained with supervised fine-tuning, from [Qwen/Qwen3-0.6B](https://huggingface.co/Qwen/Qwen3-0.6B), on" in how
+    )
     assert "| LoRA rank | 4 |" in how and "| seed | 3 |" in how
-    assert "| step 2, the last | value |" in how and "| loss | 1.5 |" in how and "seconds" not in how
+    assert "| step 2 (last) | value |" in how and "| loss | 1.5 |" in how and "seconds" not in how
     assert "held_out_nats_per_token: 1.25" in card.text
 
 
@@ -119,7 +121,7 @@ def test_the_card_of_a_reward_model_and_of_one_whose_run_left_nothing_yet(tokeni
     save_stage(engine_of(LlamaForSequenceClassification(SHAPE)), tokenizer, tmp_path / "reward")
     card = ModelCard.load(tmp_path / "reward" / "README.md")
     assert card.data.pipeline_tag == "text-classification" and card.data.tags == ["hybrid-engine", "reward"]
-    assert card.data.base_model is None and "What was measured" not in card.text
+    assert card.data.base_model is None and "## Evaluation" not in card.text
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward")
     save_stage(engine_of(LlamaForCausalLM(SHAPE)), tokenizer, tmp_path / "bare" / "model")
     assert ModelCard.load(tmp_path / "bare" / "model" / "README.md").data.tags == ["hybrid-engine"]

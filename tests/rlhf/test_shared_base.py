@@ -264,12 +264,14 @@ def test_a_role_without_its_adapter_is_refused_with_the_remedy(config, tmp_path)
     AutoModelForSequenceClassification.from_pretrained(config.model, num_labels=1).save_pretrained(tmp_path / "whole")
     AutoTokenizer.from_pretrained(config.model).save_pretrained(tmp_path / "whole")
     line = refusal(config, out=str(tmp_path / "run"), reward=(str(tmp_path / "whole"),))
-    assert "has no adapter of its own, and all roles stand on one base; train one by `hybrid-engine reward" in line
+    assert "is not an adapter, but all roles share one base; train one with `hybrid-engine reward" in line
     other = save_small_actor(tmp_path / "other", arithmetic.build_tokenizer())
     line = refusal(config, out=str(tmp_path / "run"), model=other)
-    assert f"stands on '{config.model}', and the actor's base is '{other}'; train the reward on that base" in line
+    assert (
+        f"belongs to the base '{config.model}', but the actor's base is '{other}'; train the reward on that base"
+    ) in line
     assert "give --lora-rank" in refusal(config, lora_rank=0)
-    assert "--exact computes one role's forward pass" in refusal(config, exact=True)
+    assert "--exact does not support --shared-base" in refusal(config, exact=True)
     assert not (tmp_path / "run").exists()
 
 

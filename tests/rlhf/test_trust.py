@@ -1,4 +1,4 @@
-"""What is read never runs as code: data sets, chat templates, models, adapters and checkpoints (docs/data.md)."""
+"""What is read never runs as code: datasets, chat templates, models, adapters and checkpoints (docs/data.md)."""
 
 import json
 import pickle
@@ -94,7 +94,7 @@ def test_weights_that_are_a_pickle_of_something_else_are_refused_and_not_run(tmp
     folder = save_model(tmp_path / "model")
     (folder / "model.safetensors").unlink()
     torch.save({"model.embed_tokens.weight": Opens(sign)}, folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"^--model='.*' has weights in a pickle that holds more than tensors"):
+    with pytest.raises(ValueError, match=r"^--model='.*' has weights in a pickle that contains more than tensors"):
         load_model(AutoModelForCausalLM, folder)
 
 
@@ -104,7 +104,7 @@ def test_an_adapter_that_is_a_pickle_of_something_else_is_refused_and_not_run(tm
     get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
     torch.save({"weight": Opens(sign)}, tmp_path / "adapter" / "adapter_model.bin")
-    with pytest.raises(ValueError, match=r"^--adapter='.*' has weights in a pickle that holds more than tensors"):
+    with pytest.raises(ValueError, match=r"^--adapter='.*' has weights in a pickle that contains more than tensors"):
         with_adapter(load_model(AutoModelForCausalLM, folder), str(tmp_path / "adapter"))
 
 

@@ -57,7 +57,7 @@ def test_a_step_whose_answers_nobody_judges_changes_nothing_and_is_told_once(
     weights = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "run/actor", sources["model"]))
     assert all(map(torch.equal, *(model.state_dict().values() for model in weights)))
     output = " ".join(capsys.readouterr().out.split())
-    assert output.count("judges the answer to the prompt") == 1
+    assert output.count("scores the answer to the prompt") == 1
 
 
 def test_what_nobody_judges_is_in_no_mean_of_a_group_and_in_no_loss(sources, tmp_path, reward_of, monkeypatch):
@@ -99,7 +99,7 @@ def test_in_an_evaluation_they_have_no_score_and_do_not_pass(sources, tmp_path, 
     figures = evaluate.json.loads((tmp_path / "found" / "result.json").read_text())["figures"]
     assert 0 < figures["unjudged_share"] < 1
     assert figures["pass_at_1"] == pytest.approx(1 - figures["unjudged_share"])
-    with pytest.raises(ValueError, match=r"^--reward judges no answer to any of 3 held-out prompts"):
+    with pytest.raises(ValueError, match=r"^--reward scores no answer to any of the 3 held-out prompts"):
         (tmp_path / "nobody.py").write_text("def judges(responses): return [None] * len(responses)")
         options |= {"out": str(tmp_path / "other"), "max_prompts": 3}
         evaluate.run(evaluate.Config(**sources, **options, reward=("nobody:judges",)))

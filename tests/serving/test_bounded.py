@@ -51,7 +51,7 @@ def test_fields_that_no_template_reads_are_counted_and_the_oldest_are_forgotten(
             assert chat(server, str(number)).status_code == 200
         assert [each.session_id for each in server.trajectories()] == ["3", "4", "5", "6"]
         refused = chat(server, "6", {"role": "user", "content": "a", "note": "x" * 900_000})
-        assert refused.status_code == 400 and "begin another session" in refused.json()["error"]["message"]
+        assert refused.status_code == 400 and "start another session" in refused.json()["error"]["message"]
 
 
 def test_values_that_are_small_as_text_and_large_in_memory_are_counted(opened):
@@ -211,8 +211,8 @@ def test_connections_leave_descriptors_for_the_rest_and_the_log_says_so(opened, 
         monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (free + 8 + 40, free + 8 + 40))
         with caplog.at_level(logging.WARNING):
             held = [connect(server) for _ in range(40)]  # two descriptors each, the client's is in this process too
-            until(lambda: "as many as may be" in caplog.text)
-        assert caplog.text.count("as many as may be") == 1
+            until(lambda: "which is the limit" in caplog.text)
+        assert caplog.text.count("which is the limit") == 1
         until(lambda: 0 < len(server._server.server_state.connections) < 40)
         for client in held:
             client.close()

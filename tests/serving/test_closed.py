@@ -121,7 +121,7 @@ def hangup_as_before():
         ("", "has no key that clients can use"), ("a one metrics\n", "has no key that clients can use"),
         ("alone\n", "line 1: expected NAME KEY"), ("\na one two\n", "line 2: expected NAME KEY"),
         ("a one\na two\n", "has a name twice"), ("a one\nb one\n", "has a key twice"),
-        ("a one\u00e9\n", "characters that no header can have"),
+        ("a one\u00e9\n", "characters that a header cannot contain"),
     ],
 )  # fmt: skip
 def test_a_file_of_keys_that_is_wrong_is_named_with_its_line(tmp_path, text, reason):
@@ -154,15 +154,15 @@ def test_keys_that_others_can_read_that_are_empty_or_doubled_are_refused_at_star
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"session_ids": "abc"}, "session_ids='abc' is one text"),
-        ({"session_ids": ["a", ""]}, "'' is no text of 1 to 256 characters"),
-        ({"session_ids": ["a" * 257]}, "is no text of 1 to 256 characters"),
-        ({"session_ids": [1]}, "1 is no text of 1 to 256 characters"),
+        ({"session_ids": "abc"}, "session_ids='abc' is one string"),
+        ({"session_ids": ["a", ""]}, "'' is not a string of 1 to 256 characters"),
+        ({"session_ids": ["a" * 257]}, "is not a string of 1 to 256 characters"),
+        ({"session_ids": [1]}, "1 is not a string of 1 to 256 characters"),
         ({"session_ids": ["a", "b", "a"]}, "session_ids has an id twice"),
         ({"session_ids": ["a", "b"], "max_sessions": 1}, "max_sessions=1 is less than the 2 session_ids"),
         ({"api_key": ""}, "api_key is empty"),
         ({"api_key": "a", "api_key_file": "b"}, "api_key and api_key_file are given"),
-        ({"api_key": "a", "allow_hosts": ["b"]}, "allow_host='b' is for requests without a key, and there is a key"),
+        ({"api_key": "a", "allow_hosts": ["b"]}, "allow_host='b' is for requests without a key, but there is a key"),
         ({"finish_seconds": float("inf")}, "finish_seconds=inf"),
         ({"stall_seconds": float("nan")}, "stall_seconds=nan"),
         ({"longest": 1}, "longest=1"),
@@ -211,7 +211,7 @@ def test_an_allowed_origin_is_one_that_browsers_send(origin):
 
 
 def test_another_address_than_this_machines_needs_a_key_of_either_kind(tmp_path):
-    with pytest.raises(ValueError, match="can be reached by other machines"):
+    with pytest.raises(ValueError, match="is reachable from other machines"):
         Config(model="m", host="0.0.0.0")
     file = write_keys(tmp_path / "keys", "a one\n")
     assert Config(model="m", host="0.0.0.0", api_key_file=str(file)).key is None

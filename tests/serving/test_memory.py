@@ -93,13 +93,13 @@ def test_a_workspace_that_nobody_wrote_to_is_not_counted_as_free_memory(engine, 
 @pytest.mark.parametrize(
     ("memory", "told"),
     [
-        (0, "memory=0 must be a share"),
-        (1.5, "memory=1.5 must be a share of the free memory, above 0 and up to 1, or a size with its unit"),
-        ("24", "memory='24' must be a share"),
-        (True, "memory=True must be a share"),
-        (float("nan"), "memory=nan must be a share"),
+        (0, "memory=0 must be a fraction"),
+        (1.5, "memory=1.5 must be a fraction of the free memory, above 0 and up to 1, or a size with its unit"),
+        ("24", "memory='24' must be a fraction"),
+        (True, "memory=True must be a fraction"),
+        (float("nan"), "memory=nan must be a fraction"),
         ("6 gigs", "memory='6 gigs' must be a size above 0"),
-        ("2GiB", "memory=2GiB is more than the 1.0 GiB that are free"),
+        ("2GiB", "memory=2GiB is more than the 1.0 GiB left free"),
         ("10KiB", "longest=160: a prompt and its answer of so many tokens do not fit into 10,240 bytes, which hold 0"),
     ],
 )
@@ -124,7 +124,7 @@ def without_weights(engine, tokenizer, tmp_path_factory):
     ("options", "told"),
     [
         ({"longest": 513}, "--longest=513 is more than the 512 tokens that --model="),
-        ({"memory": "2GiB"}, "memory=2GiB is more than the 1.0 GiB that are free"),
+        ({"memory": "2GiB"}, "memory=2GiB is more than the 1.0 GiB left free"),
         ({"memory": "40KiB", "longest": 128}, "--memory=40KiB holds keys and values of 64 tokens"),
         ({"memory": "16KiB"}, "--memory=16KiB holds keys and values of 0 tokens"),
         ({"max_session_bytes": 10_000, "longest": 128}, "--max-session-bytes=10000 is less than the 18432 that one"),
@@ -147,7 +147,7 @@ def test_a_longest_that_free_memory_does_not_hold_is_refused_before_weights_are_
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"memory": "5"}, "memory='5' must be a share"),
+        ({"memory": "5"}, "memory='5' must be a fraction"),
         ({"stall_seconds": 0.0}, "--stall-seconds=0.0 must be at least 0.1"),
         ({"max_session_bytes": 100}, "--max-session-bytes=100 must be at least"),
     ],
@@ -169,5 +169,5 @@ def test_a_step_of_the_agent_is_remembered_whole():
     assert many.server_options["max_session_tokens"] >= 512 * 16 * agent.MAX_TURNS * 1280
     with pytest.raises(ValueError, match="--max-session-bytes=1000000 is less than"):
         agent.Config(max_session_bytes=1_000_000)
-    with pytest.raises(ValueError, match="serving_memory='3' must be a share"):
+    with pytest.raises(ValueError, match="serving_memory='3' must be a fraction"):
         agent.Config(serving_memory="3")

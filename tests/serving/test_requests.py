@@ -65,7 +65,7 @@ def test_an_error_names_the_field_its_value_and_the_rule():
         CompletionRequest.model_validate({"model": "tiny"})
     error = wrong_body(raised.value)
     assert (error.param, error.code) == ("prompt", "missing_required_parameter")
-    assert error.message == "prompt is missing; every request must have it"
+    assert error.message == "prompt is missing; every request needs it"
 
 
 def test_samples_of_a_prompt_share_it_and_draw_different_noise():
@@ -291,5 +291,5 @@ def test_tokens_of_all_conversations_are_bounded_and_a_longer_one_is_refused():
     request = chat("hi").model_copy(update={"max_tokens": len(first.tokens)})
     asked = read_chat(request, model, first.tokens)
     sessions.check_room(Session("new"), asked)
-    with pytest.raises(RequestError, match="begin another session"):
+    with pytest.raises(RequestError, match="start another session"):
         recorder_of_chat(sessions, Session("c"), asked, None)

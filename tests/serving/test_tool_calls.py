@@ -280,7 +280,7 @@ def test_a_format_of_texts_is_refused_beside_calls_in_a_form_of_the_tokenizers_o
         tool_call_parser="tokenizer",
     )  # fmt: skip
     said = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}
-    with pytest.raises(RequestError, match="response_format: an answer may be a call here, and tiny writes calls in a"):
+    with pytest.raises(RequestError, match="response_format: the answer may be a tool call, which tiny writes in its"):
         read_chat(ChatRequest(**said, tools=[WEATHER]), model, [5])
     read_chat(ChatRequest(**said, tools=[WEATHER], tool_choice="none"), model, [5])
 

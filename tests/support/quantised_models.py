@@ -192,7 +192,7 @@ def test_a_plan_for_several_processes_refuses_a_quantised_base(source):
     check_one_process([config], 1)
     check_one_process([AutoConfig.from_pretrained(source)], 2)
     with pytest.raises(
-        ValueError, match=r"--processes=2: --model is quantised: .* --processes 1, or give the model in"
+        ValueError, match=r"--processes=2: --model is quantized: .* --processes 1, or give the model in"
     ):
         check_one_process([config], 2)
 

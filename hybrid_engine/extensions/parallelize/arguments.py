@@ -180,7 +180,7 @@ def _check_names(policy: str, options: Mapping[str, Any]) -> None:
             hint = f"did you mean {near!r}? " if near else ""
             known = sorted(OPTIONS[policy])
             raise ValueError(
-                f"pas_config[{name!r}] is no option of {policy!r}; {hint}it has {known}; free ones begin with _"
+                f"pas_config[{name!r}] is not an option of {policy!r}; {hint}it has {known}; free ones begin with _"
             )
 
 

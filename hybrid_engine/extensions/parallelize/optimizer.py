@@ -332,7 +332,8 @@ def _check_options(optimizer_fn: Any, args: Sequence[Any], kwargs: Mapping[str, 
             near = find_nearest(name, options)
             hint = f"did you mean {near!r}? " if near else ""
             raise ValueError(
-                f"{name}={shown(value)} is no option of optimizer_fn={name_of(optimizer_fn)}; {hint}it has {options}"
+                f"{name}={shown(value)} is not an option of optimizer_fn={name_of(optimizer_fn)}; {hint}it has "
+                f"{options}"
             )
     try:
         signature.bind(None, *args, **kwargs)

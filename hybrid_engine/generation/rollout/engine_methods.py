@@ -91,7 +91,7 @@ def with_one_name(inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> dict[s
     if inputs is None:
         return kwargs
     if kwargs.get("input_ids") is not None:
-        raise ValueError("generate(): inputs and input_ids are two names of the prompts; pass one of them")
+        raise ValueError("generate(): inputs and input_ids both name the prompts; pass one of them")
     return {**kwargs, "input_ids": inputs}
 
 

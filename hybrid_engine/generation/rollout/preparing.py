@@ -593,7 +593,7 @@ def _read_row(
         raise ValueError(f"row_options[{row}] is a {type(given).__name__}; pass a dict of options, {{}} for none")
     for name in given:
         if name not in ROW_OPTIONS:
-            raise ValueError(f"row_options[{row}]: {name} is no option of a row; {_remedy(name)}")
+            raise ValueError(f"row_options[{row}]: {name} is not an option of a row; {_remedy(name)}")
     others = merged
     if "max_length" in given and "max_new_tokens" not in given:  # which would take precedence
         others = {name: value for name, value in merged.items() if name != "max_new_tokens"}

@@ -159,8 +159,8 @@ def check_steps(algorithm: Algorithm) -> None:
         value = getattr(algorithm, name)
         if value not in known:
             raise ValueError(
-                f"{flag(name)}={value} is about whole answers, and a --reward gives numbers to their steps "
-                f"(arXiv 2402.03300, section 4.1.3); use {' or '.join(map(str, known))}, or return one number an answer"
+                f"{flag(name)}={value} applies to whole answers, but a --reward scores their steps (arXiv 2402.03300, "
+                f"section 4.1.3); use {' or '.join(map(str, known))}, or return one number per answer"
             )
 
 

@@ -295,7 +295,7 @@ def idle_lines(algorithm: Algorithm, chosen: Mapping[str, Any]) -> list[str]:
     """A line for each choice that is neither the default nor the preset's, and has no effect with the others."""
     usual = {field.name: field.default for field in fields(algorithm)} | dict(chosen)
     return [
-        f"{as_options({name: getattr(algorithm, name)})} does nothing beside {cause(algorithm)}"
+        f"{as_options({name: getattr(algorithm, name)})} has no effect with {cause(algorithm)}"
         for name, cause in IDLE.items()
         if getattr(algorithm, name) != usual[name] and cause(algorithm)
     ]

@@ -1,4 +1,4 @@
-"""Reads the rows of a data set: a file, a folder, a name on the Hugging Face hub or one of `NAMED`.
+"""Reads the rows of a dataset: a file, a folder, a name on the Hugging Face hub or one of `NAMED`.
 
 JSON lines, JSON and CSV are read with Python's own modules, which know the line of an error and do not convert text;
 everything else is read by `datasets`. A row that cannot be read becomes an error in its place, so that all bad rows can
@@ -28,17 +28,17 @@ RowOrError = dict[str, Any] | ValueError
 Rows = Iterator[tuple[str, RowOrError]]
 """The place of each row in its file, such as "line 3", and the row."""
 NamedReader = Callable[[str, str | None, str | None, str], Rows]
-"""Yields the rows for a name of a data set, a split, a configuration (None: not given) and the split's option; raises
+"""Yields the rows for a name of a dataset, a split, a configuration (None: not given) and the split's option; raises
 ValueError for a name or split that does not exist.
 """
 NAMED: dict[str, NamedReader] = {SCHEME: read_questions}
-"""Readers of data sets that are generated and not stored, by the part of their names before the colon."""
+"""Readers of datasets that are generated and not stored, by the part of their names before the colon."""
 BYTE_ORDER_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The rows of a data set, before any check."""
+    """The rows of a dataset, before any check."""
 
     source: str
     """The option as it is typed: `--dataset='data.jsonl'`."""
@@ -68,9 +68,9 @@ class Table:
 
 
 def read_table(source: DataSource) -> Table:
-    """The rows of one data set, in order. All data sets that a recipe reads come from here.
+    """The rows of one dataset, in order. All datasets that a recipe reads come from here.
 
-    Reads `--split`, or `train`, of several splits, and `--dataset-config` of several configurations, which data sets of
+    Reads `--split`, or `train`, of several splits, and `--dataset-config` of several configurations, which datasets of
     the hub may have.
 
     Raises:
@@ -80,7 +80,7 @@ def read_table(source: DataSource) -> Table:
     (dataset,), shown = source.datasets, source.shown
     rows = list(_rows_of_dataset(source, dataset))
     if not rows:
-        raise ValueError(f"{shown} has no rows; give a data set with some")
+        raise ValueError(f"{shown} has no rows; give a dataset that has some")
     return Table.of(shown, [(f"{shown}: {place}", row) for place, row in rows])
 
 
@@ -109,7 +109,7 @@ def _read_file(source: str, path: Path) -> Rows:
         raise ValueError(f"{source} must be an existing file; check the path")
     if path.suffix.lower() not in READERS:
         raise ValueError(
-            f"{source} ends in {path.suffix!r}; a file must end in {', '.join(READERS)}: convert it, or rename it"
+            f"{source} ends in {path.suffix!r}; a file must end in {', '.join(READERS)}: convert or rename it"
         )
     return READERS[path.suffix.lower()](source, path)
 
@@ -187,7 +187,8 @@ def _name_values(names: list[str], values: list[str]) -> RowOrError:
     if len(values) == len(names):
         return dict(zip(names, values, strict=True))
     return ValueError(
-        f"has {len(values)} values for {len(names)} columns; fix it, and put what holds a comma in double quotes"
+        f"has {len(values)} values for {len(names)} columns; fix it, with double quotes around values that contain a "
+        "comma"
     )
 
 
@@ -212,7 +213,7 @@ def _load_table(source: DataSource, dataset: str) -> Dataset:
     if (source.split or "train") not in table:
         given = f"{source.split_shown}: {shown}" if source.split else shown
         splits = ", ".join(map(repr, table))
-        raise ValueError(f"{given} has the splits {splits}; choose one by {flag(source.split_option)}")
+        raise ValueError(f"{given} has the splits {splits}; choose one with {flag(source.split_option)}")
     return table[source.split or "train"]
 
 
@@ -225,7 +226,7 @@ def _load_configuration(source: str, dataset: str, configuration: str | None) ->
             raise
         given = f"--dataset-config={configuration!r}: {source}" if configuration else source
         raise _NoSuchConfiguration(
-            f"{given} has the configurations {', '.join(map(repr, names))}; choose one by --dataset-config"
+            f"{given} has the configurations {', '.join(map(repr, names))}; choose one with --dataset-config"
         ) from error
 
 

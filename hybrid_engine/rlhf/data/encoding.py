@@ -137,7 +137,10 @@ def encode_completion(tokenizer: PreTrainedTokenizerBase, row: LearnedRow | Labe
     if isinstance(row, TextRow):
         ids = _ended(tokenizer, _encode_text_prompt(tokenizer, row, row.text))
         if len(ids) < 2:
-            raise ValueError(f"{row.place} has text of one token, {row.text!r}, which nothing comes before; remove it")
+            raise ValueError(
+                f"{row.place} has text of one token, {row.text!r}, which has no token before it to learn from; remove "
+                "it"
+            )
         return Encoded(prompt_ids=ids[:1], response_ids=ids[1:])
     if isinstance(row, ConversationRow):
         return _encode_messages(tokenizer, row)
@@ -185,14 +188,14 @@ def read_template(path: str, option: str = "chat_template") -> str:
 def _owner(tokenizer: PreTrainedTokenizerBase) -> str:
     """The name of the tokenizer in an error message; a tokenizer that was just trained does not have one."""
     name = tokenizer.name_or_path
-    return f"the tokenizer of {name!r}" if name else "the tokenizer that is made without --model"
+    return f"the tokenizer of {name!r}" if name else "the tokenizer that is trained without --model"
 
 
 def _check_unlike(row: Row, pair: EncodedPair) -> EncodedPair:
     if pair.chosen == pair.rejected:
         raise ValueError(
-            f"{row.place} has two answers, chosen and rejected, that become the same tokens, and teaches nothing; "
-            "remove the row"
+            f"{row.place} has chosen and rejected answers that become the same tokens, so it teaches nothing; remove "
+            "the row"
         )
     return pair
 
@@ -202,7 +205,7 @@ def _encode_question(tokenizer: PreTrainedTokenizerBase, row: Row, text: str) ->
     ids = _encode_text_prompt(tokenizer, row, text)
     if tokenizer.chat_template and not {*ids[_num_added_before(tokenizer, ids) :]} & {*tokenizer.all_special_ids}:
         say_once(
-            "prompts are text, to which the model's chat template is not applied; --as-conversation makes them turns "
+            "prompts are text, so the model's chat template is not applied; --as-conversation makes them turns "
             'of a user, [{"role": "user", "content": ...}]'
         )
     return ids
@@ -215,10 +218,10 @@ def _encode_text_prompt(tokenizer: PreTrainedTokenizerBase, row: Row, text: str)
     if ids and ids[-1] == eos and (ids[-2:-1] == [eos] or not text.endswith(tokenizer.eos_token)):
         ids.pop()
     if not ids:
-        raise ValueError(f"{row.place} has text without tokens, {text!r}, which nothing can follow; remove it")
+        raise ValueError(f"{row.place} has text without tokens, {text!r}, which no answer can follow; remove it")
     length = _num_added_before(tokenizer, ids)
     if length and ids[length : 2 * length] == ids[:length]:
-        say_once(f"text that begins with {tokenizer.decode(ids[:length])} gets no second one from the tokenizer")
+        say_once(f"text already begins with {tokenizer.decode(ids[:length])}; the tokenizer adds no second one")
         ids = ids[length:]
     return ids
 
@@ -233,11 +236,11 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: ConversationRow) -
     ids, marks = _render(tokenizer, row, row.messages)
     if marks is None:
         if any(turn["role"] == "assistant" for turn in row.messages[:-1]):
-            say_once(f"{_UNMARKED}: of a conversation the last turn alone is learned")
+            say_once(f"{_UNMARKED}: only the last turn of a conversation is learned")
         if row.messages[-1]["role"] != "assistant" or len(row.messages) == 1:
             raise ValueError(
-                f"{row.place}: {_UNMARKED}, so the "
-                "last turn is learned: it must be the assistant's, after another; fix the row or the template"
+                f"{row.place}: {_UNMARKED}, so the last turn is learned; it must be the assistant's and follow another "
+                "turn: fix the row or the template"
             )
         return _encode_turns(tokenizer, row, row.messages[:-1], row.messages[-1:])
     first = max(marks.index(True), 1) if True in marks else len(ids)
@@ -275,8 +278,8 @@ def _check_marked(row: Row, mask: list[bool]) -> list[bool]:
     """Returns `mask`; raises ValueError if no entry is True."""
     if True not in mask:
         raise ValueError(
-            f"{row.place} has no token that the chat template marks as the assistant's; give it a turn of the "
-            "assistant, or fix the template"
+            f"{row.place} has no token that the chat template marks as the assistant's; add an assistant turn, or fix "
+            "the template"
         )
     return mask
 
@@ -293,11 +296,11 @@ def _converse(
         read = "".join(tokenizer.decode(ids[:length]).split())
         if "".join(question.split()) not in read:
             raise ValueError(
-                f"{row.place}: the chat template renders the prompt otherwise once an answer follows it, so that the "
-                "answer's tokens cannot be told; use another template"
+                f"{row.place}: the chat template renders the prompt differently when an answer follows it, so the "
+                "answer's tokens cannot be identified; use another template"
             )
     if marks is None and any(turn["role"] != "assistant" for turn in completion):
-        say_once(f"{_UNMARKED}: what others say within an answer is learned too")
+        say_once(f"{_UNMARKED}: turns of other roles within an answer are learned too")
     return _Conversation(ids, length, marks)
 
 
@@ -319,7 +322,8 @@ def _ended(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
     if length is None:
         return [*ids, tokenizer.eos_token_id]
     say_once(
-        f"text that ends with {tokenizer.decode(ids[length - 1 : length])} gets no {tokenizer.eos_token} behind it"
+        f"text already ends with {tokenizer.decode(ids[length - 1 : length])}; no {tokenizer.eos_token} is added after "
+        "it"
     )
     return ids[:length]
 
@@ -381,7 +385,7 @@ def _check_shown(
     ):
         if is_there and shown is not None and shown == without():
             raise ValueError(
-                f"{row.place} has {what}, and the chat template of {_owner(tokenizer)} does not render them; use a "
+                f"{row.place} has {what}, but the chat template of {_owner(tokenizer)} does not render them; use a "
                 f"model whose template does, give another template, or {remedy}"
             )
 
@@ -412,7 +416,7 @@ def _render(
         template = asking_template(tokenizer, tools)
     except ValueError as error:
         raise ValueError(
-            f"{row.place} is a conversation, and {_owner(tokenizer)} has no chat template; use a model with one (their "
+            f"{row.place} is a conversation, but {_owner(tokenizer)} has no chat template; use a model with one (their "
             "names often end in Instruct or Chat), set tokenizer.chat_template and save it, or write prompts and "
             "answers as text"
         ) from error

@@ -1,4 +1,4 @@
-"""Public data sets in their own layouts: each layout is recognized by its columns and converted to those of `rows.py`.
+"""Public datasets in their own layouts: each layout is recognized by its columns and converted to those of `rows.py`.
 
 A layout adds columns and keeps the existing ones, so that rewards can read them. It applies only if the columns that a
 recipe needs are missing; verl's also applies otherwise, for the reference answer.
@@ -33,7 +33,7 @@ COMPARISON = frozenset({"chosen", "rejected"})
 
 @dataclass(frozen=True, kw_only=True)
 class RowLayout:
-    """The format of a family of data sets."""
+    """The format of a family of datasets."""
 
     name: str
     needed: frozenset[str]
@@ -97,7 +97,7 @@ def _question(answer: str, question: str, *more: str, system: str = "") -> Calla
         asked = "\n\n".join(part for part in parts if isinstance(part, str) and part.strip())
         history = row.get("history") or [] if system else []
         if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-            raise ValueError(f"has history={history!r}; it must be a list of pairs, a question and its answer each")
+            raise ValueError(f"has history={history!r}; it must be a list of [question, answer] pairs")
         prompt = _behind_system(row.get(system), asked, history)
         return {"prompt": prompt, "completion": _like(prompt, row.get(answer))}
 
@@ -156,7 +156,7 @@ def _as_list(value: Any) -> Any:
 
 def _turns_of(name: str, value: Any) -> list[Message]:
     if not isinstance(value, list) or not value:
-        raise ValueError(f"has {name}={value!r}; it must be a list of turns, not empty")
+        raise ValueError(f"has {name}={value!r}; it must be a non-empty list of turns")
     return [_turn(f"{name}[{index}]", turn) for index, turn in enumerate(value)]
 
 
@@ -194,11 +194,11 @@ def _rated(row: AnyRow) -> AnyRow:
     """UltraFeedback's answers of several models: the best rated and the worst."""
     answers = row.get("completions") or []
     if not isinstance(answers, list):
-        raise ValueError(f"has completions={reprlib.repr(answers)}; it must be a list of answers, an object each")
+        raise ValueError(f"has completions={reprlib.repr(answers)}; it must be a list of objects, one per answer")
     rated = [answer for answer in answers if isinstance(answer, dict) and _is_number(answer.get("overall_score"))]
     ordered = sorted(rated, key=lambda answer: -answer["overall_score"])  # equal scores keep their order
     if not ordered or ordered[0]["overall_score"] == ordered[-1]["overall_score"]:
-        raise ValueError("has no two completions with different values of overall_score to choose between; remove it")
+        raise ValueError("has no two completions with different overall_score values; remove it")
     best, worst = ordered[0].get("response"), ordered[-1].get("response")
     return {"prompt": row.get("instruction"), "completion": best, "chosen": best, "rejected": worst}
 

@@ -114,10 +114,10 @@ def _values(row: DataRow, columns: Collection[str]) -> str:
 
 
 def load_parts(source: DataSource, read: Read[R], columns: Collection[str] = ()) -> tuple[list[R], list[R]]:
-    """Training and held-out rows of a run's data; uses the data set's own parts if it has them.
+    """Training and held-out rows of a run's data; uses the dataset's own parts if it has them.
 
     Args:
-        source: the data sets and how they are read.
+        source: the datasets and how they are read.
         read: a function of `reading.py`, for the rows that the recipe trains on.
         columns: those that the rewards read, without reference answers; rows of one prompt with several values in them
             are tasks of their own.
@@ -149,7 +149,7 @@ def read_once(source: DataSource, read: Read[R], columns: Collection[str]) -> li
     different: dict[Any, R] = {}
     for row, key in zip(rows, row_keys(rows, columns), strict=True):
         different.setdefault((key, *_answers(row)), row)
-    say(f"--deduplicate: {len(rows) - len(different)} of {len(rows)} rows say what another says, and are left out")
+    say(f"--deduplicate: {len(rows) - len(different)} of {len(rows)} rows are duplicates and are left out")
     return list(different.values())
 
 
@@ -159,8 +159,8 @@ def check_row_key(source: DataSource, rows: Sequence[DataRow]) -> None:
     for name in source.row_key:
         if name not in columns:
             raise ValueError(
-                f"--row-key={' '.join(source.row_key)!r}: {name!r} tells no rows of {source.shown} apart; name some of "
-                f"the columns {', '.join(map(repr, sorted(columns)))}"
+                f"--row-key={' '.join(source.row_key)!r}: {name!r} is not a column that distinguishes rows of "
+                f"{source.shown}; choose from the columns {', '.join(map(repr, sorted(columns)))}"
             )
 
 
@@ -175,19 +175,19 @@ def _say_what_is_in_both(train: Sequence[DataRow], held_out: Sequence[DataRow], 
 
 
 def _is_made(dataset: str) -> bool:
-    """Whether a data set is generated, with a held-out split of its own, and not stored."""
+    """Whether a dataset is generated, with a held-out split of its own, and not stored."""
     return dataset.startswith(f"{SCHEME}:")
 
 
 def _held_out_of_their_own(source: DataSource) -> Iterator[DataSource]:
-    """The held-out parts of generated data sets."""
+    """The held-out parts of generated datasets."""
     return (replace(one, split=HELD_OUT) for one in source.each() if _is_made(one.datasets[0]))
 
 
 def _hold_out_of_each(
     source: DataSource, data_sets: Sequence[list[R]], columns: Collection[str]
 ) -> tuple[list[list[R]], list[R]]:
-    """The training rows of each data set, and the held-out rows of all stored ones."""
+    """The training rows of each dataset, and the held-out rows of all stored ones."""
     keys = iter(row_keys([row for rows in data_sets for row in rows], columns))
     train: list[list[R]] = []
     held_out: list[R] = []
@@ -202,7 +202,7 @@ def _hold_out_of_each(
 def _without(
     held_out: Sequence[R], data_sets: Sequence[list[R]], source: DataSource, columns: Collection[str]
 ) -> list[list[R]]:
-    """The data sets without the tasks in `held_out`; a prompt with another value in `columns` stays."""
+    """The datasets without the tasks in `held_out`; a prompt with another value in `columns` stays."""
     keys = row_keys([*held_out, *(row for rows in data_sets for row in rows)], columns)
     asked, others = set(keys[: len(held_out)]), iter(keys[len(held_out) :])
     kept = [[row for row in rows if next(others) not in asked] for rows in data_sets]
@@ -213,10 +213,10 @@ def _without(
 
 
 def _mixed(data_sets: Sequence[list[R]], source: DataSource) -> list[R]:
-    """The training rows of all data sets, shuffled so that any prefix has rows of each.
+    """The training rows of all datasets, shuffled so that any prefix has rows of each.
 
-    With weights there are as many rows as without: a data set whose share exceeds its rows has some of them several
-    times, one with a smaller share has some left out. Raises ValueError if a data set has no rows.
+    With weights there are as many rows as without: a dataset whose share exceeds its rows has some of them several
+    times, one with a smaller share has some left out. Raises ValueError if a dataset has no rows.
     """
     if len(data_sets) == 1:
         return data_sets[0]
@@ -236,12 +236,12 @@ def _mixed(data_sets: Sequence[list[R]], source: DataSource) -> list[R]:
 
 
 def _check_each(data_sets: Sequence[list[R]], source: DataSource) -> None:
-    """Raises ValueError if a data set of a mixture, but not all of it, has no rows to train on."""
+    """Raises ValueError if a dataset of a mixture, but not all of it, has no rows to train on."""
     for name, rows in zip(source.datasets, data_sets, strict=True):
         if not rows and any(data_sets):
             raise ValueError(
                 f"{source.shown}: {name!r} has no rows to train on, since all of them are held out or left out; give "
-                "it more rows, change --held-out-share, or leave it out, its weight in --dataset-weights too"
+                "it more rows, change --held-out-share, or remove it and its --dataset-weights entry"
             )
 
 
@@ -256,14 +256,14 @@ def check_parts(source: DataSource, train: Sequence[Any], held_out: Sequence[Any
     if apart is not None and not (train and held_out):
         raise ValueError(
             f"{apart.shown} holds out {len(held_out)} rows and leaves {len(train)} of {source.shown} to train on; both "
-            "must have some: give other data"
+            "must have some rows: give other data"
         )
     if not train or (source.held_out_share and not held_out):
         raise ValueError(
             f"--held-out-share={source.held_out_share} of {source.shown} leaves {len(train)} rows to train on and "
-            f"{len(held_out)} to measure: prompts are held out by their hash, rows of one prompt together; give more "
-            "prompts, name the columns that tell rows of one prompt apart by --row-key, change the share, name other "
-            "data to measure on by --held-out-dataset, or, where nothing need be measured, take --held-out-share=0"
+            f"{len(held_out)} to evaluate on: prompts are held out by hash, with all of their rows; give more prompts, "
+            "distinguish rows with the same prompt by --row-key, change the share, evaluate on other data with "
+            "--held-out-dataset, or turn evaluation off with --held-out-share=0"
         )
 
 
@@ -272,7 +272,7 @@ def _apart_from(held_out: Sequence[R], train: list[R]) -> list[R]:
     keys = set(row_keys(held_out))
     kept = [row for row in train if keys.isdisjoint(earlier_prompt_keys(row))]
     if len(kept) < len(train):
-        say(f"{len(train) - len(kept)} conversations answer a held-out prompt before their end, and are left out")
+        say(f"{len(train) - len(kept)} conversations are left out because an earlier turn answers a held-out prompt")
     return kept
 
 
@@ -305,8 +305,8 @@ def wrap_row(source: DataSource, row: R) -> R:
     """The row with its prompt wrapped as the options say; raises as `wrap_rows` does."""
     if isinstance(row, TextRow):
         raise ValueError(
-            f"{row.place} is plain text, around which --prompt-template, --system-prompt and --as-conversation put "
-            "nothing; leave them out, or give the data set a prompt and a completion (--columns)"
+            f"{row.place} is plain text, to which --prompt-template, --system-prompt and --as-conversation do not "
+            "apply; leave them out, or give the dataset a prompt and a completion (--columns)"
         )
     if isinstance(row, ConversationRow):
         last = max(index for index, turn in enumerate(row.messages) if turn["role"] == "assistant")
@@ -338,7 +338,7 @@ def _filled(template: str, row: Any, prompt: Turns) -> Turns:
         return _text(template, row, prompt)
     asked = [index for index, turn in enumerate(prompt) if turn["role"] == "user"]
     if not asked or not isinstance(prompt[asked[-1]].get("content"), str):
-        raise ValueError(f"{row.place} has no text of the user's for --prompt-template to stand around; fix the row")
+        raise ValueError(f"{row.place} has no user text for --prompt-template to wrap; fix the row")
     last = asked[-1]
     turn: Message = {**prompt[last], "content": _text(template, row, prompt[last]["content"])}
     return [*prompt[:last], turn, *prompt[last + 1 :]]

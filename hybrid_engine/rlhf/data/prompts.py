@@ -1,4 +1,4 @@
-"""The prompts of a user's data set: which, in which order, and how long they, their answers and rows may be.
+"""The prompts of a user's dataset: which, in which order, and how long they, their answers and rows may be.
 
 `settle_lengths` derives the lengths that options leave open from data and model. Rows that are too long are reported
 with other bad rows, or left out and counted under `--skip-too-long`.
@@ -32,7 +32,7 @@ LONGEST_ANSWER = 256
 WITHOUT_POSITIONS = 8192
 """Tokens of a prompt and its answer, if the model's config names no limit."""
 ANSWERS = ("answer", "solution", "completion", "chosen")
-"""Columns of prompts in which data sets have answers."""
+"""Columns of prompts in which datasets have answers."""
 SHARE = 0.99
 """Share of the data's answers that the longest answer of the run holds; the longest of all may be a mistake."""
 
@@ -52,15 +52,15 @@ class PromptTokens(NamedTuple):
 def load_prompt_rows(
     source: DataSource | str, columns: Collection[str] = ()
 ) -> tuple[list[PromptRow], list[PromptRow]]:
-    """Training and held-out prompts of a data set, with its other columns; no task is in both.
+    """Training and held-out prompts of a dataset, with its other columns; no task is in both.
 
     Args:
-        source: the data set and how it is read; or only its name.
+        source: the dataset and how it is read; or only its name.
         columns: those that the rewards read: equal prompts that differ in them are tasks of their own, each in either
             part. Without such a difference no prompt is in both.
 
     Raises:
-        ValueError: the data set cannot be read, the column `prompt` is missing or a value of it is neither text nor a
+        ValueError: the dataset cannot be read, the column `prompt` is missing or a value of it is neither text nor a
             conversation, or one of the two parts would be empty.
     """
     source = DataSource.of(source)
@@ -68,7 +68,7 @@ def load_prompt_rows(
     if not held_out:
         raise ValueError(
             f"--held-out-share={source.held_out_share} holds out none of the {len(train)} prompts of {source.shown}, "
-            "and a run is evaluated on one at least; raise it"
+            "but a run needs at least one for evaluation; raise it"
         )
     return train, held_out
 
@@ -88,11 +88,11 @@ def fit_prompts(
         return list(rows)
     found = f"{sum(is_long)} of {len(rows)} prompts have more tokens than --max-prompt-tokens={max_prompt_tokens}"
     if not skips:
-        say(f"{found} and lose their beginning; raise it, or leave them out by --skip-too-long")
+        say(f"{found} and lose their beginning; raise it, or leave them out with --skip-too-long")
         return list(rows)
     left = [row for row, is_too_long in zip(rows, is_long, strict=True) if not is_too_long]
     if len(left) < get_world_size():
-        raise ValueError(f"--skip-too-long: {found}, and every process needs one that has not; raise it")
+        raise ValueError(f"--skip-too-long: {found}, but every process needs one that fits; raise it")
     say(f"{found} and are left out")
     return left
 
@@ -148,7 +148,7 @@ def keep_fitting(
     them.
 
     Args:
-        config: options of the data set of these rows.
+        config: options of the dataset of these rows.
         rows: as read.
         tokens: of each row.
         limit: the largest number of tokens.
@@ -162,7 +162,7 @@ def keep_fitting(
         say(f"{sum(is_long)} of {len(rows)} rows have more tokens than {limit.name} and are left out")
         kept = [pair for pair, is_left_out in zip(pairs, is_long, strict=True) if not is_left_out]
     else:
-        option = "" if config.skip_bad_rows else ", or leave out what is longer by --skip-too-long"
+        option = "" if config.skip_bad_rows else ", or leave out longer rows with --skip-too-long"
         remedies = iter([f"; {limit.remedy}{option}"])
 
         def check(pair: tuple[R, T]) -> None:
@@ -199,7 +199,7 @@ def settle_lengths(
     num_new = given_new or max(1, min(most, room.behind(num_prompt, longest)))
     if is_said:
         of_prompt = "the longest of the data" if num_prompt == longest else f"the longest of the data has {longest}"
-        of_answer = "99 of 100 answers of the data have no more" if most == answer else "the default"
+        of_answer = "99% of the answers in the data are not longer" if most == answer else "the default"
         of_answer = of_answer if num_new == most else "what is left"
         say(
             f"prompts of up to {num_prompt} tokens ({'as given' if given_prompt else of_prompt}), answers "
@@ -229,7 +229,9 @@ class Room(NamedTuple):
             return cls(positions, in_pass, f"a pass of --tokens-per-micro-batch={budget} holds {in_pass}")
         if found is None:
             return cls(
-                positions, in_pass, f"the config of --model names no positions, and both have {positions} at most"
+                positions,
+                in_pass,
+                f"the config of --model has no position limit, so both together have at most {positions}",
             )
         return cls(positions, in_pass, f"--model has {positions} positions")
 

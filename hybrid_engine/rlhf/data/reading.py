@@ -1,4 +1,4 @@
-"""From a data set's columns to checked rows: an error for a missing, empty or mistyped value names its row."""
+"""From a dataset's columns to checked rows: an error for a missing, empty or mistyped value names its row."""
 
 import math
 import reprlib
@@ -36,15 +36,15 @@ LARGEST_NUMBER = 1e12
 
 
 def read_prompt_rows(source: DataSource | str) -> list[PromptRow]:
-    """The rows of a data set with a column `prompt`; its other columns are kept in each row.
+    """The rows of a dataset with a column `prompt`; its other columns are kept in each row.
 
     Args:
-        source: the data set and how it is read; or only its name: a `.jsonl`, `.json`, `.csv` or `.parquet` file, a
+        source: the dataset and how it is read; or only its name: a `.jsonl`, `.json`, `.csv` or `.parquet` file, a
             folder (saved with `save_to_disk`, or of data files) or a name on the Hugging Face hub.
 
     Raises:
         ValueError: nothing can be read, there is no such column, or a value is empty or neither text nor a
-            conversation; it names the data set, the rows and the remedy. All functions of this file raise the same.
+            conversation; it names the dataset, the rows and the remedy. All functions of this file raise the same.
     """
     return _read(source, PROMPTS, _prompt_rows)
 
@@ -63,7 +63,7 @@ def read_preference_rows(source: DataSource | str) -> list[PreferenceRow]:
 
 
 def read_labelled_rows(source: DataSource | str) -> list[LabelledRow]:
-    """Answers with a `label`, True for a good one; a data set of preference pairs gives two answers for each pair."""
+    """Answers with a `label`, True for a good one; a dataset of preference pairs gives two answers for each pair."""
     return _read(source, LABELLED, _labelled_rows)
 
 
@@ -73,13 +73,13 @@ def _read(source: DataSource | str, needs: Needs, build: Callable[[Table, bool],
 
 
 def _table(source: DataSource, needs: Needs) -> Table:
-    """The rows of one data set under our column names."""
+    """The rows of one dataset under our column names."""
     table, names = read_table(source), read_names(source.columns)
     renamed, missing = _renamed(table, names)
     if missing and table.columns and not source.is_one_of_several:
         raise ValueError(
-            f"--columns={f'{missing[0]}={names[missing[0]]}'!r}: {source.shown} has no {missing[0]!r} but the columns "
-            f"{', '.join(map(repr, table.columns))}; name one of them, with dots for what is inside of one"
+            f"--columns={f'{missing[0]}={names[missing[0]]}'!r}: {source.shown} has no column {missing[0]!r}, only "
+            f"{', '.join(map(repr, table.columns))}; name one of them, with dots for nested values"
         )
     return write_prompts(as_ours(renamed, *needs), source)
 
@@ -101,7 +101,7 @@ def _renamed(table: Table, names: Mapping[str, str]) -> tuple[Table, list[str]]:
 
 
 def _prompt_rows(table: Table, skips: bool) -> list[PromptRow]:
-    _check_columns(table, {"prompt"}, "rename the column that holds the prompts by --columns THEIRS=prompt")
+    _check_columns(table, {"prompt"}, "rename the column with the prompts: --columns THEIRS=prompt")
     return _build_each(table, _prompt_row, skips)
 
 
@@ -110,13 +110,13 @@ def _learned_rows(table: Table, skips: bool) -> list[LearnedRow]:
         return _build_each(table, _conversation_row, skips)
     if "completion" not in table.columns and "text" in table.columns:
         return _build_each(table, _text_row, skips)
-    remedy = "or 'messages', or 'text': rename the columns that hold the prompts and their answers by --columns"
+    remedy = "or 'messages', or 'text': rename the columns with the prompts and answers using --columns"
     _check_columns(table, {"prompt", "completion"}, remedy)
     return _build_each(table, _completion_row, skips)
 
 
 def _preference_rows(table: Table, skips: bool) -> list[PreferenceRow]:
-    remedy = "rename the columns that hold the better and the worse answer by --columns"
+    remedy = "rename the columns with the better and the worse answers using --columns"
     _check_columns(table, {"chosen", "rejected"}, remedy)
     return _build_each(table, _preference_row, skips)
 
@@ -124,7 +124,7 @@ def _preference_rows(table: Table, skips: bool) -> list[PreferenceRow]:
 def _labelled_rows(table: Table, skips: bool) -> list[LabelledRow]:
     if "label" not in table.columns and detect_format(table.columns) == "preference pairs":
         return label_pairs(_preference_rows(table, skips))
-    remedy = "rename the columns that hold the prompts, the answers and whether an answer is good, by --columns"
+    remedy = "rename the columns with the prompts, the answers and the labels using --columns"
     _check_columns(table, {"prompt", "completion", "label"}, remedy)
     return _build_each(table, _labelled_row, skips)
 
@@ -173,11 +173,11 @@ def _conversation_row(place: str, row: dict[str, Any]) -> ConversationRow:
         raise ValueError(f"{place} has text in messages; it must be a list of messages: name the column 'text'")
     if any(turn.get("weight") == 0 for turn in row["messages"]):
         raise ValueError(
-            f"{place} has a turn with weight=0, not to be learned, and all of the assistant's turns are; shorten the "
-            "conversation, or mark what is learned in the chat template"
+            f"{place} has a turn with weight=0, but all assistant turns are learned; shorten the conversation, or mark "
+            "the learned tokens in the chat template"
         )
     if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError(f"{place} has messages without a turn of the assistant to learn; add one, or remove the row")
+        raise ValueError(f"{place} has messages without an assistant turn to learn; add one or remove the row")
     return ConversationRow(messages=messages, **_rest(place, row, "messages"))
 
 
@@ -190,7 +190,9 @@ def _completion_row(place: str, row: dict[str, Any]) -> CompletionRow:
 def _labelled_row(place: str, row: dict[str, Any]) -> LabelledRow:
     answer, label = _completion_row(place, row), row.get("label")
     if not isinstance(label, (bool, int, float, str)) or label not in LABELS:
-        raise ValueError(f"{place} has label={reprlib.repr(label)}; it must be true for a good answer, false for a bad")
+        raise ValueError(
+            f"{place} has label={reprlib.repr(label)}; it must be true for a good answer, false for a bad one"
+        )
     return LabelledRow(
         prompt=answer.prompt,
         completion=answer.completion,
@@ -202,9 +204,12 @@ def _labelled_row(place: str, row: dict[str, Any]) -> LabelledRow:
 def _preference_row(place: str, row: dict[str, Any]) -> PreferenceRow:
     chosen, rejected = _turns(place, "chosen", row), _turns(place, "rejected", row)
     if type(chosen) is not type(rejected):
-        raise ValueError(f"{place} has text in one of chosen and rejected and a conversation in the other; write alike")
+        raise ValueError(
+            f"{place} has text in one of chosen and rejected and a conversation in the other; use the same form for "
+            "both"
+        )
     if chosen == rejected:
-        raise ValueError(f"{place} has two equal answers, chosen and rejected, and teaches nothing; remove the row")
+        raise ValueError(f"{place} has equal chosen and rejected answers, so it teaches nothing; remove the row")
     if "prompt" in row and not _begin_with(row["prompt"], chosen, rejected):
         prompt = _turns(place, "prompt", row)
         _check_alike(place, prompt, chosen, "chosen")
@@ -230,7 +235,7 @@ def _without_common_beginning(place: str, chosen: Turns, rejected: Turns) -> tup
     if isinstance(chosen, str):  # not within a word, which would change its tokens
         same = max((index for index in range(same) if chosen[index].isspace()), default=0)
     if same == 0 or same == length:
-        problem = "have no common beginning, which is" if same == 0 else "differ only behind the end of one: where is"
+        problem = "have no common beginning to use as" if same == 0 else "differ only after the end of one, which hides"
         raise ValueError(f"{place}: chosen and rejected {problem} the prompt; add a column 'prompt', or remove the row")
     return chosen[:same], chosen[same:], rejected[same:]
 
@@ -294,14 +299,14 @@ def _check_encodable(place: str, name: str, texts: Iterable[str]) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can contain and no tokenizer reads
-            raise ValueError(f"{place} has a {name} that is no text: {error}; fix it") from error
+            raise ValueError(f"{place} has a {name} that is not text: {error}; fix it") from error
 
 
 def _check_alike(place: str, prompt: Turns, answer: Turns, name: str) -> None:
     if type(prompt) is not type(answer):
         kinds = ("text", "a conversation") if isinstance(prompt, str) else ("a conversation", "text")
         raise ValueError(
-            f"{place} has {kinds[0]} in prompt and {kinds[1]} in {name}; write both alike, a conversation as "
+            f"{place} has {kinds[0]} in prompt and {kinds[1]} in {name}; use the same form for both, a conversation as "
             f'[{{"role": "user", "content": "..."}}]'
         )
 
@@ -313,7 +318,7 @@ def _number(place: str, name: str, value: Any) -> float:
         number = math.nan
     if not abs(number) <= LARGEST_NUMBER:
         raise ValueError(
-            f"{place} has {name}={reprlib.repr(value)}; it must be a finite number, of at most {LARGEST_NUMBER:g} "
-            "either way: fix the row"
+            f"{place} has {name}={reprlib.repr(value)}; it must be a finite number from -{LARGEST_NUMBER:g} to "
+            f"{LARGEST_NUMBER:g}: fix the row"
         )
     return number

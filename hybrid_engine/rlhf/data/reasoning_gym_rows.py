@@ -1,9 +1,9 @@
-"""Questions of the library reasoning-gym as a data set: `reasoning_gym:chain_sum:max_terms=2,size=4000`.
+"""Questions of the library reasoning-gym as a dataset: `reasoning_gym:chain_sum:max_terms=2,size=4000`.
 
-The name is followed by options, which are the data set's own (its difficulty) or those of `QuestionOptions`. A row has
+The name is followed by options, which are the dataset's own (its difficulty) or those of `QuestionOptions`. A row has
 the columns `prompt`, `answer` (None if there are several) and `metadata`, which the reward `reasoning_gym` reads.
 
-Question i is generated from the seed `seed + i` alone, in a separate process with a fixed hash seed: some data sets of
+Question i is generated from the seed `seed + i` alone, in a separate process with a fixed hash seed: some datasets of
 the library take their questions from the order of a set, or from Python's global random numbers.
 """
 
@@ -29,10 +29,10 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionOptions:
-    """The options in a data set's name, after its colons."""
+    """The options in a dataset's name, after its colons."""
 
     name: str
-    """The library's name of the data set."""
+    """The library's name of the dataset."""
     size: int = 2000
     """Number of questions to train on; those that equal a held-out one are left out."""
     seed: int = 0
@@ -46,7 +46,7 @@ class QuestionOptions:
     chat: bool = True
     """Whether a prompt is a conversation; otherwise it is text."""
     config: dict[str, Any] = field(default_factory=dict)
-    """The data set's own options."""
+    """The dataset's own options."""
 
     @classmethod
     def read(cls, dataset: str) -> "QuestionOptions":
@@ -91,12 +91,12 @@ def read_questions(
     """The rows of one split, `train` (default) or `held_out`, each with its place.
 
     Raises:
-        ValueError: a split or data set does not exist, the library refuses an option or is not installed, or nothing is
+        ValueError: a split or dataset does not exist, the library refuses an option or is not installed, or nothing is
             left to train on.
     """
     if configuration is not None:
         raise ValueError(
-            f"--dataset-config={configuration!r}: the options of {dataset!r} stand in its name; leave it out"
+            f"--dataset-config={configuration!r}: the options of {dataset!r} are part of its name; leave it out"
         )
     if split not in (None, TRAIN, HELD_OUT):
         raise ValueError(
@@ -107,7 +107,7 @@ def read_questions(
     if not train:
         raise ValueError(
             f"--dataset={dataset!r}: each of its {options.size} questions equals a held-out one, of which there are "
-            f"{len(held_out)}; lower held_out, or let the questions be harder"
+            f"{len(held_out)}; lower held_out or make the questions harder"
         )
     for entry in held_out if split == HELD_OUT else train:
         metadata = entry["metadata"] | {"source_dataset": options.name, "source_config": options.config}
@@ -161,7 +161,7 @@ def make(name, config, ranges):
     if name not in DATASETS:
         names = sorted(DATASETS.keys() - {"composite"})
         near = difflib.get_close_matches(name, names, n=3, cutoff=0.6) or names
-        return "there is no data set %r in reasoning-gym; there are %s" % (name, ", ".join(near))
+        return "there is no dataset %r in reasoning-gym; there are %s" % (name, ", ".join(near))
     try:
         parts = []
         for first, count in ranges:
@@ -177,7 +177,7 @@ def make(name, config, ranges):
         return "reasoning-gym refuses the options (%s: %s); they are %s" % (type(error).__name__, error, options)
 
 answer = os.fdopen(os.dup(1), "wb")
-os.dup2(2, 1)  # some data sets print while they work
+os.dup2(2, 1)  # some datasets print while they work
 pickle.dump(make(*pickle.load(sys.stdin.buffer)), answer)
 """
 
@@ -220,7 +220,9 @@ def _split_options(given: str) -> list[str]:
 def _read_pair(dataset: str, pair: str) -> tuple[str, Any]:
     key, equals, value = pair.partition("=")
     if not equals or not key:
-        raise ValueError(f"--dataset={dataset!r}: {pair!r} is no option; write name=value, with a comma between two")
+        raise ValueError(
+            f"--dataset={dataset!r}: {pair!r} is not an option; write name=value pairs, separated by commas"
+        )
     try:
         return key, json.loads(value)
     except ValueError:

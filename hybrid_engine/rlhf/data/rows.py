@@ -1,4 +1,4 @@
-"""The rows of a data set: one small class for each kind of training data, and the columns that each kind has.
+"""The rows of a dataset: one small class for each kind of training data, and the columns that each kind has.
 
 The columns are the field's (TRL's "dataset formats"). A value is text, or a conversation: a list of messages, each with
 a `role` and a `content`. The functions below report rows that cannot be used.
@@ -25,7 +25,7 @@ FORMATS: dict[str, frozenset[str]] = {
     "prompts": frozenset({"prompt"}),
     "plain text": frozenset({"text"}),
 }
-"""Formats of a data set by their columns: the first whose columns are all there applies."""
+"""Formats of a dataset by their columns: the first whose columns are all there applies."""
 R = TypeVar("R")
 T = TypeVar("T")
 NUM_SHOWN = 5
@@ -33,7 +33,7 @@ OWN_ROWS = "the task that is learned without --dataset"
 
 
 def detect_format(columns: Collection[str]) -> str | None:
-    """The entry of `FORMATS` for a data set with these columns; None if there is none."""
+    """The entry of `FORMATS` for a dataset with these columns; None if there is none."""
     return next((name for name, needed in FORMATS.items() if needed <= set(columns)), None)
 
 
@@ -44,7 +44,7 @@ class Row:
     place: str = "this row"
     """Its place, for errors: `--dataset='data.jsonl': line 3`."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """The data set's other columns by name: reference values for a reward, and `tools` for a chat template."""
+    """The dataset's other columns by name: reference values for a reward, and `tools` for a chat template."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class PreferenceRow(Row):
     chosen: Turns
     rejected: Turns
     margin: float | None = None
-    """The margin by which `chosen` is better, in units of the reward; None if the data set has no such column."""
+    """The margin by which `chosen` is better, in units of the reward; None if the dataset has no such column."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ class _BadRows:
     """Rows that cannot be used and are not reported yet."""
 
     source: str = ""
-    """The option that names the data set of the first."""
+    """The option that names the dataset of the first."""
     problems: list[str] = field(default_factory=list)
     num_read: int = 0
     """Number of rows that were read, including good ones."""
@@ -157,11 +157,11 @@ def each_good(
     """The rows for which `make` succeeds, and its results.
 
     Args:
-        rows: of a data set.
+        rows: of a dataset.
         make: raises ValueError, naming the row, for one that cannot be used.
-        source: the option that names the data set, as it is typed.
+        source: the option that names the dataset, as it is typed.
         skips: whether rows that cannot be used are left out, which is logged; otherwise they are an error.
-        is_reading: whether `rows` are all rows of a data set, and not those that an earlier step left.
+        is_reading: whether `rows` are all rows of a dataset, and not those that an earlier step left.
 
     Raises:
         ValueError: with the number of all rows that cannot be used and the problems of the first of them; with `skips`
@@ -200,7 +200,7 @@ def encode_each(
 
 
 def shown_source(config: DatasetOptions, rows: Sequence[Row]) -> str:
-    """The option that names the data set of `rows` as it is typed; without one they are the recipe's own."""
+    """The option that names the dataset of `rows` as it is typed; without one they are the recipe's own."""
     if config.dataset is None:
         return OWN_ROWS
     data_sets = {row.place.rpartition(": ")[0] for row in rows}
@@ -208,13 +208,13 @@ def shown_source(config: DatasetOptions, rows: Sequence[Row]) -> str:
 
 
 def say_what_is_gone(rows: Sequence[Row], kept: Sequence[Row]) -> None:
-    """Logs a line for each data set of a mixture that has some of `rows` and none of `kept`, the rows that are left."""
+    """Logs a line for each dataset of a mixture that has some of `rows` and none of `kept`, the rows that are left."""
     if len(kept) == len(rows) or not kept:  # nothing or everything is left out; the latter is reported elsewhere
         return
     counts, left = (Counter(row.place.rpartition(": ")[0] for row in part) for part in (rows, kept))
     for data_set, count in counts.items():
         if data_set not in left:
-            say(f"{data_set}: none of its {count} rows here is left")
+            say(f"{data_set}: none of its {count} rows remains")
 
 
 def _tell(problems: Sequence[str], num_rows: int, source: str, *, skips: bool) -> None:

@@ -106,7 +106,7 @@ def mismatch(answers: Sequence[Encoded], seed: int) -> list[Encoded]:
         following = (answers[other] for other in [*order[position + 1 :], *order[:position]])
         other = next((answer for answer in following if answer.prompt_ids != answers[index].prompt_ids), None)
         if other is None:
-            raise ValueError("--dataset has a single prompt, and KTO compares answers to several; give more prompts")
+            raise ValueError("--dataset has a single prompt, but KTO compares answers to several; give more prompts")
         chosen[index] = other
     return [replace(chosen[index], prompt_ids=answer.prompt_ids) for index, answer in enumerate(answers)]
 
@@ -115,7 +115,7 @@ def check_several_prompts(prompts: Sequence[str], what: str) -> None:
     """Raises ValueError if all answers to `what`, such as "train on", belong to one prompt."""
     if len(set(prompts)) < 2:
         raise ValueError(
-            f"--dataset has a single prompt to {what}, and KTO compares answers to several; give rows of more prompts"
+            f"--dataset has a single prompt to {what}, but KTO compares answers to several; give rows with more prompts"
         )
 
 
@@ -144,7 +144,7 @@ def load_answers(config: kto.Config) -> tuple[list[LabelledRow], list[LabelledRo
     """Answers to train on, and held-out ones, selected by a hash of their prompts.
 
     Raises:
-        ValueError: the data set cannot be read, a row is invalid, or there are too few.
+        ValueError: the dataset cannot be read, a row is invalid, or there are too few.
     """
     if config.dataset is None:
         train, held_out = (label_pairs(build_preferences(part, config.seed)) for part in split(stdlib_examples()))
@@ -153,7 +153,7 @@ def load_answers(config: kto.Config) -> tuple[list[LabelledRow], list[LabelledRo
     random.Random(config.seed).shuffle(train)
     train = train[: config.num_answers or None]
     check_enough(config, len(train), len(held_out), "answers")
-    for rows, what in ((train, "train on"), (held_out[: config.eval_rows], "measure on")):
+    for rows, what in ((train, "train on"), (held_out[: config.eval_rows], "evaluate on")):
         check_several_prompts([prompt_text(row.prompt) for row in rows], what)
     return train, held_out[: config.eval_rows]
 
@@ -229,7 +229,7 @@ def load_pairs(config: dpo.Config) -> tuple[list[PreferenceRow], list[Preference
     """Pairs to train on, and held-out ones, selected by a hash of their prompts.
 
     Raises:
-        ValueError: the data set cannot be read, a row is invalid, or there are too few.
+        ValueError: the dataset cannot be read, a row is invalid, or there are too few.
     """
     if config.dataset is None:
         train, held_out = (build_preferences(part, config.seed) for part in split(stdlib_examples()))

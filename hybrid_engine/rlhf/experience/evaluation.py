@@ -230,8 +230,7 @@ def _score_figures(groups: list[AnswerGroup]) -> dict[str, float]:
     judged = [[score for score in group.scores if score is not None] for group in groups]
     if not any(judged):
         raise ValueError(
-            f"--reward judges no answer to any of {len(groups)} held-out prompts, which then have no score; let it "
-            "return a number for some"
+            f"--reward scores no answer to any of the {len(groups)} held-out prompts; it must return a number for some"
         )
     interval = mean_interval([statistics.fmean(scores) for scores in judged if scores])
     share = 1 - sum(map(len, judged)) / sum(len(group.scores) for group in groups)

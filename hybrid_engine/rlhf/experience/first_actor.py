@@ -55,19 +55,17 @@ def check_enough(config: PreferenceOptions, num_train: int, num_held_out: int, w
     """Raises ValueError if the training rows (`what`, such as "pairs") do not fill a batch, or no rows are held out."""
     if num_train < config.batch_size:
         raise ValueError(
-            f"--batch-size={config.batch_size} must not exceed the {num_train} {what} to train on "
-            f"({num_held_out} more are held out to measure on); lower it, or give more {what}"
+            f"--batch-size={config.batch_size} must not exceed the {num_train} {what} to train on ({num_held_out} more "
+            f"are held out for evaluation); lower it, or give more {what}"
         )
     if num_held_out:
         return
     apart = None if config.dataset is None else config.source.held_out_source
     if apart is not None:
-        raise ValueError(
-            f"{apart.shown} has 0 {what} to measure on that can be used; give other data, with one at least"
-        )
+        raise ValueError(f"{apart.shown} has 0 {what} to evaluate on; give other data, with at least one")
     raise ValueError(
-        f"--held-out-share={config.held_out_share} holds out 0 {what} and leaves {num_train} to train on, and at least "
-        f"one must be measured on; raise it, give more {what}, or name other data by --held-out-dataset"
+        f"--held-out-share={config.held_out_share} holds out 0 {what} and leaves {num_train} to train on, but "
+        f"evaluation needs at least one; raise it, give more {what}, or name other data with --held-out-dataset"
     )
 
 

@@ -183,7 +183,7 @@ def _repeat(values: Sequence[Any], times: int) -> list[Any]:
 
 
 def _columns(rows: Sequence[PromptRow], times: int) -> Mapping[str, list[Any]]:
-    """The data set's other columns, a value for each answer; only columns that every row has."""
+    """The dataset's other columns, a value for each answer; only columns that every row has."""
     names = set.intersection(*(set(row.columns) for row in rows)) if rows else set()
     return {name: _repeat([row.columns[name] for row in rows], times) for name in sorted(names)}
 
@@ -258,7 +258,8 @@ class GroupSource:
         figures["groups_without_variance"] = num_worthless / (num_drawn - first_drawn)
         if num_worthless == num_drawn - first_drawn:
             say(
-                f"Step {step + 1}: the answers to each of {num_worthless} prompts have one score; none teaches anything"
+                f"Step {step + 1}: all answers to each of {num_worthless} prompts have the same score, so nothing is "
+                "learned from them"
             )
         rollout = join(rollouts, self.tokenizer.pad_token_id) if len(rollouts) > 1 else rollouts[0]
         num_columns = rollout.sequences.response_mask.shape[1]

@@ -124,7 +124,7 @@ def prepare(config: RunT, stages: Stages, task: OwnTask = SUMS, *, has_critic: b
         config: with RewardOptions, RolloutOptions, ResumeOptions, DataOptions, model, lora_rank, rollout_size and
             minibatch_size.
         stages: trains the first actor and the reward model.
-        task: the task if `config` names no data set.
+        task: the task if `config` names no dataset.
         has_critic: whether a reward model of `config` is the first critic too.
 
     Raises:
@@ -194,13 +194,13 @@ def judge_nothing(answers: Answers) -> None:
 
 
 def check_given_together(config: PromptRunOptions, task: OwnTask) -> None:
-    """Raises ValueError for a data set without a model or rewards, if those of `task` do not apply to its prompts."""
+    """Raises ValueError for a dataset without a model or rewards, if those of `task` do not apply to its prompts."""
     for name, value, reason in (
-        ("model", config.model, "the model that is made without --model adds numbers"),
-        ("reward", config.reward, "whether a sum is right says nothing of them"),
+        ("model", config.model, "the model that is trained without --model adds numbers"),
+        ("reward", config.reward, "the reward of the recipe's own task only checks sums"),
     ):
         if config.dataset and not value and not task.serves_any_prompt:
-            raise ValueError(f"--dataset={config.dataset!r} has prompts of its own, and {reason}; give --{name}")
+            raise ValueError(f"--dataset={config.dataset!r} has its own prompts, and {reason}; give --{name}")
 
 
 def reward_specs(config: PromptRunOptions, task: OwnTask) -> Sequence[str]:
@@ -316,7 +316,7 @@ def num_bytes(row: PromptRow) -> int:
     """Bytes of a prompt that is text; ValueError for a conversation."""
     if not isinstance(row.prompt, str):
         raise ValueError(
-            f"{row.place} has a conversation in prompt, and the model that is made without --model reads text; give "
+            f"{row.place} has a conversation in prompt, but the model that is trained without --model reads text; give "
             "--model, or write it as text"
         )
     return len(row.prompt.encode())

@@ -85,12 +85,12 @@ class Config(RolloutOptions, RolloutRunOptions):
             )
         self.algorithm.check_group_size("group_size", self.group_size)
         if self.algorithm.needs_reference:
-            raise ValueError("--kl-place: episodes are not compared with a reference; leave it at none")
+            raise ValueError("--kl-place: agent has no reference model; leave it at none")
         for name in NOT_OF_EPISODES:
             if getattr(self.algorithm, name):
                 raise ValueError(
-                    f"{flag(name)}={getattr(self.algorithm, name)} is about single answers, not about "
-                    f"episodes; leave it out, or beside a --preset give {getattr(Algorithm, name)}"
+                    f"{flag(name)}={getattr(self.algorithm, name)} applies to single answers, not to episodes; leave "
+                    f"it out, or with --preset set it to {getattr(Algorithm, name)}"
                 )
 
     @property

@@ -284,7 +284,7 @@ class Algorithm:
             if name not in known:
                 nearest = find_nearest(name, known)
                 advice = f"did you mean {flag(nearest)}?" if nearest else f"use {', '.join(map(flag, known))}"
-                raise ValueError(f"{flag(name)} is no choice of the algorithm; {advice}")
+                raise ValueError(f"{flag(name)} is not an option of the algorithm; {advice}")
         return cls(**with_preset(given))
 
     def __post_init__(self) -> None:
@@ -304,8 +304,8 @@ class Algorithm:
         """Raises ValueError if groups of `group_size` samples (option `name`) are too small for baseline and scale."""
         if group_size < 2 and (self.baseline in GROUP_BASELINES or self.scale in GROUP_SCALES):
             raise ValueError(
-                f"{flag(name)}={group_size} leaves nothing to compare a sample with, as --baseline={self.baseline} "
-                f"with --scale={self.scale} does; use 2 or more, or --baseline batch-mean --scale batch-whiten"
+                f"{flag(name)}={group_size} leaves no other sample for --baseline={self.baseline} with "
+                f"--scale={self.scale} to compare with; use 2 or more, or --baseline batch-mean --scale batch-whiten"
             )
         if group_size < 3 and self.scale == "leave-one-out-std":
             raise ValueError(
@@ -348,28 +348,30 @@ def check_kl(algorithm: Algorithm) -> None:
     if place == "none" and (algorithm.kl_coef or algorithm.kl_target):
         name = "kl_coef" if algorithm.kl_coef else "kl_target"
         raise ValueError(
-            f"{flag(name)}={getattr(algorithm, name)} has no KL to weigh under --kl-place=none; "
-            "add --kl-place loss, reward or token-reward"
+            f"{flag(name)}={getattr(algorithm, name)} has no effect with --kl-place=none; add --kl-place loss, reward "
+            "or token-reward"
         )
     if place != "none" and not algorithm.kl_coef:
         raise ValueError(
-            f"--kl-place={place} needs a weight, and --kl-coef is 0; give --kl-coef 0.01, or --kl-place none"
+            f"--kl-place={place} needs a coefficient, but --kl-coef is 0; give --kl-coef 0.01, or --kl-place none"
         )
     if place == "loss" and estimator == "k1" and not algorithm.kl_unbiased:
         raise ValueError(
-            "--kl-estimator=k1 with --kl-place=loss does nothing but add noise: the expected gradient of k1 is zero; "
+            "--kl-estimator=k1 with --kl-place=loss only adds noise, because the expected gradient of k1 is zero; "
             "use k2, k3 or k3+, or --kl-place reward"
         )
     if place != "loss" and estimator.endswith("+"):
         raise ValueError(
-            f"--kl-estimator={estimator} is about the gradient, and --kl-place={place} has none; "
-            f"use {estimator.removesuffix('+')}, or --kl-place loss"
+            f"--kl-estimator={estimator} changes only the gradient, and --kl-place={place} has none; use "
+            f"{estimator.removesuffix('+')}, or --kl-place loss"
         )
     if algorithm.kl_unbiased and place != "loss":
-        raise ValueError(f"--kl-unbiased is about the gradient, and --kl-place={place} has none; add --kl-place loss")
+        raise ValueError(
+            f"--kl-unbiased changes only the gradient, and --kl-place={place} has none; add --kl-place loss"
+        )
     if algorithm.kl_unbiased and estimator.endswith("+"):
         raise ValueError(
-            f"--kl-unbiased and --kl-estimator={estimator} are two corrections of one gradient; give one of them"
+            f"--kl-unbiased and --kl-estimator={estimator} both correct the same gradient; give one of them"
         )
 
 
@@ -378,7 +380,7 @@ def check_agreement(algorithm: Algorithm) -> None:
     if algorithm.baseline == "batch-mean" and algorithm.scale in GROUP_SCALES:
         raise ValueError(
             f"--scale={algorithm.scale} is a group's deviation from its mean, which --baseline=batch-mean does not "
-            "take off; use --scale batch-whiten, or --baseline group-mean"
+            "subtract; use --scale batch-whiten, or --baseline group-mean"
         )
     if algorithm.dual_clip and algorithm.policy_loss != "clip":
         raise ValueError(
@@ -391,8 +393,8 @@ def check_agreement(algorithm: Algorithm) -> None:
         )
     if algorithm.dynamic_sampling and algorithm.baseline not in GROUP_BASELINES:
         raise ValueError(
-            f"--dynamic-sampling={algorithm.dynamic_sampling} redraws groups that a group's baseline makes worthless; "
-            f"--baseline={algorithm.baseline} learns from them: leave one of the two out"
+            f"--dynamic-sampling={algorithm.dynamic_sampling} resamples groups without variance, but "
+            f"--baseline={algorithm.baseline} learns from them; leave one of the two out"
         )
 
 

@@ -38,8 +38,8 @@ def check_budget_holds(budget: int, largest: int, longest: int) -> None:
     """
     if budget and largest > budget:
         raise ValueError(
-            f"--tokens-per-micro-batch={budget} must hold the largest of what is learned from, {largest} tokens "
-            f"(its longest sequence has {longest}); raise it to {largest} or more, or shorten the sequences"
+            f"--tokens-per-micro-batch={budget} must hold the largest training example, {largest} tokens (its longest "
+            f"sequence has {longest}); raise it to {largest} or more, or shorten the sequences"
         )
 
 
@@ -48,7 +48,7 @@ def check_answers(rollout_size: int, group_size: int) -> None:
     if rollout_size * group_size > LARGEST_ANSWERS:
         raise ValueError(
             f"--rollout-size={rollout_size} times --group-size={group_size} makes {rollout_size * group_size} answers "
-            f"of a step, which must be at most {LARGEST_ANSWERS}; lower one of them"
+            f"per step, which must be at most {LARGEST_ANSWERS}; lower one of them"
         )
 
 

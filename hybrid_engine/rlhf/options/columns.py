@@ -47,13 +47,13 @@ def read_prompt_template(given: str) -> str:
     for match in _FIELD.finditer(template):
         if match[0] in ("{", "}") or (match[1] is not None and not match[1].strip()):
             raise ValueError(
-                f"--prompt-template={given!r} has {match[0]!r}, which names no column; write a column in braces, as "
-                "{prompt}, and double a brace that is text"
+                f"--prompt-template={given!r} has {match[0]!r}, which names no column; write a column in braces, such "
+                "as {prompt}, and double a literal brace"
             )
     if not template_columns(template):
         raise ValueError(
-            f"--prompt-template={given!r} names no column, so that all prompts would be the same; write a column in "
-            "braces, as {prompt}"
+            f"--prompt-template={given!r} names no column, so all prompts would be the same; write a column in braces, "
+            "such as {prompt}"
         )
     return template
 
@@ -72,8 +72,8 @@ def _file_text(given: str) -> str:
             raise ValueError(f"--prompt-template={given!r} cannot be read: {error}") from error
     if "\\n" in given:
         raise ValueError(
-            f"--prompt-template={given!r} has a backslash and an n, which a shell leaves as they are; write $'...' for "
-            "a new line, or name a file with the template"
+            f"--prompt-template={given!r} contains a backslash and an n, which the shell does not convert; use $'...' "
+            "for a line break, or give a file with the template"
         )
     return given
 
@@ -95,7 +95,7 @@ def fill_template(template: str, row: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSource:
-    """A data set, or several that are mixed, and how rows are read from them."""
+    """A dataset, or several that are mixed, and how rows are read from them."""
 
     datasets: tuple[str, ...]
     """Files, folders, names on the Hugging Face hub, or names of `data_files.NAMED`."""
@@ -106,7 +106,7 @@ class DataSource:
     split_option: str = "split"
     """The option that names the split, for errors."""
     configuration: str | None = None
-    """The configuration to read of a data set that has several."""
+    """The configuration to read of a dataset that has several."""
     columns: tuple[str, ...] = ()
     """Names of columns, each as THEIRS=OURS; theirs may be inside of another, with dots between."""
     prompt_template: str | None = None
@@ -124,17 +124,17 @@ class DataSource:
     held_out_share: float = 0.1
     """Approximate share of all prompts that is held out; 0 holds none out."""
     held_out_dataset: str | None = None
-    """The data set of the held-out rows, which are then not a share of the others."""
+    """The dataset of the held-out rows, which are then not a share of the others."""
     held_out_split: str | None = None
-    """The split for held-out rows of that data set, or of the data set itself if there is none."""
+    """The split for held-out rows of that dataset, or of the dataset itself if there is none."""
     weights: tuple[float, ...] = ()
-    """A weight for each data set, which sets its share of the training rows; empty: as many as it has."""
+    """A weight for each dataset, which sets its share of the training rows; empty: as many as it has."""
     is_one_of_several: bool = False
     """Whether others are mixed with it, so that a column may be missing here."""
 
     @classmethod
     def of(cls, source: "DataSource | str") -> "DataSource":
-        """The source itself, or a source for a data set's name with default options."""
+        """The source itself, or a source for a dataset's name with default options."""
         return source if isinstance(source, DataSource) else cls(datasets=(source,))
 
     @property
@@ -148,7 +148,7 @@ class DataSource:
         return f"{flag(self.split_option)}={self.split!r}"
 
     def each(self) -> Iterator["DataSource"]:
-        """Each data set by itself."""
+        """Each dataset by itself."""
         is_mixed = self.is_one_of_several or len(self.datasets) > 1
         return (replace(self, datasets=(dataset,), is_one_of_several=is_mixed) for dataset in self.datasets)
 
@@ -165,7 +165,7 @@ class DataSource:
 
     @property
     def as_found(self) -> "DataSource":
-        """The source without wrapped prompts: the data set's own prompts determine what is held out."""
+        """The source without wrapped prompts: the dataset's own prompts determine what is held out."""
         template = None if self.wraps_prompts else self.prompt_template
         return replace(self, prompt_template=template, system_prompt=None, is_conversation=False)
 
@@ -181,7 +181,7 @@ def read_names(columns: Sequence[str]) -> dict[str, str]:
     for given in columns:
         theirs, equals, ours = given.rpartition("=")
         if not (theirs and equals and ours):
-            raise ValueError(f"--columns={given!r} must be THEIRS=OURS, as in question=prompt; write it so")
+            raise ValueError(f"--columns={given!r} must have the form THEIRS=OURS, such as question=prompt; change it")
         if theirs in names or ours in names.values():
             raise ValueError(f"--columns={' '.join(columns)!r} names a column of {given!r} twice; leave one out")
         names[theirs] = ours

@@ -69,7 +69,7 @@ class Config(RewardOptions, DatasetOptions, DtypeOptions):
         check_at_least("temperature", self.temperature, 0)
         if not self.temperature and max(self.pass_k, self.num_samples or 1) > 1:
             raise ValueError(
-                "--temperature=0 gives a prompt the same answer again and again; leave -k and --num-samples out, or "
+                "--temperature=0 gives the same answer to a prompt every time; leave -k and --num-samples out, or "
                 "raise it"
             )
         check_count("max_prompts", self.max_prompts, 1)

@@ -76,7 +76,9 @@ class Config(RowOptions, ModelOptions):
         if self.prompts == TERMINAL:
             check_row_options(self)
         if self.is_shared and TERMINAL in (self.prompts, self.out):
-            raise ValueError(f"--tp={self.tp} --pp={self.pp}: several processes answer files only; name files, not -")
+            raise ValueError(
+                f"--tp={self.tp} --pp={self.pp}: several processes only read and write files; name files, not -"
+            )
 
     @property
     def source(self) -> DataSource:
@@ -95,12 +97,12 @@ def check_row_options(options: RowOptions) -> None:
         if value := getattr(options, name):
             shown = " ".join(value) if isinstance(value, tuple) else value
             raise ValueError(
-                f"{flag(name)}={shown!r} is for a data set, and --prompts={TERMINAL!r} reads a prompt a line; leave it "
-                "out, or name a file"
+                f"{flag(name)}={shown!r} needs a dataset, but --prompts={TERMINAL!r} reads one prompt per line; leave "
+                "it out, or name a file"
             )
     template = options.source_of(TERMINAL, option="prompts").prompt_template
     if template is not None and template_columns(template) != {"prompt"}:
         raise ValueError(
-            f"--prompt-template={options.prompt_template!r} must name {{prompt}} and no other column: a line that "
-            f"--prompts={TERMINAL!r} reads is a prompt alone; change it, or name a file"
+            f"--prompt-template={options.prompt_template!r} must name {{prompt}} and no other column, because "
+            f"--prompts={TERMINAL!r} reads only prompts; change it, or name a file"
         )

@@ -108,6 +108,6 @@ class Config(RolloutOptions, PromptRunOptions):
 def check_shared_base(config: "Config") -> None:
     """Raises ValueError for roles on one base without adapters, or in exact mode."""
     if config.shared_base and not config.lora_rank:
-        raise ValueError("--shared-base: the roles are adapters on one base; give --lora-rank, such as --lora-rank 8")
+        raise ValueError("--shared-base needs adapters on the base; give --lora-rank, such as --lora-rank 8")
     if config.shared_base and config.exact:
-        raise ValueError("--exact computes one role's forward pass; leave it out, or --shared-base")
+        raise ValueError("--exact does not support --shared-base; leave one of them out")

@@ -71,13 +71,13 @@ class PairLossOptions:
         check_at_least("sft_weight", self.sft_weight, 0)
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(
-                f"--label-smoothing={self.label_smoothing} must be at least 0 and below 0.5, where a label would say "
-                "nothing; lower it"
+                f"--label-smoothing={self.label_smoothing} must be at least 0 and below 0.5, where labels carry no "
+                "information; lower it"
             )
         if (self.label_smoothing > 0) != (self.loss in SMOOTHED_LOSSES):
             raise ValueError(
                 f"--label-smoothing={self.label_smoothing} does not fit --loss={self.loss}: "
-                f"{' and '.join(SMOOTHED_LOSSES)} need one above 0, the other losses read none; change one of them"
+                f"{' and '.join(SMOOTHED_LOSSES)} need one above 0, the other losses ignore it; change one of them"
             )
 
     def build_loss(self, beta: float) -> "PairLoss":

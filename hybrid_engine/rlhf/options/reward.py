@@ -76,7 +76,7 @@ class Config(DataOptions, TrainingOptions):
         check_at_least("center_coef", self.center_coef, 0)
         check_above("learning_rate", self.learning_rate, 0)
         if self.eval_every and self.dataset and not self.held_out_share and self.source.held_out_source is None:
-            raise ValueError(f"--eval-every={self.eval_every} has nothing to measure on; raise --held-out-share=0")
+            raise ValueError(f"--eval-every={self.eval_every} has no held-out rows; raise --held-out-share=0")
 
     @property
     def num_pairs(self) -> int:

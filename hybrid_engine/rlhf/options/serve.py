@@ -92,8 +92,8 @@ class Config(BaseModelOptions):
         read_memory(self.memory, "cpu")
         if self.api_key_file is not None and self.api_key is None and self.key is not None:
             raise ValueError(
-                f"{KEY_VARIABLE} is set and --api-key-file is given; put the key into the file and unset the one, or "
-                "leave out the other"
+                f"{KEY_VARIABLE} is set and --api-key-file is given; put the key into the file and unset the variable, "
+                "or leave the file out"
             )
         check_at_least("finish_seconds", self.finish_seconds, 0)
         has_keys = bool(Keys(self.key, self.api_key_file))

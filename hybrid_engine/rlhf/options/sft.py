@@ -7,7 +7,7 @@ from hybrid_engine.rlhf.options.checks import option
 from hybrid_engine.rlhf.options.shared import DataOptions, TrainingOptions
 
 TASKS = ("docs", "sums", "calculator")
-"""Tasks that need no data set; `tasks/corpus.py` has their rows."""
+"""Tasks that need no dataset; `tasks/corpus.py` has their rows."""
 LARGEST_SIZE = 10**9
 """Parameters; with their gradients and Adam's moments they take 16 GB."""
 
@@ -82,9 +82,9 @@ class Config(DataOptions, TrainingOptions):
         check_size(self.vocab_size, self.hidden_size, self.num_layers)
         check_one_of("task", self.task, TASKS)
         if self.eval_every and self.dataset and not self.held_out_share and self.source.held_out_source is None:
-            raise ValueError(f"--eval-every={self.eval_every} has nothing to measure on; raise --held-out-share=0")
+            raise ValueError(f"--eval-every={self.eval_every} has no held-out rows; raise --held-out-share=0")
         if self.lora_rank and not self.model:
-            raise ValueError(f"--lora-rank={self.lora_rank} adapts a model that has learned already; give --model")
+            raise ValueError(f"--lora-rank={self.lora_rank} needs a pretrained model; give --model")
 
     @property
     def num_epochs(self) -> int:
@@ -108,6 +108,6 @@ def check_size(vocab_size: int, hidden_size: int, num_layers: int) -> None:
     if num_parameters > LARGEST_SIZE:
         raise ValueError(
             f"--hidden-size={hidden_size} with --num-layers={num_layers} and --vocab-size={vocab_size} makes about "
-            f"{num_parameters / 1e9:.0f}e9 parameters from nothing, which must be at most {LARGEST_SIZE / 1e9:.0f}e9; "
+            f"{num_parameters / 1e9:.0f}e9 parameters, which must be at most {LARGEST_SIZE / 1e9:.0f}e9; "
             "lower them, or give --model"
         )

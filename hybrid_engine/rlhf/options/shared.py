@@ -66,7 +66,7 @@ class DtypeOptions:
         check_one_of("dtype", self.dtype, [AUTO, *DTYPES])
         if self.tf32 and self.dtype not in (AUTO, "fp32"):
             raise ValueError(
-                f"--tf32 is about fp32, and --dtype={self.dtype} computes in 16 bits; leave one of them out"
+                f"--tf32 applies to fp32, but --dtype={self.dtype} computes in 16 bits; leave one of them out"
             )
 
 
@@ -94,8 +94,8 @@ class ScheduleOptions:
             check_between("warmup_ratio", self.warmup_ratio, 0, 1)
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             raise ValueError(
-                f"--warmup-steps={self.warmup_steps} and --warmup-ratio={self.warmup_ratio} say the same thing twice; "
-                "give one of them"
+                f"--warmup-steps={self.warmup_steps} and --warmup-ratio={self.warmup_ratio} set the same warm-up; give "
+                "one of them"
             )
         if self.lr_scheduler_type == WITHOUT_WARMUP and (self.warmup_steps or self.warmup_ratio):
             raise ValueError(
@@ -174,7 +174,7 @@ def is_due(every: int, step: int, num_steps: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RowOptions:
-    """How rows are read from a data set."""
+    """How rows are read from a dataset."""
 
     split: str | None = option(None, "Split to read if the dataset has several; default: train")
     dataset_config: str | None = option(
@@ -210,7 +210,7 @@ class RowOptions:
             read_prompt_template(self.prompt_template)
 
     def source_of(self, *datasets: str, option: str) -> DataSource:
-        """The data sets that `option` names, as these options read them."""
+        """The datasets that `option` names, as these options read them."""
         return DataSource(
             datasets=datasets,
             option=option,
@@ -226,13 +226,13 @@ class RowOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetOptions(RowOptions):
-    """The user's data sets, and which of their rows are used and held out."""
+    """The user's datasets, and which of their rows are used and held out."""
 
     FOR_DATASETS: ClassVar[tuple[str, ...]] = (
         *("split", "dataset_config", "columns", "prompt_template", "system_prompt", "as_conversation"),
         *("skip_bad_rows", "row_key", "deduplicate"),
     )
-    """Options that have no meaning without a data set."""
+    """Options that have no meaning without a dataset."""
 
     dataset: str | tuple[str, ...] | None = option(
         None,
@@ -266,7 +266,7 @@ class DatasetOptions(RowOptions):
             value = getattr(self, name)
             if value and self.dataset is None:
                 shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-                raise ValueError(f"{flag(name)}={shown!r} is for a data set; give --dataset, or leave it out")
+                raise ValueError(f"{flag(name)}={shown!r} needs --dataset; give one, or leave it out")
         check_between("held_out_share", self.held_out_share, 0, 0.9)
 
     @property
@@ -310,12 +310,13 @@ class DataOptions(DatasetOptions):
         for name in ("held_out_dataset", "held_out_split"):
             if getattr(self, name) is not None and self.held_out_share not in (0, DatasetOptions.held_out_share):
                 raise ValueError(
-                    f"--held-out-share={self.held_out_share} of --dataset is not held out beside "
-                    f"{flag(name)}={getattr(self, name)!r}, which takes its place; give one of them"
+                    f"--held-out-share={self.held_out_share} of --dataset is replaced by "
+                    f"{flag(name)}={getattr(self, name)!r}; give one of them"
                 )
         if self.held_out_dataset is None and self.held_out_split is not None and num_datasets > 1:
             raise ValueError(
-                f"--held-out-split={self.held_out_split!r} of several data sets is not one; name --held-out-dataset too"
+                f"--held-out-split={self.held_out_split!r} does not say which of several datasets it belongs to; give "
+                "--held-out-dataset too"
             )
 
     @property
@@ -348,14 +349,14 @@ class AdapterOptions:
         check_count("lora_rank", self.lora_rank, 0)
         check_count("lora_alpha", self.lora_alpha, 1)
         if not 0 <= self.lora_dropout < 1:
-            raise ValueError(f"--lora-dropout={self.lora_dropout} must be at least 0 and below 1; choose such a number")
+            raise ValueError(f"--lora-dropout={self.lora_dropout} must be at least 0 and below 1; change it")
         if self.lora_targets == ("all-linear",):  # peft's name of the default
             object.__setattr__(self, "lora_targets", ())
         for name in ("lora_alpha", "lora_dropout", "lora_targets"):
             value = getattr(self, name)
             if not self.lora_rank and value != getattr(AdapterOptions, name):
                 shown = " ".join(value) if isinstance(value, tuple) else value
-                raise ValueError(f"{flag(name)}={shown} is of an adapter; give --lora-rank, such as 8, or leave it out")
+                raise ValueError(f"{flag(name)}={shown} needs an adapter; give --lora-rank, such as 8, or leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -484,9 +485,9 @@ class LoopOptions(TrainingOptions):
         TrainingOptions.__post_init__(self)
         if self.HAS_RATIOS and self.lora_dropout:
             raise ValueError(
-                f"--lora-dropout={self.lora_dropout} would make the ratios of an update those of two different "
-                "networks, since a rollout has no dropout: first_ratio would not be 1, and clipping act on noise; "
-                "leave it out"
+                f"--lora-dropout={self.lora_dropout} would compare two different networks in the ratios of an update, "
+                "because a rollout has no dropout: first_ratio would not be 1 and clipping would act on noise; leave "
+                "it out"
             )
 
 
@@ -519,7 +520,9 @@ class RolloutOptions(RolloutRunOptions):
     def __post_init__(self) -> None:
         check_at_least("logprob_bound", self.logprob_bound, 0)
         if self.exact and self.activation_checkpointing:
-            raise ValueError("--exact trains by a forward of its own, which keeps activations; leave one of them out")
+            raise ValueError(
+                "--exact uses its own forward pass, which keeps activations; leave it or --activation-checkpointing out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -539,13 +542,13 @@ class RewardOptions:
             raise ValueError(f"--reward={self.reward!r} must be a list; put it in one: ({self.reward!r},)")
         check_above("reward_time_limit", self.reward_time_limit, 0)
         if self.reward_weights and not self.reward:
-            raise ValueError("--reward-weights weigh rewards; give as many --reward")
+            raise ValueError("--reward-weights need rewards; give as many --reward")
         check_weights(len(self.reward), self.reward_weights or None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRunOptions(RewardOptions, DataOptions, RolloutRunOptions):
-    """A run whose model answers the prompts of a data set, and whose answers get rewards."""
+    """A run whose model answers the prompts of a dataset, and whose answers get rewards."""
 
     def __post_init__(self) -> None:
         RolloutRunOptions.__post_init__(self)
@@ -619,5 +622,5 @@ def check_trackers(names: Sequence[str]) -> None:
         if not any(importlib.util.find_spec(package) for package in TRACKERS[name]):
             raise ValueError(
                 f"--tracker={name} needs the package {TRACKERS[name][0]}, which is not installed; "
-                f"install it, or leave the tracker out (metrics.jsonl has the same figures)"
+                f"install it, or leave the tracker out (metrics.jsonl has the same metrics)"
             )

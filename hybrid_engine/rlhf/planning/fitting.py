@@ -94,9 +94,9 @@ class Fitted:
             order = "change first" if number == 0 else "or"
             yield f"  {order}: {remedy.change}: {format_bytes(remedy.peak_bytes)}, {what}"
         if self.remedies and self.remedies[0].peak_bytes > self.memory_bytes:
-            yield "  none of them is enough; take a smaller model, or more memory"
+            yield "  none of them is enough; use a smaller model or more memory"
         if not self.remedies:
-            yield "  no option of this recipe makes it smaller; take a smaller model"
+            yield "  no option of this recipe reduces it; use a smaller model"
 
 
 def plan(recipe: str, config: TrainingOptions, memory: str | None, num_processes: int) -> Fitted:

@@ -152,7 +152,7 @@ def _read_sft(config: sft.Config) -> ReadRun:
 def _read_reward(config: reward.Config) -> ReadRun:
     source = config.model or str(_stage(config, "sft") or "")
     if not source:
-        raise ValueError(f"--out={config.out!r} has no sft yet, on whose body the reward is trained; give --model")
+        raise ValueError(f"--out={config.out!r} has no sft yet, which the reward model starts from; give --model")
     corpus = load_pair_corpus(config, load_scoring_tokenizer(source), source)
     learned = Learned(Items.of(corpus.train), corpus.batches)
     return ReadRun(Read(first=_checked(config, load_config(source)), learned=learned), config)

@@ -174,7 +174,7 @@ def packed_bytes(quantisation: dict[str, Any], linear: nn.Linear) -> int:
     if "Int8WeightOnly" in str(quantisation.get("quant_type")):
         return values + (4 + 1) * rows  # a scale and a zero point
     raise ValueError(
-        f"--model is quantised by {kind!r} ({quantisation.get('quant_type')}), of which plan knows no sizes; it knows "
+        f"--model is quantized by {kind!r} ({quantisation.get('quant_type')}), for which plan knows no sizes; it knows "
         "bitsandbytes and torchao's Int8WeightOnlyConfig"
     )
 

@@ -59,7 +59,7 @@ EVALUATING = frozenset(
         "string_insertion",
     ]
 )
-"""Data sets whose scores call Python's `eval`, or SymPy's parser that does, on the model's output."""
+"""Datasets whose scores call Python's `eval`, or SymPy's parser that does, on the model's output."""
 KEPT_REFERENCES = 1024
 """Number of parsed references that are cached: all answers to one question are compared with the same."""
 _FUNCTIONS = "sqrt|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|log|ln|exp|pi"
@@ -106,8 +106,8 @@ class SpecOptions:
             name, equals, value = pair.partition("=")
             if not equals or name not in defaults:
                 raise ValueError(
-                    f"--reward={spec!r}: {pair!r} is no option of it; write name=value with one of "
-                    f"{', '.join(defaults)}, and a comma between two"
+                    f"--reward={spec!r}: {pair!r} is not one of its options; write name=value pairs, separated by "
+                    f"commas, with the names {', '.join(defaults)}"
                 )
             self._values[name] = value
 
@@ -174,7 +174,7 @@ def build_regex(spec: str, given: str) -> Rule:
     try:
         pattern = re.compile(given)
     except re.error as error:
-        raise ValueError(f"--reward={spec!r} has a pattern that is none: {error}; fix it") from error
+        raise ValueError(f"--reward={spec!r} has an invalid pattern: {error}; fix it") from error
     if not given:
         raise ValueError(f"--reward={spec!r} has no pattern; write regex:PATTERN")
     return Rule(judge=lambda answers: [float(pattern.search(text) is not None) for text in answers.responses])
@@ -186,7 +186,7 @@ def build_length(spec: str, given: str) -> Rule:
     target, most = (options.number(name, smallest=0.0) for name in ("target", "most"))
     penalty = options.number("penalty")
     if (target > 0) == (most > 0):
-        raise ValueError(f"--reward={spec!r} must say either target or most, in tokens; write length:target=200")
+        raise ValueError(f"--reward={spec!r} must set either target or most, in tokens; write length:target=200")
 
     def distance(length: int) -> float:
         return abs(length - target) / target if target else max(0.0, length - most) / most
@@ -195,7 +195,7 @@ def build_length(spec: str, given: str) -> Rule:
 
 
 def build_reasoning_gym(spec: str, given: str) -> Rule:
-    """The score of the library reasoning-gym, from 0 to 1, according to the question's data set."""
+    """The score of the library reasoning-gym, from 0 to 1, according to the question's dataset."""
     judge, check = build_judge(spec, given)
     return Rule(judge=judge, columns=frozenset({"answer", "metadata"}), check=check)
 
@@ -331,7 +331,7 @@ class JudgeAndCheck(NamedTuple):
 
 
 def build_judge(spec: str, given: str) -> JudgeAndCheck:
-    """A function that scores answers by the data sets of their rows, and one that checks such rows.
+    """A function that scores answers by the datasets of their rows, and one that checks such rows.
 
     Raises:
         ValueError: the spec has an unknown option, or the library is not installed.
@@ -351,25 +351,25 @@ def build_judge(spec: str, given: str) -> JudgeAndCheck:
 
 
 def check_columns(columns: Mapping[str, Any], *, allows_eval: bool) -> None:
-    """Raises ValueError, with a message that follows a row's place, if `metadata` names no permitted data set."""
+    """Raises ValueError, with a message that follows a row's place, if `metadata` names no permitted dataset."""
     metadata = columns["metadata"]
     name = metadata.get("source_dataset") if isinstance(metadata, Mapping) else None
     if not isinstance(name, str):
         raise ValueError(
-            "has metadata without the name of a reasoning-gym data set in source_dataset; take such rows by "
+            "has metadata without the name of a reasoning-gym dataset in source_dataset; use such rows through "
             "--dataset reasoning_gym:NAME, or choose another reward"
         )
     if name in EVALUATING and not allows_eval:
         raise ValueError(
-            f"comes from {name!r}, and to judge that reasoning-gym runs what the model wrote as Python; allow it by "
-            "--reward reasoning_gym:allow_eval=true where nothing can come to harm"
+            f"comes from {name!r}, for which reasoning-gym executes the model's answer as Python; allow that with "
+            "--reward reasoning_gym:allow_eval=true in an isolated environment"
         )
     _find_scorer(name, json.dumps(metadata.get("source_config") or {}))
 
 
 def _build_extract(spec: str, tag: str, after: str) -> Extract:
     if tag and after:
-        raise ValueError(f"--reward={spec!r} must say either tag or after; leave one out")
+        raise ValueError(f"--reward={spec!r} must set only one of tag and after; leave one out")
     if tag:
         pattern = re.compile(f"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", re.DOTALL)
         return lambda response: next((found.strip() for found in pattern.findall(response)[::-1]), None)
@@ -389,9 +389,9 @@ def _score(answer: str | None, right: Any, metadata: Mapping[str, Any]) -> float
 
 @lru_cache(maxsize=64)
 def _find_scorer(name: str, config: str) -> Callable[[str, Mapping[str, Any]], float]:
-    """The library's function for one data set; ValueError, as from `check_columns`, if there is none.
+    """The library's function for one dataset; ValueError, as from `check_columns`, if there is none.
 
-    It depends on the data set's options: some data sets judge by the number of digits that they asked for.
+    It depends on the dataset's options: some datasets judge by the number of digits that they asked for.
     """
     library = importlib.import_module(LIBRARY)
     try:
@@ -422,7 +422,7 @@ def load_math_equivalence(spec: str, seconds: float) -> Callable[[str, str], boo
     def read_reference(text: str) -> list[Any]:
         read = parse(as_mathematics(text), parsing_timeout=None) or parse(f"${text}$", parsing_timeout=None)
         if not read:
-            raise ValueError("holds no mathematics that math-verify can read")
+            raise ValueError("contains no mathematics that math-verify can parse")
         return read
 
     def is_equal(text: str, reference: str) -> bool:

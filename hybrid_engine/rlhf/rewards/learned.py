@@ -200,8 +200,8 @@ class LearnedReward:
             row = CompletionRow(prompt=prompt, completion=response)
         elif self.tokenizer.chat_template is None:
             raise UnusableReference(
-                f"--reward={self.folder!r} has no chat template, and the prompts are conversations; set the template "
-                "that the model was trained with in its tokenizer"
+                f"--reward={self.folder!r} has no chat template, but the prompts are conversations; add the template "
+                "that the model was trained with to its tokenizer"
             )
         else:
             row = CompletionRow(prompt=list(prompt), completion=[{"role": "assistant", "content": response}])
@@ -228,8 +228,8 @@ def load_value_model(folder: str) -> ValueModel:
     num_labels = load_config(folder, "reward").num_labels
     if num_labels != 1:
         raise ValueError(
-            f"--reward={folder!r} must be a sequence classifier with one label, the score, and has {num_labels}; "
-            "train one, for example with `hybrid-engine reward`"
+            f"--reward={folder!r} must be a sequence classifier with one label, the score, but has {num_labels}; train "
+            "one, for example with `hybrid-engine reward`"
         )
     classifier = load_model(AutoModelForSequenceClassification, folder, "reward")
     score = score_head(classifier, "reward", folder)
@@ -293,16 +293,16 @@ def check_reward_adapter(spec: str, base: str) -> None:
     folder = find_adapter(spec)
     if folder is None:
         raise ValueError(
-            f"--shared-base: --reward={spec!r} has no adapter of its own, and all roles stand on one base; train one "
-            f"by `hybrid-engine reward --model {base} --lora-rank 8`, or leave --shared-base out"
+            f"--shared-base: --reward={spec!r} is not an adapter, but all roles share one base; train one with "
+            f"`hybrid-engine reward --model {base} --lora-rank 8`, or leave --shared-base out"
         )
     with explained("reward", folder):
         config = PeftConfig.from_pretrained(str(folder))
     found = str(config.base_model_name_or_path)
     if found != base and Path(found).resolve() != Path(base).resolve():
         raise ValueError(
-            f"--shared-base: the adapter of --reward={spec!r} stands on {found!r}, and the actor's base is {base!r}; "
-            "train the reward on that base, or fix base_model_name_or_path in its adapter_config.json"
+            f"--shared-base: the adapter of --reward={spec!r} belongs to the base {found!r}, but the actor's base is "
+            f"{base!r}; train the reward on that base, or fix base_model_name_or_path in its adapter_config.json"
         )
     if not isinstance(config, LoraConfig) or "score" not in (config.modules_to_save or []):
         raise ValueError(
@@ -326,8 +326,8 @@ def read_reward_adapter(spec: str) -> RewardAdapter:
     shapes = [tuple(head.shape) for head in heads]
     if len(heads) != 1 or len(shapes[0]) != 2 or shapes[0][0] != 1:
         raise ValueError(
-            f"--reward={spec!r} must have one head named score, of one label ([1, hidden size]); it has "
-            f"{', '.join(map(str, shapes)) or 'none'}; train it by `hybrid-engine reward`"
+            f"--reward={spec!r} must have one head named score, of one label ([1, hidden size]) but has "
+            f"{', '.join(map(str, shapes)) or 'none'}; train it with `hybrid-engine reward`"
         )
     assert isinstance(config, LoraConfig)
     config.task_type, config.modules_to_save, config.inference_mode = "CAUSAL_LM", None, False

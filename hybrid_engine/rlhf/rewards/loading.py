@@ -101,7 +101,7 @@ def _check_not_misspelt(spec: str) -> None:
     near = difflib.get_close_matches(spec, BUILT_IN, n=1, cutoff=0.75)
     if near and not Path(spec).exists():
         raise ValueError(
-            f"--reward={spec!r} is no rule, folder or module:function; did you mean {near[0]!r}? The rules are "
+            f"--reward={spec!r} is not a rule, a folder or module:function; did you mean {near[0]!r}? The rules are "
             f"{', '.join(BUILT_IN)}"
         )
 
@@ -117,7 +117,7 @@ def find_function(spec: str) -> Callable[..., Any]:
     module_name, _, function_name = spec.partition(":")
     for part, name in (("module", module_name), ("function", function_name)):
         if not name:
-            raise ValueError(f"--reward={spec!r} names no {part}; write module:function")
+            raise ValueError(f"--reward={spec!r} has no {part}; write module:function")
     sys.path.insert(0, "")
     try:
         module = importlib.import_module(module_name)
@@ -125,7 +125,7 @@ def find_function(spec: str) -> Callable[..., Any]:
         if not f"{module_name}.".startswith(f"{error.name}."):  # the module exists, and imports a missing one
             raise
         raise ValueError(
-            f"--reward={spec!r}: no module {error.name!r} here or on the path; write module:function"
+            f"--reward={spec!r}: no module {error.name!r} in this folder or on the Python path; write module:function"
         ) from error
     finally:
         sys.path.remove("")

@@ -80,7 +80,7 @@ class Rewards:
         for reward in self.rewards:
             for column in sorted(reward.columns - found):
                 raise ValueError(
-                    f"--reward={reward.spec!r} reads the column {column!r}, and the data has "
+                    f"--reward={reward.spec!r} reads the column {column!r}, but the data has "
                     f"{', '.join(map(repr, sorted(found))) or 'no other columns'}; rename a column, or name "
                     "another in the reward (docs/rewards.md)"
                 )
@@ -114,8 +114,8 @@ class Rewards:
         if found is not None:
             self.told.add(found)
             say(
-                f"--reward: none of {', '.join(map(repr, self.specs))} judges the answer to the prompt {found}; "
-                "nothing is learned from such answers, and unjudged_share counts them"
+                f"--reward: none of {', '.join(map(repr, self.specs))} scores the answer to the prompt {found}; such "
+                "answers are not learned from, and unjudged_share counts them"
             )
 
     def _score(self, answers: Answers, together: Mapping[str, Any]) -> Scores:
@@ -159,7 +159,7 @@ def judge(reward: Reward, answers: Answers, seconds: float) -> list[Value]:
         raise
     except OutOfTime as error:
         raise RewardError(
-            f"--reward={reward.spec!r} did not end within {seconds:g} s for {len(answers)} answers; "
+            f"--reward={reward.spec!r} did not finish within {seconds:g} s for {len(answers)} answers; "
             f"{first_failure(reward, answers, seconds)}; fix it, or raise --reward-time-limit"
         ) from error
     except Exception as error:
@@ -197,7 +197,7 @@ def within(seconds: float, action: Callable[[], Result]) -> Result:
     """The result of `action`, or its error.
 
     Raises:
-        OutOfTime: it did not end within `seconds`.
+        OutOfTime: it did not finish within `seconds`.
     """
     can_interrupt = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
     return interrupting(seconds, action) if can_interrupt else giving_up(seconds, action)
@@ -209,7 +209,7 @@ def interrupting(seconds: float, action: Callable[[], Result]) -> Result:
 
     def stop(signum: int, frame: object) -> None:
         if is_running:
-            raise OutOfTime(f"it did not end within {seconds:g} s")
+            raise OutOfTime(f"it did not finish within {seconds:g} s")
 
     started = time.monotonic()
     seconds = min([seconds, *(deadline - started for deadline in _deadlines)])
@@ -249,5 +249,5 @@ def giving_up(seconds: float, action: Callable[[], Result]) -> Result:
     if errors:
         raise errors[0]
     if not results:
-        raise OutOfTime(f"it did not end within {seconds:g} s")
+        raise OutOfTime(f"it did not finish within {seconds:g} s")
     return results[0]

@@ -36,7 +36,7 @@ class Answers:
     is_cut_off: Sequence[bool]
     """True if the answer reached the length limit before it ended."""
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """The data set's other columns, a value for each answer."""
+    """The dataset's other columns, a value for each answer."""
     decode: Callable[[list[int]], str] | None = None
     """Decodes token ids to text, without special tokens; only needed by a reward that scores steps."""
 
@@ -167,7 +167,7 @@ def combine(rewards: Sequence[Reward], values: Sequence[list[Value]], answers: A
         if abs(number) > LARGEST_SCORE:
             raise ValueError(
                 f"--reward-weights: the weighted sum for the answer to the prompt {answers.shown_prompt(index)} is "
-                f"{number}, and must be at most {LARGEST_SCORE:g} either way; lower them"
+                f"{number}, which must be from -{LARGEST_SCORE:g} to {LARGEST_SCORE:g}; lower them"
             )
     return Scores(
         total=total,
@@ -254,7 +254,7 @@ def _placed(reward: Reward, value: Value, answers: Answers, index: int) -> list[
         return on_tokens(value, answers.responses[index], ids, answers.decode)
     except ValueError as error:
         raise ValueError(
-            f"--reward={reward.spec!r} returned {error} of the answer to the prompt {answers.shown_prompt(index)}; "
+            f"--reward={reward.spec!r} returned {error} for the answer to the prompt {answers.shown_prompt(index)}; "
             "return one number for each token, or for each line that is not blank"
         ) from error
 
@@ -268,8 +268,8 @@ def read_values(spec: str, returned: Any, answers: Answers) -> list[Value]:
     """
     if callable(returned):
         raise ValueError(
-            f"--reward={spec!r} makes a reward and is none: it returned {returned!r}; call it in a module of yours, as "
-            f"score = {spec.partition(':')[2]}(...), and name that"
+            f"--reward={spec!r} returns a reward function, not rewards: it returned {returned!r}; call it in your own "
+            f"module, such as score = {spec.partition(':')[2]}(...), and name that"
         )
     if isinstance(returned, str) or not isinstance(returned, Iterable):
         raise ValueError(f"--reward={spec!r} must return a list of numbers and returned {returned!r}; fix the function")
@@ -298,8 +298,8 @@ def _read_number(spec: str, value: Any, answers: Answers, index: int) -> float:
     if not abs(number) <= LARGEST_SCORE:
         raise ValueError(
             f"--reward={spec!r} gave the answer to the prompt {answers.shown_prompt(index)} the score {value!r}; a "
-            f"score must be a number of at most {LARGEST_SCORE:g} either way, or None for an answer that it does not "
-            "judge: fix it"
+            f"score must be a number from -{LARGEST_SCORE:g} to {LARGEST_SCORE:g}, or None for an answer that it does "
+            "not judge: fix it"
         )
     return number
 

@@ -129,7 +129,7 @@ def load_checkpoints(engines: Mapping[str, Any], folder: Path, config: TrainingO
         _check_options(saved["config"], config)
         if schedule is not None and _is_longer(saved["config"], config):
             _lengthen(name, engine, schedule, config)
-    say(f"Going on after step {saved['step']}")
+    say(f"Continuing after step {saved['step']}")
     return SavedRun(step=saved["step"], state=saved["state"])
 
 
@@ -201,7 +201,7 @@ def check_resume(folder: Path, config: TrainingOptions, recipe: str) -> None:
     """
     check_not_running(folder / f"{recipe}-log" if recipe in STAGES else folder)
     if config.resume and config.restart:
-        raise ValueError("--resume goes on with a run and --restart begins it again; give one of them")
+        raise ValueError("--resume continues a run and --restart starts it over; give one of them")
     if config.resume:
         check_can_resume(folder, recipe)
         check_saved_options(folder / checkpoints_of(recipe), config)
@@ -258,14 +258,14 @@ def _check_options(saved: dict[str, Any], config: TrainingOptions) -> None:
             continue  # saved before the option existed
         if name not in saved:
             raise ValueError(
-                f"--resume: {flag(name)}={given[name]!r} but the interrupted run is of a version that had no such "
-                f"option; a run goes on under the options that it began with: leave {flag(name)} out"
+                f"--resume: {flag(name)}={given[name]!r} but the interrupted run is from a version without this "
+                f"option; a run continues with its original options: leave {flag(name)} out"
             )
         if saved[name] != given[name] and not (name == length and _is_longer(saved, config)):
             is_unset = saved[name] is None or saved[name] is False
-            remedy = f"leave {flag(name)} out" if is_unset else f"give {flag(name)} as it was"
+            remedy = f"leave {flag(name)} out" if is_unset else f"use the original {flag(name)}"
             more = ", or more for a longer run" if name == length else ""
             raise ValueError(
                 f"--resume: {flag(name)}={given[name]!r} but the interrupted run had {saved.get(name)!r}; "
-                f"a run goes on under the options that it began with: {remedy}{more}"
+                f"a run continues with its original options: {remedy}{more}"
             )

@@ -125,7 +125,7 @@ def apply_tf32(options: DtypeOptions) -> None:
         ValueError: TF32 is requested, and there is no GPU.
     """
     if options.tf32 and not torch.cuda.is_available():
-        raise ValueError("--tf32 rounds the factors of a GPU's products, and there is no GPU here; leave it out")
+        raise ValueError("--tf32 applies to matrix products on a GPU, and no GPU is available; leave it out")
     torch.backends.cuda.matmul.allow_tf32 = options.tf32
     torch.backends.cudnn.allow_tf32 = options.tf32
 

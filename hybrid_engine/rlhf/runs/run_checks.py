@@ -23,9 +23,7 @@ from hybrid_engine.rlhf.runs.checkpoints import check_resume
 from hybrid_engine.rlhf.runs.run_folder import RUN_RESULTS, check_nothing_is_lost, check_out
 from hybrid_engine.rlhf.runs.stages import load_config, load_tokenizer
 
-IS_PACKED = (
-    "is quantised: packed values whose scales lie beside them, of which FSDP2 can neither shard nor gather a part"
-)
+IS_PACKED = "is quantized: FSDP2 can neither shard nor gather packed values with separate scales"
 """Why a quantized model is trained on one process."""
 
 
@@ -63,8 +61,8 @@ def check_sources_stay(folder: Path, config: TrainingOptions) -> None:
         for moved in RUN_RESULTS:
             if source and Path(os.path.abspath(source)).is_relative_to(os.path.abspath(folder / moved)):
                 raise ValueError(
-                    f"--{name}={source!r} lies in {str(folder / moved)!r}, which --restart moves aside; copy it to a "
-                    "place of its own, or choose another --out"
+                    f"--{name}={source!r} lies in {str(folder / moved)!r}, which --restart moves aside; copy it "
+                    "elsewhere, or choose another --out"
                 )
 
 
@@ -98,7 +96,7 @@ def check_positions(config: AnswerLengths, longest: int, model: str, limit: int 
     total = prompt_tokens + config.max_new_tokens
     if limit is not None and total > limit:
         raise ValueError(
-            f"--max-new-tokens={config.max_new_tokens} behind prompts of up to {prompt_tokens} tokens makes {total}, "
+            f"--max-new-tokens={config.max_new_tokens} after prompts of up to {prompt_tokens} tokens makes {total}, "
             f"more than the {limit} positions of {model}; lower it, or --max-prompt-tokens={config.max_prompt_tokens}"
         )
 
@@ -143,7 +141,7 @@ def check_trainable(options: AdapterOptions, config: PretrainedConfig, source: s
         )
     if rank == 0 and is_quantised:
         raise ValueError(
-            f"--model={str(source)!r} is quantised, and packed weights cannot be trained; give --lora-rank, such as 8, "
+            f"--model={str(source)!r} is quantized, and packed weights cannot be trained; give --lora-rank, such as 8, "
             "or the model in full precision"
         )
     hidden_size = getattr(config.get_text_config(), "hidden_size", rank)
@@ -166,8 +164,8 @@ def check_targets(targets: Sequence[str], config: PretrainedConfig, model: str) 
             near = get_close_matches(target, known, cutoff=0.4)
             meant = f"use {' or '.join(near)}" if near else "use one of these"
             raise ValueError(
-                f"--lora-targets={target!r} names no linear in the body of {model}, which has {', '.join(known)}; "
-                f"{meant}, or leave it out for all"
+                f"--lora-targets={target!r} matches no linear layer in the body of {model}, which has "
+                f"{', '.join(known)}; {meant}, or leave it out for all"
             )
 
 

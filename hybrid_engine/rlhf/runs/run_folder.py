@@ -127,10 +127,10 @@ def check_nothing_is_lost(folder: Path, recipe: str = "ppo") -> None:
     found = left_behind(folder, results_of(recipe))
     if not found:
         return
-    going_on = "--resume goes on with it, " if has_checkpoint(folder, recipe) else ""
+    going_on = "--resume continues it, " if has_checkpoint(folder, recipe) else ""
     raise ValueError(
-        f"--out={str(folder)!r} holds an earlier run ({', '.join(found)}): {going_on}--restart moves it aside and "
-        f"begins again, another --out leaves it as it is"
+        f"--out={str(folder)!r} contains an earlier run ({', '.join(found)}): {going_on}--restart moves it aside and "
+        "starts over, another --out keeps it"
     )
 
 
@@ -139,12 +139,12 @@ def check_can_resume(folder: Path, recipe: str = "ppo") -> None:
     if has_checkpoint(folder, recipe):
         return
     found = left_behind(folder, results_of(recipe))
-    none = f"--resume: {str(folder / checkpoints_of(recipe))!r} holds no complete checkpoint"
+    none = f"--resume: {str(folder / checkpoints_of(recipe))!r} contains no complete checkpoint"
     if not found:
         raise ValueError(f"{none}; leave it out")
     raise ValueError(
-        f"{none}; --restart begins again and moves what there is aside ({', '.join(found)}), and a run with "
-        "--save-every 0 leaves no checkpoint"
+        f"{none}; --restart starts over and moves the existing files aside ({', '.join(found)}), and a run with "
+        "--save-every 0 saves no checkpoint"
     )
 
 
@@ -213,7 +213,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{str(path)!r} cannot be read: {' '.join(str(error).split())}; restore or remove it"
         ) from error
     if not isinstance(content, Mapping):
-        raise ValueError(f"{str(path)!r} must hold options as `name: value` lines; restore or remove it")
+        raise ValueError(f"{str(path)!r} must contain `name: value` lines; restore or remove it")
     return {str(name): value for name, value in content.items()}
 
 
@@ -236,7 +236,7 @@ def _read_line(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         content = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{str(path)!r}, line {number}, is no JSON: {error}; restore or remove it") from error
+        raise ValueError(f"{str(path)!r}, line {number}, is not JSON: {error}; restore or remove it") from error
     if not isinstance(content, dict) or not isinstance(content.get("step"), int):
         raise ValueError(f"{str(path)!r}, line {number}, must be an object with a whole number as step; remove it")
     return content
@@ -318,7 +318,7 @@ def _read_answers_line(path: Path, number: int, text: str) -> dict[str, Any]:
     try:
         line = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{place} is no JSON: {error}; restore or remove it") from error
+        raise ValueError(f"{place} is not JSON: {error}; restore or remove it") from error
     kinds = {"step": int, "prompt": str, "responses": list, "rewards": list}
     for name, kind in kinds.items():
         if not isinstance(line, dict) or not isinstance(line.get(name), kind):

@@ -206,7 +206,7 @@ def lock_run(folder: Path) -> FolderLock:
         return lock_folder(folder)
     except ValueError as error:
         raise ValueError(
-            f"--out: a run that still goes on writes into {str(folder)!r}; wait for it or end it, or give another --out"
+            f"--out: another run is writing into {str(folder)!r}; wait for it, stop it, or give another --out"
         ) from error
 
 

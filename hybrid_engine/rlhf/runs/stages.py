@@ -49,19 +49,20 @@ ADAPTER = "adapter"
 """The folder below the model's with the adapter alone, if there is one."""
 METHODS = {
     "sft": "supervised fine-tuning",
-    "reward": "training of a reward model on preference pairs",
+    "reward": "reward modeling on preference pairs",
     "ppo": "PPO ([arXiv 1707.06347](https://arxiv.org/abs/1707.06347))",
-    "grpo": "GRPO or one of its family ([arXiv 2402.03300](https://arxiv.org/abs/2402.03300))",
-    "dpo": "DPO or one of its family ([arXiv 2305.18290](https://arxiv.org/abs/2305.18290))",
+    "grpo": "a GRPO variant ([arXiv 2402.03300](https://arxiv.org/abs/2402.03300))",
+    "dpo": "a DPO variant ([arXiv 2305.18290](https://arxiv.org/abs/2305.18290))",
     "kto": "KTO ([arXiv 2402.01306](https://arxiv.org/abs/2402.01306))",
     "online_dpo": "online DPO ([arXiv 2402.04792](https://arxiv.org/abs/2402.04792))",
-    "agent": "reinforcement learning on conversations of several turns, in which the model calls tools",
+    "agent": "reinforcement learning on multi-turn conversations with tool calls",
 }
 """The method of each recipe, with its paper."""
 SETTINGS = {
-    "learning_rate": "learning rate", "epochs": "epochs", "batch_size": "batch size", "rollout_size": "prompts a step",
-    "group_size": "answers to a prompt", "lora_rank": "LoRA rank", "dtype": "dtype", "kl_coef": "KL coefficient",
-    "reward": "reward", "held_out_share": "share held out", "held_out_dataset": "held-out data", "seed": "seed",
+    "learning_rate": "learning rate", "epochs": "epochs", "batch_size": "batch size",
+    "rollout_size": "prompts per step", "group_size": "answers per prompt", "lora_rank": "LoRA rank", "dtype": "dtype",
+    "kl_coef": "KL coefficient", "reward": "reward", "held_out_share": "held-out fraction",
+    "held_out_dataset": "held-out data", "seed": "seed",
 }  # fmt: skip
 """The most important options, by their names on a card."""
 FINAL = ("score", "accuracy", "margin", "kl_per_sequence", "length", "judge_pass_rate", "grad_norm", "learning_rate")
@@ -86,8 +87,8 @@ def is_finished(folder: Path, runs_again: bool) -> bool:
     found = not runs_again and on_rank_zero(folder.exists)
     if found:
         can_grow = on_rank_zero(lambda: has_checkpoint(folder.parent, folder.name))
-        longer = ", and --resume with more --epochs makes it longer" if can_grow else ""
-        say(f"{folder} is there: this stage is not run again (`hybrid-engine {folder.name} --restart` does{longer})")
+        longer = ", and --resume with more --epochs continues it" if can_grow else ""
+        say(f"{folder} exists, so this stage is skipped (`hybrid-engine {folder.name} --restart` repeats it{longer})")
     return found
 
 
@@ -95,7 +96,7 @@ def move_aside(folder: Path, names: Sequence[str]) -> None:
     """Moves the results of an earlier run under `names` to a folder of their own, and logs where; collective."""
     target = on_rank_zero(lambda: set_aside(folder, names))
     if target is not None:
-        say(f"What an earlier run left is now in {target}")
+        say(f"The results of an earlier run were moved to {target}")
 
 
 def save_stage(engine: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -163,7 +164,7 @@ def explained(option: str, source: str | Path) -> Iterator[None]:
         yield
     except UnpicklingError as error:
         raise ValueError(
-            f"{flag(option)}={str(source)!r} has weights in a pickle that holds more than tensors, which could run "
+            f"{flag(option)}={str(source)!r} has weights in a pickle that contains more than tensors, which could run "
             "code and is not loaded; save them as safetensors"
         ) from error
     # The type depends on the model's family and on what is missing or damaged.
@@ -202,7 +203,7 @@ def load_model(
     for names, problem in ((missing, "lacks weights of"), (wrong, "has weights that are not finite in")):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ValueError(f"{flag(option)}={str(source)!r} {problem} {names[0]}{more}; save the model anew")
+            raise ValueError(f"{flag(option)}={str(source)!r} {problem} {names[0]}{more}; save the model again")
     use_faster_linears(model)
     return model
 
@@ -305,7 +306,7 @@ def _front_matter(options: Mapping[str, Any], recipe: str | None, is_classifier:
         "pipeline_tag": "text-classification" if is_classifier else "text-generation",
         "tags": ["hybrid-engine", *([recipe] if recipe else [])],
     }
-    # The hub refuses a card whose base model or data set is not a name of its own.
+    # The hub refuses a card whose base model or dataset is not a name of its own.
     if is_hub_name(model := options.get("model")):
         content["base_model"] = model
     if names := [name for name in _as_list(options.get("dataset")) if is_hub_name(name)]:
@@ -325,11 +326,11 @@ def _loading(is_classifier: bool, has_adapter: bool) -> str:
         f'model = {auto_class}.from_pretrained("this folder")',
         'tokenizer = AutoTokenizer.from_pretrained("this folder")',
     ]
-    text = "## Loading it\n\n" + _fenced("python", "\n".join(lines))
+    text = "## Loading\n\n" + _fenced("python", "\n".join(lines))
     if not has_adapter:
         return text
     with_peft = f'from peft import PeftModel\nmodel = PeftModel.from_pretrained(base, "this folder/{ADAPTER}")'
-    return f"{text}\n\nThe adapter is merged into these weights. By itself, for the base model:\n\n" + _fenced(
+    return f"{text}\n\nThe adapter is merged into these weights. To load it alone, on the base model:\n\n" + _fenced(
         "python", with_peft
     )
 
@@ -338,27 +339,27 @@ def _training(options: Mapping[str, Any], recipe: str | None, run_folder: Path) 
     """A card's section on training: a sentence, the most important options, and the figures of the last step."""
     if recipe not in METHODS:
         return ""
-    text = f"## How it was trained\n\nBy {METHODS[recipe]}, from {_base(options, recipe)}, on {_data(options)}."
+    text = f"## Training\n\nTrained with {METHODS[recipe]}, from {_base(options, recipe)}, on {_data(options)}."
     settings = {shown: options.get(name) for name, shown in SETTINGS.items()}
     text += "\n\n" + _table("option", "value", {name: value for name, value in settings.items() if value})
     steps = read_metrics(run_folder / METRICS)
     if not steps:
         return text
     last = {name: value for name, value in steps[-1].items() if "loss" in name or name in FINAL}
-    return f"{text}\n\n" + _table(f"step {steps[-1]['step'] + 1}, the last", "value", last)
+    return f"{text}\n\n" + _table(f"step {steps[-1]['step'] + 1} (last)", "value", last)
 
 
 def _base(options: Mapping[str, Any], recipe: str) -> str:
     model = options.get("model")
     if model is None:
-        return "new weights, drawn at random" if recipe == "sft" else "a small model that the run trained before"
+        return "randomly initialized weights" if recipe == "sft" else "a small model that the run trained first"
     return f"[{model}](https://huggingface.co/{model})" if is_hub_name(model) else f"`{model}`"
 
 
 def _data(options: Mapping[str, Any]) -> str:
     data_sets = _as_list(options.get("dataset"))
     if not data_sets:
-        return f"a task of hybrid-engine's own{_in_code(options.get('task'))}"
+        return f"a built-in task of hybrid-engine{_in_code(options.get('task'))}"
     return ", ".join(f"`{name}`" for name in data_sets)
 
 
@@ -386,13 +387,13 @@ def _table(first: str, second: str, values: Mapping[str, Any]) -> str:
 def _figures(path: Path) -> str:
     if not path.exists():
         return ""
-    return "## What was measured\n\n" + _fenced("yaml", yaml.safe_dump(json.loads(path.read_text()), sort_keys=False))
+    return "## Evaluation\n\n" + _fenced("yaml", yaml.safe_dump(json.loads(path.read_text()), sort_keys=False))
 
 
 def _options(path: Path) -> str:
     if not path.exists():
         return ""
-    return "## Options\n\nAs a file for `--config`:\n\n" + _fenced("yaml", path.read_text(encoding="utf-8"))
+    return "## Options\n\nAs a `--config` file:\n\n" + _fenced("yaml", path.read_text(encoding="utf-8"))
 
 
 def _versions() -> str:

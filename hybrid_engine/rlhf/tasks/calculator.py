@@ -181,7 +181,7 @@ def settle_conversations(config: agent.Config, tokenizer: PreTrainedTokenizerBas
     """
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"--model={config.model}: its tokenizer has no chat template, by which conversations become tokens; use a "
+            f"--model={config.model}: its tokenizer has no chat template to render conversations; use a "
             "model with one (their names often end in Instruct or Chat), or set tokenizer.chat_template and save it"
         )
     messages = [{"role": "user", "content": next(problems(False, 0)).text}]
@@ -192,7 +192,7 @@ def settle_conversations(config: agent.Config, tokenizer: PreTrainedTokenizerBas
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"--model={config.model}: its chat template refuses a conversation of user, assistant and tool: "
-            f"{' '.join(str(error).split())}; use a model that was made to call tools"
+            f"{' '.join(str(error).split())}; use a model that is trained for tool calls"
         ) from error
     config = _settle_lengths(config, len(said))
     longest = len(said) + (MAX_TURNS - 1) * config.max_new_tokens

@@ -28,7 +28,7 @@ TASKS: dict[str, Callable[[int], Rows]] = {
     "sums": lambda seed: (arithmetic.training_rows(seed), arithmetic.held_out_work()),
     "calculator": lambda seed: (calculator.training_rows(seed), calculator.held_out_work()),
 }
-"""Training and held-out rows of the tasks that need no data set, by a seed."""
+"""Training and held-out rows of the tasks that need no dataset, by a seed."""
 TOKENIZERS = {"sums": arithmetic.build_tokenizer, "calculator": calculator.build_tokenizer}
 """Tokenizers of the tasks whose tokens are characters."""
 NUM_REFERENCES = 512
@@ -92,7 +92,7 @@ class Pair(NamedTuple):
     chosen: list[int]
     rejected: list[int]
     margin: float
-    """The margin by which the scores should differ; 0 if the data set has none."""
+    """The margin by which the scores should differ; 0 if the dataset has none."""
     kind: str | None
     """The fault of the rejected answer; None if it is not known."""
 

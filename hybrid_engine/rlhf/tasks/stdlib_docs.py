@@ -1,4 +1,4 @@
-"""Signatures and docstring summaries of Python's standard library, a data set that every machine has.
+"""Signatures and docstring summaries of Python's standard library, a dataset that every machine has.
 
 The source files of the running interpreter are parsed with `ast`; no module is imported and nothing is downloaded. One
 example is one public function or method: its qualified name and parameters are the prompt, the first paragraph of its

@@ -90,7 +90,7 @@ def test_the_modules_generate_has_the_arguments_of_transformers():
         generate(input_ids=input_ids, attention_mask=mask, generation_config=config),
     ):
         assert torch.equal(ours, expected)
-    with pytest.raises(ValueError, match="two names of the prompts"):
+    with pytest.raises(ValueError, match="both name the prompts"):
         generate(input_ids, input_ids=input_ids)
 
 

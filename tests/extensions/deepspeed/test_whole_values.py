@@ -141,7 +141,7 @@ def test_a_parameter_that_is_not_trained_has_its_value_alone():
     assert safe_get_full_fp32_param(frozen).tolist() == [1, 1, 1] and safe_get_full_grad(frozen) is None
     assert safe_get_full_optimizer_state(frozen, "exp_avg") is None
     trained = engine.module.get_parameter(NAME)
-    with pytest.raises(ValueError, match="'exp_avg' is no state of this parameter's optimizer now; it has none"):
+    with pytest.raises(ValueError, match="'exp_avg' is not in the optimizer state of this parameter; it has none"):
         safe_get_full_optimizer_state(trained, "exp_avg")
     with pytest.raises(ValueError, match="the parameter has no gradient"):
         safe_set_full_grad(trained, torch.ones_like(trained))

@@ -378,7 +378,10 @@ def test_the_command_refuses_a_process_that_is_alone_and_options_that_mean_nothi
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"mem_constrain": 1}, "pas_config.'mem_constrain'. is no option of 'autodist'; did you mean 'mem_constraint'"),
+        (
+            {"mem_constrain": 1},
+            "pas_config.'mem_constrain'. is not an option of 'autodist'; did you mean 'mem_constraint'",
+        ),
         ({"mem_constraint": 0}, "mem_constraint=0 must be a number above 0"),
         ({"update_freq": 1.5}, "update_freq=1.5 must be a number of at least 1"),
         ({"use_fp16": True, "use_bf16": True}, "exclude each other"),

@@ -438,7 +438,7 @@ def test_a_wrong_config_is_refused(changes, match):
     ("policy", "changes", "match"),
     [
         ("dpp", {}, "pas_policy='dpp' must be one of"),
-        ("dp", {"config": {"pas_config": {"seed": 2}}}, "pas_config.'seed'. is no option of 'dp'"),
+        ("dp", {"config": {"pas_config": {"seed": 2}}}, "pas_config.'seed'. is not an option of 'dp'"),
         ("tp", {"config": {"plan_ngpus": 2, "runtime_ngpus": 2}}, "runtime_ngpus=2 must be the number of processes, 1"),
         ("dp", {"broadcast_strategy": "all"}, "broadcast_strategy='all' needs a process group.*pass 'none'"),
         ("dp", {"broadcast_strategy": "most"}, "broadcast_strategy='most' must be one of"),

@@ -159,7 +159,7 @@ REFUSED = {
     ),
     "an option that the optimizer lacks on rank 1": (
         lambda folder: optimizer_of(folder, **of_rank({"lr": 0.1}, {"lrr": 0.1})),
-        "lrr=0.1 is no option of optimizer_fn=torch.optim.sgd.SGD; did you mean 'lr'",
+        "lrr=0.1 is not an option of optimizer_fn=torch.optim.sgd.SGD; did you mean 'lr'",
     ),
     "another learning rate on rank 1": (
         lambda folder: optimizer_of(folder, lr=of_rank(0.1, 0.2)),

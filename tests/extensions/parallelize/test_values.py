@@ -238,8 +238,8 @@ def test_a_wrong_argument_of_build_optimizer_is_refused_by_name(tmp_path, option
 @pytest.mark.parametrize(
     ("args", "kwargs", "match"),
     [
-        ((), {"lrr": 0.1}, "lrr=0.1 is no option of optimizer_fn=torch.optim.sgd.SGD; did you mean 'lr'"),
-        ((), {"params": []}, r"params=\[\] is no option of optimizer_fn"),
+        ((), {"lrr": 0.1}, "lrr=0.1 is not an option of optimizer_fn=torch.optim.sgd.SGD; did you mean 'lr'"),
+        ((), {"params": []}, r"params=\[\] is not an option of optimizer_fn"),
         ((0.1,), {"lr": 0.2}, "optimizer_fn=torch.optim.sgd.SGD cannot be called with.*multiple values"),
         ((), {"lr": "fast"}, "optimizer_fn=torch.optim.sgd.SGD refuses .*lr='fast'.*correct that option"),
         ((), {"lr": -1.0}, "optimizer_fn=torch.optim.sgd.SGD refuses .*lr=-1.0.*correct that option"),
