@@ -296,7 +296,7 @@ def test_a_finished_run_is_made_longer_as_if_it_had_been_so_from_the_start(tiny,
         assert without_times(mine) == without_times(other)
     weights = (weights_in(tmp_path / name / "actor") for name in ("short", "whole"))
     assert all(map(torch.equal, *(each.values() for each in weights)))
-    with pytest.raises(ValueError, match=r"--epochs=2 but the interrupted run had 1; .* give --epochs as it was$"):
+    with pytest.raises(ValueError, match=r"--epochs=2 but the interrupted run had 1; .* use the original --epochs$"):
         grpo.run(replace(short, resume=True, steps=6, epochs=2))
     with pytest.raises(ValueError, match=r"--steps=3 but the interrupted run had 4; .* or more for a longer run$"):
         grpo.run(replace(short, resume=True, steps=3))

@@ -286,7 +286,7 @@ def test_only_the_length_of_a_finished_run_may_grow(config, capsys):
     for options in ({}, {"epochs": 1}):
         sft.run(replace(config, resume=True, **options))
         assert "exists, so this stage is skipped" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"--seed=1 but the interrupted run had 0; .* give --seed as it was$"):
+    with pytest.raises(ValueError, match=r"--seed=1 but the interrupted run had 0; .* use the original --seed$"):
         sft.run(replace(config, resume=True, epochs=2, seed=1))
     with pytest.raises(
         ValueError, match=r"--max-tokens=64 but the interrupted run had None; .* leave --max-tokens out$"
@@ -296,7 +296,7 @@ def test_only_the_length_of_a_finished_run_may_grow(config, capsys):
     sft.run(longer)
     folder.rename(folder.with_name("moved-too"))
     with pytest.raises(
-        ValueError, match=r"--epochs=2 but the interrupted run had 3; .* as it was, or more for a longer run$"
+        ValueError, match=r"--epochs=2 but the interrupted run had 3; .* original --epochs, or more for a longer run$"
     ):
         sft.run(replace(longer, epochs=2))
 

@@ -617,7 +617,7 @@ def test_a_call_without_content_is_learned_where_the_template_concatenates_conte
             read_learned_rows,
             ALPACA,
             {"history": 5},
-            "line 2 has history=5; it must be a list of [question, answer] pairs",
+            r"line 2 has history=5; it must be a list of \[question, answer\] pairs",
         ),
         (read_preference_rows, ULTRAFEEDBACK, {"completions": 3}, "line 2 has completions=3; it must be a list of obj"),
         (

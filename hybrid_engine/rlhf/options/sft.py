@@ -14,7 +14,7 @@ LARGEST_SIZE = 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class Config(DataOptions, TrainingOptions):
-    """Fine-tunes a model on the examples of a dataset; by default trains a small one to summarize a signature.
+    """Fine-tunes a model on the examples of a dataset; by default trains a small one to summarize signatures.
 
         hybrid-engine sft --out runs/docs
         hybrid-engine sft --model Qwen/Qwen3-0.6B --dataset chats.jsonl --out runs/mine
