@@ -91,7 +91,7 @@ def test_a_hostfile_says_which_machine_this_is_and_how_many_processes_it_has(hos
         ("--module --no_python a.b", "--module and --no_python contradict each other"),
         ("--include other:0 t.py", "there is no host 'other'; choose from localhost"),
         ("--num_nodes 2 t.py", "--num_nodes=2 without a hostfile needs --node_rank and --master_addr"),
-        ("--hostfile HOSTS --num_nodes 3 t.py", "--num_nodes=3 exceeds the 2 hosts"),
+        ("--hostfile HOSTS --num_nodes 3 t.py", "--num_nodes=3 exceeds the 2 available hosts"),
         ("--hostfile HOSTS --node_rank 2 t.py", "--node_rank=2 must be below the number of machines, 2"),
         ("--hostfile HOSTS --include head:7 t.py", r"head has no slots \[7\]; choose from \[0, 1, 2, 3\]"),
         ("--hostfile BROKEN t.py", "line 1: 'head' must be `<host> slots=<processes>`"),
