@@ -125,7 +125,7 @@ def test_what_cannot_be_asked_is_refused_by_name(name, message):
 def test_other_parts_and_a_missing_library_are_refused(monkeypatch):
     for part, message in (
         ({"split": "test"}, "the splits 'train' and 'held_out'"),
-        ({"configuration": "main"}, "stand in"),
+        ({"configuration": "main"}, "are part of its name"),
     ):
         with pytest.raises(ValueError, match=message):
             list(read_questions("reasoning_gym:gcd", **part))
