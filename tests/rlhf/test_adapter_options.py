@@ -9,6 +9,7 @@ from peft import LoraConfig, PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from hybrid_engine.recipes import agent, dpo, grpo, kto, online_dpo, ppo, reward, sft
+from hybrid_engine.rlhf.batches.passes import RunPasses
 from hybrid_engine.rlhf.options.shared import AdapterOptions
 from hybrid_engine.rlhf.runs.checkpoints import OPTIONS, check_saved_options
 from hybrid_engine.rlhf.runs.checkpoints import _options as options_of
@@ -64,7 +65,7 @@ def test_dropout_acts_in_training_alone(config):
     for folder, result in zip(folders, results, strict=True):
         _, corpus = sft.load_corpus(config)
         net = AutoModelForCausalLM.from_pretrained(folder)
-        assert again(InEval(net), corpus) == pytest.approx(result["held_out_nats_per_token"], rel=1e-5)
+        assert again(InEval(net), corpus, RunPasses()) == pytest.approx(result["held_out_nats_per_token"], rel=1e-5)
 
 
 class InEval(torch.nn.Module):
