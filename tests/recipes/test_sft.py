@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hybrid_engine.recipes import sft
+from hybrid_engine.rlhf.batches.sequences import epochs_of_similar_length
 from hybrid_engine.rlhf.data.parts import load_parts
 from hybrid_engine.rlhf.data.reading import read_learned_rows
 from hybrid_engine.rlhf.options.sft import TASKS
@@ -86,7 +87,7 @@ def test_the_loss_is_that_of_the_marked_tokens_alone(config, model, chats):
     first = metrics_of(config)[0]["loss"]
     tokenizer, corpus = sft.load_corpus(config)
     rows, _ = load_parts(config.source, read_learned_rows)
-    batch = sft.epochs_of_similar_length([len(example) for example in corpus.train], 2, 1, config.seed)[0]
+    batch = epochs_of_similar_length([len(example) for example in corpus.train], 2, 1, config.seed)[0]
     net, total, count = AutoModelForCausalLM.from_pretrained(model), 0.0, 0
     for index in batch:
         marked = tokenizer.apply_chat_template(
