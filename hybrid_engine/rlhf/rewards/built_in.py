@@ -36,8 +36,9 @@ GROUND_TRUTH = "ground_truth"
 _WHOLE = r"(?:\d{1,3}(?:(?:,|\{,\}|,\\!)\d{3})+(?!\d)|\d+)"
 _DECIMAL = rf"(?:{_WHOLE}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
 _DASH = r"[-+\u2212\u2013\ufe63\uff0d]"
-# After a digit, a letter or a bracket a dash is not a sign: 3-5 is a range or a difference, 2024-12 a date.
-_SIGN = rf"(?:(?<![\w)\]}}%]){_DASH}|(?:(?<=[=:])|(?<=[=:] )|^){_DASH} )"
+# After a digit, a letter or a bracket a dash is not a sign: 3-5 is a range or a difference, 2024-12 a date. Before a
+# space it is a sign only after = and a colon: elsewhere it may begin an item of a list.
+_SIGN = rf"(?:(?<![\w)\]}}%]){_DASH}|(?:(?<=[=:])|(?<=[=:] )){_DASH} )"
 _MIXED = r"(?:(?P<whole>\d+) +(?=\d+ ?[/\u2044] ?\d))?"
 NUMBER = re.compile(rf"(?P<sign>{_SIGN})?[$€£¥]?{_MIXED}(?P<first>{_DECIMAL})(?P<others>(?: ?[/\u2044] ?{_DECIMAL})*)")
 _LATEX_FRACTION = re.compile(

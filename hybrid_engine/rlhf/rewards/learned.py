@@ -209,7 +209,7 @@ class LearnedReward:
         return encoded.prompt_ids, encoded.response_ids
 
     def _fit(self, prompt: list[int], response: list[int]) -> tuple[list[int], list[int]]:
-        """As many of the last tokens as the model has positions, with at least one of the prompt if it has any."""
+        """The last tokens that fit into the model's positions, with at least one of the prompt if it has any."""
         if self.num_positions is None:
             return prompt, response
         response = response[-(self.num_positions - 1) :]
