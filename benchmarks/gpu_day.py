@@ -54,7 +54,8 @@ SHOWN_LINES = 40
 class Part:
     """One process: what it answers, its command on a GPU and in the rehearsal, and the packages it cannot do without.
 
-    In a command `{csv}` stands for the file that its rows go to.
+    In a command `{csv}` stands for the file that its rows go to, `{folder}` for a folder of its own, `{processes}` for
+    how many to start.
     """
 
     name: str
@@ -69,7 +70,8 @@ class Part:
     """With less it would teach nothing."""
 
 
-TESTS = ("-m", "pytest", "-vv", "-p", "no:cacheprovider", "-rs", "-n", "{processes}")
+# Appended: in front of Python's path this folder would hide the installed package, of which it has only a part.
+TESTS = ("-m", "pytest", "-vv", "-p", "no:cacheprovider", "--import-mode=append", "-rs", "-n", "{processes}")
 # By name: collecting all files would import what only the recipes need.
 TEST_FILES = tuple(
     str(path.relative_to(ROOT))
@@ -77,6 +79,7 @@ TEST_FILES = tuple(
     if re.search(r"mark\.(multi)?gpu", path.read_text())
 )
 TABLES = ("rich",)
+COMMAND = ("-c", "import sys; from hybrid_engine.cli.cli import main; sys.exit(main())")
 ROLLOUT = ("benchmarks/bench_rollout.py", "--dtype", "bfloat16", "--repeats", "3", "--csv", "{csv}")
 # A Llama of 1.0 billion parameters.
 ROLLOUT_SHAPE = (
@@ -102,8 +105,18 @@ PARTS = (
     Part(
         "kernels", "is every kernel right in every dtype, at odd sizes, on poisoned memory",
         (*TESTS, *(f"tests/ops/test_kernels_{name}.py" for name in
-                   ("softmax_context", "gemm", "sample", "moe", "block_copy", "linear_log_prob", "model"))),
+                   ("softmax_context", "gemm", "sample", "moe", "block_copy", "linear_log_prob", "model", "exact"))),
         (*TESTS, "tests/ops/test_kernels_compile.py"), ("pytest", "xdist"), is_alone=False,
+    ),
+    Part(
+        "doctor", "does `hybrid-engine doctor --gpu` find all well",
+        (*COMMAND, "doctor", "--gpu"), (*COMMAND, "doctor"), TABLES, seconds=120,
+    ),
+    Part(
+        "recipe", "does GRPO learn to add, in bf16, and do log-probabilities of rollout and trainer agree",
+        (*COMMAND, "grpo", "--out", "{folder}", "--steps", "10", "--eval-every", "0"),
+        (*COMMAND, "grpo", "--out", "{folder}", "--steps", "1", "--rollout-size", "8", "--eval-every", "0"),
+        ("rich", "datasets"), seconds=180, least_seconds=90,
     ),
     Part(
         "decode", "are the goals of a decode step met",
@@ -124,6 +137,11 @@ PARTS = (
         "ppo", "how much faster than transformers is a step of PPO",
         ("benchmarks/bench_ppo_step.py", "--csv", "{csv}"),
         ("benchmarks/bench_ppo_step.py", "--small", "--csv", "{csv}"), TABLES,
+    ),
+    Part(
+        "train", "is a training step as fast as a plain PyTorch loop's",
+        ("benchmarks/bench_train.py", "--repeats", "3", "--csv", "{csv}"),
+        ("benchmarks/bench_train.py", "--small", "--processes", "1", "--csv", "{csv}"), TABLES, seconds=180,
     ),
     Part(
         "ops", "is each kernel faster than PyTorch's best way",
@@ -303,6 +321,10 @@ def install(site: str, environment: dict[str, str]) -> None:
         command = [sys.executable, "-m", "pip", "install", *options, str(source)]
         if subprocess.run(command, env=environment, cwd=folder, timeout=300).returncode != 0:
             sys.exit("gpu_day.py: the package could not be installed; see above")
+    # Tests look for files of this folder beside themselves.
+    for path in ROOT.iterdir():
+        if path.name != "hybrid_engine" and not path.name.startswith("."):
+            (Path(site) / path.name).symlink_to(path)
 
 
 def run(part: Part, args: argparse.Namespace, machine: dict, environment: dict[str, str]) -> dict:
@@ -313,7 +335,8 @@ def run(part: Part, args: argparse.Namespace, machine: dict, environment: dict[s
     files = {kind: args.results / f"{part.name}.{kind}" for kind in ("log", "csv", "json", "failures")}
     for path in files.values():
         path.unlink(missing_ok=True)
-    values = {"csv": files["csv"], "processes": max(1, min(8, (os.cpu_count() or 1) // 2))}
+    folder = args.results / f"{part.name}-run"
+    values = {"csv": files["csv"], "folder": folder, "processes": max(1, min(8, (os.cpu_count() or 1) // 2))}
     command = [sys.executable, *(in_full(word).format(**values) for word in words)]
     record = {
         "part": part.name, "question": part.question, "status": "started", "seconds": 0.0, "limit_seconds": seconds,
@@ -378,8 +401,10 @@ def last_words(lines: list[str]) -> str:
 
 
 def write_record(path: Path, record: dict) -> None:
-    """As JSON."""
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    """As JSON, in one step: a summary may be written beside it."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(record, indent=1) + "\n")
+    unfinished.replace(path)
 
 
 def write_summary(folder: Path) -> None:

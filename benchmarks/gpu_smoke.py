@@ -59,6 +59,7 @@ def build_engine(model: PreTrainedModel, dtype: str = "bfloat16", zero: dict | N
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": zero or {"stage": 0},
         "bf16": {"enabled": dtype == "bfloat16"},
+        "fp16": {"enabled": dtype == "float16", "initial_scale_power": 8},
         "hybrid_engine": {"enabled": True, "max_out_tokens": PROMPT + NEW, "print_latency": False} | generation,
     }
     engine, *_ = hybrid_engine.initialize(model=model, config=config)
@@ -195,6 +196,36 @@ def check_offload(dtype: str) -> str:
     return f"{said}; offload_states() freed {freed / 2**20:.0f} MiB"
 
 
+def check_exact(dtype: str) -> str:
+    """In exact mode the rollout's log-probabilities are the trainer's to the bit, before a step and after it."""
+    engine = build_engine(build_llama(), dtype, exact=True)
+    for _ in range(2):
+        output = engine.eval() and roll_out(engine, do_sample=True, top_k=0)
+        engine.train()
+        logits = engine(input_ids=output.sequences).logits[:, PROMPT - 1 : -1]
+        trained = token_logprobs(logits, output.sequences[:, PROMPT:])
+        if not torch.equal(trained, output.logprobs):
+            apart = (trained - output.logprobs).abs().max().item()
+            raise RuntimeError(f"log-probabilities of rollout and trainer differ by {apart:.3g}")
+        train_step(engine, output)
+    return "equal to the bit"
+
+
+def check_async_answers(dtype: str) -> str:
+    """Groups of answers that a thread decodes have the tokens of `generate()`."""
+    engine = build_engine(build_llama(), dtype).eval()
+    expected = roll_out(engine).sequences[:, PROMPT:].tolist()
+    ids = prompts(engine.device)
+    options = {"do_sample": False, "min_new_tokens": NEW, "max_new_tokens": NEW, "pad_token_id": 0}
+    with engine.generate_async(ids, torch.ones_like(ids), **options) as rollout:
+        found = {group.index: group.answers[0].tokens for group in rollout}
+    if sorted(found) != list(range(len(expected))):
+        raise RuntimeError(f"answers to prompts {sorted(found)} alone")
+    if dtype == "float32" and [found[i] for i in range(len(expected))] != expected:
+        raise RuntimeError("other tokens than generate()'s")
+    return f"{len(found)} answers"
+
+
 def all_checks() -> list[tuple[str, Callable[[], str]]]:
     """By name, in the order in which they say most about those that follow."""
     checks: list[tuple[str, Callable[[], str]]] = []
@@ -216,6 +247,10 @@ def all_checks() -> list[tuple[str, Callable[[], str]]]:
         ),
         ("LoRA, bfloat16", partial(check_lora, "bfloat16")),
         ("offload, bfloat16", partial(check_offload, "bfloat16")),
+        ("cycle of a Llama, float16", partial(check_cycle, build_llama, "float16")),
+        ("exact mode, float32", partial(check_exact, "float32")),
+        ("exact mode, bfloat16", partial(check_exact, "bfloat16")),
+        ("answers in the order in which they end, float32", partial(check_async_answers, "float32")),
     ]
 
 
