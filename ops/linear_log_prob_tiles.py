@@ -227,7 +227,7 @@ def add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> 
 
 def product_fp32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """`left @ right` in fp32, a term of a sum; on a CPU a 16-bit product is rounded to 16 bits first."""
-    if left.is_cuda and left.dtype != torch.float32:
+    if left.is_cuda and left.dtype.itemsize == 2:
         return torch.mm(left, right, out_dtype=torch.float32)
     return product(left, right).float()
 

@@ -71,7 +71,7 @@ GATED_BLOCK = 1024
 
 def linear_fp32(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`[N, out]` fp32. On a CPU a 16-bit product is rounded first: other products of torch copy the weight."""
-    if not input.is_cuda or input.dtype == torch.float32:
+    if not input.is_cuda or input.dtype.itemsize > 2:
         return linear_by_rows(input, weight, bias)
     output = torch.mm(input, weight, out_dtype=torch.float32)
     return output if bias is None else output + bias

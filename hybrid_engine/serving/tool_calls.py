@@ -8,14 +8,17 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
-from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.generation.guides import JSON_SPACE
 
 AUTO, NONE, OWN = "auto", "none", "tokenizer"
+MAX_DEPTH = 200
+"""Most brackets in one another of a call's arguments, as in the body of a request; deeper ones stay text."""
+_BRACKET = re.compile(r"[\[\]{}]")
 
 
 class Form(NamedTuple):
@@ -305,7 +308,10 @@ def _with_object(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
+    arguments = function["arguments"]
+    if max(accumulate(1 if sign in "[{" else -1 for sign in _BRACKET.findall(arguments)), default=0) > MAX_DEPTH:
+        return call
     try:
-        return call | {"function": function | {"arguments": from_json(function["arguments"])}}
-    except ValueError:
+        return call | {"function": function | {"arguments": json.loads(arguments)}}
+    except (ValueError, RecursionError):
         return call

@@ -262,7 +262,8 @@ def test_steps_of_a_workspace_that_is_no_more_are_dropped_at_once():
     (old,) = engine.generator.native.steps._kept.values()
     old = weakref.ref(old)
     rollout(engine, prompts=padded_prompts(num_prompts=12), max_new_tokens=20)
-    engine.generator.native.steps.recorder.tapes.clear()  # a stand-in's, which hold their tensors
+    if isinstance(recorder := engine.generator.native.steps.recorder, TapeRecorder):
+        recorder.tapes.clear()  # which hold their tensors
     gc.collect()
     assert old() is None
 

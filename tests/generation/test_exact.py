@@ -52,7 +52,7 @@ def rollout(engine, input_ids, mask, **options):
 def trainer_logprobs(engine, output, mask):
     """Of a rollout's responses, by the engine's forward in training mode, with gradients; 0 on padding."""
     width = mask.shape[1]
-    is_response = torch.arange(output.logprobs.shape[1]) < output.lengths[:, None]
+    is_response = torch.arange(output.logprobs.shape[1], device=output.logprobs.device) < output.lengths[:, None]
     full = torch.cat([mask, is_response.long()], 1)
     engine.train()
     logits = engine(input_ids=output.sequences, attention_mask=full).logits[:, width - 1 : -1]

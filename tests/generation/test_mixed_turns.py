@@ -102,7 +102,6 @@ def test_adapters(passes):
     assert_unchanged(build(has_lora=True), passes)
 
 
-@pytest.mark.skipif(CUDA, reason="exact mode runs on a CPU")
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_in_exact_mode_log_probabilities_keep_their_bits(family, monkeypatch):
     engine = build(family, exact=True)

@@ -178,9 +178,11 @@ def test_after_a_warm_up_no_rollout_records_anything(empty_cache, capsys):
     options = {"do_sample": True, "top_k": 0, "pad_token_id": PAD}
     result = engine.warm_up(num_prompts=6, prompt_length=4, **options)
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert result.graphs == 4 and result.probe_seconds > 0  # 1, 2, 4 and 8 rows
+    assert result.graphs == 4  # 1, 2, 4 and 8 rows
+    assert (result.probe_seconds > 0) != torch.cuda.is_available()  # on a GPU the engine was probed when it was built
     assert result.seconds >= result.probe_seconds + result.graph_seconds > 0
-    assert re.search(r"warm-up: .* s, of these .* for the probe and .* for 4 graphs", capsys.readouterr().out)
+    probe = "nothing to probe" if torch.cuda.is_available() else r".* for the probe"
+    assert re.search(rf"warm-up: .* s, of these {probe} and .* for 4 graphs", capsys.readouterr().out)
     input_ids, mask = (tensor.to(engine.device) for tensor in padded_prompts())
     engine.generate(input_ids, attention_mask=mask, max_new_tokens=55, seed=1, **options)
     assert engine.latency_stats()["graph_captures"] == 0

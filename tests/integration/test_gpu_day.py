@@ -64,6 +64,18 @@ def test_processes_that_a_part_starts_import_the_package_as_it_is_installed(tmp_
     assert (record["status"], record["result"]) == ("passed", "fresh True")
 
 
+def test_tests_run_on_the_package_as_it_is_installed(tmp_path):
+    """The folder of the repository has `hybrid_engine` too, without ops, containers and recipes."""
+    gpu_day.install(str(tmp_path), gpu_day.build_environment("cpu"))
+    (tmp_path / "where.py").write_text(
+        "import sys\ndef pytest_unconfigure():\n    print(sys.modules['hybrid_engine'].__file__)"
+    )
+    words = (*gpu_day.TESTS[:-2], "-p", "where", "tests/ops/test_vocabulary.py")
+    record = run(gpu_day.Part("tests", "", words, words), tmp_path)
+    assert (record["status"], record["result"]) == ("failed", f"{tmp_path}/hybrid_engine/__init__.py")
+    assert " passed" in (tmp_path / "tests.log").read_text()
+
+
 def test_nothing_runs_without_torch_or_without_a_gpu_unless_it_is_a_rehearsal():
     with pytest.raises(SystemExit, match=r"torch, triton missing from .*; nothing can run without"):
         gpu_day.refuse_where_nothing_can_run(MACHINE | {"missing": ["torch", "triton"]}, "cpu")
@@ -75,7 +87,8 @@ def test_nothing_runs_without_torch_or_without_a_gpu_unless_it_is_a_rehearsal():
 def test_every_part_has_a_script_that_is_there_and_all_gpu_tests_are_in_one():
     for one in gpu_day.PARTS:
         files = [word for word in (*one.on_gpu, *one.rehearsal) if word.endswith(".py")]
-        assert files and all((ROOT / file).exists() for file in files), one.name
+        assert files or one.on_gpu[:2] == gpu_day.COMMAND, one.name
+        assert all((ROOT / file).exists() for file in files), one.name
         assert one.seconds <= 480
     assert {
         "tests/integration/test_gpu.py",

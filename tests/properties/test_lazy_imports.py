@@ -107,6 +107,32 @@ def test_an_engine_that_only_trains_loads_no_extension_and_few_modules():
     assert len(modules) <= MOST_MODULES, sorted(modules)
 
 
+OF_EXTRAS = (
+    "starlette",
+    "uvicorn",
+    "pydantic",
+    "pydantic_core",
+    "prometheus_client",
+    "llguidance",
+    "math_verify",
+    "openai",
+)
+"""Modules of packages that only an extra requires."""
+
+
+def test_recipes_are_imported_without_the_packages_of_extras():
+    recipes = [n for n in FILES if n.startswith("hybrid_engine.recipes.") and not n.endswith((".agent", ".serve"))]
+    assert len(recipes) > 6
+    source = f"""
+import importlib, sys
+sys.modules.update(dict.fromkeys({OF_EXTRAS}))
+for name in {recipes}:
+    importlib.import_module(name)
+"""
+    result = fresh_python.run_python("-c", source)
+    assert result.returncode == 0, result.stderr
+
+
 def test_importing_the_package_changes_no_finder_and_imports_nothing_else():
     source = """
 import sys
