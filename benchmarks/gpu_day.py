@@ -149,7 +149,7 @@ PARTS = (
     ),
     Part(
         "profile", "where does the time of a decode step go",
-        ("benchmarks/profile_decode.py", "--csv", "{csv}"),
+        ("benchmarks/profile_decode.py", "--shape", "opt-1.3b", "--batch", "1", "8", "--csv", "{csv}"),
         ("benchmarks/profile_decode.py", "--small", "--csv", "{csv}"),
     ),
     Part(
@@ -223,13 +223,17 @@ def run_all(args: argparse.Namespace, machine: dict, environment: dict[str, str]
 
 
 def pack(folder: Path, archive: Path | None) -> None:
-    """Puts the folder into the archive, which is whole at every moment."""
+    """Puts the folder into the archive, which is whole at every moment; not the weights that a recipe writes."""
     if archive is None:
         return
+
+    def choose(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        return None if member.name.endswith((archive.name, ".safetensors", ".pt", ".distcp")) else member
+
     archive.parent.mkdir(parents=True, exist_ok=True)
     unfinished = archive.with_name(f".{archive.name}")
     with tarfile.open(unfinished, "w:gz") as file:
-        file.add(folder, arcname="gpu", filter=lambda member: None if member.name.endswith(archive.name) else member)
+        file.add(folder, arcname="gpu", filter=choose)
     unfinished.replace(archive)
 
 
