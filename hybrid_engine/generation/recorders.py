@@ -10,10 +10,11 @@ and the tape keeps the intermediate results.
 Weights and workspace must stay at their addresses while a graph or tape is used.
 """
 
+import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
@@ -88,12 +89,27 @@ class CudaGraphs:
 
     def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
         """Records the launches of `run` and returns the replay. `run` was called before, so everything is compiled."""
-        with LAUNCHES, on_device(self._device):
+        with LAUNCHES, on_device(self._device), _without_collection():
             graph = torch.cuda.CUDAGraph()
             # Other threads, such as the one that watches collectives, may use the device meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 run()
         return graph.replay
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Inside, Python collects no garbage.
+
+    If it frees a dropped graph or a kernel's module, the driver refuses that call and invalidates the capture.
+    """
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 class FedRows(NamedTuple):

@@ -222,7 +222,7 @@ def test_of_prompts_that_come_at_once_the_first_are_answered_before_the_last_are
         while batch.has_work:
             turn(batch, told)
     if CUDA:
-        assert passes.fed[:2] == [(0, [(0, 4), (0, 4), (0, 4)]), (3, [])]
+        assert passes.fed[:2] == [(0, [(0, 4), (0, 4), (0, 4)]), (4, [])]  # a recorded step of four rows
     else:
         assert passes.fed[:3] == [(0, [(0, 4), (0, 4)]), (2, [(0, 4)]), (3, [])]
     assert told == expected

@@ -1,7 +1,9 @@
 """CUDA devices, events and captures, on stand-ins of torch.cuda that note the device of each call and its thread."""
 
+import gc
 import threading
 import time
+import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -139,8 +141,10 @@ def captures(cuda, monkeypatch):
         assert not under_way, "two captures at once"
         under_way.append(graph)
         noted.append((cuda.current, stream.device))
-        yield
-        under_way.remove(graph)
+        try:
+            yield
+        finally:
+            under_way.remove(graph)
 
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
@@ -171,6 +175,56 @@ def test_captures_of_several_threads_wait_for_each_other_each_on_its_own_device(
     for thread in threads:
         thread.join()
     assert sorted(captures) == [(0, 0), (1, 1)]
+
+
+class Dropped:
+    """In a cycle with itself, as a dropped engine is with its parts: only the collector frees it."""
+
+    def __init__(self, part=None):
+        self.own, self.part = self, part
+
+
+@pytest.fixture
+def collect_always():
+    """Any allocation may begin a collection."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1)
+    yield
+    gc.set_threshold(*thresholds)
+
+
+def test_no_garbage_is_collected_while_a_graph_is_recorded(captures, collect_always):
+    """The driver refuses to free a graph or a kernel's module then, and the capture is lost."""
+    freed = []
+
+    def run():
+        weakref.finalize(Dropped(), freed.append, "in the capture")
+        assert [Dropped() for _ in range(2000)] and not freed
+
+    graphs = CudaGraphs(torch.device("cuda", 0))
+    graphs.capture(run)
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError):
+        graphs.capture(lambda: 1 / 0)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        freed.clear()
+        graphs.capture(run)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a driver that refuses")
+def test_a_graph_that_nobody_holds_spoils_no_capture(collect_always):
+    values = torch.ones(8, device="cuda")
+    Dropped(CudaGraphs(values.device).capture(lambda: values.add_(1)))
+    replay = CudaGraphs(values.device).capture(lambda: [Dropped() for _ in range(2000)] and values.add_(1))
+    replay()
+    torch.cuda.synchronize()
+    assert values[0] == 2
 
 
 def can_capture():

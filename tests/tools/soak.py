@@ -59,7 +59,10 @@ NUDGE = 0.005
 MAY_DIFFER = 0.01
 """Between two log-probabilities of the same token."""
 FINISH_SECONDS = 5
-OPTIONS = ("--longest", "512", "--max-running", "16", "--max-waiting", "128", "--finish-seconds", str(FINISH_SECONDS))
+OPTIONS = (
+    *("--longest", "512", "--max-running", "16", "--max-waiting", "128", "--finish-seconds", str(FINISH_SECONDS)),
+    *("--dtype", "fp32"),  # on a GPU too, where bf16 is the default: other rows of a batch change its tokens
+)
 GIVES_BACK = {
     "MALLOC_ARENA_MAX": "2",
     "MALLOC_MMAP_THRESHOLD_": "131072",

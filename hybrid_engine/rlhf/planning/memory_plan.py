@@ -29,6 +29,9 @@ class MemoryPart(NamedTuple):
     """Formula of the bytes, in words."""
 
 
+NO_WORKSPACES = MemoryPart("matrix products", 0, "")
+
+
 class Shape(NamedTuple):
     """Properties of a parameter that determine its memory."""
 
@@ -88,6 +91,8 @@ class MemoryPlan:
     """Whether a step has several passes, the later of which find gradients."""
     generation: list[MemoryPart]
     """Parts that generation needs in addition to the kept ones; empty if nothing is generated."""
+    workspaces: MemoryPart = NO_WORKSPACES
+    """Workspaces of the GPU's library of matrix products, which it keeps from its first call on."""
     has_state: bool = True
     """Whether the optimizer has its state in the largest pass; it does not in the first step."""
     fuses_at_once: bool = True
@@ -96,7 +101,7 @@ class MemoryPlan:
     @property
     def kept_bytes(self) -> int:
         """Bytes of the parts that exist during the whole run."""
-        return sum(part.num_bytes for role in self.roles for part in role.kept)
+        return self.workspaces.num_bytes + sum(part.num_bytes for role in self.roles for part in role.kept)
 
     @property
     def training_peak_bytes(self) -> int:
@@ -137,6 +142,9 @@ class MemoryPlan:
         for role in self.roles:
             yield role.name
             yield from _lines([*role.kept, role.gradients, *role.passing])
+        if self.workspaces.num_bytes:
+            yield "cuBLAS, during the whole run"
+            yield from _lines([self.workspaces])
         if self.generation:
             yield "generating, in addition to what is kept"
             yield from _lines(self.generation)
@@ -157,6 +165,7 @@ class MemoryPlan:
         }
         return {
             "roles": roles,
+            "workspaces": [self.workspaces._asdict()] if self.workspaces.num_bytes else [],
             "generation": [part._asdict() for part in self.generation],
             "training_peak_bytes": self.training_peak_bytes,
             "generation_peak_bytes": self.generation_peak_bytes,

@@ -4,6 +4,8 @@
 """
 
 import math
+import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +23,7 @@ from hybrid_engine.generation.scheduler import MAX_PREFILL_TOKENS
 from hybrid_engine.rlhf.batches.sequences import ValueModel, recompute_activations
 from hybrid_engine.rlhf.options.shared import AdapterOptions, AnswerOptions, RolloutRunOptions, TrainingOptions
 from hybrid_engine.rlhf.planning.memory_plan import (
+    NO_WORKSPACES,
     OF_PASSES,
     MemoryPart,
     MemoryPlan,
@@ -85,7 +88,13 @@ def _plan_of(read: Read, setting: Setting, largest: Pass) -> MemoryPlan:
     """The plan of a run whose largest training pass is `largest`."""
     with torch.device("meta"):
         roles, actor = _roles(read, setting, largest)
-        plan = MemoryPlan(roles=roles, accumulates=largest.has_gradients, generation=[], has_state=largest.has_state)
+        plan = MemoryPlan(
+            roles=roles,
+            accumulates=largest.has_gradients,
+            generation=[],
+            workspaces=_workspaces(setting.device, read.answered is not None),
+            has_state=largest.has_state,
+        )
         if read.answered is None:
             return plan
         at_once = _generation(actor, read.answered.longest, setting, is_streamed=False)
@@ -95,6 +104,24 @@ def _plan_of(read: Read, setting: Setting, largest: Pass) -> MemoryPlan:
             generation = _generation(actor, read.answered.longest, setting, is_streamed=True)
             return replace(plan, generation=generation, fuses_at_once=False)
     return replace(plan, generation=at_once)
+
+
+def _workspaces(device: str, generates: bool) -> MemoryPart:
+    """One workspace for each thread and stream with matrix products: forward and backward passes, recorded steps.
+
+    PyTorch keeps one "for each combination of cuBLAS handle and CUDA stream", of 32 MiB on Hopper and of 8 MiB on
+    other GPUs unless CUBLAS_WORKSPACE_CONFIG says otherwise (its notes on CUDA semantics, "cuBLAS workspaces").
+    """
+    if device != "cuda":
+        return NO_WORKSPACES
+    major, _ = torch.cuda.get_device_capability()
+    buffers = os.environ.get("CUBLAS_WORKSPACE_CONFIG") or (":4096:8" if major == 9 else ":4096:2:16:8")
+    size = 1024 * sum(int(kib) * int(count) for kib, count in re.findall(r":(\d+):(\d+)", buffers))
+    number = 3 if generates else 2
+    formula = f"{number} workspaces: of forward passes, of backward passes" + (
+        ", of recorded steps" if generates else ""
+    )
+    return NO_WORKSPACES._replace(num_bytes=number * size, formula=formula)
 
 
 def _roles(read: Read, setting: Setting, largest: Pass) -> tuple[list[RolePlan], nn.Module]:
