@@ -101,12 +101,14 @@ def read_guide(option: str, value: Any, tokenizer: Any, json_space: str | None =
     try:
         trial = _try(_read_tokenizer(tokenizer).trials, grammar)
     except TimeoutError as error:
-        raise GuideError(f"{option} cannot guide: {error}; make it smaller") from error
+        raise GuideError(f"{option} cannot be used as a guide: {error}; make it smaller") from error
     if trial.failure:
-        raise GuideError(f"{option} cannot guide: {trial.failure}; make it smaller")
+        raise GuideError(f"{option} cannot be used as a guide: {trial.failure}; make it smaller")
     if trial.problem:
         beside = "" if json_space is None else f" with guided_whitespace_pattern={json_space!r}"
-        raise ValueError(f"{option}={value!r}{beside} cannot guide: {trial.problem.strip().splitlines()[0]}")
+        raise ValueError(
+            f"{option}={value!r}{beside} cannot be used as a guide: {trial.problem.strip().splitlines()[0]}"
+        )
     return guide
 
 
@@ -122,8 +124,8 @@ def guide_of(option: str, value: Any, json_space: str | None = None) -> tuple[st
     kind = option.removeprefix("guided_")
     if json_space is not None and (kind != "json" or not isinstance(json_space, str)):
         raise ValueError(
-            f"guided_whitespace_pattern={json_space!r} must be a regular expression beside guided_json, not {option}; "
-            "leave it out"
+            f"guided_whitespace_pattern={json_space!r} must be a regular expression and applies to guided_json, not to "
+            f"{option}; leave it out"
         )
     if kind == "choice":
         is_list = isinstance(value, list | tuple) and len(value) > 0
@@ -351,8 +353,8 @@ def _check_state(matcher: Any, guide: tuple[str, str], num_tokens: int = 0) -> N
     if matcher.is_error() or matcher.stop_reason() in _GIVEN_UP:
         reason = (matcher.get_error() or matcher.stop_reason()).strip().splitlines()[0]
         raise GuideError(
-            f"guided_{guide[0]} gave up after {num_tokens} tokens of the text: {reason}; make it smaller, or let it "
-            "allow fewer ways to go on at once"
+            f"guided_{guide[0]} gave up after {num_tokens} tokens of the text: {reason}; simplify it, or "
+            "allow fewer continuations at a time"
         )
 
 

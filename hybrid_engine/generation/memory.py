@@ -232,7 +232,7 @@ def read_memory(memory: float | str | None, device_type: str, name: str = "memor
     if not 0 < share <= 1:
         raise ValueError(
             f"{name}={memory!r} must be a fraction of the free memory, above 0 and up to 1, or a size with its unit, "
-            "such as 6GiB; give one"
+            "such as 6GiB"
         )
     return MemoryLimit(text, None, share)
 

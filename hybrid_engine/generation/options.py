@@ -327,7 +327,7 @@ def _guide(given: dict[str, Any], tokenizer: Any, json_space: str | None) -> tup
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} cannot both guide a row; pass one of them")
     if not given and json_space is not None:
-        raise ValueError(f"guided_whitespace_pattern={json_space!r} has no guided_json to shape; pass both or neither")
+        raise ValueError(f"guided_whitespace_pattern={json_space!r} needs guided_json; pass both or neither")
     if not given:
         return None
     from hybrid_engine.generation.guides import read_guide

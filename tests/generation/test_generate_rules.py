@@ -379,14 +379,17 @@ def test_a_guide_that_is_given_up_is_an_error_and_no_end_of_the_text(guided, tok
 @pytest.mark.parametrize(
     ("guide", "told"),
     [
-        ({"guided_json": {"type": "integer", "multipleOf": 99999999}}, "guided_json cannot guide: .* longer than 1 s"),
+        (
+            {"guided_json": {"type": "integer", "multipleOf": 99999999}},
+            "guided_json cannot be used as a guide: .* longer than 1 s",
+        ),
         (
             {
                 "guided_grammar": "\n".join(
                     ["start: r0", *(f'r{n}: "a" | "b" r{n + 1}' for n in range(9000)), 'r9000: "c"']
                 )
             },
-            "guided_grammar cannot guide: llguidance fails at its depth",
+            "guided_grammar cannot be used as a guide: llguidance fails at its depth",
         ),
     ],
 )

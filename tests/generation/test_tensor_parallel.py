@@ -260,7 +260,7 @@ def test_no_process_ever_holds_the_whole_model(shared):
 def test_what_processes_cannot_share_is_an_error_on_all(shared):
     for rank, part in enumerate(shared):
         options, outside, processes, heads = part[4][0]
-        assert "rank 1 of a tensor-parallel group has other options" in options
+        assert "rank 1 of a tensor-parallel group has different options" in options
         assert "input_ids[0, 0]=1000" in outside
         assert "hybrid_engine.inference_tp_size=3 must divide the number of processes 2; use one of 1, 2" in processes
         assert "num_attention_heads=3" in heads and "use one of 1" in heads

@@ -191,8 +191,8 @@ def start_async(generator: Generator, call: GenerateCall, earlier: Carried | Non
     """
     if generator.group.size > 1:
         raise ValueError(
-            f"generate_async(): {generator.group.size} processes share the model and take all turns together, and a "
-            f"rollout that each may leave has none to share; call generate(), or set {generator.group.remedy}"
+            f"generate_async(): {generator.group.size} processes share the model and must take every turn together, "
+            f"but each may leave this rollout early; call generate(), or set {generator.group.remedy}"
         )
     sequences: list[Sequence] = []
     num_samples = 1
@@ -201,8 +201,8 @@ def start_async(generator: Generator, call: GenerateCall, earlier: Carried | Non
         sequences = request.sequences if request.plan is None else request.plan.sequences
         if request.plan is None and not request.local.is_drawn:
             raise ValueError(
-                f"generate_async(): {request.local.fallback}, and the model's own generate() ends all rows together; "
-                "leave it out, or call generate()"
+                f"generate_async(): {request.local.fallback}, and the model's own generate() returns all rows at "
+                "the end; leave it out, or call generate()"
             )
         _check_scores(sequences)
         num_samples = request.local.options.num_return_sequences
@@ -219,7 +219,7 @@ def _check_scores(sequences: list[Sequence]) -> None:
         ):
             if is_wanted:
                 raise ValueError(
-                    f"generate_async(): {name} is not in the groups that it hands out; leave it out, or call "
+                    f"generate_async(): {name} is not part of its groups of answers; leave it out, or call "
                     "generate() with return_dict_in_generate=True"
                 )
 

@@ -362,8 +362,8 @@ def open_own(generator: Generator, longest: int | None, release: ExitStack, call
     """
     if generator.group.size > 1:
         raise ValueError(
-            f"{caller}: {generator.fallback_reason}, and only models with containers serve {generator.group.size} "
-            f"processes that share them; set {generator.group.remedy}"
+            f"{caller}: {generator.fallback_reason}, and {generator.group.size} processes can only share a model "
+            f"with containers; set {generator.group.remedy}"
         )
     positions = getattr(generator.module.config.get_text_config(), "max_position_embeddings", None)
     limit = min(generator.config.max_out_tokens, positions or generator.config.max_out_tokens)

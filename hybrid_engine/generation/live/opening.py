@@ -177,7 +177,7 @@ class LiveBatchRequest(NamedTuple):
 
 def _check_free(generator: Generator, caller: str) -> None:
     if generator.is_live:
-        raise ValueError(f"{caller}: the model is in a live batch already, of serving() or generate_async(); end that")
+        raise ValueError(f"{caller}: the model is already in use by serving() or generate_async(); end that first")
 
 
 def _spare_bytes(generator: Generator, limit: MemoryLimit | None) -> int:
@@ -197,20 +197,18 @@ def _plan(generator: Generator, asked: LiveBatchRequest, memory: list[Memory]) -
     longest, max_running, is_linked, num_parts, caller = asked
     _check_free(generator, caller)
     if model is None or native is None:
-        kind, remedy = "several adapters at once", "serve one"
+        kind, remedy = "several adapters are served", "serve one"
         if num_parts == 1:
-            kind, remedy = f"{generator.group.size} processes that share them", f"set {generator.group.remedy}"
-        raise ValueError(
-            f"{caller}: {generator.fallback_reason}, and only models with containers serve {kind}; {remedy}"
-        )
+            kind, remedy = f"{generator.group.size} processes share it", f"set {generator.group.remedy}"
+        raise ValueError(f"{caller}: {generator.fallback_reason}, but a model needs containers where {kind}; {remedy}")
     if generator.group.size > 1 and not is_linked:
         raise ValueError(
-            f"{caller}: processes share the model, and requests come to one process alone; use serving(), or a process "
-            "with room for the model"
+            f"{caller}: processes share the model, but requests come to one process alone; use serving(), or a process "
+            "with memory for the whole model"
         )
     if generator.gatherer.is_streamed and (is_linked or num_parts > 1):
         raise ValueError(
-            f"{caller}: layers are gathered one by one, which serves neither processes that share the model nor "
+            f"{caller}: layers are gathered one by one, which works neither where processes share the model nor with "
             "several adapters; use more processes, or serve one adapter"
         )
     limit = min(config.max_out_tokens, (model.max_positions or config.max_out_tokens) + 1)

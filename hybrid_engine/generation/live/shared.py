@@ -358,7 +358,7 @@ class LeadingBatch:
         self.link.send_call("stay")
         state = self.link.highest(_LEAVES)
         if state == _FAILED:
-            raise FollowedError("a process that follows stopped at an error")
+            raise FollowedError("a following process stopped with an error")
         self.is_needed = state == _STAYS
 
 

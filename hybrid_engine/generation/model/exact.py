@@ -137,7 +137,7 @@ class ExactModel(InferenceModel):
                 raise UnsupportedModelError(text)
             need_kernels(self)
         if any(rotary.depends_on_length for rotary in self.angles.rotaries.values()):
-            raise UnsupportedModelError("its rotary angles depend on how long a sequence becomes")
+            raise UnsupportedModelError("its rotary angles depend on the final length of a sequence")
         if "logits_to_keep" not in inspect.signature(self.base.forward).parameters:
             raise UnsupportedModelError(f"{type(self.base).__name__}.forward() has no logits_to_keep")
         configs = [getattr(part, "config", None) for part in module.modules()]

@@ -91,7 +91,7 @@ class LayerSums:
     @contextmanager
     def _noting_who_left(self) -> Iterator[dist.ProcessGroup]:
         if self._group is None:
-            raise FollowedError("an error has parted the processes that share this model; start them again")
+            raise FollowedError("after an error the processes that share this model are out of step; start them again")
         try:
             yield self._group
         except RuntimeError as error:
@@ -266,7 +266,9 @@ def check_parts(model: nn.Module, is_exact: bool, tp_size: int) -> None:
             "unit, by its plan; leave it out"
         )
     if is_exact:
-        raise ValueError("hybrid_engine.exact: a model that a plan splits sums in parts; leave hybrid_engine.exact out")
+        raise ValueError(
+            "hybrid_engine.exact: a model split by a plan adds up sums in parts; leave hybrid_engine.exact out"
+        )
     agree(lambda: _check_containers(model, size // num_stages_of(model)))
 
 
@@ -303,20 +305,20 @@ def layers_of_stages(model: nn.Module, root: nn.Module, containers: InferenceMod
         path = None if view is None else paths[id(view.module)]
         if path is not None and stage not in stages_of(model, path):
             raise ValueError(
-                f"plan.stages: {path!r} is of stage {min(stages_of(model, path))}, and rollouts have it in stage "
+                f"plan.stages: {path!r} belongs to stage {min(stages_of(model, path))}, but rollouts run it in stage "
                 f"{stage}; move it there"
             )
     layers = [paths[id(layer.module)] for layer in containers.layers]
     stages = [sorted(stages_of(model, path)) for path in layers]
     for path, found in zip(layers, stages, strict=True):
         if len(found) != 1:
-            raise ValueError(f"plan.stages: {path!r} lies in the stages {found}, and rollouts take it in one; join it")
+            raise ValueError(f"plan.stages: {path!r} is spread over the stages {found}; rollouts need it in one")
     order = [found[0] for found in stages]
     counts = [order.count(stage) for stage in range(num_stages)]
     if order != sorted(order) or not all(counts):
         raise ValueError(
-            f"plan.stages: the {len(layers)} layers are of the stages {order}; rollouts need at least one in each of "
-            f"the {num_stages}, in their order; name the modules of each stage"
+            f"plan.stages: the {len(layers)} layers belong to the stages {order}; rollouts need at least one in each "
+            f"of the {num_stages}, in order; name the modules of each stage"
         )
     return tuple(range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(num_stages))
 

@@ -144,8 +144,8 @@ class Generator:
         most, fewest = self.partners.highest([torch.get_num_threads(), -torch.get_num_threads()])
         if most != -fewest:
             raise UnsupportedModelError(
-                f"processes compute with {-fewest} to {most} threads, which sum large products in other orders; set "
-                "OMP_NUM_THREADS alike on all of them"
+                f"processes use {-fewest} to {most} threads, which add up large products in different orders; set the "
+                "same OMP_NUM_THREADS on all of them"
             )
 
     @property

@@ -91,8 +91,8 @@ def check_only_native(bids: list[Bid], fallback: str) -> None:
     for rank, bid in enumerate(bids):
         if bid.only_native is not None:
             raise ValueError(
-                f"{bid.only_native} of rank {rank} is served by inference containers only, and the model's own "
-                f"generate() has to run: {fallback}; leave one of them out"
+                f"{bid.only_native} of rank {rank} needs inference containers, but the model's own generate() has to "
+                f"run: {fallback}; leave one of them out"
             )
 
 
@@ -131,18 +131,18 @@ def check_agreement(shares: list[Share], has_same_prompts: bool) -> None:
     for rank, share in enumerate(shares):
         if share.options != first.options:
             raise ValueError(
-                f"generate(): rank {rank} of a tensor-parallel group has other options than its first rank, "
+                f"generate(): rank {rank} of a tensor-parallel group has different options from its first rank, "
                 f"{share.options} and {first.options}; pass the same options on every process"
             )
         if has_same_prompts and share.of_prompts != first.of_prompts:
             raise ValueError(
-                f"generate(): rank {rank} of a tensor-parallel group has other row_options than its first rank; pass "
-                "the same on every process"
+                f"generate(): rank {rank} of a tensor-parallel group has different row_options from its first rank; "
+                "pass the same on every process"
             )
         if has_same_prompts and share.prompts != first.prompts:
             raise ValueError(
-                f"generate(): rank {rank} of a tensor-parallel group has other prompts than its first rank; pass "
-                "the same input_ids and attention_mask on every process"
+                f"generate(): rank {rank} of a tensor-parallel group has different prompts from its first rank; "
+                "pass the same input_ids and attention_mask on every process"
             )
 
 
@@ -308,7 +308,7 @@ def read_call(generator: Generator, call: GenerateCall) -> LocalRequest:
     check_result_fits(prompts, of_prompts)
     functions = read_functions(merged)
     if functions is not None and row_options is not None:
-        raise ValueError("row_options cannot be passed beside functions that are asked for all rows at once")
+        raise ValueError("row_options cannot be combined with functions that handle all rows at once")
     if any(of_prompt.rules.prompt_logprobs is not None for of_prompt in of_prompts):
         _check_can_score(options)
     kwargs = {name: value for name, value in kwargs.items() if name not in OWN_OPTIONS}
@@ -360,7 +360,7 @@ def _fall_back(generator: Generator, local: LocalRequest, merged: dict[str, Any]
     if mixes:
         raise ValueError(
             f"generate(): transformers' {type(generator.module).__name__} mixes up the rows of a batch, and "
-            f"row by row cannot be served here: {undrawn}; pass one row a call, or leave that out"
+            f"running row by row excludes this: {undrawn}; pass one row per call, or leave that out"
         )
     return replace(local, fallback=undrawn) if needs_rows else local
 
@@ -426,7 +426,7 @@ def _max_positions(generator: Generator) -> int | None:
 
 def _check_can_score(options: GenerationOptions) -> None:
     if not options.return_dict:
-        raise ValueError("prompt_logprobs is returned beside the tokens; pass return_dict_in_generate=True")
+        raise ValueError("prompt_logprobs needs return_dict_in_generate=True")
 
 
 def _reason_to_fall_back(

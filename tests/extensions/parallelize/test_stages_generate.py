@@ -227,7 +227,7 @@ def refusals(folder):
         "inference_tp_size=2": build_refused({"hybrid_engine": {"enabled": True, "inference_tp_size": 2}}),
         "hybrid_engine.exact": build_refused({"hybrid_engine": {"enabled": True, "exact": True}}),
         "schedule='1f1b_interleaved'": build_refused(model=two_each),
-        "the 2 layers are of the stages [1, 1]": build_refused(model=uneven),
+        "the 2 layers belong to the stages [1, 1]": build_refused(model=uneven),
         "use_async_reducer=True is for build_optimizer": build_refused(model=overlapping),
     }
     found = {}

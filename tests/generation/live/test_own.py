@@ -295,10 +295,10 @@ def test_errors_of_a_live_batch_name_what_was_called(name):
         options = {"max_new_tokens": 2, "pad_token_id": PAD}
         with pytest.raises(ValueError, match=r"^generate\(\): the model is being served"):
             engine.generate(torch.tensor([[5]]), **options)
-        with pytest.raises(ValueError, match=r"^generate_async\(\): the model is in a live batch already"):
+        with pytest.raises(ValueError, match=r"^generate_async\(\): the model is already in use by serving"):
             start_async(engine.generator, GenerateCall(input_ids=None), Carried([], 0), 0).__enter__()
         with (
-            pytest.raises(ValueError, match=r"^serving\(\): the model is in a live batch already"),
+            pytest.raises(ValueError, match=r"^serving\(\): the model is already in use by serving"),
             engine.serving(build_chat_tokenizer()),
         ):
             pass
