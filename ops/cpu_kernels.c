@@ -389,17 +389,73 @@ static int has_nan(const float *x, int64_t count) {
     return found;
 }
 
+enum { SUMMED = 128 };  /* values of a block, whose sum is a float; the blocks' total is a double */
+
+/* The sum of exp(scale (x - top)); `totals`, unless NULL, gets the running total after each block. */
+static double sum_of_exp(const float *x, int64_t width, float top, float scale, double *totals) {
+    double total = 0.0;
+    for (int64_t start = 0; start < width; start += SUMMED) {
+        int64_t count = width - start < SUMMED ? width - start : SUMMED;
+        float sum = 0.0f;
+        for (int64_t i = 0; i < count; i++) sum += fast_exp((x[start + i] - top) * scale);
+        total += sum;
+        if (totals) totals[start / SUMMED] = total;
+    }
+    return total;
+}
+
+/* log of `sum`, which is of exp(scale (x - top)), with `top` added again. */
+static float log_of_sum(const float *x, int64_t width, float top, float scale, double sum) {
+    if (isinf(top)) return has_nan(x, width) ? NAN : top;
+    return top * scale + (float)log(sum);
+}
+
 /* logsumexp(scale x) of each row. */
 int log_sum_exp(const float *values, int64_t row, float *output, int64_t num_rows, int64_t width, double scale,
                 int64_t threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t n = 0; n < num_rows; n++) {
         const float *x = values + n * row;
-        float top = largest(x, width), sum = 0.0f;
-        for (int64_t i = 0; i < width; i++) sum += fast_exp((x[i] - top) * (float)scale);
-        output[n] = top * (float)scale + logf(sum);
-        if (isinf(top)) output[n] = has_nan(x, width) ? NAN : top;
+        float top = largest(x, width);
+        output[n] = log_of_sum(x, width, top, scale, sum_of_exp(x, width, top, scale, NULL));
     }
+    return 0;
+}
+
+/* The first index at which the running sum of exp(x - top) exceeds `share` of the last of `totals`, the running totals
+   of its blocks. Where rounding keeps all sums below it, the last index with a weight; without finite sums the last. */
+static int64_t first_above(const float *x, int64_t width, float top, const double *totals, double share) {
+    int64_t num_blocks = (width + SUMMED - 1) / SUMMED, block = 0;
+    double target = share * totals[num_blocks - 1];
+    if (!(target < totals[num_blocks - 1])) target = nextafter(totals[num_blocks - 1], 0.0);
+    while (block + 1 < num_blocks && !(totals[block] > target)) block++;
+    int64_t start = block * SUMMED, count = width - start < SUMMED ? width - start : SUMMED, chosen = -1;
+    double sum = block ? totals[block - 1] : 0.0;
+    float weights[SUMMED];
+    for (int64_t i = 0; i < count; i++) weights[i] = fast_exp(x[start + i] - top);
+    for (int64_t i = 0; i < count; i++) {
+        sum += weights[i];
+        if (weights[i] > 0.0f) chosen = start + i;
+        if (sum > target) break;
+    }
+    return chosen < 0 ? width - 1 : chosen;
+}
+
+/* An index of each row, drawn with weights exp(x) by a share in [0, 1) of their sum, and logsumexp(x). */
+int draw_rows(const float *values, int64_t row, const float *shares, int64_t *tokens, float *sums, int64_t num_rows,
+              int64_t width, int64_t threads) {
+    int64_t num_blocks = (width + SUMMED - 1) / SUMMED;
+    double *scratch = malloc(num_rows * num_blocks * sizeof(double));
+    if (!scratch) return NO_MEMORY;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t n = 0; n < num_rows; n++) {
+        const float *x = values + n * row;
+        double *totals = scratch + n * num_blocks;
+        float top = largest(x, width);
+        sums[n] = log_of_sum(x, width, top, 1.0f, sum_of_exp(x, width, top, 1.0f, totals));
+        tokens[n] = first_above(x, width, top, totals, shares[n]);
+    }
+    free(scratch);
     return 0;
 }
 

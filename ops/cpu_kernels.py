@@ -5,8 +5,13 @@ It calls `cpu_kernels.c` and `cpu_products.c` with torch tensors.
 A third implementation in addition to an op's torch reference and its Triton kernel, for fp32 and bf16. Eager torch
 takes ten to thirty operations of 5 to 20 us each where one of these functions takes one call.
 
-`products` multiplies a few fp32 rows. Weights are views `[in, out]` of tensors stored `[out, in]`; results are stored
-by columns (strides 1, N), the best order for the input of the next product, unless `by_rows` is set.
+`products` multiplies up to 128 rows. Weights are views `[in, out]` of tensors stored `[out, in]`; fp32 results are
+stored by columns (strides 1, N), the best order for the input of the next product, bf16 results by rows. A linear's
+activation, gate and residual, and several linears of the same rows, are part of one call.
+
+In bf16 it replaces oneDNN. On Intel's processors without AMX, whose product of bf16 pairs is slower than fp32's, a
+block's weights are widened to fp32 in the first cache and multiplied as fp32; others multiply pairs (AVX-512 BF16) if
+they can. Up to 8 rows are dot products at the speed of reading the weights. With AMX, bf16 stays with oneDNN.
 
 `linear_transposed` is `y = x W (+ b) (+ residual)` in fp32, W viewed as [in, out]. Which library and which order of
 memory is faster depends on the maker of the processor, because MKL does:
@@ -52,6 +57,7 @@ from hybrid_engine.ops.cpu_library import (
     CMatrix,
     CProduct,
     CWorkspace,
+    has_pairs,
     load_library,
 )
 from hybrid_engine.ops.dispatch import fallback_forced, use_triton
@@ -68,8 +74,13 @@ Note = Callable[[str, Callable[[], None]], None]
 THREAD_ELEMENTS = 2**15
 """Minimum number of weight elements per thread."""
 Linear = tuple[torch.Tensor, torch.Tensor | None]
+# How the compiled product reads weights; UNITS are the values that it multiplies as one.
+FP32, WIDENED, PAIRS, FEW = range(4)
+UNITS = (1, 1, 2, 1)
+FEW_ROWS = range(1, 9)
 # Numbers of rows with compiled products: beyond them MKL, or oneDNN, is as fast or faster.
 INTEL_ROWS, OTHER_ROWS = range(2, 33), range(1, 129)
+BF16_ROWS = range(1, 129)
 # Up to this many rows of a larger weight, oneDNN reads the weight faster on processors other than Intel's.
 ONEDNN_ROWS, CACHED_ELEMENTS = 4, 2**20
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -298,7 +309,7 @@ def decode_attention(
 
 
 def can_search(values: torch.Tensor) -> bool:
-    """Whether `log_sum_exp`, `exp_rows` and `first_largest` take `values [S, V]`."""
+    """Whether `log_sum_exp`, `exp_rows`, `draw_rows` and `first_largest` take `values [S, V]`."""
     is_dense = values.dim() == 2 and values.numel() > 0 and values.stride(1) == 1
     return is_dense and values.dtype == torch.float32 and use_compiled(values)
 
@@ -328,6 +339,22 @@ def exp_rows(values: torch.Tensor, shift: torch.Tensor, factor: torch.Tensor | N
     return sums
 
 
+def draw_rows(values: torch.Tensor, shares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws an index of each row of `values [S, V]` with the weights exp(values).
+
+    It is the first whose running sum exceeds the row's share `shares [S]` fp32, from 0 to 1, of the whole sum.
+
+    Returns the indices `[S]` int64 and `logsumexp(values)`, `[S]` fp32.
+    """
+    (num_rows, width), sums = values.shape, values.new_empty(len(values))
+    indices = values.new_empty(num_rows, dtype=torch.int64)
+    call(
+        "draw_rows", values.data_ptr(), values.stride(0), pointer(shares), indices.data_ptr(), sums.data_ptr(),
+        num_rows, width, _threads(values.numel()),
+    )  # fmt: skip
+    return indices, sums
+
+
 def first_largest(values: torch.Tensor) -> torch.Tensor:
     """The index of the largest value of each row of `[S, V]`, the first of equal ones: `[S]` int64."""
     (num_rows, width), output = values.shape, values.new_empty(len(values), dtype=torch.int64)
@@ -340,55 +367,91 @@ def first_largest(values: torch.Tensor) -> torch.Tensor:
 
 def can_multiply(input: torch.Tensor, linears: Sequence[Linear], residual: torch.Tensor | None = None) -> bool:
     """Whether `products` and `activated_product` take these tensors."""
-    if input.dtype != torch.float32:
+    if input.dtype not in DTYPES:
         return False
     for weight, bias in linears:
         if weight.stride(0) != 1 or not (bias is None or bias.is_contiguous()):
             return False
-    return use_compiled(input, residual, *(tensor for linear in linears for tensor in linear))
+    if not use_compiled(input, residual, *(tensor for linear in linears for tensor in linear)):
+        return False
+    return input.dtype == torch.float32 or _PROCESSOR.widens
 
 
 def products(
-    input: torch.Tensor, linears: Sequence[Linear], residual: torch.Tensor | None = None, by_rows: bool = False
+    input: torch.Tensor, linears: Sequence[Linear], residual: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """`input W + b (+ residual)` for each linear: `[N, out]`."""
-    outputs = [_empty(input, weight.shape[1], by_rows) for weight, _ in linears]
-    _multiply(input, [_product(linear, output, residual) for linear, output in zip(linears, outputs, strict=True)])
+    """`input W + b (+ residual)` for each linear: `[N, out]`, fp32 by columns and bf16 by rows."""
+    kind = _kind(input, linears)
+    outputs = [_empty(input, weight.shape[1]) for weight, _ in linears]
+    pairs = zip(linears, outputs, strict=True)
+    _multiply(input, kind, [_product(kind, linear, output, residual) for linear, output in pairs])
     return outputs
+
+
+def widened_product(input: torch.Tensor, linear: Linear) -> torch.Tensor:
+    """`input W + b`, rounded to the dtype of the input, as fp32 in dense rows: `[N, out]`."""
+    kind = _kind(input, [linear])
+    output = input.new_empty(len(input), linear[0].shape[1], dtype=torch.float32)
+    product = _product(kind, linear, output, None)
+    product.is_widened = 1
+    _multiply(input, kind, [product])
+    return output
 
 
 def activated_product(input: torch.Tensor, linear: Linear, gate: Linear | None, activation: str) -> torch.Tensor:
     """`act(gate) * linear`, or `act(linear)` without a gate: `[N, out]`."""
-    output = _empty(input, linear[0].shape[1], False)
-    product = _product(linear, output, None)
+    kind = _kind(input, [linear] if gate is None else [linear, gate])
+    output = _empty(input, linear[0].shape[1])
+    product = _product(kind, linear, output, None)
     product.activation = ACTIVATIONS[activation]
     if gate is not None:
-        product.gate = _linear(gate)
-    _multiply(input, [product])
+        product.gate = _linear(kind, gate)
+    _multiply(input, kind, [product])
     return output
 
 
-def _empty(input: torch.Tensor, width: int, by_rows: bool) -> torch.Tensor:
+def _kind(input: torch.Tensor, linears: Sequence[Linear]) -> int:
+    """How the compiled product reads the weights."""
+    if input.dtype == torch.float32:
+        return FP32
+    if len(input) in FEW_ROWS:
+        return FEW
+    can_pair = _PROCESSOR.multiplies_pairs and has_pairs() and all(_lies_in_pairs(weight) for weight, _ in linears)
+    return PAIRS if can_pair else WIDENED
+
+
+def _lies_in_pairs(weight: torch.Tensor) -> bool:
+    """Whether the bf16 `weight [in, out]`, stored `[out, in]`, consists of aligned pairs of inputs."""
+    return weight.shape[0] % 2 == 0 and weight.stride(1) % 2 == 0 and weight.data_ptr() % 4 == 0
+
+
+def _empty(input: torch.Tensor, width: int) -> torch.Tensor:
     """`[N, width]` like the input, independent of the default dtype and device."""
-    return input.new_empty(len(input), width) if by_rows else input.new_empty(width, len(input)).t()
+    if input.dtype == torch.bfloat16:
+        return input.new_empty(len(input), width)
+    return input.new_empty(width, len(input)).t()
 
 
-def _linear(linear: Linear) -> CLinear:
+def _linear(kind: int, linear: Linear) -> CLinear:
     weight, bias = linear
-    return CLinear(weight.data_ptr(), pointer(bias), weight.stride(1))
+    return CLinear(weight.data_ptr(), pointer(bias), weight.stride(1) // UNITS[kind])
 
 
-def _product(linear: Linear, output: torch.Tensor, residual: torch.Tensor | None) -> CProduct:
-    strides = (0, 0) if residual is None else residual.stride()
-    added = (pointer(residual), *strides)
-    return CProduct(_linear(linear), CLinear(), -1, *added, output.data_ptr(), *output.stride(), output.shape[1])
+def _product(kind: int, linear: Linear, output: torch.Tensor, residual: torch.Tensor | None) -> CProduct:
+    added = (pointer(residual), *((0, 0) if residual is None else residual.stride()))
+    places = (output.data_ptr(), *output.stride(), output.shape[1])
+    return CProduct(_linear(kind, linear), CLinear(), -1, *added, *places, 0)
 
 
-def _multiply(input: torch.Tensor, all: list[CProduct]) -> None:
+def _multiply(input: torch.Tensor, kind: int, all: list[CProduct]) -> None:
     num_rows, depth = input.shape
     num_elements = depth * sum(product.width * (2 if product.gate.weight else 1) for product in all)
     threads = max(1, min(torch.get_num_threads(), num_elements // THREAD_ELEMENTS))
-    call("products", matrix(input), (CProduct * len(all))(*all), len(all), num_rows, depth, threads)
+    if kind == PAIRS and not (input.stride(1) == 1 and input.stride(0) % 2 == 0 and input.data_ptr() % 4 == 0):
+        input = input.clone(memory_format=torch.contiguous_format)
+    unit = UNITS[kind]
+    rows = CMatrix(input.data_ptr(), input.stride(0) // unit, 1 if kind == PAIRS else input.stride(1))
+    call("products", byref(rows), (CProduct * len(all))(*all), len(all), num_rows, depth // unit, kind, threads)
 
 
 class Processor(NamedTuple):
@@ -396,13 +459,23 @@ class Processor(NamedTuple):
 
     is_intel: bool
     mkl_leaves_half: bool
+    widens: bool
+    """Whether compiled products take bf16: AVX2 is needed, and nothing was compared with AMX."""
+    multiplies_pairs: bool
+    """Whether its product of bf16 pairs is faster than fp32's of widened values: Intel's is slower."""
 
     @classmethod
     def of(cls, cpuinfo: str) -> "Processor":
         """Parses the text of Linux's /proc/cpuinfo, or `platform.processor()` on other systems."""
         family = re.search(r"^cpu family\s*: (\d+)$", cpuinfo, re.MULTILINE)
         is_wide_amd = "AuthenticAMD" in cpuinfo and "avx512f" in cpuinfo
-        return cls("GenuineIntel" in cpuinfo, is_wide_amd and family is not None and int(family[1]) >= ZEN_5)
+        is_intel = "GenuineIntel" in cpuinfo
+        return cls(
+            is_intel,
+            is_wide_amd and family is not None and int(family[1]) >= ZEN_5,
+            "avx2" in cpuinfo and "amx_bf16" not in cpuinfo,
+            "avx512_bf16" in cpuinfo and not is_intel,
+        )
 
 
 _PROCESSOR = Processor.of(_CPUINFO.read_text() if _CPUINFO.exists() else platform.processor())
@@ -447,6 +520,8 @@ def use_onednn(input: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def is_compiled(input: torch.Tensor, linears: Sequence[Linear], residual: torch.Tensor | None = None) -> bool:
     """Whether compiled functions compute the products."""
+    if input.dtype == torch.bfloat16:
+        return len(input) in BF16_ROWS and can_multiply(input, linears, residual)
     if len(input) not in (INTEL_ROWS if is_intel() else OTHER_ROWS):
         return False
     is_large = any(weight.numel() > CACHED_ELEMENTS for weight, _ in linears)
@@ -526,7 +601,7 @@ def product_over_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def linear_by_rows(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The linear's product in fp32 as dense rows, the order that samplers read."""
     if is_compiled(input, [(weight, bias)]):
-        return products(input, [(weight, bias)], by_rows=True)[0]
+        return widened_product(input, (weight, bias))
     return by_rows(linear_transposed(input, weight, bias).float())
 
 

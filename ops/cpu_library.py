@@ -56,7 +56,8 @@ ARGUMENTS: dict[str, list[Any]] = {
     "log_sum_exp": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_double, c_int64],
     "exp_rows": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3],
     "first_largest": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64],
-    "products": [c_void_p] * 2 + [c_int64] * 4,
+    "products": [c_void_p] * 2 + [c_int64] * 5,
+    "draw_rows": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3],
 }
 
 
@@ -105,12 +106,19 @@ class CProduct(Structure):
         ("residual", c_void_p),
         *((name, c_int64) for name in ("residual_row", "residual_column")),
         ("output", c_void_p),
-        *((name, c_int64) for name in ("row", "column", "width")),
+        *((name, c_int64) for name in ("row", "column", "width", "is_widened")),
     ]
 
 
 class NotBuilt(Exception):
     """The reason why the library cannot be built."""
+
+
+@cache
+def has_pairs() -> bool:
+    """Whether the library multiplies pairs of bf16, for which the compiler must know the processor's AVX-512 BF16."""
+    library = load_library()
+    return library is not None and bool(library.has_pairs())
 
 
 @cache

@@ -1,8 +1,29 @@
-/* Products of a few fp32 rows with weights that lie as [out, in], on a CPU; ops/cpu_products.py calls them.
+/* Products of a few rows with weights that lie as [out, in], on a CPU; ops/cpu_kernels.py calls them.
+
+Weights are read as they lie, in one of three ways:
+
+    FP32     as they are
+    WIDENED  bf16; the weights of a block are widened to fp32 once for all rows, into a scratch that the first cache holds
+    PAIRS    bf16; two values that are neighbors along the inputs are one unit of 32 bits, and a unit of the weight times
+             a vector of units, one for each row, adds both products (AVX-512 BF16): the loops are those of FP32 with
+             half as many steps
+    FEW      bf16; sums of 4 rows at once run along the inputs in whole vectors, at the speed of reading the weights
 
 N rows. */
 
+#include <omp.h>
+
 #include "cpu_values.h"
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+enum { HAS_PAIRS = 1 };
+#else
+enum { HAS_PAIRS = 0 };
+#endif
+
+enum { FP32, WIDENED, PAIRS, FEW };
+enum { MOST_FEW = 4 };  /* rows at once */
 
 /* Of a product a block of OUTPUTS times 2 LANES rows stays in registers, beside two vectors of inputs and a weight. Of
    the 12 outputs for which AVX-512 has the registers 8 are faster: their weights, often 4 KiB apart, keep their places
@@ -16,16 +37,19 @@ enum { LANES = 4, OUTPUTS = 12 };
 #else
 enum { LANES = 4, OUTPUTS = 6 };
 #endif
-enum { LINE = 16 };  /* floats of a cache line */
+enum { LINE = 64 };  /* bytes of a cache line */
 
 typedef float Vector __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 
 typedef struct {  /* rows of the weight lie as [out, in] */
-    const float *weight, *bias;  /* bias [out], or NULL */
-    int64_t row;
+    const float *weight;
+    const void *bias;  /* [out], or NULL */
+    int64_t row;       /* in units: values, or PAIRS of them */
 } Linear;
 
-/* What the products read, by columns: the rows' values for input k in whole vectors at `data + k * stride`, those of the
+/* What the products read, by columns: the rows' units for input k in whole vectors at `data + k * stride`, those of the
    last `num_last` of `depth` inputs at `last` instead, `last_stride` apart. Behind the rows of a column lies anything. */
 typedef struct {
     const float *data, *last;
@@ -35,112 +59,227 @@ typedef struct {
 typedef struct {  /* output = linear + residual, act(linear), or act(gate) * linear, each of [N, width] */
     Linear linear, gate;  /* gate.weight NULL: none */
     int64_t activation;   /* -1: none */
-    const float *residual;
+    const void *residual;
     int64_t residual_row, residual_column;
-    float *output;
+    void *output;
     int64_t row, column, width;
+    int64_t is_widened;   /* bf16 results are stored as fp32 */
 } Product;
 
-/* sums[o] += weight[o][k] times the vectors of inputs, which `stride` parts, for one k. */
+/* sum + w x of a unit of the weight and a vector of units. */
+static inline __attribute__((always_inline)) Vector add_product(Vector sum, const float *w, Vector x, int kind) {
+#if defined(__AVX512BF16__)
+    if (kind == PAIRS) {
+        int32_t pair;
+        memcpy(&pair, w, 4);
+        return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512)x, (__m512bh)_mm512_set1_epi32(pair));
+    }
+#endif
+    return sum + (*w - (Vector){0}) * x;
+}
+
+/* sums[o] += weight[o][k] times the vectors of inputs, for one k. */
 static inline __attribute__((always_inline)) void add_products(Vector sums[OUTPUTS][2], const float *weight,
                                                                int64_t weight_row, const float *inputs, int outputs,
-                                                               int vectors) {
+                                                               int vectors, int kind) {
     Vector x[2];
     for (int v = 0; v < vectors; v++) x[v] = *(const Vector *)(inputs + v * LANES);
 #pragma GCC unroll 12
-    for (int o = 0; o < outputs; o++) {
-        Vector w = weight[o * weight_row] - (Vector){0};
-        for (int v = 0; v < vectors; v++) sums[o][v] += w * x[v];
-    }
+    for (int o = 0; o < outputs; o++)
+        for (int v = 0; v < vectors; v++)
+            sums[o][v] = add_product(sums[o][v], weight + o * weight_row, x[v], kind);
 }
 
-/* sums [outputs][2 LANES] of one block. `ahead` is as large as the block's weights, and is asked for meanwhile. */
-static inline __attribute__((always_inline)) void multiply_block(const float *weight, int64_t weight_row,
-                                                                 const Columns *inputs, int64_t row, int outputs,
-                                                                 int vectors, const float *ahead, float *block) {
+/* sums [outputs][2 LANES] of one block; outputs, vectors and kind are constants. `ahead` is as large as the block's
+   weights, and is asked for meanwhile. */
+static inline __attribute__((always_inline)) void multiply_kind(const Linear *linear, const Columns *inputs, int64_t row,
+                                                                int outputs, int vectors, const char *ahead,
+                                                                float *block, int kind) {
     Vector sums[OUTPUTS][2] = {{{0}}};
-    const float *data = inputs->data + row, *last = inputs->last + row;
+    const float *weight = linear->weight, *data = inputs->data + row, *last = inputs->last + row;
     int64_t stride = inputs->stride, num_first = inputs->depth - inputs->num_last, k = 0;
+    int step_bytes = outputs * 4 * (kind == WIDENED ? 2 : 4);
     for (; k + 4 <= num_first; k += 4) {
-        if (ahead)
-            for (int i = 0; i < outputs * 4; i += LINE) __builtin_prefetch(ahead + k * outputs + i);
+        if (ahead) for (int i = 0; i < step_bytes; i += LINE) __builtin_prefetch(ahead + k / 4 * step_bytes + i);
 #pragma GCC unroll 4
         for (int step = 0; step < 4; step++)
-            add_products(sums, weight + k + step, weight_row, data + (k + step) * stride, outputs, vectors);
+            add_products(sums, weight + k + step, linear->row, data + (k + step) * stride, outputs, vectors, kind);
     }
-    for (; k < num_first; k++) add_products(sums, weight + k, weight_row, data + k * stride, outputs, vectors);
+    for (; k < num_first; k++) add_products(sums, weight + k, linear->row, data + k * stride, outputs, vectors, kind);
     for (; k < inputs->depth; k++, last += inputs->last_stride)
-        add_products(sums, weight + k, weight_row, last, outputs, vectors);
+        add_products(sums, weight + k, linear->row, last, outputs, vectors, kind);
     for (int o = 0; o < outputs; o++)
         for (int v = 0; v < vectors; v++) *(Vector *)(block + (o * 2 + v) * LANES) = sums[o][v];
 }
 
-/* block [outputs][2 LANES] = one block of a linear, bias included, for `rows` rows from row `first` on. */
-static void multiply_linear(const Linear *linear, int64_t output, int outputs, const Columns *inputs, int64_t first,
-                            int64_t rows, int is_next_asked, float *block) {
-    const float *weight = linear->weight + output * linear->row;
-    /* The next block lies behind this one where rows of the weight are neighbours. */
-    const float *ahead = is_next_asked && linear->row == inputs->depth ? weight + OUTPUTS * linear->row : NULL;
-    if (outputs < OUTPUTS)
-        for (int o = 0; o < outputs; o++)
-            for (int64_t n = 0; n < rows; n += LANES)
-                multiply_block(weight + o * linear->row, linear->row, inputs, first + n, 1, 1, NULL,
-                               block + o * 2 * LANES + n);
-    else if (rows <= LANES) multiply_block(weight, linear->row, inputs, first, OUTPUTS, 1, ahead, block);
-    else multiply_block(weight, linear->row, inputs, first, OUTPUTS, 2, ahead, block);
-    if (linear->bias)
-        for (int o = 0; o < outputs; o++)
-            for (int64_t n = 0; n < rows; n++) block[o * 2 * LANES + n] += linear->bias[output + o];
+static inline __attribute__((always_inline)) void multiply_block(const Linear *linear, const Columns *inputs, int64_t row,
+                                                                 int outputs, int vectors, const char *ahead,
+                                                                 float *block, int kind) {
+    if (kind == PAIRS) multiply_kind(linear, inputs, row, outputs, vectors, ahead, block, PAIRS);
+    else if (kind == WIDENED) multiply_kind(linear, inputs, row, outputs, vectors, ahead, block, WIDENED);
+    else multiply_kind(linear, inputs, row, outputs, vectors, ahead, block, FP32);
 }
 
-/* One block of outputs for all rows. */
-static void multiply_rows(const Product *p, int64_t output, const Columns *inputs, int64_t num_rows) {
-    int outputs = p->width - output < OUTPUTS ? p->width - output : OUTPUTS;
-    float block[OUTPUTS * 2 * LANES], gates[OUTPUTS * 2 * LANES];
-    for (int64_t first = 0; first < num_rows; first += 2 * LANES) {
-        int64_t rows = num_rows - first < 2 * LANES ? num_rows - first : 2 * LANES;
-        int is_next_asked = first == 0 && output + 2 * OUTPUTS <= p->width;
-        multiply_linear(&p->linear, output, outputs, inputs, first, rows, is_next_asked, block);
-        if (p->gate.weight)
-            multiply_linear(&p->gate, output, outputs, inputs, first, rows, is_next_asked, gates);
+/* block [outputs][2 LANES] = the products of `rows` dense rows of fp32 with bf16 weights; outputs and rows are constants. */
+static inline __attribute__((always_inline)) void multiply_few_of(const bf16 *weight, int64_t weight_row,
+                                                                  const float *inputs, int64_t depth, int outputs,
+                                                                  int rows, float *block) {
+    Vector sums[OUTPUTS][MOST_FEW] = {{{0}}};
+    int64_t whole = depth / LANES * LANES;
+    for (int64_t k = 0; k < whole; k += LANES) {
+#pragma GCC unroll 12
         for (int o = 0; o < outputs; o++) {
-            float *sums = block + o * 2 * LANES, *gate = gates + o * 2 * LANES;
-            if (p->activation >= 0) activate(p->gate.weight ? gate : sums, rows, p->activation);
-            if (p->gate.weight) for (int64_t n = 0; n < rows; n++) sums[n] *= gate[n];
-            if (p->residual) {
-                const float *added = p->residual + first * p->residual_row + (output + o) * p->residual_column;
-                for (int64_t n = 0; n < rows; n++) sums[n] += added[n * p->residual_row];
-            }
-            store(p->output, first * p->row + (output + o) * p->column, p->row, sums, rows, 0);
+            const bf16 *w = weight + o * weight_row + k;
+            __builtin_prefetch(w + outputs * weight_row);  /* of the next outputs */
+            Bits bits = __builtin_convertvector(*(const Halves *)w, Bits) << 16;
+            for (int n = 0; n < rows; n++) sums[o][n] += (Vector)bits * *(const Vector *)(inputs + n * depth + k);
         }
+    }
+    for (int o = 0; o < outputs; o++)
+        for (int n = 0; n < rows; n++) {
+            float sum = 0.0f;
+            for (int l = 0; l < LANES; l++) sum += sums[o][n][l];
+            for (int64_t k = whole; k < depth; k++) sum += widen(weight[o * weight_row + k]) * inputs[n * depth + k];
+            block[o * 2 * LANES + n] = sum;
+        }
+}
+
+static void multiply_few(const Linear *linear, const float *inputs, int64_t depth, int outputs, int64_t num_rows,
+                         float *block) {
+    for (int64_t n = 0; n < num_rows; n += MOST_FEW)
+        for (int o = 0; o < outputs; o += o + 4 <= outputs ? 4 : 1) {
+            const bf16 *weight = (const bf16 *)linear->weight + o * linear->row;
+            int64_t rows = num_rows - n < MOST_FEW ? num_rows - n : MOST_FEW, row = linear->row;
+            const float *x = inputs + n * depth;
+            float *sums = block + o * 2 * LANES + n;
+            if (o + 4 > outputs) for (int64_t i = 0; i < rows; i++) multiply_few_of(weight, row, x + i * depth, depth, 1, 1, sums + i);
+            else if (rows == 1) multiply_few_of(weight, row, x, depth, 4, 1, sums);
+            else if (rows == 2) multiply_few_of(weight, row, x, depth, 4, 2, sums);
+            else if (rows == 3) multiply_few_of(weight, row, x, depth, 4, 3, sums);
+            else multiply_few_of(weight, row, x, depth, 4, 4, sums);
+        }
+}
+
+/* The linear from one output on, whose weight is widened into `scratch` [outputs][depth] where its kind asks for it. */
+static Linear block_of(const Linear *linear, int64_t output, int outputs, int64_t depth, int kind, float *scratch) {
+    Linear block = *linear;
+    int is_bf16 = kind != FP32;
+    if (linear->bias) block.bias = (const char *)linear->bias + output * (is_bf16 ? 2 : 4);
+    if (kind == WIDENED) {
+        for (int o = 0; o < outputs; o++) load(scratch + o * depth, linear->weight, (output + o) * linear->row, 1, depth, 1);
+        block.weight = scratch, block.row = depth;
+    } else if (kind == FEW) block.weight = (const float *)((const bf16 *)linear->weight + output * linear->row);
+    else block.weight += output * linear->row;
+    return block;
+}
+
+/* block [outputs][2 LANES] = the sums of a linear, bias included, for `rows` rows from row `first` on. */
+static void multiply_linear(const Linear *linear, int outputs, const Columns *inputs, int64_t first, int64_t rows,
+                            const char *ahead, float *block, int kind) {
+    int is_bf16 = kind != FP32;
+    if (kind == FEW) multiply_few(linear, inputs->data, inputs->depth, outputs, rows, block);
+    else if (outputs < OUTPUTS)
+        for (int o = 0; o < outputs; o++) {
+            Linear one = {linear->weight + o * linear->row, NULL, linear->row};
+            for (int64_t n = 0; n < rows; n += LANES)
+                multiply_block(&one, inputs, first + n, 1, 1, NULL, block + o * 2 * LANES + n, kind);
+        }
+    else if (rows <= LANES) multiply_block(linear, inputs, first, OUTPUTS, 1, ahead, block, kind);
+    else multiply_block(linear, inputs, first, OUTPUTS, 2, ahead, block, kind);
+    for (int o = 0; o < outputs && (linear->bias || is_bf16); o++) {
+        float bias = linear->bias ? value(linear->bias, o, is_bf16) : 0.0f;
+        for (int64_t n = 0; n < rows; n++) block[o * 2 * LANES + n] = round_to(block[o * 2 * LANES + n] + bias, is_bf16);
     }
 }
 
+/* Stores a block [outputs][2 LANES] of bf16 values in dense rows, two outputs at once. */
+static void store_pairs(bf16 *output, int64_t row, const float *block, int outputs, int64_t rows) {
+    for (int o = 0; o < outputs; o += 2) {
+        const float *low = block + o * 2 * LANES, *high = low + (o + 1 < outputs ? 2 * LANES : 0);
+        uint32_t pairs[2 * LANES];
+        for (int64_t n = 0; n < rows; n++) pairs[n] = narrow(low[n]) | (uint32_t)narrow(high[n]) << 16;
+        int num_bytes = o + 1 < outputs ? 4 : 2;
+        if (num_bytes == 4) for (int64_t n = 0; n < rows; n++) memcpy(output + n * row + o, pairs + n, 4);
+        else for (int64_t n = 0; n < rows; n++) memcpy(output + n * row + o, pairs + n, 2);
+    }
+}
+
+/* The weights behind those of a block, to be asked for: they lie there where rows of the weight are neighbors. NULL if
+   there is no such block. */
+static const char *behind(const Linear *linear, int64_t output, int64_t width, int64_t depth, int kind) {
+    if (kind == FEW || linear->row != depth || output + 2 * OUTPUTS > width) return NULL;
+    return (const char *)linear->weight + (output + OUTPUTS) * depth * (kind == WIDENED ? 2 : 4);
+}
+
+/* One block of outputs for all rows. Values are rounded to bf16 wherever torch's operators would round.
+   scratch [2 OUTPUTS][depth]. */
+static void multiply_rows(const Product *p, int64_t output, const Columns *inputs, int64_t num_rows, int kind,
+                          float *scratch) {
+    int outputs = p->width - output < OUTPUTS ? p->width - output : OUTPUTS, is_bf16 = kind != FP32;
+    float block[OUTPUTS * 2 * LANES], gates[OUTPUTS * 2 * LANES];
+    Linear linear = block_of(&p->linear, output, outputs, inputs->depth, kind, scratch), gate = {NULL, NULL, 0};
+    if (p->gate.weight)
+        gate = block_of(&p->gate, output, outputs, inputs->depth, kind, scratch + OUTPUTS * inputs->depth);
+    for (int64_t first = 0; first < num_rows; first += 2 * LANES) {
+        int64_t rows = num_rows - first < 2 * LANES ? num_rows - first : 2 * LANES;
+        const char *ahead = first ? NULL : behind(&p->linear, output, p->width, inputs->depth, kind);
+        multiply_linear(&linear, outputs, inputs, first, rows, ahead, block, kind);
+        ahead = first ? NULL : behind(&p->gate, output, p->width, inputs->depth, kind);
+        if (gate.weight) multiply_linear(&gate, outputs, inputs, first, rows, ahead, gates, kind);
+        for (int o = 0; o < outputs; o++) {
+            float *sums = block + o * 2 * LANES, *factors = gates + o * 2 * LANES;
+            if (p->activation >= 0) activate(gate.weight ? factors : sums, rows, p->activation);
+            if (gate.weight) for (int64_t n = 0; n < rows; n++) sums[n] *= round_to(factors[n], is_bf16);
+            if (p->residual) {
+                int64_t added = first * p->residual_row + (output + o) * p->residual_column;
+                for (int64_t n = 0; n < rows; n++) sums[n] += value(p->residual, added + n * p->residual_row, is_bf16);
+            }
+        }
+        int64_t start = first * p->row + output * p->column;
+        if (is_bf16 && !p->is_widened && p->column == 1)
+            store_pairs((bf16 *)p->output + start, p->row, block, outputs, rows);
+        else
+            for (int o = 0; o < outputs; o++)
+                store(p->output, start + o * p->column, p->row, block + o * 2 * LANES, rows, is_bf16 && !p->is_widened);
+    }
+}
+
+/* Whether `products` takes PAIRS. */
+int has_pairs(void) { return HAS_PAIRS; }
+
 /* Products of the same rows with several weights. A sum runs along the inputs in order, whatever the number of rows and
-   threads. */
-int products(const Matrix *input, const Product *all, int64_t count, int64_t num_rows, int64_t depth,
+   threads. `input`, `depth` and the rows of weights count units of their kind. */
+int products(const Matrix *input, const Product *all, int64_t count, int64_t num_rows, int64_t depth, int64_t kind,
              int64_t threads) {
     int64_t in_vectors = (num_rows + LANES - 1) / LANES * LANES, num_blocks = 0;
+    int is_widened = kind == WIDENED || kind == FEW;
     /* Where rows lie by columns, a last vector goes on into the next column; the last columns' would leave the memory. */
-    int64_t num_last = input->row == 1 || num_rows == 1 ? (in_vectors - num_rows + input->column - 1) / input->column : depth;
+    int lies_in_vectors = !is_widened && (input->row == 1 || num_rows == 1);
+    int64_t num_last = lies_in_vectors ? (in_vectors - num_rows + input->column - 1) / input->column : depth;
     if (num_last > depth) num_last = depth;
-    float *last = calloc(num_last * in_vectors + 1, sizeof(float));
+    int64_t widened = kind == WIDENED ? 2 * OUTPUTS * depth : 0;  /* of a thread */
+    float *last = calloc(num_last * in_vectors + threads * widened + 1, sizeof(float));
     if (!last) return NO_MEMORY;
+    float *scratch = last + num_last * in_vectors;
     Columns inputs = {input->data, last, input->column, in_vectors, num_last, depth};
+    if (num_last == depth) inputs = (Columns){last, last, in_vectors, in_vectors, 0, depth};
     for (int64_t i = 0; i < count; i++) num_blocks += (all[i].width + OUTPUTS - 1) / OUTPUTS;
+    if (kind == FEW)
+        for (int64_t n = 0; n < num_rows; n++) load(last + n * depth, input->data, n * input->row, input->column, depth, 1);
 #pragma omp parallel num_threads(threads)
     {
-        if (num_last) {
+        if (num_last && kind != FEW) {
 #pragma omp for schedule(static)
             for (int64_t k = 0; k < num_last; k++)
-                load(last + k * in_vectors, input->data, (depth - num_last + k) * input->column, input->row, num_rows, 0);
+                load(last + k * in_vectors, input->data, (depth - num_last + k) * input->column, input->row, num_rows,
+                     is_widened);
         }
 #pragma omp for schedule(static)
         for (int64_t b = 0; b < num_blocks; b++) {
             const Product *p = all;
             int64_t block = b;
             for (; block >= (p->width + OUTPUTS - 1) / OUTPUTS; p++) block -= (p->width + OUTPUTS - 1) / OUTPUTS;
-            multiply_rows(p, block * OUTPUTS, &inputs, num_rows);
+            multiply_rows(p, block * OUTPUTS, &inputs, num_rows, kind, scratch + omp_get_thread_num() * widened);
         }
     }
     free(last);

@@ -273,10 +273,25 @@ class SampleOp:
         slots: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The reference: the function of the kernel in plain torch."""
+        if self._draws_as_given and not self.is_exact and cpu_kernels.can_search(logits):
+            scaled = self._scaled(logits)
+            tokens, sums = cpu_kernels.draw_rows(scaled, keyed_uniform(keys, draws).float())
+            return tokens, scaled.gather(1, tokens[:, None]).squeeze(1) - sums
         with self._adjusted(logits, draws, seen, slots) as adjusted:
             tokens = self._draw(adjusted, keys, draws) if self.options.do_sample else first_largest(adjusted)
         measure = token_logprobs if self.is_exact else sampled_logprobs
         return tokens, measure(logits, tokens, self.temperature)
+
+    @property
+    def _draws_as_given(self) -> bool:
+        """Whether tokens are drawn from the distribution that their log-probabilities are of."""
+        options = self.options
+        bans = options.min_new_tokens > 0 and bool(options.eos_token_ids)
+        is_filtered = options.top_k > 0 or options.top_p < 1.0 or options.min_p > 0.0
+        return options.do_sample and not (bans or is_filtered) and options.repetition_penalty == 1.0
+
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self.temperature == 1.0 else logits / self.temperature
 
     @contextmanager
     def _adjusted(
@@ -308,10 +323,20 @@ class SampleOp:
         return self._banned
 
     def _draw(self, adjusted: torch.Tensor, keys: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-        scaled = adjusted if self.temperature == 1.0 else adjusted / self.temperature
-        probs = filter_logits(scaled, self.options.top_k, self.options.top_p, self.options.min_p).softmax(-1)
-        # The noise rounds to 1.0 in fp32 about once in 3e7 draws, which then takes the last token with any probability.
-        return first_above(probs, keyed_uniform(keys, draws).float()[:, None]).squeeze(1)
+        scaled = self._scaled(adjusted)
+        return draw_rows(filter_logits(scaled, self.options.top_k, self.options.top_p, self.options.min_p), keys, draws)
+
+
+def draw_rows(logits: torch.Tensor, keys: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """`[S]` int64: a token of each row, drawn from softmax(logits), `logits [S, V]`; `keys` and `draws` seed the noise.
+
+    On a CPU it is compiled: two passes over a row, which the cache holds, without a copy of the logits.
+    """
+    # The noise rounds to 1.0 in fp32 about once in 3e7 draws, which then takes the last token with any probability.
+    noise = keyed_uniform(keys, draws).float()
+    if cpu_kernels.can_search(logits):
+        return cpu_kernels.draw_rows(logits, noise)[0]
+    return first_above(logits.softmax(-1), noise[:, None]).squeeze(1)
 
 
 def filter_logits(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:

@@ -15,10 +15,9 @@ import torch
 
 from hybrid_engine.ops.sample import (
     SamplingOptions,
-    first_above,
+    draw_rows,
     first_largest,
     keep_from,
-    keyed_uniform,
     kth_largest_by_row,
     nucleus_threshold,
     penalize_repetition,
@@ -180,5 +179,5 @@ def pick_rows(
     is_mixed = len(rows) < len(adjusted)
     if is_mixed:
         keys, draws = keys[rows], draws[rows]
-    tokens = first_above(scores.softmax(-1), keyed_uniform(keys, draws).float()[:, None]).squeeze(1)
+    tokens = draw_rows(scores, keys, draws)
     return first_largest(adjusted).index_copy_(0, rows, tokens) if is_mixed else tokens

@@ -112,11 +112,90 @@ def test_products_equal_exact_ones(compiled, threads, monkeypatch, rows, width_i
     for layout in (torch.clone, by_columns, lambda x: x.repeat(1, 2)[:, : x.shape[1]]):
         x, residual = layout(torch.randn(rows, width_in)), layout(torch.randn(rows, 100))
         assert cpu_kernels.can_multiply(x, linears, residual)
-        for by_rows in (False, True):
-            for output, linear in zip(cpu_kernels.products(x, linears, by_rows=by_rows), linears, strict=True):
+        whole = [cpu_kernels.widened_product(x, linear) for linear in linears]
+        for outputs in (cpu_kernels.products(x, linears), whole):
+            for output, linear in zip(outputs, linears, strict=True):
                 assert_near(output, exact_product(x, *linear).float(), torch.float32)
+        assert all(output.is_contiguous() for output in whole)
         (output,) = cpu_kernels.products(x, linears[-1:], residual)
         assert_near(output, (exact_product(x, *linears[-1]) + residual).float(), torch.float32)
+
+
+KINDS = {
+    "widened": cpu_kernels.Processor(True, False, True, False),
+    "pairs": cpu_kernels.Processor(False, False, True, True),
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request, monkeypatch):
+    """Each way to read bf16 weights of more than a few rows."""
+    if cpu_library.load_library() is None or (request.param == "pairs" and not cpu_library.has_pairs()):
+        pytest.skip("no compiler, or no AVX-512 BF16")
+    monkeypatch.setattr(cpu_kernels, "_PROCESSOR", KINDS[request.param])
+
+
+def round_up(values):
+    """fp64 values as bf16, rounded once."""
+    return values.float().bfloat16()
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 15, 16, 17, 32, 33, 100])
+@pytest.mark.parametrize("width_in", [1, 2, 63, 256])
+def test_products_of_bf16_equal_exact_ones_rounded_where_torch_rounds(
+    compiled, threads, kind, monkeypatch, rows, width_in
+):
+    monkeypatch.setattr(cpu_kernels, "THREAD_ELEMENTS", 1)
+    linears = [(w.t().bfloat16().t(), b.bfloat16()) for w, b in build_linears(width_in, 5, 12, 101)]
+    linears.append((linears[-1][0], None))
+    for layout in (torch.clone, by_columns, lambda x: x.repeat(1, 3)[:, 1 : x.shape[1] + 1]):
+        x, residual = (layout(torch.randn(rows, width).bfloat16()) for width in (width_in, 101))
+        assert cpu_kernels.can_multiply(x, linears, residual)
+        exact = [round_up(exact_product(x, *linear)) for linear in linears]
+        for output, expected, linear in zip(cpu_kernels.products(x, linears), exact, linears, strict=True):
+            assert_near(output, expected, torch.bfloat16)
+            assert torch.equal(cpu_kernels.widened_product(x, linear), output.float())
+        (output,) = cpu_kernels.products(x, linears[-1:], residual)
+        (product,) = cpu_kernels.products(x, linears[-1:])
+        assert torch.equal(output, product + residual)
+
+
+@needs_compiler
+@pytest.mark.parametrize("activation", ["silu", "relu2", "gelu_new"])
+@pytest.mark.parametrize("rows", [3, 32])
+def test_activated_products_of_bf16_round_like_torchs_operators(compiled, kind, activation, rows):
+    x, act = torch.randn(rows, 62).bfloat16(), ACTIVATIONS[activation]
+    up, gate = ((w.t().bfloat16().t(), b.bfloat16()) for w, b in build_linears(62, 100) + build_linears(62, 100))
+    inner, outer = cpu_kernels.products(x, [up, gate])
+    assert_near(cpu_kernels.activated_product(x, up, gate, activation), act(outer) * inner, torch.bfloat16)
+    assert_near(cpu_kernels.activated_product(x, up, None, activation), act(inner), torch.bfloat16)
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [1, 4, 16, 40])
+def test_a_row_of_a_bf16_product_does_not_depend_on_the_others(compiled, kind, rows):
+    x, linears = torch.randn(rows + 3, 300).bfloat16(), [(torch.randn(100, 300).bfloat16().t(), None)]
+    first = rows > 8  # a few rows are summed in another order than many
+    (whole,) = cpu_kernels.products(x[: rows + 3 * first], linears)
+    for start in range(4 if first else 1):
+        (part,) = cpu_kernels.products(x[start : start + rows], linears)
+        assert torch.equal(part, whole[start : start + rows])
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "widens", "pairs"),
+    [
+        ("vendor_id : GenuineIntel\nflags : avx2 avx512f avx512_bf16", True, False),
+        ("vendor_id : GenuineIntel\nflags : avx2 avx512f avx512_bf16 amx_bf16", False, False),
+        ("vendor_id : AuthenticAMD\nflags : avx2 avx512f avx512_bf16", True, True),
+        ("vendor_id : AuthenticAMD\nflags : avx2", True, False),
+        ("Features : asimd bf16", False, False),
+    ],
+)
+def test_the_processor_decides_how_bf16_is_multiplied(cpuinfo, widens, pairs):
+    processor = cpu_kernels.Processor.of(cpuinfo)
+    assert (processor.widens, processor.multiplies_pairs) == (widens, pairs)
 
 
 @needs_compiler
@@ -155,7 +234,7 @@ def test_results_are_like_their_inputs_whatever_new_tensors_are_by_default(compi
 
     def results():
         yield from cpu_kernels.products(x, linears)
-        yield from cpu_kernels.products(x, linears, by_rows=True)
+        yield cpu_kernels.widened_product(x, linears[0])
         yield cpu_kernels.activated_product(x, linears[0], linears[0], "silu")
         yield cpu_kernels.log_sum_exp(values, 1.0)
         yield cpu_kernels.by_rows(by_columns(values))
@@ -198,6 +277,28 @@ def test_searches_over_a_vocabulary_equal_torchs(compiled, threads):
             actual = cpu_kernels.log_sum_exp(rows, temperature)
             torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-5, equal_nan=True)
     assert {"log_sum_exp", "first_largest"} == set(compiled)
+
+
+@needs_compiler
+def test_draws_take_the_first_token_whose_running_sum_exceeds_the_share(compiled, threads):
+    inf, nan = float("inf"), float("nan")
+    values = torch.randn(40, 1000) * 3
+    values[1, 5:], values[2, :300], values[3] = -inf, -inf, -inf
+    values[4, 300], values[5, 300] = nan, inf
+    finite = [row for row in range(40) if row not in (3, 4, 5)]
+    for rows in (values, values[:, :63], values[:, :128]):
+        shares = torch.rand(40)
+        shares[6:9] = torch.tensor([0.0, 1.0, 1.0 - 2**-24])
+        tokens, sums = cpu_kernels.draw_rows(rows, shares)
+        assert torch.equal(sums.nan_to_num(), cpu_kernels.log_sum_exp(rows, 1.0).nan_to_num())
+        assert ((tokens >= 0) & (tokens < rows.shape[1])).all()
+        for row in finite:
+            if not rows[row].isfinite().any():
+                continue
+            weights = rows[row].double().softmax(0)
+            below, upto = weights[: tokens[row]].sum(), weights[: tokens[row] + 1].sum()
+            assert weights[tokens[row]] > 0 and below - 1e-6 <= shares[row] <= upto + 1e-6
+    assert set(compiled) == {"draw_rows", "log_sum_exp"}
 
 
 @needs_compiler
