@@ -12,10 +12,11 @@ back, or the server does not end in time. How long /health takes is told and fai
 number, pace and time, and the program ends by itself.
 
 Rows of a batch are multiplied together, so other requests change the last digits of fp32 logits. A small random model
-is confident enough that no token depends on them. With a real one (`--model`) two tokens may be as likely as each
-other, with their noise, up to such digits. An answer that differs from the one alone is therefore asked for again,
-alone, with a bias of NUDGE for its first other token: if the answer alone then has this token too, rounding chose it,
-which the page tells; else the answer is wrong.
+is confident enough that no token depends on them. With a real one (`--model`) a draw among 50,000 tokens may fall on
+another one by such digits, so its questions are greedy; and two tokens may be as likely as each other up to them. An
+answer that differs from the one alone is therefore asked for again, alone, with a bias of NUDGE for its first other
+token: if the answer alone then has this token too, rounding chose it, which the page tells; else the answer is wrong.
+A real model also takes longer, and clients wait for it up to PATIENCE_WITH_MODEL.
 
 Conversations are remembered up to 2 GiB, so requests that belong to one are sent in the first SESSION_SECONDS alone.
 """
@@ -52,8 +53,8 @@ WINDOW = 60.0
 """Seconds after which memory is to be flat: its median in the first third after them and in the last third."""
 MAY_GROW = 24 * 2**20
 """Bytes between those two medians."""
-PATIENCE = 120.0
-"""Seconds for one honest answer."""
+PATIENCE, PATIENCE_WITH_MODEL = 120.0, 600.0
+"""Seconds for one answer of the small model and of one that `--model` names."""
 NUDGE = 0.005
 """Bias for a token that rounding may have chosen; fp32 logits of a batch differ by a hundredth of it."""
 MAY_DIFFER = 0.01
@@ -85,6 +86,7 @@ class Load:
         longest: tokens of a prompt and its answer together.
         seconds: how long clients go on.
         may_round: whether rounding may choose another token.
+        patience: seconds for one answer.
     """
 
     served: Served
@@ -92,6 +94,7 @@ class Load:
     longest: int
     seconds: float
     may_round: bool = False
+    patience: float = PATIENCE
     begin: float = field(default_factory=time.monotonic)
     over: threading.Event = field(default_factory=threading.Event)
     sent: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -125,17 +128,17 @@ class Load:
                 self.failures.append(what)
                 print(f"WRONG: {what[:500]}", flush=True)
 
-    def post(self, path: str, body: Any, key: str, timeout: float = PATIENCE) -> httpx.Response:
+    def post(self, path: str, body: Any, key: str, timeout: float | None = None) -> httpx.Response:
         """A request on a connection of its own."""
         headers = {"Authorization": f"Bearer {KEYS[key]}", "Content-Type": "application/json"}
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return httpx.post(self.root + path, content=raw, headers=headers, timeout=timeout)
+        return httpx.post(self.root + path, content=raw, headers=headers, timeout=timeout or self.patience)
 
 
 # Honest clients.
 
 
-def build_questions(model: str) -> list[tuple[str, dict[str, Any]]]:
+def build_questions(model: str, is_greedy: bool) -> list[tuple[str, dict[str, Any]]]:
     """Paths and bodies whose answers do not depend on when they are asked."""
     text = {"model": model, "max_tokens": 24, "return_token_ids": True}
     chat = {"model": model, "max_tokens": 24, "return_token_ids": True}
@@ -162,7 +165,8 @@ def build_questions(model: str) -> list[tuple[str, dict[str, Any]]]:
         {"messages": say, "seed": 13, "tools": [TOOL], "tool_choice": "required", "max_tokens": 60},
     ]
     asked = [("/v1/completions", text | body) for body in completions]
-    return asked + [("/v1/chat/completions", chat | body) for body in chats]
+    asked += [("/v1/chat/completions", chat | body) for body in chats]
+    return [(path, body | {"temperature": 0}) for path, body in asked] if is_greedy else asked
 
 
 def read_answer(answer: httpx.Response, is_streamed: bool) -> list[dict[str, Any]]:
@@ -222,14 +226,14 @@ def is_rounding(load: Load, web: httpx.Client, question: tuple[str, dict[str, An
 
 def ask(load: Load, web: httpx.Client, path: str, body: dict[str, Any]) -> Any:
     """The answer's choices; asks again where the server says that it has too much to do. None: it is lost."""
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + load.patience
     while True:
         answer = web.post(load.root + path, json=body)
         load.note("honest", answer.status_code)
         if answer.status_code != 429:
             break
         if time.monotonic() > until:
-            load.fail(f"lost: told to come again for {PATIENCE:g} s: {path} {body}")
+            load.fail(f"lost: told to come again for {load.patience:g} s: {path} {body}")
             return None
         time.sleep(float(answer.headers["Retry-After"]))
     if answer.status_code != 200:
@@ -241,7 +245,7 @@ def ask(load: Load, web: httpx.Client, path: str, body: dict[str, Any]) -> Any:
 def honest(load: Load, alone: list[Any], questions: list[tuple[str, dict[str, Any]]], number: int) -> None:
     """Asks questions in an order of its own, and compares."""
     order = random.Random(number)
-    with web_client() as web:
+    with web_client(load.patience) as web:
         while not load.over.is_set():
             place = order.randrange(len(questions))
             path, body = questions[place]
@@ -257,9 +261,9 @@ def honest(load: Load, alone: list[Any], questions: list[tuple[str, dict[str, An
                     load.changed.append((place, said))
 
 
-def web_client() -> httpx.Client:
+def web_client(patience: float) -> httpx.Client:
     """A client with connections that it uses again."""
-    return httpx.Client(timeout=PATIENCE, headers={"Authorization": f"Bearer {KEYS['honest']}"})
+    return httpx.Client(timeout=patience, headers={"Authorization": f"Bearer {KEYS['honest']}"})
 
 
 # Clumsy clients: each call is one misfortune.
@@ -430,7 +434,7 @@ def be_a_stranger(load: Load, chance: random.Random) -> None:
     headers = {"Authorization": key.encode("latin-1"), "Origin": b"https://evil.example", "Host": b"evil.example"}
     body = {"model": load.model, "prompt": "poison", "max_tokens": 1, "session_id": "honest-0-0-0"}
     path = chance.choice(["/v1/completions", "/v1/chat/completions", "/openapi.json", "/tokenize"])
-    with httpx.Client(timeout=PATIENCE) as web:
+    with httpx.Client(timeout=load.patience) as web:
         answer = web.get(load.root + path, headers=headers) if "json" in path else None
         answer = answer or web.post(load.root + path, json=body, headers=headers)
     load.note("strangers", answer.status_code)
@@ -566,8 +570,8 @@ def settled(load: Load, most_descriptors: int) -> dict[str, float]:
 
 def soak(load: Load) -> Watch:
     """Runs all clients for the time that there is, and sees what they leave."""
-    questions = build_questions(load.model)
-    with web_client() as web:
+    questions = build_questions(load.model, load.may_round)
+    with web_client(load.patience) as web:
         alone = [ask(load, web, *question) for question in questions]
         again = [ask(load, web, *question) for question in questions]
     if not is_alike(alone, again):
@@ -586,7 +590,7 @@ def soak(load: Load) -> Watch:
         time.sleep(0.5)
     load.over.set()
     for thread in threads:
-        thread.join(2 * PATIENCE)
+        thread.join(2 * load.patience)
     if any(thread.is_alive() for thread in threads):
         load.fail("a client still waits for its answer")
     if load.served.process.poll() is not None:
@@ -604,7 +608,7 @@ def soak(load: Load) -> Watch:
 
 def judge(load: Load, alone: list[Any], questions: list[tuple[str, dict[str, Any]]]) -> None:
     """Says of each answer that differs from the one alone whether rounding may have chosen another token."""
-    with web_client() as web:
+    with web_client(load.patience) as web:
         for place, said in load.changed:
             if load.may_round and is_rounding(load, web, questions[place], alone[place], said):
                 load.num_rounded += 1
@@ -687,9 +691,11 @@ def main() -> int:
         keys.touch(0o600)
         keys.write_text("".join(f"{name} {key}\n" for name, key in KEYS.items()) + f"monitor {METRICS_KEY} metrics\n")
         with serving(model, scratch / "log", "--api-key-file", str(keys), *OPTIONS, environment=GIVES_BACK) as served:
-            with web_client() as web:
+            with web_client(PATIENCE) as web:
                 card = web.get(f"{served.url}/models").json()["data"][0]
-            load = Load(served, card["id"], card["max_model_len"], options.seconds, options.model is not None)
+            patience = PATIENCE if options.model is None else PATIENCE_WITH_MODEL
+            size = card["max_model_len"], options.seconds
+            load = Load(served, card["id"], *size, may_round=options.model is not None, patience=patience)
             watch = soak(load)
             seconds_to_end = end(load)
     text = report(load, watch, seconds_to_end, described)
