@@ -26,6 +26,10 @@ from hybrid_engine.generation.core import PENDING, Admission, Copy, Prefill, Pro
 RUNNING_PER_NEWCOMER = 16
 # Tokens of one prefill pass, which bounds its activations.
 MAX_PREFILL_TOKENS = 8192
+# Parts of a chunk that a turn feeds if several shares have sequences: one client's prompts must not take so long that
+# the rows of others, which draw a token a turn, stand still. Rows alone are no measure: a request for the scores of a
+# prompt holds its row for one turn.
+PARTS_OF_CHUNK = 4
 
 
 class Scheduler:
@@ -96,10 +100,14 @@ class Scheduler:
         """Moves waiting sequences to running while slots, blocks and the prefill budget last.
 
         With `chunk_tokens`, a longer prompt is fed that many tokens per turn while others run, and its sequence enters
-        with the last chunk.
+        with the last chunk. If several shares have sequences, a turn feeds a part of a chunk in all.
         """
+        self.waiting.count_turn()
         admission, budget = Admission(), self.max_prefill_tokens
         most_fed = chunk_tokens if chunk_tokens is not None and self.running else None
+        if most_fed is not None and self.waiting.num_shares > 1:
+            most_fed = max(1, most_fed // PARTS_OF_CHUNK)
+            budget = min(budget, most_fed)
         while self.waiting and len(self.running) < self.max_running:
             sequence = self.waiting.first
             num_tokens = self._starts.num_to_prefill(sequence)
@@ -503,7 +511,11 @@ def _prefill_of(owner: Prompt | Sequence, blocks: list[int], first: int, last: i
 
 
 class WaitingLine:
-    """The line of waiting sequences.
+    """The line of waiting sequences: the share that was served the fewest tokens is first.
+
+    Tokens that are fed and tokens that are drawn count alike. A share that comes back counts as many as the least
+    served one, so that it gets nothing for the time when it asked for nothing (the virtual token counter of Sheng et
+    al. 2024, "Fairness in Serving Large Language Models", arXiv 2401.00588, algorithm 2).
 
     Args:
         kept: knows the sequence of whose tokens some have been fed, which stays first.
@@ -514,6 +526,7 @@ class WaitingLine:
         self._lines: dict[str, deque[Sequence]] = {}  # by share, none empty; least recently served first
         self.num_running: Counter[str] = Counter()
         """Number of running rows of each share."""
+        self._served: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
@@ -528,7 +541,7 @@ class WaitingLine:
             return
         coming = WaitingLine(self._kept)
         coming._lines = {share: line.copy() for share, line in self._lines.items()}
-        coming.num_running = self.num_running.copy()
+        coming.num_running, coming._served = self.num_running.copy(), self._served.copy()
         while coming:
             yield coming.start_first()
 
@@ -544,7 +557,7 @@ class WaitingLine:
 
     @property
     def _first_share(self) -> str:
-        return min(self._lines, key=self.num_running.__getitem__)
+        return min(self._lines, key=lambda share: (self._served[share], self.num_running[share]))
 
     @property
     def largest_share(self) -> str:
@@ -554,11 +567,18 @@ class WaitingLine:
     @property
     def num_shares(self) -> int:
         """Number of shares with waiting or running sequences."""
-        return len(self._lines.keys() | {share for share, count in self.num_running.items() if count})
+        return len(self._lines.keys() | self.num_running.keys())
 
     def append(self, sequence: Sequence) -> None:
         """Appends a sequence to its share's line."""
-        self._lines.setdefault(sequence.share, deque()).append(sequence)
+        share, busy = sequence.share, self._lines.keys() | self.num_running.keys()
+        if share not in busy:
+            self._served[share] = max(self._served[share], min((self._served[other] for other in busy), default=0))
+        self._lines.setdefault(share, deque()).append(sequence)
+
+    def count_turn(self) -> None:
+        """Counts a token for each running row."""
+        self._served.update(self.num_running)
 
     def append_first(self, sequence: Sequence) -> None:
         """Puts a sequence at the head of its share's line."""
@@ -577,6 +597,7 @@ class WaitingLine:
         if line:
             self._lines[sequence.share] = line  # after the other shares
         self.num_running[sequence.share] += 1
+        self._served[sequence.share] += 0 if sequence.prompt.blocks else len(sequence.prompt.tokens)
         return sequence
 
     def leave(self, sequence: Sequence) -> None:

@@ -289,6 +289,25 @@ def half_prefilled(num_blocks=8):
     return sequences, scheduler
 
 
+@pytest.mark.parametrize(("shares", "most_fed"), [("ab", 16), ("aa", 64)])
+def test_prompts_of_one_share_leave_the_rows_of_another_most_of_a_turn(shares, most_fed):
+    """Requests whose rows end at once, as the scores of a prompt, never have many rows."""
+    row = Sequence(Prompt([5] * 4), 0, GenerationOptions(max_new_tokens=25), share=shares[0])
+    scheduler = Scheduler([row], max_running=16, num_blocks=64, block_size=32, max_prefill_tokens=64, longest=64)
+    scheduler.admit(64)
+    for number in range(40):
+        prompt = Prompt([number] * (30 if number % 2 else 8))
+        scheduler.add(Sequence(prompt, number + 1, GenerationOptions(max_new_tokens=1), share=shares[1]))
+    fed = []
+    for _ in range(4):
+        row.tokens.append(0)
+        admission = scheduler.admit(64)
+        fed.append(sum(prefill.last - prefill.first for prefill in admission.prefills))
+        for sequence in admission.sequences:
+            scheduler.finish(sequence, "length")
+    assert max(fed) <= most_fed and sum(fed) > 2 * most_fed, fed
+
+
 def test_a_chunk_takes_no_slot_and_the_last_one_brings_the_sequence_in():
     sequences, scheduler = half_prefilled()
     scheduler.admit(3)
@@ -426,6 +445,40 @@ def test_shares_that_want_more_have_as_many_rows_each():
     started = take_turn(scheduler)
     assert {row.row for row in started if row.share == "a"} == {4} and scheduler.num_preemptions == 4
     assert [row for row in started if row.share == "b"] == b[4:5]
+
+
+def test_a_share_whose_rows_end_at_once_does_not_keep_another_from_a_second_row():
+    """It never has a row when the next one is chosen; the tokens that it was served count."""
+    options = GenerationOptions(max_new_tokens=25)
+    b = [Sequence(Prompt([5] * 4), number, options, share="b") for number in range(3)]
+    scheduler = Scheduler(b[:1], max_running=16, num_blocks=64, block_size=32, max_prefill_tokens=64, longest=64)
+    scheduler.admit(64)
+    for number in range(200):
+        ends_at_once = GenerationOptions(max_new_tokens=1)
+        scheduler.add(Sequence(Prompt([number] * 64), 3 + number, ends_at_once, share="a"))
+    scheduler.add(b[1])
+    for _ in range(12):
+        for row in scheduler.running:
+            row.tokens.append(0)
+        for sequence in scheduler.admit(64).sequences:
+            if sequence.share == "a":
+                scheduler.finish(sequence, "length")
+    assert scheduler.running == b[:2]
+
+
+def test_a_share_that_comes_back_is_not_served_for_the_time_when_it_asked_for_nothing():
+    _, b, scheduler = shares_in_line(60, [4], max_running=4, num_blocks=64, block_size=32)
+    for _ in range(20):
+        take_turn(scheduler)
+    scheduler.finish(b[0], "stop")
+    for _ in range(200):
+        take_turn(scheduler)
+    back = [Sequence(Prompt([7] * 4), 100 + number, b[0].options, share="b") for number in range(20)]
+    for sequence in back:
+        scheduler.add(sequence)
+    for _ in range(10):
+        take_turn(scheduler)
+    assert [row.share for row in scheduler.running].count("a") == 2
 
 
 def test_rows_make_way_where_blocks_are_short_and_the_largest_share_loses_its_newest():
