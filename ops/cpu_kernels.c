@@ -43,8 +43,9 @@ static float largest(const float *x, int64_t count) {
     for (int64_t i = 0; i < whole; i += 64)
         for (int l = 0; l < 64; l++) lanes[l] = x[i + l] > lanes[l] ? x[i + l] : lanes[l];
     for (int64_t i = whole; i < count; i++) top = x[i] > top ? x[i] : top;
-    for (int l = 0; l < 64; l++) top = lanes[l] > top ? lanes[l] : top;
-    return top;
+    for (int half = 32; half; half /= 2)
+        for (int l = 0; l < half; l++) lanes[l] = lanes[l + half] > lanes[l] ? lanes[l + half] : lanes[l];
+    return lanes[0] > top ? lanes[0] : top;
 }
 
 /* Norms one row in place. */
@@ -196,14 +197,6 @@ static void rotate(float *x, float *scratch, const float *cos, const float *sin,
     for (int64_t i = 0; i < half; i++) x[half + i] = scratch[half + i] * cos[half + i] + scratch[i] * sin[half + i];
 }
 
-/* `count` rows of D as fp32: where they lie, or widened into `buffer`. */
-static const float *rows_of(const void *cache, int64_t start, int64_t count, int64_t place, int64_t dim, float *buffer,
-                            int is_bf16) {
-    if (!is_bf16) return (const float *)cache + start;
-    for (int64_t j = 0; j < count; j++) load(buffer + j * dim, cache, start + j * place, 1, dim, 1);
-    return buffer;
-}
-
 /* Turns scores [count] into weights in place and returns 1 / their sum, of `top`, the largest, and the sink. */
 static float weigh(float *scores, int64_t count, const float *sink) {
     float top = largest(scores, count);
@@ -221,68 +214,124 @@ static void adjust(float *scores, int64_t count, double softcap, const float *sl
     if (slope) for (int64_t j = 0; j < count; j++) scores[j] -= *slope * (distance - j);
 }
 
-/* Rows that are asked for ahead of time: 1.44 ms instead of 1.52 for 32 rows of 128 tokens and 6 heads of 64 in fp32,
-   not in the cache (one core of a Xeon with AVX-512). */
-enum { AHEAD = 16 };
+enum { MOST_QUERIES = 4, MOST_VECTORS = 4 };  /* at once: their sums stay in registers */
 
-static inline void fetch(const float *x, int64_t count) {
-    for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(x + i);
-}
+typedef struct {  /* keys or values that are neighbors, whole vectors each */
+    const void *data;
+    int64_t step;  /* from one to the next */
+    int is_bf16;
+} Rows;
 
-/* scores[t] = query . keys[t], four keys at once: one waits for the sum of its vector while the others multiply. */
-static inline __attribute__((always_inline)) void score_keys_of(const float *query, const float *keys, int64_t step,
-                                                                int64_t count, int64_t dim, float *scores) {
-    int64_t t = 0;
-    for (; t + 4 <= count; t += 4) {
-        const float *k0 = keys + t * step, *k1 = k0 + step, *k2 = k1 + step, *k3 = k2 + step;
-        float s0 = 0.0f, s1 = 0.0f, s2 = 0.0f, s3 = 0.0f;
-        fetch(k0 + AHEAD * step, 4 * dim);
-        for (int64_t i = 0; i < dim; i++) {
-            s0 += query[i] * k0[i];
-            s1 += query[i] * k1[i];
-            s2 += query[i] * k2[i];
-            s3 += query[i] * k3[i];
+/* sums[g][t] += query g . key t in some vectors of their dimensions, from `begin` on, where the sums are 0 at first. */
+static inline __attribute__((always_inline)) void score_part(const float *queries, int64_t width, const Rows *keys,
+                                                             int64_t first, int64_t count, int64_t begin, int num_queries,
+                                                             int vectors, Vector sums[MOST_QUERIES][LANES]) {
+    Vector q[MOST_QUERIES][MOST_VECTORS];
+    for (int g = 0; g < num_queries; g++)
+        for (int v = 0; v < vectors; v++) q[g][v] = vector_at(queries, g * width + begin + v * LANES, 0);
+    for (int64_t t = 0; t < count; t++) {
+        int64_t place = (first + t) * keys->step + begin;
+        Vector sum[MOST_QUERIES] = {{0}};
+        for (int g = 0; g < num_queries && begin; g++) sum[g] = sums[g][t];
+        for (int v = 0; v < vectors; v++) {
+            Vector key = vector_at(keys->data, place + v * LANES, keys->is_bf16);
+            for (int g = 0; g < num_queries; g++) sum[g] += q[g][v] * key;
         }
-        scores[t] = s0, scores[t + 1] = s1, scores[t + 2] = s2, scores[t + 3] = s3;
-    }
-    for (; t < count; t++) {
-        float sum = 0.0f;
-        for (int64_t i = 0; i < dim; i++) sum += query[i] * keys[t * step + i];
-        scores[t] = sum;
+        for (int g = 0; g < num_queries; g++) sums[g][t] = sum[g];
     }
 }
 
-/* sum += weights[t] values[t], four values at once. */
-static inline __attribute__((always_inline)) void add_values_of(float *restrict sum, const float *weights,
-                                                                const float *values, int64_t step, int64_t count,
-                                                                int64_t dim) {
-    int64_t t = 0;
-    for (; t + 4 <= count; t += 4) {
-        const float *x0 = values + t * step, *x1 = x0 + step, *x2 = x1 + step, *x3 = x2 + step;
-        float w0 = weights[t], w1 = weights[t + 1], w2 = weights[t + 2], w3 = weights[t + 3];
-        fetch(x0 + AHEAD * step, 4 * dim);
-        for (int64_t i = 0; i < dim; i++) sum[i] += w0 * x0[i] + w1 * x1[i] + w2 * x2[i] + w3 * x3[i];
+/* context[g] += the sum of weights[g][t] value t, likewise. */
+static inline __attribute__((always_inline)) void add_part(float *context, int64_t width, const Rows *values,
+                                                           const float *weights, int64_t reach, int64_t count,
+                                                           int64_t begin, int num_queries, int vectors) {
+    Vector sums[MOST_QUERIES][MOST_VECTORS];
+    for (int g = 0; g < num_queries; g++)
+        for (int v = 0; v < vectors; v++) sums[g][v] = vector_at(context, g * width + begin + v * LANES, 0);
+    for (int64_t t = 0; t < count; t++) {
+        int64_t place = t * values->step + begin;
+        for (int v = 0; v < vectors; v++) {
+            Vector value = vector_at(values->data, place + v * LANES, values->is_bf16);
+            for (int g = 0; g < num_queries; g++) sums[g][v] += weights[g * reach + t] * value;
+        }
     }
-    for (; t < count; t++)
-        for (int64_t i = 0; i < dim; i++) sum[i] += weights[t] * values[t * step + i];
+    for (int g = 0; g < num_queries; g++)
+        for (int v = 0; v < vectors; v++) *(Vector *)(context + g * width + begin + v * LANES) = sums[g][v];
 }
 
-/* The usual dimensions are constants in loops of their own. */
-static void score_keys(const float *query, const float *keys, int64_t step, int64_t count, int64_t dim,
-                       float *scores) {
-    if (dim == 64) score_keys_of(query, keys, step, count, 64, scores);
-    else if (dim == 128) score_keys_of(query, keys, step, count, 128, scores);
-    else score_keys_of(query, keys, step, count, dim, scores);
+/* Calls PART with constants for the number of queries and of vectors, and for the kind of the rows, over all of `width`. */
+#define BY_VECTORS(PART, NUM_QUERIES)                                                                       \
+    for (int64_t begin = 0; begin < width;) {                                                               \
+        int vectors = width - begin >= 4 * LANES ? 4 : width - begin >= 2 * LANES ? 2 : 1;                  \
+        if (vectors == 4) PART(begin, NUM_QUERIES, 4);                                                      \
+        else if (vectors == 2) PART(begin, NUM_QUERIES, 2);                                                 \
+        else PART(begin, NUM_QUERIES, 1);                                                                   \
+        begin += vectors * LANES;                                                                           \
+    }
+#define BY_QUERIES(PART, num_queries)                                                                       \
+    switch (num_queries) {                                                                                  \
+    case 1: BY_VECTORS(PART, 1) break;                                                                      \
+    case 2: BY_VECTORS(PART, 2) break;                                                                      \
+    case 3: BY_VECTORS(PART, 3) break;                                                                      \
+    default: BY_VECTORS(PART, 4)                                                                            \
+    }
+
+/* scores[g][t] = query g . key t of up to MOST_QUERIES queries [width], whole vectors. */
+static inline __attribute__((always_inline)) void score_keys_of(const float *queries, int64_t width, int num_queries,
+                                                                const Rows *keys, int64_t count, float *scores,
+                                                                int64_t reach) {
+    for (int64_t first = 0; first < count; first += LANES) {
+        int64_t rows = count - first < LANES ? count - first : LANES;
+        Vector sums[MOST_QUERIES][LANES];
+#define SCORE(begin, queries_at_once, vectors) \
+    score_part(queries, width, keys, first, rows, begin, queries_at_once, vectors, sums)
+        BY_QUERIES(SCORE, num_queries)
+#undef SCORE
+        for (int g = 0; g < num_queries; g++) {
+            Vector sum = sum_of_each(sums[g]);
+            float *to = scores + g * reach + first;
+            if (rows == LANES) *(Vector *)to = sum;
+            else for (int64_t t = 0; t < rows; t++) to[t] = sum[t];
+        }
+    }
 }
 
-static void add_values(float *sum, const float *weights, const float *values, int64_t step, int64_t count,
-                       int64_t dim) {
-    if (dim == 64) add_values_of(sum, weights, values, step, count, 64);
-    else if (dim == 128) add_values_of(sum, weights, values, step, count, 128);
-    else add_values_of(sum, weights, values, step, count, dim);
+static inline __attribute__((always_inline)) void add_values_of(float *context, int64_t width, int num_queries,
+                                                                const Rows *values, int64_t count,
+                                                                const float *weights, int64_t reach) {
+#define ADD(begin, queries_at_once, vectors) \
+    add_part(context, width, values, weights, reach, count, begin, queries_at_once, vectors)
+    BY_QUERIES(ADD, num_queries)
+#undef ADD
+}
+
+static void score_keys(const float *queries, int64_t width, int num_queries, const Rows *keys, int64_t count,
+                       float *scores, int64_t reach) {
+    Rows wide = {keys->data, keys->step, 0}, narrow_rows = {keys->data, keys->step, 1};
+    if (keys->is_bf16) score_keys_of(queries, width, num_queries, &narrow_rows, count, scores, reach);
+    else score_keys_of(queries, width, num_queries, &wide, count, scores, reach);
+}
+
+static void add_values(float *context, int64_t width, int num_queries, const Rows *values, int64_t count,
+                       const float *weights, int64_t reach) {
+    Rows wide = {values->data, values->step, 0}, narrow_rows = {values->data, values->step, 1};
+    if (values->is_bf16) add_values_of(context, width, num_queries, &narrow_rows, count, weights, reach);
+    else add_values_of(context, width, num_queries, &wide, count, weights, reach);
 }
 
 enum { TILE = 32 };  /* keys at once: of 64 dimensions in fp32 8 KiB, which the first cache holds beside the scores */
+
+static int queries_at_once(int64_t rest) { return rest < MOST_QUERIES ? rest : MOST_QUERIES; }
+
+static int64_t whole_vectors(int64_t dim) { return (dim + LANES - 1) / LANES * LANES; }
+
+/* `count` keys or values: where they lie, or, if they are not whole vectors, as fp32 in `tile`, whose rest is 0. */
+static Rows rows_of(const void *cache, int64_t start, int64_t count, int64_t place, int64_t dim, float *tile,
+                    int is_bf16) {
+    if (dim % LANES == 0) return (Rows){(const char *)cache + start * (is_bf16 ? 2 : 4), place, is_bf16};
+    for (int64_t j = 0; j < count; j++) load(tile + j * whole_vectors(dim), cache, start + j * place, 1, dim, is_bf16);
+    return (Rows){tile, whole_vectors(dim), 0};
+}
 
 /* Where the key and the value of row n's token j lie, of one head. */
 static int64_t place_of(const Workspace *kv, int64_t n, int64_t h, int64_t j) {
@@ -297,21 +346,34 @@ static int64_t run_from(const Workspace *kv, int64_t j, int64_t last) {
     return run > last + 1 - j ? last + 1 - j : run;
 }
 
-/* G queries of one row and their key/value head: write key and value, attend. scratch: see decode_attention. */
+/* Asks for `count` keys and values from j on of row n, if it has them, into the second cache: the first can wait for
+   too few lines at once to be fed from memory at its speed. */
+static void ask_for(const Workspace *kv, int64_t n, int64_t h, int64_t j, int64_t count, int64_t dim, int is_bf16) {
+    if (j > kv->positions[n]) return;
+    int64_t bytes = is_bf16 ? 2 : 4, start = place_of(kv, n, h, j) * bytes, end = start + count * kv->place * bytes;
+    if (kv->place != dim) return;  /* other layouts than the workspace's are left to the processor */
+    for (int64_t i = start; i < end; i += 64) {
+        __builtin_prefetch((const char *)kv->keys + i, 0, 2);
+        __builtin_prefetch((const char *)kv->values + i, 0, 2);
+    }
+}
+
+/* G queries of one row and their key/value head: write key and value, attend; asks for what row `next_n` and head
+   `next_h` will read. scratch: see decode_attention; its rows end with zeros. */
 static void attend(const Heads *q, const Heads *k, const Heads *v, const Extras *extras, const Workspace *kv,
-                   const Attention *a, void *output, int64_t n, int64_t h, float *scratch, int is_bf16) {
-    int64_t dim = a->head_dim, groups = a->num_queries, bytes = is_bf16 ? 2 : 4, reach = kv->reach;
-    float *queries = scratch, *context = queries + groups * dim, *tile = context + groups * dim;
-    float *cos = tile + TILE * dim, *sin = cos + dim, *row = sin + dim, *spare = row + dim, *scores = spare + dim;
+                   const Attention *a, void *output, int64_t n, int64_t h, int64_t next_n, int64_t next_h, float *scratch,
+                   int is_bf16) {
+    int64_t dim = a->head_dim, groups = a->num_queries, reach = kv->reach, wide = whole_vectors(dim);
+    float *queries = scratch, *context = queries + groups * wide, *tile = context + groups * wide;
+    float *cos = tile + TILE * wide, *sin = cos + dim, *row = sin + dim, *spare = row + dim, *scores = spare + dim;
     int64_t position = kv->positions[n], width = extras->cos ? extras->width : 0;
-    int64_t step = is_bf16 ? dim : kv->place;  /* from one key to the next, where `rows_of` leaves them */
 
     if (width) {
         load(cos, extras->cos, n * extras->row, 1, width, is_bf16);
         load(sin, extras->sin, n * extras->row, 1, width, is_bf16);
     }
     for (int64_t g = 0; g < groups; g++) {
-        float *query = queries + g * dim;
+        float *query = queries + g * wide;
         load(query, q->data, n * q->row + h * q->head + g * q->query, q->dim, dim, is_bf16);
         if (width) {
             rotate(query, spare, cos, sin, width, a->is_interleaved);
@@ -330,12 +392,13 @@ static void attend(const Heads *q, const Heads *k, const Heads *v, const Extras 
     int64_t count = position + 1 - first;
     for (int64_t j = first; j <= position;) {
         int64_t run = run_from(kv, j, position);
-        const float *keys = rows_of(kv->keys, place_of(kv, n, h, j), run, kv->place, dim, tile, is_bf16);
-        for (int64_t g = 0; g < groups; g++)
-            score_keys(queries + g * dim, keys, step, run, dim, scores + g * reach + j - first);
+        if (next_h < a->num_kv_heads) ask_for(kv, next_n, next_h, j, run, dim, is_bf16);
+        Rows keys = rows_of(kv->keys, place_of(kv, n, h, j), run, kv->place, dim, tile, is_bf16);
+        for (int64_t g = 0; g < groups; g += MOST_QUERIES)
+            score_keys(queries + g * wide, wide, queries_at_once(groups - g), &keys, run, scores + g * reach + j - first, reach);
         j += run;
     }
-    memset(context, 0, groups * dim * sizeof(float));
+    memset(context, 0, groups * wide * sizeof(float));
     for (int64_t g = 0; g < groups; g++) {
         int64_t head = h * groups + g;
         float sink = extras->sinks ? value(extras->sinks, head, is_bf16) : 0.0f;
@@ -345,12 +408,13 @@ static void attend(const Heads *q, const Heads *k, const Heads *v, const Extras 
     }
     for (int64_t j = first; j <= position;) {
         int64_t run = run_from(kv, j, position);
-        const float *values = rows_of(kv->values, place_of(kv, n, h, j), run, kv->place, dim, tile, is_bf16);
-        for (int64_t g = 0; g < groups; g++)
-            add_values(context + g * dim, scores + g * reach + j - first, values, step, run, dim);
+        Rows values = rows_of(kv->values, place_of(kv, n, h, j), run, kv->place, dim, tile, is_bf16);
+        for (int64_t g = 0; g < groups; g += MOST_QUERIES)
+            add_values(context + g * wide, wide, queries_at_once(groups - g), &values, run, scores + g * reach + j - first, reach);
         j += run;
     }
-    store((char *)output + (n * a->num_kv_heads + h) * groups * dim * bytes, 0, 1, context, groups * dim, is_bf16);
+    int64_t start = (n * a->num_kv_heads + h) * groups * dim;
+    for (int64_t g = 0; g < groups; g++) store(output, start + g * dim, 1, context + g * wide, dim, is_bf16);
 }
 
 /* Whether every row's tokens lie in blocks that there are. */
@@ -370,15 +434,15 @@ int decode_attention(const Heads *q, const Heads *k, const Heads *v, const Extra
                      const Attention *attention, void *output, int64_t num_rows, int64_t is_bf16, int64_t threads) {
     if (!fits(kv, num_rows)) return BAD_PLACE;
     int64_t groups = attention->num_queries, dim = attention->head_dim;
-    int64_t needed = (2 * groups + TILE + 4) * dim + groups * kv->reach + 16;
-    float *scratch = malloc(threads * needed * sizeof(float));
+    int64_t needed = (2 * groups + TILE) * whole_vectors(dim) + 4 * dim + groups * kv->reach + 16;
+    float *scratch = calloc(threads * needed, sizeof(float));
     if (!scratch) return NO_MEMORY;
     int64_t num_parts = num_rows * attention->num_kv_heads;  /* by heads: rows may lie by columns */
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t thread = 0; thread < threads; thread++)
         for (int64_t part = thread * num_parts / threads; part < (thread + 1) * num_parts / threads; part++)
-            attend(q, k, v, extras, kv, attention, output, part % num_rows, part / num_rows, scratch + thread * needed,
-                   is_bf16);
+            attend(q, k, v, extras, kv, attention, output, part % num_rows, part / num_rows, (part + 1) % num_rows,
+                   (part + 1) / num_rows, scratch + thread * needed, is_bf16);
     free(scratch);
     return 0;
 }
@@ -479,6 +543,10 @@ int first_largest(const float *values, int64_t row, int64_t *output, int64_t num
         const float *x = values + n * row;
         float top = has_nan(x, width) ? NAN : largest(x, width);
         int64_t i = 0;
+        for (int is_found = 0; i + SUMMED <= width; i += SUMMED) {
+            for (int64_t j = i; j < i + SUMMED; j++) is_found |= x[j] == top || x[j] != x[j];
+            if (is_found) break;
+        }
         while (i + 1 < width && x[i] != top && x[i] == x[i]) i++;
         output[n] = i;
     }

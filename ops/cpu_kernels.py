@@ -16,7 +16,7 @@ they can. Up to 8 rows are dot products at the speed of reading the weights. Wit
 `linear_transposed` is `y = x W (+ b) (+ residual)` in fp32, W viewed as [in, out]. Which library and which order of
 memory is faster depends on the maker of the processor, because MKL does:
 
-    Intel   From 2 to 32 rows `products`; else, and where nothing can be compiled, MKL. Up to 128 rows its product is
+    Intel   From 3 to 32 rows `products`; else, and where nothing can be compiled, MKL. Up to 128 rows its product is
             `y^T = W^T x^T`, whose result is stored by columns (strides 1, N): MKL then has the few rows as its inner
             dimension. For 32 rows of 384 and 1024 outputs 69 GFLOP/s, where `x W` reaches
             47 and oneDNN 41; for 1024 inputs 60, 44 and 38. A weight stored [in, out] is better off with `x W`: 57, 32
@@ -75,20 +75,27 @@ THREAD_ELEMENTS = 2**15
 """Minimum number of weight elements per thread."""
 Linear = tuple[torch.Tensor, torch.Tensor | None]
 # How the compiled product reads weights; UNITS are the values that it multiplies as one.
-FP32, WIDENED, PAIRS, FEW = range(4)
-UNITS = (1, 1, 2, 1)
+FP32, WIDENED, PAIRS, FEW, FEW_WIDENED = range(5)
+UNITS = (1, 1, 2, 1, 1)
+# GFLOP/s of one core of an Emerald Rapids Xeon without AMX, 576 inputs, 1536 outputs, torch 2.13:
+#     rows                                   1    2    4    8   16   32   64  128
+#     bf16   oneDNN                         14   24   36   54   66   80   88   90
+#            FEW_WIDENED up to 8, WIDENED   18   31   52   63  100  127  140  144
+#     fp32   MKL                            15   30   30   60  118  152  163  160
+#            FEW up to 8                    12   19   41   58
 FEW_ROWS = range(1, 9)
 # Numbers of rows with compiled products: beyond them MKL, or oneDNN, is as fast or faster.
-INTEL_ROWS, OTHER_ROWS = range(2, 33), range(1, 129)
-BF16_ROWS = range(1, 129)
+INTEL_ROWS, OTHER_ROWS = range(3, 33), range(1, 129)
+BF16_ROWS = range(1, 129)  # on others than Intel's
 # Up to this many rows of a larger weight, oneDNN reads the weight faster on processors other than Intel's.
 ONEDNN_ROWS, CACHED_ELEMENTS = 4, 2**20
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 # Up to this many rows and weight elements MKL is as fast as oneDNN or faster: 8 against 16 us for 384 x 384 and one
 # row, 21 against 29 for 1024 x 384, 220 against 197 for 2048 x 2048 (one Zen 5 core, torch 2.13).
 MKL_ROWS, MKL_ELEMENTS = 2, 2**20
-# In this range of rows a result by columns is faster; one row is the same in both orders, and 256 rows are slower.
-COLUMNS_ROWS = range(2, 129)
+# In this range of rows a result by columns is faster; one row is the same in both orders, two by columns take twice as
+# long (one core of an Emerald Rapids Xeon, torch 2.13), and 256 rows are slower.
+COLUMNS_ROWS = range(3, 129)
 # From this many rows, or half of them with this many inputs, MKL uses one thread for a product that a batch of parts
 # spreads over all threads: 32 rows of 1024 inputs and 384 outputs take 195 us instead of 320, 64 rows of 384 and 1152
 # 433 instead of 536 (two cores of a Xeon with AVX-512, torch 2.13).
@@ -412,10 +419,11 @@ def activated_product(input: torch.Tensor, linear: Linear, gate: Linear | None, 
 
 def _kind(input: torch.Tensor, linears: Sequence[Linear]) -> int:
     """How the compiled product reads the weights."""
+    is_few = len(input) in FEW_ROWS
     if input.dtype == torch.float32:
-        return FP32
-    if len(input) in FEW_ROWS:
-        return FEW
+        return FEW if is_few and is_intel() else FP32
+    if is_few:
+        return FEW_WIDENED
     can_pair = _PROCESSOR.multiplies_pairs and has_pairs() and all(_lies_in_pairs(weight) for weight, _ in linears)
     return PAIRS if can_pair else WIDENED
 
@@ -521,7 +529,7 @@ def use_onednn(input: torch.Tensor, weight: torch.Tensor) -> bool:
 def is_compiled(input: torch.Tensor, linears: Sequence[Linear], residual: torch.Tensor | None = None) -> bool:
     """Whether compiled functions compute the products."""
     if input.dtype == torch.bfloat16:
-        return len(input) in BF16_ROWS and can_multiply(input, linears, residual)
+        return (is_intel() or len(input) in BF16_ROWS) and can_multiply(input, linears, residual)
     if len(input) not in (INTEL_ROWS if is_intel() else OTHER_ROWS):
         return False
     is_large = any(weight.numel() > CACHED_ELEMENTS for weight, _ in linears)

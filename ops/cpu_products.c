@@ -1,13 +1,14 @@
 /* Products of a few rows with weights that lie as [out, in], on a CPU; ops/cpu_kernels.py calls them.
 
-Weights are read as they lie, in one of three ways:
+Weights are read as they lie, in one of these ways:
 
     FP32     as they are
     WIDENED  bf16; the weights of a block are widened to fp32 once for all rows, into a scratch that the first cache holds
     PAIRS    bf16; two values that are neighbors along the inputs are one unit of 32 bits, and a unit of the weight times
              a vector of units, one for each row, adds both products (AVX-512 BF16): the loops are those of FP32 with
              half as many steps
-    FEW      bf16; sums of 4 rows at once run along the inputs in whole vectors, at the speed of reading the weights
+    FEW, FEW_WIDENED  fp32 or bf16; sums of 4 rows at once run along the inputs in whole vectors, at the speed of reading
+             the weights
 
 N rows. */
 
@@ -22,26 +23,28 @@ enum { HAS_PAIRS = 1 };
 enum { HAS_PAIRS = 0 };
 #endif
 
-enum { FP32, WIDENED, PAIRS, FEW };
-enum { MOST_FEW = 4 };  /* rows at once */
+enum { FP32, WIDENED, PAIRS, FEW, FEW_WIDENED };
+enum { MOST_FEW = 4 };  /* rows at once, and outputs */
+/* Of more rows whose values are packed, as many are multiplied by all weights before the next: the second cache holds
+   them. */
+enum { CHUNK_ROWS = 128 };
+
+static int is_bf16(int kind) { return kind == WIDENED || kind == PAIRS || kind == FEW_WIDENED; }
+static int is_few(int kind) { return kind == FEW || kind == FEW_WIDENED; }
 
 /* Of a product a block of OUTPUTS times 2 LANES rows stays in registers, beside two vectors of inputs and a weight. Of
    the 12 outputs for which AVX-512 has the registers 8 are faster: their weights, often 4 KiB apart, keep their places
    in the cache (0.9 of the time for 1024 inputs, two Zen 5 cores). */
 #if defined(__AVX512F__)
-enum { LANES = 16, OUTPUTS = 8 };
+enum { OUTPUTS = 8 };
 #elif defined(__AVX2__)
-enum { LANES = 8, OUTPUTS = 6 };
+enum { OUTPUTS = 6 };
 #elif defined(__ARM_NEON)
-enum { LANES = 4, OUTPUTS = 12 };
+enum { OUTPUTS = 12 };
 #else
-enum { LANES = 4, OUTPUTS = 6 };
+enum { OUTPUTS = 6 };
 #endif
 enum { LINE = 64 };  /* bytes of a cache line */
-
-typedef float Vector __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
-typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
-typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 
 typedef struct {  /* rows of the weight lie as [out, in] */
     const float *weight;
@@ -120,55 +123,59 @@ static inline __attribute__((always_inline)) void multiply_block(const Linear *l
     else multiply_kind(linear, inputs, row, outputs, vectors, ahead, block, FP32);
 }
 
-/* block [outputs][2 LANES] = the products of `rows` dense rows of fp32 with bf16 weights; outputs and rows are constants. */
-static inline __attribute__((always_inline)) void multiply_few_of(const bf16 *weight, int64_t weight_row,
+/* block [outputs][2 LANES] = the products of `rows` dense rows of fp32; outputs, rows and is_wide are constants. */
+static inline __attribute__((always_inline)) void multiply_few_of(const void *weight, int64_t weight_row,
                                                                   const float *inputs, int64_t depth, int outputs,
-                                                                  int rows, float *block) {
-    Vector sums[OUTPUTS][MOST_FEW] = {{{0}}};
+                                                                  int rows, int is_widened, float *block) {
+    Vector sums[MOST_FEW * MOST_FEW] = {{0}};  /* [rows][outputs], then anything */
     int64_t whole = depth / LANES * LANES;
     for (int64_t k = 0; k < whole; k += LANES) {
 #pragma GCC unroll 12
         for (int o = 0; o < outputs; o++) {
-            const bf16 *w = weight + o * weight_row + k;
-            __builtin_prefetch(w + outputs * weight_row);  /* of the next outputs */
-            Bits bits = __builtin_convertvector(*(const Halves *)w, Bits) << 16;
-            for (int n = 0; n < rows; n++) sums[o][n] += (Vector)bits * *(const Vector *)(inputs + n * depth + k);
+            int64_t place = o * weight_row + k, next = place + outputs * weight_row;  /* of the next outputs */
+            Vector w = vector_at(weight, place, is_widened);
+            __builtin_prefetch((const char *)weight + next * (is_widened ? 2 : 4));
+            for (int n = 0; n < rows; n++) sums[n * outputs + o] += w * *(const Vector *)(inputs + n * depth + k);
         }
     }
+    float wholes[MOST_FEW * MOST_FEW];
+    for (int i = 0; i < outputs * rows; i += LANES) *(Vector *)(wholes + i) = sum_of_each(sums + i);
     for (int o = 0; o < outputs; o++)
         for (int n = 0; n < rows; n++) {
-            float sum = 0.0f;
-            for (int l = 0; l < LANES; l++) sum += sums[o][n][l];
-            for (int64_t k = whole; k < depth; k++) sum += widen(weight[o * weight_row + k]) * inputs[n * depth + k];
+            float sum = wholes[n * outputs + o];
+            for (int64_t k = whole; k < depth; k++)
+                sum += value(weight, o * weight_row + k, is_widened) * inputs[n * depth + k];
             block[o * 2 * LANES + n] = sum;
         }
 }
 
-static void multiply_few(const Linear *linear, const float *inputs, int64_t depth, int outputs, int64_t num_rows,
-                         float *block) {
+static inline __attribute__((always_inline)) void multiply_few(const void *weight, int64_t row, const float *inputs,
+                                                               int64_t depth, int outputs, int64_t num_rows,
+                                                               int is_widened, float *block) {
+    int64_t bytes = (is_widened ? 2 : 4) * row;
     for (int64_t n = 0; n < num_rows; n += MOST_FEW)
-        for (int o = 0; o < outputs; o += o + 4 <= outputs ? 4 : 1) {
-            const bf16 *weight = (const bf16 *)linear->weight + o * linear->row;
-            int64_t rows = num_rows - n < MOST_FEW ? num_rows - n : MOST_FEW, row = linear->row;
+        for (int o = 0; o < outputs; o += o + MOST_FEW <= outputs ? MOST_FEW : 1) {
+            const char *w = (const char *)weight + o * bytes;
+            int64_t rows = num_rows - n < MOST_FEW ? num_rows - n : MOST_FEW;
             const float *x = inputs + n * depth;
             float *sums = block + o * 2 * LANES + n;
-            if (o + 4 > outputs) for (int64_t i = 0; i < rows; i++) multiply_few_of(weight, row, x + i * depth, depth, 1, 1, sums + i);
-            else if (rows == 1) multiply_few_of(weight, row, x, depth, 4, 1, sums);
-            else if (rows == 2) multiply_few_of(weight, row, x, depth, 4, 2, sums);
-            else if (rows == 3) multiply_few_of(weight, row, x, depth, 4, 3, sums);
-            else multiply_few_of(weight, row, x, depth, 4, 4, sums);
+            if (o + MOST_FEW > outputs)
+                for (int64_t i = 0; i < rows; i++) multiply_few_of(w, row, x + i * depth, depth, 1, 1, is_widened, sums + i);
+            else if (rows == 1) multiply_few_of(w, row, x, depth, MOST_FEW, 1, is_widened, sums);
+            else if (rows == 2) multiply_few_of(w, row, x, depth, MOST_FEW, 2, is_widened, sums);
+            else if (rows == 3) multiply_few_of(w, row, x, depth, MOST_FEW, 3, is_widened, sums);
+            else multiply_few_of(w, row, x, depth, MOST_FEW, MOST_FEW, is_widened, sums);
         }
 }
 
 /* The linear from one output on, whose weight is widened into `scratch` [outputs][depth] where its kind asks for it. */
 static Linear block_of(const Linear *linear, int64_t output, int outputs, int64_t depth, int kind, float *scratch) {
     Linear block = *linear;
-    int is_bf16 = kind != FP32;
-    if (linear->bias) block.bias = (const char *)linear->bias + output * (is_bf16 ? 2 : 4);
+    if (linear->bias) block.bias = (const char *)linear->bias + output * (is_bf16(kind) ? 2 : 4);
     if (kind == WIDENED) {
         for (int o = 0; o < outputs; o++) load(scratch + o * depth, linear->weight, (output + o) * linear->row, 1, depth, 1);
         block.weight = scratch, block.row = depth;
-    } else if (kind == FEW) block.weight = (const float *)((const bf16 *)linear->weight + output * linear->row);
+    } else if (kind == FEW_WIDENED) block.weight = (const float *)((const bf16 *)linear->weight + output * linear->row);
     else block.weight += output * linear->row;
     return block;
 }
@@ -176,8 +183,9 @@ static Linear block_of(const Linear *linear, int64_t output, int outputs, int64_
 /* block [outputs][2 LANES] = the sums of a linear, bias included, for `rows` rows from row `first` on. */
 static void multiply_linear(const Linear *linear, int outputs, const Columns *inputs, int64_t first, int64_t rows,
                             const char *ahead, float *block, int kind) {
-    int is_bf16 = kind != FP32;
-    if (kind == FEW) multiply_few(linear, inputs->data, inputs->depth, outputs, rows, block);
+    if (kind == FEW) multiply_few(linear->weight, linear->row, inputs->data, inputs->depth, outputs, rows, 0, block);
+    else if (kind == FEW_WIDENED)
+        multiply_few(linear->weight, linear->row, inputs->data, inputs->depth, outputs, rows, 1, block);
     else if (outputs < OUTPUTS)
         for (int o = 0; o < outputs; o++) {
             Linear one = {linear->weight + o * linear->row, NULL, linear->row};
@@ -186,9 +194,10 @@ static void multiply_linear(const Linear *linear, int outputs, const Columns *in
         }
     else if (rows <= LANES) multiply_block(linear, inputs, first, OUTPUTS, 1, ahead, block, kind);
     else multiply_block(linear, inputs, first, OUTPUTS, 2, ahead, block, kind);
-    for (int o = 0; o < outputs && (linear->bias || is_bf16); o++) {
-        float bias = linear->bias ? value(linear->bias, o, is_bf16) : 0.0f;
-        for (int64_t n = 0; n < rows; n++) block[o * 2 * LANES + n] = round_to(block[o * 2 * LANES + n] + bias, is_bf16);
+    int rounds = is_bf16(kind);
+    for (int o = 0; o < outputs && (linear->bias || rounds); o++) {
+        float bias = linear->bias ? value(linear->bias, o, rounds) : 0.0f;
+        for (int64_t n = 0; n < rows; n++) block[o * 2 * LANES + n] = round_to(block[o * 2 * LANES + n] + bias, rounds);
     }
 }
 
@@ -207,15 +216,15 @@ static void store_pairs(bf16 *output, int64_t row, const float *block, int outpu
 /* The weights behind those of a block, to be asked for: they lie there where rows of the weight are neighbors. NULL if
    there is no such block. */
 static const char *behind(const Linear *linear, int64_t output, int64_t width, int64_t depth, int kind) {
-    if (kind == FEW || linear->row != depth || output + 2 * OUTPUTS > width) return NULL;
+    if (is_few(kind) || linear->row != depth || output + 2 * OUTPUTS > width) return NULL;
     return (const char *)linear->weight + (output + OUTPUTS) * depth * (kind == WIDENED ? 2 : 4);
 }
 
-/* One block of outputs for all rows. Values are rounded to bf16 wherever torch's operators would round.
-   scratch [2 OUTPUTS][depth]. */
-static void multiply_rows(const Product *p, int64_t output, const Columns *inputs, int64_t num_rows, int kind,
-                          float *scratch) {
-    int outputs = p->width - output < OUTPUTS ? p->width - output : OUTPUTS, is_bf16 = kind != FP32;
+/* One block of outputs for `num_rows` rows from row `begin` on. Values are rounded to bf16 wherever torch's operators
+   would round. scratch [2 OUTPUTS][depth]. */
+static void multiply_rows(const Product *p, int64_t output, const Columns *inputs, int64_t begin, int64_t num_rows,
+                          int kind, float *scratch) {
+    int outputs = p->width - output < OUTPUTS ? p->width - output : OUTPUTS, rounds = is_bf16(kind);
     float block[OUTPUTS * 2 * LANES], gates[OUTPUTS * 2 * LANES];
     Linear linear = block_of(&p->linear, output, outputs, inputs->depth, kind, scratch), gate = {NULL, NULL, 0};
     if (p->gate.weight)
@@ -229,18 +238,18 @@ static void multiply_rows(const Product *p, int64_t output, const Columns *input
         for (int o = 0; o < outputs; o++) {
             float *sums = block + o * 2 * LANES, *factors = gates + o * 2 * LANES;
             if (p->activation >= 0) activate(gate.weight ? factors : sums, rows, p->activation);
-            if (gate.weight) for (int64_t n = 0; n < rows; n++) sums[n] *= round_to(factors[n], is_bf16);
+            if (gate.weight) for (int64_t n = 0; n < rows; n++) sums[n] *= round_to(factors[n], rounds);
             if (p->residual) {
-                int64_t added = first * p->residual_row + (output + o) * p->residual_column;
-                for (int64_t n = 0; n < rows; n++) sums[n] += value(p->residual, added + n * p->residual_row, is_bf16);
+                int64_t added = (begin + first) * p->residual_row + (output + o) * p->residual_column;
+                for (int64_t n = 0; n < rows; n++) sums[n] += value(p->residual, added + n * p->residual_row, rounds);
             }
         }
-        int64_t start = first * p->row + output * p->column;
-        if (is_bf16 && !p->is_widened && p->column == 1)
+        int64_t start = (begin + first) * p->row + output * p->column;
+        if (rounds && !p->is_widened && p->column == 1)
             store_pairs((bf16 *)p->output + start, p->row, block, outputs, rows);
         else
             for (int o = 0; o < outputs; o++)
-                store(p->output, start + o * p->column, p->row, block + o * 2 * LANES, rows, is_bf16 && !p->is_widened);
+                store(p->output, start + o * p->column, p->row, block + o * 2 * LANES, rows, rounds && !p->is_widened);
     }
 }
 
@@ -251,27 +260,32 @@ int has_pairs(void) { return HAS_PAIRS; }
    threads. `input`, `depth` and the rows of weights count units of their kind. */
 int products(const Matrix *input, const Product *all, int64_t count, int64_t num_rows, int64_t depth, int64_t kind,
              int64_t threads) {
-    int64_t in_vectors = (num_rows + LANES - 1) / LANES * LANES, num_blocks = 0;
-    int is_widened = kind == WIDENED || kind == FEW;
+    int few = is_few(kind), is_widened = kind == WIDENED || kind == FEW_WIDENED;
     /* Where rows lie by columns, a last vector goes on into the next column; the last columns' would leave the memory. */
-    int lies_in_vectors = !is_widened && (input->row == 1 || num_rows == 1);
-    int64_t num_last = lies_in_vectors ? (in_vectors - num_rows + input->column - 1) / input->column : depth;
+    int64_t in_vectors = (num_rows + LANES - 1) / LANES * LANES, num_last = depth, num_blocks = 0;
+    if (!is_widened && !few && (input->row == 1 || num_rows == 1))
+        num_last = (in_vectors - num_rows + input->column - 1) / input->column;
     if (num_last > depth) num_last = depth;
-    int64_t widened = kind == WIDENED ? 2 * OUTPUTS * depth : 0;  /* of a thread */
-    float *last = calloc(num_last * in_vectors + threads * widened + 1, sizeof(float));
+    int64_t chunk = num_last == depth && num_rows > CHUNK_ROWS ? CHUNK_ROWS : num_rows;
+    if (chunk < num_rows) in_vectors = CHUNK_ROWS;
+    int64_t scratch_size = kind == WIDENED ? 2 * OUTPUTS * depth : 0;  /* of a thread */
+    float *last = calloc(num_last * in_vectors + threads * scratch_size + 1, sizeof(float));
     if (!last) return NO_MEMORY;
     float *scratch = last + num_last * in_vectors;
     Columns inputs = {input->data, last, input->column, in_vectors, num_last, depth};
     if (num_last == depth) inputs = (Columns){last, last, in_vectors, in_vectors, 0, depth};
     for (int64_t i = 0; i < count; i++) num_blocks += (all[i].width + OUTPUTS - 1) / OUTPUTS;
-    if (kind == FEW)
-        for (int64_t n = 0; n < num_rows; n++) load(last + n * depth, input->data, n * input->row, input->column, depth, 1);
 #pragma omp parallel num_threads(threads)
-    {
-        if (num_last && kind != FEW) {
+    for (int64_t begin = 0; begin < num_rows; begin += chunk) {
+        int64_t rows = num_rows - begin < chunk ? num_rows - begin : chunk, start = begin * input->row;
+        if (few) {
+#pragma omp for schedule(static)
+            for (int64_t n = 0; n < rows; n++)
+                load(last + n * depth, input->data, start + n * input->row, input->column, depth, is_widened);
+        } else if (num_last) {
 #pragma omp for schedule(static)
             for (int64_t k = 0; k < num_last; k++)
-                load(last + k * in_vectors, input->data, (depth - num_last + k) * input->column, input->row, num_rows,
+                load(last + k * in_vectors, input->data, start + (depth - num_last + k) * input->column, input->row, rows,
                      is_widened);
         }
 #pragma omp for schedule(static)
@@ -279,7 +293,7 @@ int products(const Matrix *input, const Product *all, int64_t count, int64_t num
             const Product *p = all;
             int64_t block = b;
             for (; block >= (p->width + OUTPUTS - 1) / OUTPUTS; p++) block -= (p->width + OUTPUTS - 1) / OUTPUTS;
-            multiply_rows(p, block * OUTPUTS, &inputs, num_rows, kind, scratch + omp_get_thread_num() * widened);
+            multiply_rows(p, block * OUTPUTS, &inputs, begin, rows, kind, scratch + omp_get_thread_num() * scratch_size);
         }
     }
     free(last);

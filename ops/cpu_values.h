@@ -13,6 +13,21 @@ Values are fp32, or bf16 with fp32 arithmetic inside, rounded where the torch re
 
 typedef uint16_t bf16;
 
+#if defined(__AVX512F__)
+enum { LANES = 16 };
+#define LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+#elif defined(__AVX2__)
+enum { LANES = 8 };
+#define LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7}
+#else
+enum { LANES = 4 };
+#define LANE_NUMBERS {0, 1, 2, 3}
+#endif
+
+typedef float Vector __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int32_t Bits __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+
 typedef struct {  /* [N, E] */
     void *data;
     int64_t row, column;
@@ -40,6 +55,30 @@ static inline float round_to(float x, int is_bf16) { return is_bf16 ? widen(narr
 
 static inline float value(const void *data, int64_t index, int is_bf16) {
     return is_bf16 ? widen(((const bf16 *)data)[index]) : ((const float *)data)[index];
+}
+
+/* LANES values that are neighbors. */
+static inline Vector vector_at(const void *data, int64_t index, int is_bf16) {
+    if (!is_bf16) return *(const Vector *)((const float *)data + index);
+    return (Vector)(__builtin_convertvector(*(const Halves *)((const bf16 *)data + index), Bits) << 16);
+}
+
+/* Of neighbors l and l ^ STEP of two vectors, the sums: those of `one` where bit STEP of l is 0, else those of `other`. */
+#define ADD_NEIGHBORS(one, other, STEP)                                                                     \
+    (__builtin_shuffle(one, other, lanes + (((lanes & (STEP)) != 0) & LANES)) +                               \
+     __builtin_shuffle(one, other, (lanes ^ (STEP)) + (((lanes & (STEP)) != 0) & LANES)))
+
+/* Lane l of the result is the sum of all lanes of vector l, of LANES vectors, which are overwritten. */
+static inline Vector sum_of_each(Vector *vectors) {
+    const Bits lanes = LANE_NUMBERS;
+#if defined(__AVX512F__)
+    for (int i = 0; i < 8; i++) vectors[i] = ADD_NEIGHBORS(vectors[i], vectors[i + 8], 8);
+#endif
+#if defined(__AVX512F__) || defined(__AVX2__)
+    for (int i = 0; i < 4; i++) vectors[i] = ADD_NEIGHBORS(vectors[i], vectors[i + 4], 4);
+#endif
+    for (int i = 0; i < 2; i++) vectors[i] = ADD_NEIGHBORS(vectors[i], vectors[i + 2], 2);
+    return ADD_NEIGHBORS(vectors[0], vectors[1], 1);
 }
 
 static void load(float *to, const void *from, int64_t start, int64_t stride, int64_t count, int is_bf16) {

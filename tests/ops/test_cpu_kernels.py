@@ -103,11 +103,14 @@ def exact_product(x, weight, bias):
 
 
 @needs_compiler
-@pytest.mark.parametrize("rows", [2, 15, 16, 17, 32, 33, 100])
+@pytest.mark.parametrize(
+    ("rows", "is_intel"), [*((rows, False) for rows in (2, 15, 16, 17, 32, 33, 100)), (1, True), (3, True), (8, True)]
+)
 @pytest.mark.parametrize("width_in", [1, 3, 63, 256])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_products_equal_exact_ones(compiled, threads, monkeypatch, rows, width_in, has_bias):
+def test_products_equal_exact_ones(compiled, threads, monkeypatch, rows, width_in, has_bias, is_intel):
     monkeypatch.setattr(cpu_kernels, "THREAD_ELEMENTS", 1)
+    monkeypatch.setattr(cpu_kernels, "is_intel", lambda: is_intel)
     linears = build_linears(width_in, 5, 12, 100, has_bias=has_bias)
     for layout in (torch.clone, by_columns, lambda x: x.repeat(1, 2)[:, : x.shape[1]]):
         x, residual = layout(torch.randn(rows, width_in)), layout(torch.randn(rows, 100))
@@ -141,7 +144,7 @@ def round_up(values):
 
 
 @needs_compiler
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 15, 16, 17, 32, 33, 100])
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 15, 17, 33, 129, 300])
 @pytest.mark.parametrize("width_in", [1, 2, 63, 256])
 def test_products_of_bf16_equal_exact_ones_rounded_where_torch_rounds(
     compiled, threads, kind, monkeypatch, rows, width_in
@@ -256,7 +259,7 @@ def test_results_are_like_their_inputs_whatever_new_tensors_are_by_default(compi
 def test_a_row_of_a_product_does_not_depend_on_the_others(compiled):
     x, linears = torch.randn(32, 300), build_linears(300, 100)
     (whole,) = cpu_kernels.products(x, linears)
-    for rows in (range(2), range(7, 31), range(16)):
+    for rows in (range(9), range(7, 31), range(16)):  # a few rows are summed in another order
         (part,) = cpu_kernels.products(x[rows], linears)
         assert torch.equal(part, whole[rows])
 
