@@ -169,19 +169,6 @@ int gated_activation(const Matrix *gate, const Matrix *up, const Matrix *output,
     return 0;
 }
 
-/* output [N, E], dense, of rows that lie by columns, in blocks that the first cache holds. */
-int by_rows(const Matrix *input, float *output, int64_t num_rows, int64_t width, int64_t threads) {
-    enum { BLOCK = 64 };
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t start = 0; start < width; start += BLOCK) {
-        int64_t end = start + BLOCK < width ? start + BLOCK : width;
-        for (int64_t n = 0; n < num_rows; n++)
-            for (int64_t i = start; i < end; i++)
-                output[n * width + i] = ((const float *)input->data)[n * input->row + i * input->column];
-    }
-    return 0;
-}
-
 /* Rotates the first `width` dimensions of x by signed rows; y = x cos + partner sin. */
 static void rotate(float *x, float *scratch, const float *cos, const float *sin, int64_t width, int is_interleaved) {
     int64_t half = width / 2;

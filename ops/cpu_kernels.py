@@ -16,11 +16,9 @@ they can. Up to 8 rows are dot products at the speed of reading the weights. Wit
 `linear_transposed` is `y = x W (+ b) (+ residual)` in fp32, W viewed as [in, out]. Which library and which order of
 memory is faster depends on the maker of the processor, because MKL does:
 
-    Intel   From 3 to 32 rows `products`; else, and where nothing can be compiled, MKL. Up to 128 rows its product is
-            `y^T = W^T x^T`, whose result is stored by columns (strides 1, N): MKL then has the few rows as its inner
-            dimension. For 32 rows of 384 and 1024 outputs 69 GFLOP/s, where `x W` reaches
-            47 and oneDNN 41; for 1024 inputs 60, 44 and 38. A weight stored [in, out] is better off with `x W`: 57, 32
-            by columns and 39 (one core of a Xeon with AVX-512 with other programs running, torch 2.13).
+    Intel   From 3 to 128 rows `products`, which asks for weights ahead: a decode step of SmolLM2-135M in fp32 takes
+            0.82 of the time with MKL at 64 rows, 0.93 at 128 (CPU seconds, one core of an Emerald Rapids Xeon, torch
+            2.13). Else, and where nothing can be compiled, MKL.
     others  Up to 128 rows the compiled product, up to 4 only of weights that fit a cache: 0.7 of oneDNN's time from 16
             to 32 rows, 0.9 at 8 and 64 (two Zen 5 cores, torch 2.13), and it costs a call less, with which a decode
             step of a 16M-parameter Llama takes 4.2 ms instead of 6.5 at one row. Else, and where nothing can be
@@ -85,7 +83,7 @@ UNITS = (1, 1, 2, 1, 1)
 #            FEW up to 8                    12   19   41   58
 FEW_ROWS = range(1, 9)
 # Numbers of rows with compiled products: beyond them MKL, or oneDNN, is as fast or faster.
-INTEL_ROWS, OTHER_ROWS = range(3, 33), range(1, 129)
+INTEL_ROWS, OTHER_ROWS = range(3, 129), range(1, 129)
 BF16_ROWS = range(1, 129)  # on others than Intel's
 # Up to this many rows of a larger weight, oneDNN reads the weight faster on processors other than Intel's.
 ONEDNN_ROWS, CACHED_ELEMENTS = 4, 2**20
@@ -93,13 +91,6 @@ _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn,
 # Up to this many rows and weight elements MKL is as fast as oneDNN or faster: 8 against 16 us for 384 x 384 and one
 # row, 21 against 29 for 1024 x 384, 220 against 197 for 2048 x 2048 (one Zen 5 core, torch 2.13).
 MKL_ROWS, MKL_ELEMENTS = 2, 2**20
-# In this range of rows a result by columns is faster; one row is the same in both orders, two by columns take twice as
-# long (one core of an Emerald Rapids Xeon, torch 2.13), and 256 rows are slower.
-COLUMNS_ROWS = range(3, 129)
-# From this many rows, or half of them with this many inputs, MKL uses one thread for a product that a batch of parts
-# spreads over all threads: 32 rows of 1024 inputs and 384 outputs take 195 us instead of 320, 64 rows of 384 and 1152
-# 433 instead of 536 (two cores of a Xeon with AVX-512, torch 2.13).
-BATCH_ROWS, BATCH_INPUTS = 64, 1024
 ZEN_5 = 26  # the CPU family number
 # Read at import, so that torch.compile, which traces functions, finds two constants.
 _CPUINFO = Path("/proc/cpuinfo")
@@ -254,15 +245,6 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> t
         "gated_activation", *map(matrix, lines), num_lines, width,
         ACTIVATIONS[activation], gate.dtype == torch.bfloat16, _threads(gate.numel()),
     )  # fmt: skip
-    return output
-
-
-def by_rows(input: torch.Tensor) -> torch.Tensor:
-    """fp32 `[N, E]` in dense rows; copies an input stored by columns in half of torch's time."""
-    if input.is_contiguous() or not input.is_cpu or input.dtype != torch.float32 or not use_compiled(input):
-        return input.contiguous()
-    output = input.new_empty(input.shape)
-    call("by_rows", matrix(input), output.data_ptr(), *input.shape, _threads(input.numel()))
     return output
 
 
@@ -499,19 +481,8 @@ def mkl_leaves_half() -> bool:
     return _PROCESSOR.mkl_leaves_half
 
 
-def _mkl_goes_by_columns() -> bool:
-    return is_intel() and torch.backends.mkl.is_available()
-
-
 def _is_fp32_on_cpu(input: torch.Tensor) -> bool:
     return input.dtype == torch.float32 and input.device.type == "cpu"
-
-
-def by_columns(input: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the product's result is stored by columns."""
-    if not _mkl_goes_by_columns() or not _is_fp32_on_cpu(input):
-        return False
-    return len(input) in COLUMNS_ROWS and weight.stride(0) == 1
 
 
 def prefers_onednn(input: torch.Tensor) -> bool:
@@ -551,37 +522,11 @@ def linear_transposed(
     """The fastest product: `input [N, in]`, `weight [in, out]`, `bias [out]`, `residual [N, out]` -> `[N, out]`."""
     if is_compiled(input, [(weight, bias)], residual):
         return products(input, [(weight, bias)], residual)[0]
-    if by_columns(input, weight):
-        return _product_by_columns(input, weight, bias, residual)
     if use_onednn(input, weight):
         output = torch.ops.mkldnn._linear_pointwise(input, weight.t(), bias, "none", [], "")
     else:
         output = linear_transposed_reference(input, weight, bias)
     return output if residual is None else output + residual
-
-
-def _product_by_columns(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
-) -> torch.Tensor:
-    if residual is not None:  # a tensor that initializes the sum costs no extra pass
-        output = _columns(weight.t(), input.t(), residual.t()).t()
-        return output if bias is None else output + bias
-    return _columns(weight.t(), input.t(), None if bias is None else bias[:, None]).t()
-
-
-def _columns(weight: torch.Tensor, input: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
-    """`weight [out, in]`, `input [in, N]`, `added [out, N]` or `[out, 1]` -> `[out, N]`."""
-    (width_out, width_in), num_rows = weight.shape, input.shape[1]
-    num_parts = torch.get_num_threads()
-    is_batch = num_rows >= BATCH_ROWS or (num_rows >= BATCH_ROWS // 2 and width_in >= BATCH_INPUTS)
-    if num_parts == 1 or width_out % num_parts or not is_batch or not weight.is_contiguous():
-        return torch.mm(weight, input) if added is None else torch.addmm(added, weight, input)
-    parts = weight.view(num_parts, -1, width_in)
-    inputs = input.expand(num_parts, width_in, num_rows)
-    if added is None:
-        return torch.bmm(parts, inputs).view(width_out, num_rows)
-    added = added.expand(width_out, num_rows).unflatten(0, (num_parts, -1))
-    return torch.baddbmm(added, parts, inputs).view(width_out, num_rows)
 
 
 def product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -610,7 +555,7 @@ def linear_by_rows(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     """The linear's product in fp32 as dense rows, the order that samplers read."""
     if is_compiled(input, [(weight, bias)]):
         return widened_product(input, (weight, bias))
-    return by_rows(linear_transposed(input, weight, bias).float())
+    return linear_transposed(input, weight, bias).float()
 
 
 def linear_transposed_reference(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

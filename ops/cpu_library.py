@@ -51,7 +51,6 @@ OPTIONS += ["-fno-tree-reassoc"]
 ARGUMENTS: dict[str, list[Any]] = {
     "norm": [c_void_p] * 6 + [c_int64] * 3 + [c_double] + [c_int64] * 2,
     "gated_activation": [c_void_p] * 3 + [c_int64] * 5,
-    "by_rows": [c_void_p] * 2 + [c_int64] * 3,
     "decode_attention": [c_void_p] * 7 + [c_int64] * 3,
     "log_sum_exp": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_double, c_int64],
     "exp_rows": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3],

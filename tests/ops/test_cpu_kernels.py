@@ -240,7 +240,6 @@ def test_results_are_like_their_inputs_whatever_new_tensors_are_by_default(compi
         yield cpu_kernels.widened_product(x, linears[0])
         yield cpu_kernels.activated_product(x, linears[0], linears[0], "silu")
         yield cpu_kernels.log_sum_exp(values, 1.0)
-        yield cpu_kernels.by_rows(by_columns(values))
         yield NORM_OPS["rms"](1e-5)(x, gamma)
         yield op(qkv, cache, batch, weights)
 

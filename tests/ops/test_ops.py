@@ -97,7 +97,6 @@ def test_linear_on_this_machine_equals_the_reference_to_its_own_error(rows, bias
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_linear_adds_bias_and_residual_on_every_maker_of_processors(rows, bias, is_intel, monkeypatch):
     monkeypatch.setattr(cpu_kernels, "is_intel", lambda: is_intel)
-    monkeypatch.setattr(cpu_kernels, "_mkl_goes_by_columns", lambda: is_intel)
     x, b = torch.randn(rows, 63), torch.randn(100) if bias else None
     for weight in (torch.randn(63, 100), torch.randn(100, 63).t()):
         expected = linear_transposed_reference(x, weight, b)
@@ -106,20 +105,6 @@ def test_a_linear_adds_bias_and_residual_on_every_maker_of_processors(rows, bias
             close(linear_transposed(x, weight, b, residual), expected + residual)
             assert torch.equal(residual, kept)
         close(linear_transposed(x, weight, b), expected)
-
-
-@pytest.mark.parametrize("rows", [31, 32, 64, 128])
-@pytest.mark.parametrize(("inputs", "outputs"), [(63, 100), (1024, 6), (1024, 7)])
-def test_a_product_by_columns_is_the_same_on_every_number_of_threads(rows, inputs, outputs, monkeypatch):
-    monkeypatch.setattr(cpu_kernels, "_mkl_goes_by_columns", lambda: True)
-    x, weight, b = torch.randn(rows, inputs), torch.randn(outputs, inputs).t(), torch.randn(outputs)
-    exact, residual = x.double() @ weight.double(), torch.randn(rows, outputs)
-    for num_threads in (1, 2, 3):
-        monkeypatch.setattr(torch, "get_num_threads", lambda number=num_threads: number)
-        for given in ((None, None), (b, None), (None, residual), (b, residual)):
-            expected = exact + sum(added for added in given if added is not None)
-            error = (linear_transposed(x, weight, *given) - expected).abs().max()
-            assert error <= 1e-6 * inputs, (num_threads, given)
 
 
 def test_qkv_gemm_is_the_same_for_three_weights_and_a_fused_one():
