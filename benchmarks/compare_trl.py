@@ -30,10 +30,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hybrid_engine.rl.aggregation import count_step
+from hybrid_engine.rl.losses import count_step
 from hybrid_engine.rl.preferences import PairLogprobs, build_loss
-from hybrid_engine.rlhf.algorithms.advantages import compute_advantages
-from hybrid_engine.rlhf.algorithms.objective import PolicyBatch, correction_weights, policy_figures, policy_objective
+from hybrid_engine.rlhf.algorithms import (
+    PolicyBatch,
+    compute_advantages,
+    correction_weights,
+    policy_figures,
+    policy_objective,
+)
 from hybrid_engine.rlhf.batches.sequences import (
     Sequences,
     build_sequences,

@@ -23,10 +23,10 @@ import torch
 
 from hybrid_engine.distributed.processes import all_processes
 from hybrid_engine.recipes import sft as sft_stage
-from hybrid_engine.rl.aggregation import count_step
-from hybrid_engine.rlhf.algorithms.advantages import compute_advantages
-from hybrid_engine.rlhf.algorithms.objective import (
+from hybrid_engine.rl.losses import count_step
+from hybrid_engine.rlhf.algorithms import (
     PolicyBatch,
+    compute_advantages,
     correction_weights,
     describe,
     policy_figures,
@@ -45,7 +45,7 @@ from hybrid_engine.rlhf.experience.policy import (
 )
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling, warm_up
 from hybrid_engine.rlhf.experience.start import character_stage
-from hybrid_engine.rlhf.options.agent import Config
+from hybrid_engine.rlhf.options.reinforcement import AgentConfig as Config
 from hybrid_engine.rlhf.options.shared import is_due, suitable_rate
 from hybrid_engine.rlhf.planning.comparison import follow_memory, write_result
 from hybrid_engine.rlhf.planning.reading import read_episodes

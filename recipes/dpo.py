@@ -45,16 +45,16 @@ from hybrid_engine.rlhf.experience.answers import (
     without_adapter,
 )
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, follow, show_comparison, step_means
-from hybrid_engine.rlhf.experience.first_actor import (
+from hybrid_engine.rlhf.experience.start import (
     answer_prompts,
     build_actor,
     check_run,
     find_first_actor,
     keep_what_fits,
     prompts_of,
-    with_lengths,
+    with_preference_lengths,
 )
-from hybrid_engine.rlhf.options.dpo import Config
+from hybrid_engine.rlhf.options.preference import DPOConfig as Config
 from hybrid_engine.rlhf.options.shared import is_due
 from hybrid_engine.rlhf.planning.comparison import follow_memory, write_result
 from hybrid_engine.rlhf.planning.reading import read_preferences
@@ -96,7 +96,7 @@ def run(config: Config) -> Path:
         tokenizer, first = load_tokenizer(source), load_config(source)
         fitting = keep_what_fits(config, first, parts, partial(encode_pair, tokenizer), "pairs")
         (rows, encoded), (held_out_rows, held_out_encoded) = fitting
-        config = with_lengths(config, first, tokenizer, prompts, answers_of(encoded))
+        config = with_preference_lengths(config, first, tokenizer, prompts, answers_of(encoded))
     if config.restart and config.model is not None:
         move_aside(out, RUN_RESULTS)
     check_budget(config.tokens_per_micro_batch, [pair.lengths for pair in encoded])

@@ -25,7 +25,7 @@ from hybrid_engine.rlhf.experience.answering import build_answering
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, PassRule, evaluate, prompt_shown
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling
 from hybrid_engine.rlhf.experience.start import keep_usable
-from hybrid_engine.rlhf.options.evaluate import Config
+from hybrid_engine.rlhf.options.answering import EvaluateConfig as Config
 from hybrid_engine.rlhf.rewards.learned import LearnedReward
 from hybrid_engine.rlhf.rewards.loading import load_rewards
 from hybrid_engine.rlhf.rewards.rewards import Rewards

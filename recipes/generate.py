@@ -30,16 +30,20 @@ from hybrid_engine.rlhf.data.encoding import encode_prompt
 from hybrid_engine.rlhf.data.reading import read_prompt_rows
 from hybrid_engine.rlhf.data.rows import PromptRow, each_good, told_together
 from hybrid_engine.rlhf.experience.answering import (
+    TERMINAL,
+    Journal,
     join,
     load_answering,
     load_answering_tokenizer,
     load_shared,
     most_tokens,
+    opened,
+    read_lines,
     run_sequences,
     telling,
+    write_answer,
 )
-from hybrid_engine.rlhf.experience.journal import TERMINAL, Journal, opened, read_lines, write_answer
-from hybrid_engine.rlhf.options.generate import Config
+from hybrid_engine.rlhf.options.answering import GenerateConfig as Config
 from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.rlhf.runs.stages import load_config
 

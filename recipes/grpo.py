@@ -25,10 +25,12 @@ from hybrid_engine.distributed.processes import all_processes, get_world_size
 from hybrid_engine.recipes import reward as reward_stage
 from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.rl.advantages import overlong_penalty, without_cut_off
-from hybrid_engine.rl.aggregation import StepCounts, count_step
-from hybrid_engine.rlhf.algorithms.advantages import check_steps, compute_advantages, compute_step_advantages
-from hybrid_engine.rlhf.algorithms.objective import (
+from hybrid_engine.rl.losses import StepCounts, count_step
+from hybrid_engine.rlhf.algorithms import (
     PolicyBatch,
+    check_steps,
+    compute_advantages,
+    compute_step_advantages,
     correction_weights,
     describe,
     next_kl_coef,
@@ -59,7 +61,7 @@ from hybrid_engine.rlhf.experience.policy import (
 )
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling, GroupSource, ScoredGroups, warm_up
 from hybrid_engine.rlhf.experience.start import Stages, Start, prepare
-from hybrid_engine.rlhf.options.grpo import Config
+from hybrid_engine.rlhf.options.reinforcement import GRPOConfig as Config
 from hybrid_engine.rlhf.options.shared import (
     is_due,
     suitable_rate,

@@ -5,8 +5,8 @@
 
 As in `dpo.py`, the reference is the policy at the start and is read once, before the first step. Each step measures how
 much likelier the policy makes any answer than the reference, on prompts with other prompts' answers, and moves
-desirable answers above that point and undesirable ones below it (`rl/kto.py`). Without `--dataset` the answers are
-those of the reward stage's pairs, and the rules of PEP 257 judge answers to held-out prompts before and after.
+desirable answers above that point and undesirable ones below it (`rl/preferences.py`). Without `--dataset` the answers
+are those of the reward stage's pairs, and the rules of PEP 257 judge answers to held-out prompts before and after.
 
 Writes to `--out`: metrics.jsonl (one line per step), plot.png, samples.json, result.json, checkpoints/, best/ and
 actor/, Hugging Face folders.
@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size
 from hybrid_engine.recipes import sft as sft_stage
-from hybrid_engine.rl.kto import kto_loss, kto_metrics, kto_reference_point
+from hybrid_engine.rl.preferences import kto_loss, kto_metrics, kto_reference_point
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, TrainingPasses, check_budget, measure_in_parts
 from hybrid_engine.rlhf.batches.passes import Items, RunPasses
 from hybrid_engine.rlhf.data.encoding import encode_completion
@@ -45,16 +45,16 @@ from hybrid_engine.rlhf.experience.answers import (
     without_adapter,
 )
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, follow, show_comparison, step_means
-from hybrid_engine.rlhf.experience.first_actor import (
+from hybrid_engine.rlhf.experience.start import (
     answer_prompts,
     build_actor,
     check_run,
     find_first_actor,
     keep_what_fits,
     prompts_of,
-    with_lengths,
+    with_preference_lengths,
 )
-from hybrid_engine.rlhf.options.kto import Config
+from hybrid_engine.rlhf.options.preference import KTOConfig as Config
 from hybrid_engine.rlhf.options.shared import is_due
 from hybrid_engine.rlhf.planning.comparison import follow_memory, write_result
 from hybrid_engine.rlhf.planning.reading import read_preferences
@@ -96,7 +96,7 @@ def run(config: Config) -> Path:
         tokenizer, first = load_tokenizer(source), load_config(source)
         fitting = keep_what_fits(config, first, parts, partial(encode_completion, tokenizer), "answers")
         (rows, encoded), (held_out_rows, held_out_encoded) = fitting
-        config = with_lengths(config, first, tokenizer, prompts, encoded)
+        config = with_preference_lengths(config, first, tokenizer, prompts, encoded)
     if config.restart and config.model is not None:
         move_aside(out, RUN_RESULTS)
     longest = max(len(answer.prompt_ids) for answer in encoded) + max(len(answer.response_ids) for answer in encoded)

@@ -42,7 +42,7 @@ from hybrid_engine.rlhf.experience.evaluation import (
 from hybrid_engine.rlhf.experience.policy import TrainedPolicy, build_policy, trained_rows
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling, GroupSource, ScoredGroups, warm_up
 from hybrid_engine.rlhf.experience.start import Stages, Start, prepare
-from hybrid_engine.rlhf.options.online_dpo import Config
+from hybrid_engine.rlhf.options.preference import OnlineDPOConfig as Config
 from hybrid_engine.rlhf.options.shared import (
     is_due,
     suitable_rate,

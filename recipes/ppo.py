@@ -28,9 +28,8 @@ from hybrid_engine.distributed.processes import all_processes, gather_objects, g
 from hybrid_engine.recipes import reward as reward_stage
 from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.rl.advantages import gae, whiten
-from hybrid_engine.rl.aggregation import token_mean
-from hybrid_engine.rl.kl import kl_k1
-from hybrid_engine.rl.losses import clipped_value_loss, explained_variance, policy_metrics, ppo_policy_loss
+from hybrid_engine.rl.estimates import kl_k1
+from hybrid_engine.rl.losses import clipped_value_loss, explained_variance, policy_metrics, ppo_policy_loss, token_mean
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, TrainingPasses
 from hybrid_engine.rlhf.batches.sequences import in_parts, note_rows, response_logprobs, response_values
 from hybrid_engine.rlhf.data.prompts import select_prompts
@@ -54,7 +53,7 @@ from hybrid_engine.rlhf.experience.roles import (
 )
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling, Rollout, sample, warm_up
 from hybrid_engine.rlhf.experience.start import SUMMARIES, Stages, Start, prepare
-from hybrid_engine.rlhf.options.ppo import Config
+from hybrid_engine.rlhf.options.reinforcement import PPOConfig as Config
 from hybrid_engine.rlhf.options.shared import (
     is_due,
     suitable_rate,

@@ -31,8 +31,8 @@ from hybrid_engine.rlhf.batches.passes import Items, RunPasses, split
 from hybrid_engine.rlhf.batches.sequences import recompute_activations
 from hybrid_engine.rlhf.data.encoding import read_template
 from hybrid_engine.rlhf.experience.evaluation import step_means
-from hybrid_engine.rlhf.options.reward import Config
 from hybrid_engine.rlhf.options.shared import is_due
+from hybrid_engine.rlhf.options.supervised import RewardConfig as Config
 from hybrid_engine.rlhf.planning.comparison import follow_memory, write_result
 from hybrid_engine.rlhf.planning.reading import Learned, Read
 from hybrid_engine.rlhf.rewards.learned import (

@@ -34,7 +34,7 @@ from hybrid_engine.rlhf.experience.answering import (
     peft_names,
     read_adapters,
 )
-from hybrid_engine.rlhf.options.serve import Config
+from hybrid_engine.rlhf.options.answering import ServeConfig as Config
 from hybrid_engine.rlhf.runs.engine_config import torch_dtype
 from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.rlhf.runs.stages import explained, load_config

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 import hybrid_engine
 from hybrid_engine.config.checks import check_divides
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size, on_rank_zero
-from hybrid_engine.rl.aggregation import token_mean
+from hybrid_engine.rl.losses import token_mean
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, TrainingPasses, check_budget
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
 from hybrid_engine.rlhf.batches.passes import Items, RunPasses, split, turns
@@ -34,8 +34,8 @@ from hybrid_engine.rlhf.batches.sequences import (
     response_logprobs,
 )
 from hybrid_engine.rlhf.data.encoding import Encoded
-from hybrid_engine.rlhf.options.sft import Config
 from hybrid_engine.rlhf.options.shared import is_due
+from hybrid_engine.rlhf.options.supervised import SFTConfig as Config
 from hybrid_engine.rlhf.planning.comparison import follow_memory, write_result
 from hybrid_engine.rlhf.planning.reading import Learned, Read
 from hybrid_engine.rlhf.runs.checkpoints import (

@@ -34,10 +34,11 @@ import hybrid_engine.cli.measure_links as measure_links
 import hybrid_engine.cli.plan as plan
 import hybrid_engine.cli.real_model as real_model
 from hybrid_engine.cli.recipe_options import InOptions, Option, in_options, read_config_file, read_recipe_help
+from hybrid_engine.rlhf.options import CONFIGS
 from hybrid_engine.rlhf.reports import difference, page
 from hybrid_engine.rlhf.runs.run_folder import has_checkpoint, left_behind, results_of
 
-RECIPES = ("sft", "reward", "ppo", "grpo", "dpo", "kto", "online-dpo", "evaluate", "generate", "serve", "agent")
+RECIPES = tuple(CONFIGS)
 OTHERS: dict[str, Any] = {
     "launch": launcher,
     "diff": difference,
@@ -177,7 +178,7 @@ def run_recipe(name: str, options: Sequence[Option], given: Mapping[str, Any]) -
 def plan_recipe(wishes: plan.PlanWishes, name: str, options: Sequence[Option], given: Mapping[str, Any]) -> int:
     """Prints the memory that the recipe takes with these options; returns the exit status."""
     recipe = import_recipe(name)
-    planning = importlib.import_module("hybrid_engine.rlhf.planning.fitting")
+    planning = importlib.import_module("hybrid_engine.rlhf.planning.comparison")
     config = build_config(recipe.Config, options, given)
     return plan.show(planning.plan(name, config, wishes.memory, wishes.processes), wishes)
 

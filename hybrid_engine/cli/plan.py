@@ -55,7 +55,7 @@ def read_wishes(arguments: Sequence[str]) -> tuple[PlanWishes, list[str]]:
 
 
 def show(fitted: Any, wishes: PlanWishes) -> int:
-    """Prints a `rlhf.planning.fitting.Fitted`; returns the exit status."""
+    """Prints a `rlhf.planning.comparison.Fitted`; returns the exit status."""
     if wishes.as_json:
         json.dump(fitted.to_json(), sys.stdout, indent=2)
         print()

@@ -1,12 +1,11 @@
 """The options of a recipe for the command: read from its dataclass, which needs no torch, in the groups of `--help`.
 
-A recipe's options are the fields of the `Config` in `hybrid_engine/rlhf/options/<recipe>.py`. Each has a type in
+A recipe's options are the fields of the class that `hybrid_engine/rlhf/options/__init__.py` names. Each has a type in
 `KINDS`, a default and a text. A field whose type is a dataclass holds options like all others: the command passes those
 that were given to its `from_options`.
 """
 
 import difflib
-import importlib
 import inspect
 import logging
 import re
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from hybrid_engine.rlhf.options import config_class
 
 KINDS: dict[Any, type] = {
     bool: bool,
@@ -112,13 +113,13 @@ class RecipeHelp:
 
 def read_recipe_help(recipe: str) -> RecipeHelp:
     """The docstring and the options of the `Config` of a recipe."""
-    config_class = importlib.import_module(f"hybrid_engine.rlhf.options.{recipe.replace('-', '_')}").Config
-    return RecipeHelp(text=inspect.cleandoc(config_class.__doc__), options=list(read_options(config_class)))
+    found = config_class(recipe)
+    return RecipeHelp(text=inspect.cleandoc(found.__doc__ or ""), options=list(read_options(found)))
 
 
-def read_options(config_class: type) -> Iterator[Option]:
+def read_options(kind: type) -> Iterator[Option]:
     """The options of a dataclass, those of its bases first; one that is declared again keeps its place."""
-    for field in fields(config_class):
+    for field in fields(kind):
         if is_dataclass(field.default):
             yield from (replace(option, holder=field.name) for option in read_options(type(field.default)))
             continue
@@ -127,17 +128,17 @@ def read_options(config_class: type) -> Iterator[Option]:
             kind=KINDS[field.type],
             is_list=field.type in LISTS,
             default=field.default,
-            meaning=_text_of(config_class, field),
+            meaning=_text_of(kind, field),
         )
 
 
-def _text_of(config_class: type, field: "Field[Any]") -> str:
+def _text_of(kind: type, field: "Field[Any]") -> str:
     """The description of a field, or that of the base which declares it; a field declared again need not repeat it."""
-    for base in config_class.__mro__:
+    for base in kind.__mro__:
         declared = vars(base).get("__dataclass_fields__", {}).get(field.name)
         if declared is not None and "text" in declared.metadata:
             return str(declared.metadata["text"])
-    raise AssertionError(f"{config_class.__module__}: say what {field.name} means")
+    raise AssertionError(f"{kind.__qualname__}: say what {field.name} means")
 
 
 def read_config_file(path: str, options: Sequence[Option]) -> dict[str, Any]:

@@ -9,11 +9,13 @@ import math
 import os
 import sys
 from collections.abc import Collection, Sequence
+from dataclasses import field, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from _typeshed import DataclassInstance
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Names of the dtypes in configs and options, and in torch."""
@@ -23,6 +25,9 @@ LARGEST_COUNT = 10**9
 memory."""
 LARGEST_SIZE = 2**38
 """Largest size of the command, in bytes."""
+LARGEST_SEED = 2**63 - 1
+LARGEST_ANSWERS = 2**20
+"""Largest number of answers of a step: their prompts are chosen, and their tokens stored, before any is learned."""
 
 
 def check_integer(name: str, value: Any, minimum: int, maximum: float = math.inf) -> None:
@@ -177,3 +182,52 @@ def check_one_of(name: str, value: str, choices: Sequence[str]) -> None:
     """Raises ValueError unless `value` of option `name` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{flag(name)}={value} must be one of {', '.join(choices)}; choose one of them")
+
+
+def option(default: Any, text: str) -> Any:
+    """A dataclass field with a default (a bool, number, text, tuple or None) and a description for `--help`."""
+    return field(default=default, metadata={"text": text})
+
+
+def check_texts(config: "DataclassInstance") -> None:
+    """Raises ValueError if a text among the options is empty."""
+    for entry in fields(config):
+        value = getattr(config, entry.name)
+        if value == "" or (isinstance(value, tuple) and "" in value):
+            raise ValueError(f"{flag(entry.name)}='' is empty; give a value, or leave the option out")
+
+
+def check_budget_holds(budget: int, largest: int, longest: int) -> None:
+    """Raises ValueError if a pass of `--tokens-per-micro-batch` does not hold what is learned from.
+
+    Args:
+        budget: tokens of a pass; 0 has no limit.
+        largest: tokens of the largest thing that is learned from, with its padding.
+        longest: tokens of its longest sequence.
+    """
+    if budget and largest > budget:
+        raise ValueError(
+            f"--tokens-per-micro-batch={budget} must hold the largest training example, {largest} tokens (its longest "
+            f"sequence has {longest}); raise it to {largest} or more, or shorten the sequences"
+        )
+
+
+def check_answers(rollout_size: int, group_size: int) -> None:
+    """Raises ValueError if a step has more than `LARGEST_ANSWERS` answers."""
+    if rollout_size * group_size > LARGEST_ANSWERS:
+        raise ValueError(
+            f"--rollout-size={rollout_size} times --group-size={group_size} makes {rollout_size * group_size} answers "
+            f"per step, which must be at most {LARGEST_ANSWERS}; lower one of them"
+        )
+
+
+def check_weights(num_rewards: int, weights: Sequence[float] | None) -> Sequence[float]:
+    """A weight for each reward; ValueError if some are missing or not finite, or all are 0."""
+    if weights is None:
+        return [1.0] * num_rewards
+    shown = " ".join(f"{weight:g}" for weight in weights)
+    if len(weights) != num_rewards:
+        raise ValueError(f"--reward-weights={shown!r} must be {num_rewards} numbers, one for each --reward")
+    if not all(map(math.isfinite, weights)) or not any(weights):
+        raise ValueError(f"--reward-weights={shown!r} must be finite and not all 0; give other numbers")
+    return weights

@@ -36,7 +36,7 @@ from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
 from hybrid_engine.rlhf.data.prompts import PromptTokens
 from hybrid_engine.rlhf.experience.start import Stages, prepare
 from hybrid_engine.rlhf.options.shared import AdapterOptions, TrainingOptions
-from hybrid_engine.rlhf.planning import roles
+from hybrid_engine.rlhf.planning import memory_plan
 from hybrid_engine.rlhf.planning.memory_plan import MemoryPlan, Shape, Sharded, gradient_part, kept_parts, kv_part
 from hybrid_engine.rlhf.planning.reading import READERS, Learned, Read, read_preferences
 from hybrid_engine.rlhf.planning.training_passes import Pass, count_pass, widest_passes
@@ -108,7 +108,7 @@ def test_on_a_gpu_a_run_keeps_workspaces_of_matrix_products(capability, setting,
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     if setting is not None:
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", setting)
-    part = roles._workspaces("cuda" if capability else "cpu", generates)
+    part = memory_plan._workspaces("cuda" if capability else "cpu", generates)
     plan = MemoryPlan(roles=[], accumulates=False, generation=[], workspaces=part)
     assert part.num_bytes == plan.kept_bytes == num_bytes
 
@@ -241,7 +241,7 @@ def test_no_pass_over_drawn_answers_takes_more_than_the_planned_one(layout, voca
     config = grpo.Config(
         tokens_per_micro_batch=1200, max_new_tokens=40, group_size=group, minibatch_size=64, rollout_size=64 // group
     )
-    setting = roles.Setting(recipe="grpo", config=config, num_processes=1, device="cpu")
+    setting = memory_plan.Setting(recipe="grpo", config=config, num_processes=1, device="cpu")
     expected, drawn = expected_layout(config, first), set()
     for _ in range(40):
         lengths = chance.choice([prompts, (chance.randint(*prompts),) * 2])
@@ -255,20 +255,20 @@ def test_no_pass_over_drawn_answers_takes_more_than_the_planned_one(layout, voca
         drawn |= {items.take(part).shape(expected) for part in fill_evenly(items, expected, 1200)}
     largest = {max(drawn, key=lambda shape: extent_of(shape)[kind]) for kind in range(4)}
     largest |= {max(drawn, key=lambda shape: sum(extent_of(shape)))}
-    planned = roles.plan_memory(read, setting).training_peak_bytes
+    planned = memory_plan.plan_memory(read, setting).training_peak_bytes
     ran = (replace(setting, ran=Pass(shape, has_gradients=True, has_state=True)) for shape in largest)
-    assert max(roles.plan_memory(read, one).training_peak_bytes for one in ran) <= 1.03 * planned
+    assert max(memory_plan.plan_memory(read, one).training_peak_bytes for one in ran) <= 1.03 * planned
 
 
 @pytest.mark.parametrize("vocab_size", [64, 4096])
 def test_of_steps_with_long_prompts_and_steps_with_long_answers_the_one_that_takes_more_is_planned(vocab_size):
     first = LlamaConfig(vocab_size=vocab_size, **SMALL)
     steps = {"prompts": [((400, 10),)] * 4, "answers": [((40, 300),)] * 4}
-    setting = roles.Setting(recipe="sft", config=sft.Config(batch_size=4), num_processes=1, device="cpu")
+    setting = memory_plan.Setting(recipe="sft", config=sft.Config(batch_size=4), num_processes=1, device="cpu")
 
     def peak(*names):
         batches = [[4 * number + row for row in range(4)] for number in range(len(names))]
-        return roles.plan_memory(read_of([row for name in names for row in steps[name]], batches, first), setting)
+        return memory_plan.plan_memory(read_of([row for name in names for row in steps[name]], batches, first), setting)
 
     both = peak("prompts", "prompts", "answers", "prompts").training_peak_bytes
     alone = (peak(name, name).training_peak_bytes for name in steps)
@@ -305,8 +305,8 @@ def test_a_critic_of_another_kind_of_attention_than_the_actors_has_a_plan():
     critic = MistralConfig(sliding_window=8, **sizes, **layers)
     read = Read(first=LlamaConfig(**sizes, **layers), critic=critic, answered=PromptTokens(5, 20))
     config = ppo.Config(tokens_per_micro_batch=128, max_new_tokens=12, rollout_size=16, minibatch_size=16)
-    setting = roles.Setting(recipe="ppo", config=config, num_processes=1, device="cpu")
-    plan = roles.plan_memory(read, setting)
+    setting = memory_plan.Setting(recipe="ppo", config=config, num_processes=1, device="cpu")
+    plan = memory_plan.plan_memory(read, setting)
     assert [role.name for role in plan.roles][:2] == ["actor", "critic"] and plan.roles[1].pass_peak_bytes > 0
 
 

@@ -10,7 +10,7 @@ from tests.support.paths import ROOT
 FOLDERS = ("hybrid_engine", "ops", "containers", "recipes")
 THIN = "hybrid_engine/extensions/deepspeed/paths/"
 """DeepSpeed's module paths: one thin file each."""
-ONE_FILE_EACH = ("recipes/", "containers/", "ops/", "hybrid_engine/rlhf/options/")
+ONE_FILE_EACH = ("recipes/", "containers/", "ops/")
 COMMANDS = ("hybrid_engine/cli/measure_links.py", "hybrid_engine/cli/plan.py")
 """Commands, which the command line starts by module."""
 MOST_FILES = 328

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybrid_engine.cli import cli
 from hybrid_engine.recipes import grpo, online_dpo
-from hybrid_engine.rlhf.algorithms import advantages
+from hybrid_engine.rlhf import algorithms
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling, GroupSource, choose_groups, join, sample
 from hybrid_engine.rlhf.options.algorithm import Algorithm
 from hybrid_engine.rlhf.rewards.loading import load_rewards
@@ -345,9 +345,9 @@ def test_a_process_rewards_steps_are_learned_from_and_choices_about_whole_answer
     )
     monkeypatch.chdir(tmp_path)
     seen = []
-    normalised_steps = advantages.normalised_steps
+    normalised_steps = algorithms.normalised_steps
     monkeypatch.setattr(
-        advantages, "normalised_steps", lambda steps, *rest: seen.append(steps) or normalised_steps(steps, *rest)
+        algorithms, "normalised_steps", lambda steps, *rest: seen.append(steps) or normalised_steps(steps, *rest)
     )
     grpo.run(tiny(steps=1, eval_every=0, reward=("steps:score",), algorithm=Algorithm(dynamic_sampling=1)))
     (steps,) = seen

@@ -12,7 +12,7 @@ from hybrid_engine.recipes import sft
 from hybrid_engine.rlhf.batches.sequences import epochs_of_similar_length
 from hybrid_engine.rlhf.data.parts import load_parts
 from hybrid_engine.rlhf.data.reading import read_learned_rows
-from hybrid_engine.rlhf.options.sft import TASKS
+from hybrid_engine.rlhf.options.supervised import TASKS
 from hybrid_engine.rlhf.runs.run_folder import read_config, read_metrics
 from hybrid_engine.rlhf.runs.run_log import RunLog
 from hybrid_engine.rlhf.tasks import corpus

@@ -5,7 +5,7 @@ import torch
 
 from hybrid_engine.rl.advantages import overlong_penalty, without_cut_off
 from hybrid_engine.rl.correction import geometric_weights, masked, measure_difference, sequence_weights, truncated
-from hybrid_engine.rlhf.algorithms.objective import CORRECTIONS, correction_weights
+from hybrid_engine.rlhf.algorithms import CORRECTIONS, correction_weights
 from hybrid_engine.rlhf.options.algorithm import Algorithm
 from tests.support.goldens import assert_golden, load_golden
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybrid_engine.rl.kl import (
+from hybrid_engine.rl.estimates import (
     estimated_entropy,
     importance_weighted,
     kl_k1,

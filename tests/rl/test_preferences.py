@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from hybrid_engine.rl.kto import kto_loss, kto_metrics, kto_reference_point
 from hybrid_engine.rl.preferences import (
     LOSSES,
     SMOOTHED_LOSSES,
@@ -14,6 +13,9 @@ from hybrid_engine.rl.preferences import (
     bradley_terry_loss,
     build_loss,
     centring_loss,
+    kto_loss,
+    kto_metrics,
+    kto_reference_point,
     log_ratio_margins,
     pair_metrics,
 )

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.rl.aggregation import StepCounts, count_step
-from hybrid_engine.rlhf.algorithms.advantages import compute_advantages
-from hybrid_engine.rlhf.algorithms.objective import (
+from hybrid_engine.rl.losses import StepCounts, count_step
+from hybrid_engine.rlhf.algorithms import (
     CLIPPED,
     POLICY_LOSSES,
     PolicyBatch,
+    compute_advantages,
     correction_weights,
     policy_figures,
     policy_objective,

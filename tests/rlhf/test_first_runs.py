@@ -14,7 +14,7 @@ from hybrid_engine.rlhf.data.prompts import long_answer, settle_lengths
 from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.experience.start import Stages, prepare
 from hybrid_engine.rlhf.options.shared import fit_minibatch
-from hybrid_engine.rlhf.planning.fitting import plan
+from hybrid_engine.rlhf.planning.comparison import plan
 from hybrid_engine.rlhf.planning.reading import read_run
 from hybrid_engine.rlhf.rewards.loading import load_rewards
 from hybrid_engine.rlhf.runs.checkpoints import begin_run

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 
 import hybrid_engine
 from hybrid_engine.ops.sample import token_logprobs
-from hybrid_engine.rl.kl import token_entropy
+from hybrid_engine.rl.estimates import token_entropy
 from hybrid_engine.rlhf.batches import head_log_probs
 from hybrid_engine.rlhf.batches.head_log_probs import AskedColumns, token_log_probs
 from tests.support.distributed import run_distributed

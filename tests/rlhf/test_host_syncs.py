@@ -15,9 +15,9 @@ from transformers import LlamaForSequenceClassification
 
 import hybrid_engine
 from hybrid_engine.recipes import dpo, grpo, kto, ppo, reward, sft
-from hybrid_engine.rl.aggregation import StepCounts
+from hybrid_engine.rl.losses import StepCounts
 from hybrid_engine.rl.preferences import build_loss
-from hybrid_engine.rlhf.algorithms.objective import PolicyBatch
+from hybrid_engine.rlhf.algorithms import PolicyBatch
 from hybrid_engine.rlhf.batches import packing, sequences
 from hybrid_engine.rlhf.batches.micro_batches import Items
 from hybrid_engine.rlhf.batches.packing import Layout, set_layout

@@ -40,7 +40,7 @@ from hybrid_engine.rlhf.batches.sequences import (
     response_values,
 )
 from hybrid_engine.rlhf.experience.evaluation import step_means
-from hybrid_engine.rlhf.options import ppo
+from hybrid_engine.rlhf.options.reinforcement import PPOConfig
 from hybrid_engine.rlhf.options.shared import TrainingOptions
 from hybrid_engine.rlhf.rewards.learned import score_tokens
 from hybrid_engine.zero.sharding import full_tensor
@@ -202,7 +202,7 @@ def test_without_a_budget_and_in_exact_mode_nothing_is_packed(capsys):
     model = build_model()
     assert pack_where_exact(model, TrainingOptions(tokens_per_micro_batch=0)) is Layout.PADDED
     assert capsys.readouterr().out == ""
-    assert pack_where_exact(model, ppo.Config(tokens_per_micro_batch=999, exact=True)) is Layout.PADDED
+    assert pack_where_exact(model, PPOConfig(tokens_per_micro_batch=999, exact=True)) is Layout.PADDED
     assert "exact mode" in capsys.readouterr().out
 
 

@@ -6,21 +6,19 @@ from dataclasses import fields
 import pytest
 import torch
 
-from hybrid_engine.rl.aggregation import count_step
-from hybrid_engine.rlhf.algorithms.advantages import (
+from hybrid_engine.rl.losses import count_step
+from hybrid_engine.rlhf.algorithms import (
+    AGGREGATIONS,
     BASELINES,
     BATCH_BASELINES,
     BATCH_SCALES,
-    SCALES,
-    compute_advantages,
-)
-from hybrid_engine.rlhf.algorithms.objective import (
-    AGGREGATIONS,
     CORRECTIONS,
     IDLE,
     KL_ESTIMATORS,
     POLICY_LOSSES,
+    SCALES,
     PolicyBatch,
+    compute_advantages,
     describe,
     policy_objective,
 )

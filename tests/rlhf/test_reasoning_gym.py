@@ -6,9 +6,9 @@ import re
 
 import pytest
 
+from hybrid_engine.rlhf.data.data_files import QuestionOptions, make_entries, read_questions
 from hybrid_engine.rlhf.data.prompts import load_prompt_rows
 from hybrid_engine.rlhf.data.reading import read_prompt_rows
-from hybrid_engine.rlhf.data.reasoning_gym_rows import QuestionOptions, make_entries, read_questions
 from hybrid_engine.rlhf.options.columns import DataSource
 from hybrid_engine.rlhf.rewards.built_in import EVALUATING
 from hybrid_engine.rlhf.rewards.loading import load_rewards

@@ -13,7 +13,7 @@ from hybrid_engine.recipes import dpo, evaluate, generate, grpo, ppo, serve, sft
 from hybrid_engine.rlhf.experience.policy import build_policy
 from hybrid_engine.rlhf.options.algorithm import Algorithm
 from hybrid_engine.rlhf.options.shared import DtypeOptions
-from hybrid_engine.rlhf.planning.fitting import plan
+from hybrid_engine.rlhf.planning.comparison import plan
 from hybrid_engine.rlhf.rewards.learned import LearnedReward
 from hybrid_engine.rlhf.runs import engine_config
 from hybrid_engine.rlhf.runs.checkpoints import begin_run

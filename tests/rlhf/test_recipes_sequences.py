@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from hybrid_engine.rlhf.algorithms.objective import PolicyBatch
+from hybrid_engine.rlhf.algorithms import PolicyBatch
 from hybrid_engine.rlhf.batches.passes import RunPasses
 from hybrid_engine.rlhf.batches.sequences import (
     attach_responses,

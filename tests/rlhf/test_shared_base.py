@@ -21,8 +21,8 @@ from hybrid_engine.rlhf.experience.policy import TrainedPolicy, engine_config_of
 from hybrid_engine.rlhf.experience.roles import CriticExperience, Roles
 from hybrid_engine.rlhf.experience.start import Start
 from hybrid_engine.rlhf.planning.comparison import fuses_at_once
+from hybrid_engine.rlhf.planning.memory_plan import Setting, plan_memory
 from hybrid_engine.rlhf.planning.reading import read_run
-from hybrid_engine.rlhf.planning.roles import Setting, plan_memory
 from hybrid_engine.rlhf.rewards.learned import LearnedReward
 from hybrid_engine.rlhf.rewards.loading import load_rewards
 from hybrid_engine.rlhf.rewards.scores import Answers

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybrid_engine.recipes import grpo
-from hybrid_engine.rlhf.algorithms.objective import PolicyBatch
+from hybrid_engine.rlhf.algorithms import PolicyBatch
 from hybrid_engine.rlhf.batches.sequences import build_sequences, response_logprobs
 from hybrid_engine.rlhf.experience.policy import Experience, build_policy, has_gradient
 from hybrid_engine.rlhf.options.algorithm import Algorithm

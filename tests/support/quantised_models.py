@@ -21,8 +21,8 @@ from hybrid_engine.containers.quantised import dequantise, is_quantised, stored_
 from hybrid_engine.engine.memory_report import count_bytes
 from hybrid_engine.rlhf.batches.sequences import build_sequences, response_logprobs
 from hybrid_engine.rlhf.options.shared import AdapterOptions
-from hybrid_engine.rlhf.planning import roles
-from hybrid_engine.rlhf.planning.fitting import check_one_process
+from hybrid_engine.rlhf.planning import memory_plan
+from hybrid_engine.rlhf.planning.comparison import check_one_process
 from hybrid_engine.rlhf.planning.memory_plan import Sharded, kept_parts
 from hybrid_engine.rlhf.runs.run_checks import check_trainable
 from tests.support.distributed import run_distributed
@@ -239,6 +239,6 @@ def test_a_plan_has_the_bytes_of_the_packed_weights(source, name):
     quantisation = FORMATS.get(name, LLM_INT8)
     loaded = AutoModelForCausalLM.from_pretrained(source, quantization_config=quantisation, dtype=torch.float32)
     held = sum(part.nbytes for parameter in loaded.parameters() for part in stored_tensors(parameter))
-    shapes = roles._shapes(roles._build(AutoModelForCausalLM, loaded.config, torch.float32))
+    shapes = memory_plan._shapes(memory_plan._build(AutoModelForCausalLM, loaded.config, torch.float32))
     (weights, *_) = kept_parts([shape._replace(is_trained=False) for shape in shapes], Sharded(0, 1, 4))
     assert weights.num_bytes == held and "quantised ones in" in weights.formula

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hybrid_engine.rlhf.algorithms.advantages import compute_advantages
+from hybrid_engine.rlhf.algorithms import compute_advantages
 from hybrid_engine.rlhf.options.algorithm import PRESETS, Algorithm
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"

@@ -24,7 +24,7 @@ from hybrid_engine.distributed.verdict import everyone
 from hybrid_engine.generation.rollout.generator import computes_by
 from hybrid_engine.ops.linear_log_prob import LogitShape, VocabularyShare, linear_log_prob
 from hybrid_engine.ops.sample import token_logprobs
-from hybrid_engine.rl.kl import token_entropy
+from hybrid_engine.rl.estimates import token_entropy
 
 TRIAL_PRODUCT = 200.0
 """Largest product of a token in the second trial: far above every softcap, which small products hardly show."""

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
+from hybrid_engine.config.checks import check_budget_holds
 from hybrid_engine.distributed.processes import gather_objects, get_world_size
 from hybrid_engine.distributed.verdict import agree, everyone, forget_frames, is_out_of_memory
 from hybrid_engine.rlhf.batches.packing import Layout, SharedPrompt, layout_of
 from hybrid_engine.rlhf.batches.passes import Items, PassShape, Result, RunPasses, until_it_fits
-from hybrid_engine.rlhf.options.checks import check_budget_holds
 from hybrid_engine.rlhf.runs.run_log import say
 
 Figures = dict[str, tuple[float, float]]

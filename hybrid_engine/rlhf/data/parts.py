@@ -18,8 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from hybrid_engine.rlhf.data.data_files import Table
-from hybrid_engine.rlhf.data.reasoning_gym_rows import HELD_OUT, SCHEME
+from hybrid_engine.rlhf.data.data_files import HELD_OUT, SCHEME, Table
 from hybrid_engine.rlhf.data.rows import (
     ConversationRow,
     LabelledRow,

@@ -18,7 +18,7 @@ from hybrid_engine.rlhf.data.encoding import encode_answer, encode_prompt
 from hybrid_engine.rlhf.data.parts import load_parts
 from hybrid_engine.rlhf.data.reading import read_prompt_rows
 from hybrid_engine.rlhf.data.rows import PromptRow, Row, each_good, say_what_is_gone, shown_source
-from hybrid_engine.rlhf.options import evaluate
+from hybrid_engine.rlhf.options.answering import EvaluateConfig
 from hybrid_engine.rlhf.options.columns import DataSource
 from hybrid_engine.rlhf.options.shared import AnswerOptions, DatasetOptions
 from hybrid_engine.rlhf.runs.run_log import say
@@ -26,7 +26,7 @@ from hybrid_engine.rlhf.runs.stages import load_config, mix_seed, num_positions
 
 R = TypeVar("R", bound=Row)
 Value = TypeVar("Value")
-LengthsT = TypeVar("LengthsT", bound=AnswerOptions | evaluate.Config)
+LengthsT = TypeVar("LengthsT", bound=AnswerOptions | EvaluateConfig)
 LONGEST_ANSWER = 256
 """Tokens of an answer in training, of which a step draws hundreds, if the data has no longer ones; TRL's default."""
 WITHOUT_POSITIONS = 8192
@@ -220,7 +220,7 @@ class Room(NamedTuple):
     """The origin of the smaller number, in words."""
 
     @classmethod
-    def of(cls, config: AnswerOptions | evaluate.Config) -> "Room":
+    def of(cls, config: AnswerOptions | EvaluateConfig) -> "Room":
         """The room for a recipe's options and its `model`."""
         found = num_positions(load_config(str(config.model)))
         positions, in_pass = found or WITHOUT_POSITIONS, config.tokens_in_pass or sys.maxsize

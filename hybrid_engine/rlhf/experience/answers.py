@@ -26,8 +26,8 @@ from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
 from hybrid_engine.rlhf.data.parts import load_parts, prompt_text
 from hybrid_engine.rlhf.data.reading import label_pairs, read_labelled_rows, read_preference_rows
 from hybrid_engine.rlhf.data.rows import LabelledRow, PreferenceRow
-from hybrid_engine.rlhf.experience.first_actor import check_enough
-from hybrid_engine.rlhf.options import dpo, kto
+from hybrid_engine.rlhf.experience.start import check_enough
+from hybrid_engine.rlhf.options.preference import DPOConfig, KTOConfig
 from hybrid_engine.rlhf.tasks.stdlib_docs import build_preferences, split, stdlib_examples
 
 
@@ -140,7 +140,7 @@ def labels_of(rows: Sequence[LabelledAnswer]) -> torch.Tensor:
     return send_to_device(torch.tensor([row.is_desirable for row in rows]), default_device())
 
 
-def load_answers(config: kto.Config) -> tuple[list[LabelledRow], list[LabelledRow]]:
+def load_answers(config: KTOConfig) -> tuple[list[LabelledRow], list[LabelledRow]]:
     """Answers to train on, and held-out ones, selected by a hash of their prompts.
 
     Raises:
@@ -225,7 +225,7 @@ def held_out_figures(
     return {name: total / count for name, (total, count) in sums.items()}
 
 
-def load_pairs(config: dpo.Config) -> tuple[list[PreferenceRow], list[PreferenceRow]]:
+def load_pairs(config: DPOConfig) -> tuple[list[PreferenceRow], list[PreferenceRow]]:
     """Pairs to train on, and held-out ones, selected by a hash of their prompts.
 
     Raises:

@@ -19,8 +19,7 @@ from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.processes import default_device, gather_objects, get_rank, get_world_size
-from hybrid_engine.rl.estimates import Interval, mean_interval, pass_at_k, rate_interval
-from hybrid_engine.rl.kl import kl_k1
+from hybrid_engine.rl.estimates import Interval, kl_k1, mean_interval, pass_at_k, rate_interval
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures
 from hybrid_engine.rlhf.batches.passes import RunPasses
 from hybrid_engine.rlhf.batches.sequences import build_sequences, in_parts, response_logprobs

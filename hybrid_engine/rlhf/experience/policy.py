@@ -18,7 +18,7 @@ from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.distributed.processes import default_device, gather_objects, get_world_size
 from hybrid_engine.optim.build import cast_module
 from hybrid_engine.rl.correction import measure_difference
-from hybrid_engine.rlhf.algorithms.objective import PolicyBatch
+from hybrid_engine.rlhf.algorithms import PolicyBatch
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
 from hybrid_engine.rlhf.batches.passes import RunPasses
 from hybrid_engine.rlhf.batches.sequences import (
@@ -31,8 +31,8 @@ from hybrid_engine.rlhf.batches.sequences import (
 from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, PassRule, evaluate, global_means
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling
-from hybrid_engine.rlhf.options import grpo
 from hybrid_engine.rlhf.options.algorithm import Algorithm
+from hybrid_engine.rlhf.options.reinforcement import GRPOConfig
 from hybrid_engine.rlhf.options.shared import RolloutRunOptions
 from hybrid_engine.rlhf.rewards.rewards import Rewards
 from hybrid_engine.rlhf.runs.engine_config import Schedule, build_engine_config, largest_micro_batch, torch_dtype
@@ -119,7 +119,7 @@ def build_policy(config: RolloutRunOptions, source: str, learning_rate: float, s
 
 
 def evaluate_policy(
-    policy: TrainedPolicy, rows: Sequence[PromptRow], rewards: Rewards, config: grpo.Config
+    policy: TrainedPolicy, rows: Sequence[PromptRow], rewards: Rewards, config: GRPOConfig
 ) -> Evaluation:
     """Answers and scores held-out prompts, always with the same seed; collective.
 

@@ -33,7 +33,7 @@ from hybrid_engine.rlhf.experience.evaluation import Evaluation, Sums, answer_su
 from hybrid_engine.rlhf.experience.policy import TrainedPolicy, build_policy, engine_config_of, playing
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling, Rollout
 from hybrid_engine.rlhf.experience.start import Start
-from hybrid_engine.rlhf.options import ppo
+from hybrid_engine.rlhf.options.reinforcement import PPOConfig
 from hybrid_engine.rlhf.rewards.learned import (
     ROWS_PER_PASS,
     LearnedReward,
@@ -88,7 +88,7 @@ class Roles:
 
 
 def build_roles(
-    config: ppo.Config,
+    config: PPOConfig,
     start: Start,
     actor_rate: float,
     critic_rate: float,
@@ -181,7 +181,7 @@ class SharedReward:
         return [score for part in parts for score in part][: len(answers)]
 
 
-def build_shared_base(source: str, adapters: Mapping[str, RewardAdapter], config: ppo.Config) -> PeftModel:
+def build_shared_base(source: str, adapters: Mapping[str, RewardAdapter], config: PPOConfig) -> PeftModel:
     """The model in `source`, frozen, with adapters `actor`, `critic` and one per reward, all but `actor` with a head.
 
     The critic begins as the first of the rewards, or as the base with a head of 0.
@@ -256,7 +256,7 @@ def parameter_groups(model: PeftModel, actor_rate: float, critic_rate: float) ->
 
 
 def build_roles_on_shared_base(
-    config: ppo.Config,
+    config: PPOConfig,
     source: str,
     rewards: Rewards,
     rates: tuple[float, float],
@@ -296,7 +296,7 @@ def _shared_reward(policy: TrainedPolicy, spec: str, role: str) -> SharedReward:
     return SharedReward(LearnedReward(spec, AdapterRole(policy.actor, role), policy.tokenizer, positions, policy.sizes))
 
 
-def judge(roles: Roles, config: ppo.Config, answers: Answers) -> Scores:
+def judge(roles: Roles, config: PPOConfig, answers: Answers) -> Scores:
     """The rewards of `answers`; `missing_eos_penalty` is subtracted for answers that were cut off."""
     scores = roles.rewards(answers)
     if config.missing_eos_score is not None:
@@ -304,13 +304,13 @@ def judge(roles: Roles, config: ppo.Config, answers: Answers) -> Scores:
     return penalise_cut_off(scores, answers, config.missing_eos_penalty)
 
 
-def rollout_sums(rollout: Rollout, logprobs_ref: torch.Tensor, config: ppo.Config) -> Sums:
+def rollout_sums(rollout: Rollout, logprobs_ref: torch.Tensor, config: PPOConfig) -> Sums:
     """Sums for the figures of a rollout: its own, those against the reference, and the judge's where it applies."""
     sums = answer_sums(rollout) | reference_sums(rollout, logprobs_ref)
     return sums | judge_sums(rollout) if config.dataset is None else sums
 
 
-def evaluate_held_out(roles: Roles, start: Start, config: ppo.Config) -> Evaluation:
+def evaluate_held_out(roles: Roles, start: Start, config: PPOConfig) -> Evaluation:
     """Answers each held-out prompt once."""
     policy = roles.policy
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_engine.distributed.processes import gather_objects, get_rank
 from hybrid_engine.distributed.verdict import is_out_of_memory
 from hybrid_engine.generation.detokenize import answer_text, end_token_ids
-from hybrid_engine.rl.group_advantages import has_variance
+from hybrid_engine.rl.advantages import has_variance
 from hybrid_engine.rlhf.batches.sequences import Sequences, attach_responses, pad_prompts
 from hybrid_engine.rlhf.data.encoding import encode_prompt
 from hybrid_engine.rlhf.data.prompts import select_prompts

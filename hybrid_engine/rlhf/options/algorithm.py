@@ -1,15 +1,22 @@
 """The choices that GRPO leaves open, as one frozen dataclass: frameworks differ in what they call "GRPO".
 
-The words are those of the command line. `PRESETS` has the choices of frameworks and papers; `advantages.py` and
-`objective.py` compute them.
+The words are those of the command line. `PRESETS` has the choices of frameworks and papers;
+`rlhf/algorithms.py` computes them.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hybrid_engine.config.checks import check_above, check_at_least, check_between, check_count, find_nearest, flag
-from hybrid_engine.rlhf.options.checks import option
+from hybrid_engine.config.checks import (
+    check_above,
+    check_at_least,
+    check_between,
+    check_count,
+    find_nearest,
+    flag,
+    option,
+)
 
 CHOICES = {
     "baseline": ("group-mean", "leave-one-out", "batch-mean", "group-then-batch-mean", "none"),

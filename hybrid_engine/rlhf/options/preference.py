@@ -1,14 +1,24 @@
-"""Options that the recipes of this family share; each class checks its own fields."""
+"""Options of `hybrid-engine dpo`, `kto` and `online-dpo`, and what they share; each class checks its own fields."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hybrid_engine.config.checks import check_above, check_at_least, check_count, check_one_of
-from hybrid_engine.rlhf.options.checks import option
+from hybrid_engine.config.checks import (
+    check_above,
+    check_answers,
+    check_at_least,
+    check_budget_holds,
+    check_count,
+    check_divides,
+    check_one_of,
+    option,
+)
 from hybrid_engine.rlhf.options.shared import (
     AnswerOptions,
     DataOptions,
+    PromptRunOptions,
     TrainingOptions,
+    derive_minibatch,
     suitable_rate,
 )
 
@@ -85,3 +95,143 @@ class PairLossOptions:
         from hybrid_engine.rl.preferences import build_loss
 
         return build_loss(self.loss, beta, self.label_smoothing, self.sft_weight)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOConfig(PairLossOptions, PreferenceOptions):
+    """Trains a language model with DPO: the preferred one of two answers becomes more likely than the other.
+
+        hybrid-engine dpo --out runs/dpo
+        hybrid-engine dpo --model Qwen/Qwen3-0.6B --dataset pairs.jsonl --out runs/mine
+
+    Without --dataset, the pairs are docstring summaries, and the rules of PEP 257 judge the model's answers. Writes to
+    --out: metrics.jsonl (one line per step), plot.png, samples.json (answers before and after), result.json,
+    checkpoints/, best/ (the weights with the lowest held-out loss) and actor/ (the final weights), both Hugging Face
+    folders. --resume continues an interrupted run from its last checkpoint.
+    """
+
+    out: str = "runs/dpo"
+    dataset: str | tuple[str, ...] | None = option(
+        None,
+        'Preference pairs: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with columns "prompt", '
+        '"chosen" and "rejected"; default: summaries of the standard library\'s functions',
+    )
+    epochs: int = option(1, "Passes over the pairs")
+    max_pairs: int = option(0, "Train on a random sample of this many pairs; 0 uses all")
+
+    def __post_init__(self) -> None:
+        PreferenceOptions.__post_init__(self)
+        PairLossOptions.__post_init__(self)
+        check_count("epochs", self.epochs, 1)
+        check_count("max_pairs", self.max_pairs, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KTOConfig(PreferenceOptions):
+    """Trains a language model with KTO: answers labeled desirable become more likely, the others less likely.
+
+        hybrid-engine kto --out runs/kto
+        hybrid-engine kto --model Qwen/Qwen3-0.6B --dataset labelled.jsonl --out runs/mine
+
+    Without --dataset, the answers are docstring summaries, and the rules of PEP 257 judge the model's answers. Writes
+    to --out: metrics.jsonl (one line per step), plot.png, samples.json (answers before and after), result.json,
+    checkpoints/, best/ (the weights with the lowest held-out loss) and actor/ (the final weights), both Hugging Face
+    folders. --resume continues an interrupted run from its last checkpoint.
+    """
+
+    out: str = "runs/kto"
+    dataset: str | tuple[str, ...] | None = option(
+        None,
+        'Labeled answers: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with columns "prompt", '
+        '"completion" and "label", or preference pairs, each of which gives two; default: summaries of the standard '
+        "library's functions",
+    )
+    epochs: int = option(1, "Passes over the answers")
+    max_answers: int | None = option(
+        None,
+        "Train on a random sample of this many answers; 0 uses all; default: 2560, with --dataset all",
+    )
+    learning_rate: float | None = option(
+        None,
+        "Peak learning rate; default: 2e-4, with --model 1e-6, for an adapter on it 1e-5",
+    )
+    desirable_weight: float = option(1.0, "Loss weight of desirable answers; raise it if there are few of them")
+    undesirable_weight: float = option(1.0, "Loss weight of undesirable answers")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("desirable_weight", "undesirable_weight"):
+            check_above(name, getattr(self, name), 0)
+        check_count("epochs", self.epochs, 1)
+        check_count("max_answers", self.max_answers, 0)
+        if self.batch_size < 2:
+            raise ValueError(f"--batch-size={self.batch_size} must be at least 2 to compare answers; raise it")
+
+    @property
+    def num_answers(self) -> int:
+        """Answers to train on; 0 for all."""
+        return self.max_answers if self.max_answers is not None else 0 if self.dataset else 2560
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """The highest learning rate of the schedule."""
+        return self.learning_rate or suitable_rate(self, small=2e-4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineDPOConfig(PairLossOptions, PromptRunOptions):
+    """Trains a language model with online DPO: the best of the model's answers to a prompt is preferred to the worst.
+
+        hybrid-engine online-dpo
+        hybrid-engine online-dpo --model Qwen/Qwen3-0.6B --dataset problems.jsonl --reward math --out runs/mine
+
+    Without --model, a small model that adds numbers and forgets the carry is trained first; without --reward, correct
+    sums are rewarded. Writes to --out: config.yaml, metrics.jsonl (one line per step), plot.png, samples.json (answers
+    before and after), result.json, checkpoints/, best/ (the best weights on held-out prompts) and actor/ (the final
+    weights), both Hugging Face folders. --resume continues an interrupted run from its last checkpoint.
+    """
+
+    HAS_RATIOS = False
+    OWN_LENGTHS = (96, 48)
+    ANSWERS_IN_PASS = 2
+    out: str = "runs/online-dpo"
+    model: str | None = option(
+        None,
+        "Hugging Face name or folder of the initial actor, which is also the reference; default: a small model that "
+        "adds numbers, trained if missing",
+    )
+    dataset: str | tuple[str, ...] | None = option(
+        None,
+        'Prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt" and the '
+        "columns that the rewards read; default: sums",
+    )
+    beta: float = option(0.1, "Strength of the constraint to the reference")
+    steps: int = 40
+    group_size: int = option(4, "Answers per prompt, of which the best and the worst make a pair; at least 2")
+    minibatch_size: int = option(
+        0,
+        "Pairs per optimizer step, over all processes, including those left out; 0: the largest divisor of a step's "
+        "pairs, up to 64, that the processes share equally",
+    )
+    micro_batch_size: int = option(32, "Maximum pairs per forward pass on each process")
+    learning_rate: float | None = option(
+        None,
+        "Peak learning rate; default: 3e-4, with --model 1e-6, for an adapter on it 1e-5",
+    )
+    exact: bool = option(
+        False,
+        "Make rollout log-probabilities bitwise equal to the trainer's, which is slower (docs/exact.md)",
+    )
+
+    def __post_init__(self) -> None:
+        PromptRunOptions.__post_init__(self)
+        PairLossOptions.__post_init__(self)
+        derive_minibatch(self, self.rollout_size, 64)
+        check_count("minibatch_size", self.minibatch_size, 1)
+        for name in ("beta", "learning_rate"):
+            check_above(name, getattr(self, name), 0)
+        check_count("group_size", self.group_size, 2)
+        check_answers(self.rollout_size, self.group_size)
+        check_divides("rollout_size", self.rollout_size, self.minibatch_size)
+        longest = self.max_prompt_tokens + self.max_new_tokens
+        check_budget_holds(self.tokens_per_micro_batch, 2 * longest, longest)

@@ -10,14 +10,17 @@ from typing import Any, ClassVar, TypeVar
 
 from hybrid_engine.config.checks import (
     DTYPES,
+    LARGEST_SEED,
     check_above,
     check_at_least,
     check_between,
     check_count,
     check_one_of,
+    check_texts,
+    check_weights,
     flag,
+    option,
 )
-from hybrid_engine.rlhf.options.checks import LARGEST_SEED, check_texts, check_weights, option
 from hybrid_engine.rlhf.options.columns import DataSource, read_names, read_prompt_template
 
 TrainingT = TypeVar("TrainingT", bound="TrainingOptions")

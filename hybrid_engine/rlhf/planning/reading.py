@@ -19,11 +19,19 @@ from hybrid_engine.rlhf.data.prompts import PromptTokens, select_prompts
 from hybrid_engine.rlhf.data.rows import told_together
 from hybrid_engine.rlhf.experience import start
 from hybrid_engine.rlhf.experience.answers import answers_of, load_answers, load_pairs
-from hybrid_engine.rlhf.experience.first_actor import keep_what_fits, prompts_of, with_lengths
-from hybrid_engine.rlhf.experience.start import SUMMARIES, SUMS, OwnTask, character_stage
-from hybrid_engine.rlhf.options import agent, dpo, kto, reward, sft
-from hybrid_engine.rlhf.options.preference import PreferenceOptions
+from hybrid_engine.rlhf.experience.start import (
+    SUMMARIES,
+    SUMS,
+    OwnTask,
+    character_stage,
+    keep_what_fits,
+    prompts_of,
+    with_preference_lengths,
+)
+from hybrid_engine.rlhf.options.preference import DPOConfig, KTOConfig, PreferenceOptions
+from hybrid_engine.rlhf.options.reinforcement import AgentConfig
 from hybrid_engine.rlhf.options.shared import AdapterOptions, PromptRunOptions, TrainingOptions
+from hybrid_engine.rlhf.options.supervised import RewardConfig, SFTConfig
 from hybrid_engine.rlhf.rewards.learned import (
     check_reward_adapter,
     critic_source,
@@ -133,7 +141,7 @@ def read_answers(
     return Read(first=first, critic=of_critic if has_critic else None, rewards=rewards, answered=answered)
 
 
-def read_episodes(config: agent.Config, first: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Read:
+def read_episodes(config: AgentConfig, first: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Read:
     """Plan inputs of a run whose actor has the config `first`: an episode is a problem, followed by turns."""
     lengths = []
     for problem in held_out_problems():
@@ -142,14 +150,14 @@ def read_episodes(config: agent.Config, first: PretrainedConfig, tokenizer: PreT
     return Read(first=first, answered=PromptTokens(min(lengths), config.max_prompt_tokens), has_turns=True)
 
 
-def _read_sft(config: sft.Config) -> ReadRun:
+def _read_sft(config: SFTConfig) -> ReadRun:
     tokenizer, corpus = load_corpus(config)
     first = _checked(config, load_config(config.model)) if config.model else _small_config(config, tokenizer)
     learned = Learned(Items.of(corpus.train), batches_of(config, corpus.train))
     return ReadRun(Read(first=first, learned=learned), config)
 
 
-def _read_reward(config: reward.Config) -> ReadRun:
+def _read_reward(config: RewardConfig) -> ReadRun:
     source = config.model or str(_stage(config, "sft") or "")
     if not source:
         raise ValueError(f"--out={config.out!r} has no sft yet, which the reward model starts from; give --model")
@@ -174,24 +182,26 @@ def _read_answers(config: PromptRunOptions, task: OwnTask, *, has_critic: bool =
 
 
 @told_together()
-def _read_dpo(config: dpo.Config) -> ReadRun:
+def _read_dpo(config: DPOConfig) -> ReadRun:
     first, tokenizer = _first_actor(config, SUMMARIES)
     parts = load_pairs(config)
     (_, pairs), _ = keep_what_fits(config, first, parts, partial(encode_pair, tokenizer), "pairs")
-    config = with_lengths(config, first, tokenizer, prompts_of(parts[1], config), answers_of(pairs), is_said=False)
+    config = with_preference_lengths(
+        config, first, tokenizer, prompts_of(parts[1], config), answers_of(pairs), is_said=False
+    )
     return ReadRun(read_preferences(config, first, pairs), config)
 
 
 @told_together()
-def _read_kto(config: kto.Config) -> ReadRun:
+def _read_kto(config: KTOConfig) -> ReadRun:
     first, tokenizer = _first_actor(config, SUMMARIES)
     parts = load_answers(config)
     (_, answers), _ = keep_what_fits(config, first, parts, partial(encode_completion, tokenizer), "answers")
-    config = with_lengths(config, first, tokenizer, prompts_of(parts[1], config), answers, is_said=False)
+    config = with_preference_lengths(config, first, tokenizer, prompts_of(parts[1], config), answers, is_said=False)
     return ReadRun(read_preferences(config, first, answers), config)
 
 
-def _read_agent(config: agent.Config) -> ReadRun:
+def _read_agent(config: AgentConfig) -> ReadRun:
     if config.model:
         first, tokenizer = _checked(config, load_config(config.model)), load_tokenizer(config.model)
     else:
@@ -230,7 +240,7 @@ def _stage(config: TrainingOptions, name: str) -> str | None:
     return str(folder) if folder.exists() else None
 
 
-def _small_config(config: sft.Config, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+def _small_config(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
     with torch.device("meta"):
         return build_small_llama(tokenizer, config.hidden_size, config.num_layers).config
 

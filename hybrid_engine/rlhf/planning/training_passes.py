@@ -4,7 +4,8 @@ For data that is known before the run, its steps are divided into passes as the 
 still to be sampled, passes are made as full as they may become. A pass is counted on a model without weights: every op
 runs on shapes alone, and the storages that ops allocate are added up while they are alive: activations that autograd
 stores, gradients, and temporaries. Memory that an op allocates and frees internally is not included. The head's pieces,
-whose ops depend on values, are replaced by tensors of their sizes (`ops/linear_log_prob.py`). `roles.py` calls both.
+whose ops depend on values, are replaced by tensors of their sizes (`ops/linear_log_prob.py`). `memory_plan.py` calls
+both.
 """
 
 import inspect

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-from hybrid_engine.rlhf.data.reasoning_gym_rows import LIBRARY, require_library
+from hybrid_engine.rlhf.data.data_files import LIBRARY, require_library
 from hybrid_engine.rlhf.rewards.rewards import OutOfTime, within
 from hybrid_engine.rlhf.rewards.scores import Answers, UnusableReference
 

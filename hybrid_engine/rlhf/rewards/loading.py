@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hybrid_engine.rlhf.options.checks import check_weights
+from hybrid_engine.config.checks import check_weights
 from hybrid_engine.rlhf.rewards.built_in import BUILT_IN
 from hybrid_engine.rlhf.rewards.learned import LearnedReward, names_model
 from hybrid_engine.rlhf.rewards.rewards import TIME_LIMIT_SECONDS, Rewards

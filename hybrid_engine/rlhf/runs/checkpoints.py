@@ -23,7 +23,7 @@ from peft import PeftModel
 from hybrid_engine.checkpoint.folder import discard
 from hybrid_engine.config.checks import flag
 from hybrid_engine.distributed.processes import get_world_size, init_distributed, on_rank_zero
-from hybrid_engine.rlhf.options import ppo
+from hybrid_engine.rlhf.options.reinforcement import PPOConfig
 from hybrid_engine.rlhf.options.shared import LENGTHS, AnswerOptions, TrainingOptions, TrainingT, fit_minibatch
 from hybrid_engine.rlhf.runs.engine_config import (
     AUTO,
@@ -79,7 +79,7 @@ def begin_run(config: TrainingT, recipe: str) -> TrainingT:
     if saved is not None:
         found = {name: saved.get(name, _EARLIER[name]) for name in found}
         kept = [*(LENGTHS if isinstance(config, AnswerOptions) else ())]
-        kept += _OTHER_DEFAULT if isinstance(config, ppo.Config) else ()
+        kept += _OTHER_DEFAULT if isinstance(config, PPOConfig) else ()
         found |= {name: saved[name] for name in kept if name in saved}
     return replace(config, **{name: value for name, value in found.items() if getattr(config, name) in _OPEN})
 

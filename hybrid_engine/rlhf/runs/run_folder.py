@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from hybrid_engine.rlhf.options import recipe_of
 from hybrid_engine.rlhf.options.shared import FRAMEWORKS
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ def write_config(folder: Path, config: "DataclassInstance") -> None:
     options = {name: list(value) if isinstance(value, tuple) else value for name, value in flat_options(config).items()}
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f".{CONFIG}"
-    heading = f"{_HEADING}{type(config).__module__.rpartition('.')[2]} --config {CONFIG}\n"
+    heading = f"{_HEADING}{recipe_of(config).replace('-', '_')} --config {CONFIG}\n"
     unfinished.write_text(heading + yaml.safe_dump(options, sort_keys=False, allow_unicode=True), encoding="utf-8")
     unfinished.replace(folder / CONFIG)
 

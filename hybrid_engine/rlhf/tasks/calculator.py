@@ -25,8 +25,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from hybrid_engine.rlhf.data.parts import is_held_out
 from hybrid_engine.rlhf.data.prompts import LONGEST_ANSWER, Room
 from hybrid_engine.rlhf.data.rows import ConversationRow, LearnedRow, Message
-from hybrid_engine.rlhf.options import agent
-from hybrid_engine.rlhf.options.agent import MAX_TURNS
+from hybrid_engine.rlhf.options.reinforcement import MAX_TURNS, AgentConfig
 from hybrid_engine.rlhf.runs.run_log import say
 
 GUESSES = (0.6, 0.25)
@@ -172,7 +171,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def settle_conversations(config: agent.Config, tokenizer: PreTrainedTokenizerBase) -> agent.Config:
+def settle_conversations(config: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> AgentConfig:
     """The options, with lengths of 0 replaced by those of the model and the longest conversation, which is logged.
 
     Raises:
@@ -204,7 +203,7 @@ def settle_conversations(config: agent.Config, tokenizer: PreTrainedTokenizerBas
     return config
 
 
-def _settle_lengths(config: agent.Config, num_said: int) -> agent.Config:
+def _settle_lengths(config: AgentConfig, num_said: int) -> AgentConfig:
     """`settle_conversations` for a conversation with `num_said` tokens that are not the policy's."""
     if config.max_prompt_tokens and config.max_new_tokens:
         return config

@@ -17,7 +17,7 @@ from hybrid_engine.rlhf.data.parts import check_parts, load_parts, prompt_text
 from hybrid_engine.rlhf.data.prompts import keep_fitting, limit_of
 from hybrid_engine.rlhf.data.reading import read_learned_rows, read_preference_rows
 from hybrid_engine.rlhf.data.rows import LearnedRow, PreferenceRow, encode_each, texts_of, told_together
-from hybrid_engine.rlhf.options import reward, sft
+from hybrid_engine.rlhf.options.supervised import RewardConfig, SFTConfig
 from hybrid_engine.rlhf.runs.stages import load_config, load_tokenizer, num_positions
 from hybrid_engine.rlhf.tasks import arithmetic, calculator
 from hybrid_engine.rlhf.tasks.stdlib_docs import build_preferences, split, stdlib_examples, stdlib_row, stdlib_rows
@@ -47,8 +47,8 @@ class Corpus:
 
 
 @told_together()
-def load_corpus(config: sft.Config) -> tuple[PreTrainedTokenizerBase, Corpus]:
-    """The tokenizer, loaded or trained on the training rows, and all rows as tokens, as a `sft.Config` says.
+def load_corpus(config: SFTConfig) -> tuple[PreTrainedTokenizerBase, Corpus]:
+    """The tokenizer, loaded or trained on the training rows, and all rows as tokens, as a `SFTConfig` says.
 
     Raises:
         ValueError: a source that an option names cannot be read, a row cannot be learned or is too long.
@@ -79,7 +79,7 @@ def load_corpus(config: sft.Config) -> tuple[PreTrainedTokenizerBase, Corpus]:
     return tokenizer, Corpus(train=encoded[0], held_out=encoded[1], pad_token=tokenizer.pad_token_id)
 
 
-def batches_of(config: sft.Config, examples: list[Encoded]) -> list[list[int]]:
+def batches_of(config: SFTConfig, examples: list[Encoded]) -> list[list[int]]:
     """Indices of `examples`, by optimizer step of the whole run."""
     num_pooled = NUM_POOLED if config.group_by_length else 1
     lengths = [len(example) for example in examples]
@@ -136,8 +136,8 @@ class PairCorpus:
 
 
 @told_together()
-def load_pair_corpus(config: reward.Config, tokenizer: PreTrainedTokenizerBase, source: str) -> PairCorpus:
-    """All pairs as tokens, as a `reward.Config` says; `source` is the model whose body is trained.
+def load_pair_corpus(config: RewardConfig, tokenizer: PreTrainedTokenizerBase, source: str) -> PairCorpus:
+    """All pairs as tokens, as a `RewardConfig` says; `source` is the model whose body is trained.
 
     Raises:
         ValueError: `--dataset` cannot be read, or a row is not a pair or is too long.

@@ -1,0 +1,295 @@
+"""Options of `hybrid-engine grpo`, `ppo` and `agent`, which learn from rewards."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hybrid_engine.config.checks import (
+    LARGEST_SIZE,
+    check_above,
+    check_answers,
+    check_at_least,
+    check_between,
+    check_count,
+    check_divides,
+    check_finite,
+    flag,
+    option,
+)
+from hybrid_engine.rlhf.options.algorithm import Algorithm
+from hybrid_engine.rlhf.options.shared import PromptRunOptions, RolloutOptions, RolloutRunOptions, derive_minibatch
+
+if TYPE_CHECKING:
+    from hybrid_engine.serving.sessions import Size
+
+NOT_OF_EPISODES = ("dynamic_sampling", "overlong_buffer", "mask_cut_off")
+"""Choices of an algorithm that concern single answers to prompts."""
+MAX_TURNS = 3
+"""Answers of a conversation without a detour."""
+MESSAGES_BYTES = 2**14
+"""Bytes of a conversation's messages, as Python objects."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOConfig(RolloutOptions, PromptRunOptions):
+    """Trains a language model with GRPO: the model answers each prompt several times and learns from the best answers.
+
+        hybrid-engine grpo
+        hybrid-engine grpo --model Qwen/Qwen3-0.6B --dataset problems.jsonl --reward math --out runs/mine
+        hybrid-engine grpo --preset dapo --kl-place loss --kl-coef 0.01
+
+    Without --model, a small model that adds numbers and forgets the carry is trained first; without --reward, correct
+    sums are rewarded. Writes to --out: config.yaml, metrics.jsonl (one line per step), plot.png, samples.json (answers
+    before and after), result.json, checkpoints/, best/ (the best weights on held-out prompts) and actor/ (the final
+    weights), both Hugging Face folders. --resume continues an interrupted run from its last checkpoint.
+    """
+
+    OWN_LENGTHS = (96, 48)
+    out: str = "runs/sums"
+    model: str | None = option(
+        None,
+        "Hugging Face name or folder of the initial actor; default: a small model that adds numbers, trained if "
+        "missing",
+    )
+    dataset: str | tuple[str, ...] | None = option(
+        None,
+        'Prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt" and the '
+        "columns that the rewards read; default: sums",
+    )
+    group_size: int = option(8, "Answers per prompt")
+    minibatch_size: int = option(
+        0,
+        "Answers per optimizer step, over all processes; 0: the largest divisor of a step's answers, up to 256, that "
+        "the processes share equally",
+    )
+    epochs: int = option(1, "Passes over each rollout")
+    learning_rate: float | None = option(
+        None,
+        "Peak learning rate; default: 7e-4, with --model 1e-6, for an adapter on it 1e-5",
+    )
+    measure_kl: bool = option(
+        True,
+        "Report the KL to the initial weights even if the algorithm uses none; costs a forward pass per answer and, "
+        "without an adapter, a second model",
+    )
+    eval_prompts: int = 128
+    eval_samples: int = option(8, "Answers per held-out prompt, the k of pass@k")
+    pass_score: float = option(1.0, "Minimum score of a correct answer in pass@k")
+    algorithm: Algorithm = Algorithm()  # noqa: RUF009  frozen
+
+    def __post_init__(self) -> None:
+        PromptRunOptions.__post_init__(self)
+        RolloutOptions.__post_init__(self)
+        derive_minibatch(self, self.rollout_size * self.group_size, 256)
+        for name in ("group_size", "minibatch_size", "epochs", "eval_samples"):
+            check_count(name, getattr(self, name), 1)
+        check_finite("pass_score", self.pass_score)
+        check_above("learning_rate", self.learning_rate, 0)
+        check_answers(self.rollout_size, self.group_size)
+        self.algorithm.check_group_size("group_size", self.group_size)
+        if self.rollout_size * self.group_size % self.minibatch_size:
+            raise ValueError(
+                f"--minibatch-size={self.minibatch_size} must divide the {self.rollout_size * self.group_size} "
+                f"answers of a step, --rollout-size={self.rollout_size} times --group-size={self.group_size}; "
+                "change one of them"
+            )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the run compares its actor with the first weights."""
+        return self.measure_kl or self.algorithm.needs_reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig(RolloutOptions, RolloutRunOptions):
+    """Trains a language model on multi-turn episodes, in which it learns to use a calculator.
+
+        hybrid-engine agent
+
+    Without --model, a small model that sometimes uses the calculator and often guesses is trained first. Writes to
+    --out: config.yaml, metrics.jsonl (one line per step), plot.png, result.json and actor/, a Hugging Face folder.
+    """
+
+    OWN_LENGTHS = (256, 24)
+
+    out: str = "runs/agent"
+    model: str | None = option(
+        None,
+        "Hugging Face name or folder of the initial actor; default: one trained on a pupil's conversations",
+    )
+    steps: int = 20
+    rollout_size: int = option(32, "Problems per step")
+    group_size: int = option(8, "Episodes per problem")
+    num_clients: int = option(32, "Concurrent episodes")
+    max_prompt_tokens: int = option(0, "Maximum tokens before the last answer; 0: what the turns before it can need")
+    max_new_tokens: int = option(
+        0,
+        "Maximum length of an answer, per turn, in tokens; 0: 256, or what the model's positions allow (24 without "
+        "--model)",
+    )
+    serving_memory: str | None = option(
+        None,
+        "KV cache memory while episodes run: a size such as 6GiB, or a fraction of the free memory; default: 0.5 on a "
+        "CPU, 0.9 on a GPU",
+    )
+    max_session_bytes: int | None = option(
+        None,
+        "Memory for the conversations of a step; default: 2 GiB, or more if the longest ones need it",
+    )
+    stall_seconds: float = option(
+        30.0,
+        "Disconnect a client that reads less than 4 KiB of a waiting answer in this many seconds",
+    )
+    learning_rate: float | None = option(
+        None,
+        "Peak learning rate; default: 1.5e-3, with --model 1e-6, for an adapter 1e-5",
+    )
+    algorithm: Algorithm = Algorithm()  # noqa: RUF009  frozen
+
+    def __post_init__(self) -> None:
+        from hybrid_engine.generation.memory import read_memory  # imports torch
+
+        RolloutRunOptions.__post_init__(self)
+        RolloutOptions.__post_init__(self)
+        for name in ("group_size", "num_clients"):
+            check_count(name, getattr(self, name), 1)
+        if self.learning_rate is not None:
+            check_above("learning_rate", self.learning_rate, 0)
+        check_answers(self.rollout_size, self.group_size)
+        read_memory(self.serving_memory, "cpu", "serving_memory")
+        check_at_least("stall_seconds", self.stall_seconds, 0.1)
+        check_count("max_session_bytes", self.max_session_bytes, 1, LARGEST_SIZE)
+        if self.max_session_bytes is not None and self.max_session_bytes < self.largest_step.num_bytes:
+            raise ValueError(
+                f"--max-session-bytes={self.max_session_bytes} is less than the {self.largest_step.num_bytes} that a "
+                "step's conversations may need, all of which are trained on; raise it or leave it out"
+            )
+        self.algorithm.check_group_size("group_size", self.group_size)
+        if self.algorithm.needs_reference:
+            raise ValueError("--kl-place: agent has no reference model; leave it at none")
+        for name in NOT_OF_EPISODES:
+            if getattr(self.algorithm, name):
+                raise ValueError(
+                    f"{flag(name)}={getattr(self.algorithm, name)} applies to single answers, not to episodes; leave "
+                    f"it out, or with --preset set it to {getattr(Algorithm, name)}"
+                )
+
+    @property
+    def minibatch_size(self) -> int:
+        """Episodes of an optimizer step."""
+        return self.rollout_size * self.group_size
+
+    @property
+    def largest_step(self) -> "Size":
+        """Memory of a step's conversations, or an evaluation's, with answers of the maximum length."""
+        from hybrid_engine.serving.sessions import size_of
+
+        num_answers = MAX_TURNS * max(self.minibatch_size, self.eval_prompts)
+        num_tokens = num_answers * (self.max_prompt_tokens + self.max_new_tokens)
+        return size_of(num_answers, num_tokens, num_answers * MESSAGES_BYTES)
+
+    @property
+    def server_options(self) -> dict[str, Any]:
+        """Limits of the server for episodes, which stores all of a step's conversations."""
+        from hybrid_engine.serving.sessions import MAX_SESSION_BYTES, MAX_SESSION_TOKENS
+
+        return {
+            "memory": self.serving_memory,
+            "stall_seconds": self.stall_seconds,
+            "max_session_bytes": self.max_session_bytes or max(MAX_SESSION_BYTES, self.largest_step.num_bytes),
+            "max_session_tokens": max(MAX_SESSION_TOKENS, self.largest_step.num_tokens),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig(RolloutOptions, PromptRunOptions):
+    """Trains a language model with PPO: the model answers prompts, and updates increase the rewards of its answers.
+
+        hybrid-engine ppo --out runs/docs
+        hybrid-engine ppo --model Qwen/Qwen3-0.6B --dataset prompts.jsonl --reward my_rewards:score --out runs/mine
+
+    Missing models are trained first: the actor by `hybrid-engine sft`, the reward model by `hybrid-engine reward`.
+    Writes to --out: metrics.jsonl (one line per step), plot.png, samples.json (answers before and after), result.json,
+    checkpoints/, best/ (the best weights on held-out prompts) and actor/ (the final weights), both Hugging Face
+    folders. --resume continues an interrupted run from its last checkpoint.
+    """
+
+    model: str | None = option(
+        None,
+        "Hugging Face name or folder of the initial actor; default: the run's sft, trained if missing",
+    )
+    dataset: str | tuple[str, ...] | None = option(
+        None,
+        'Prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt"; default: the '
+        "standard library's signatures",
+    )
+    minibatch_size: int = option(
+        0,
+        "Responses per optimizer step, over all processes; 0: the largest divisor of a step's responses, up to 32, "
+        "that the processes share equally",
+    )
+    micro_batch_size: int = 16
+    ppo_epochs: int = option(2, "Passes over each rollout")
+    temperature: float = 0.8
+    actor_lr: float | None = option(
+        None,
+        "Peak learning rate of the actor; default: 1e-4, with --model 1e-6, for an adapter on it 1e-5",
+    )
+    critic_lr: float | None = option(None, "Peak learning rate of the critic; default: 5e-4, with --model 1e-5")
+    kl_coef: float = option(0.07, "Coefficient of the KL penalty in the reward, per nat")
+    gamma: float = option(1.0, "Discount factor of rewards")
+    lam: float = option(0.95, "Lambda of generalized advantage estimation (GAE)")
+    clip: float = option(0.2, "Clip range of the probability ratio around 1")
+    value_clip: float = option(0.5, "Clip range of a value around its value at the rollout")
+    missing_eos_penalty: float = option(
+        0.0,
+        "Penalty subtracted from the reward of a response that was cut off at --max-new-tokens",
+    )
+    missing_eos_score: float | None = option(
+        None,
+        "Deprecated, removed in the next version: score of a cut-off response, instead of its reward",
+    )
+    kl_bound: float = option(
+        6.0,
+        "Bound on the mean KL to the reference on held-out prompts, in nats per response; the run reports whether it "
+        "is exceeded",
+    )
+    shared_base: bool = option(
+        False,
+        "Share one frozen base between all roles, each an adapter on it: actor, critic and reward models; needs "
+        "--lora-rank",
+    )
+
+    def __post_init__(self) -> None:
+        PromptRunOptions.__post_init__(self)
+        RolloutOptions.__post_init__(self)
+        derive_minibatch(self, self.rollout_size, 32)
+        check_shared_base(self)
+        for name in ("minibatch_size", "ppo_epochs"):
+            check_count(name, getattr(self, name), 1)
+        for name in ("kl_coef", "kl_bound", "missing_eos_penalty"):
+            check_at_least(name, getattr(self, name), 0)
+        for name in ("actor_lr", "critic_lr", "clip", "value_clip"):
+            check_above(name, getattr(self, name), 0)
+        for name in ("gamma", "lam"):
+            check_between(name, getattr(self, name), 0, 1)
+        if self.missing_eos_score is not None:
+            check_finite("missing_eos_score", self.missing_eos_score)
+            if self.missing_eos_penalty:
+                raise ValueError(
+                    f"--missing-eos-score={self.missing_eos_score} replaces the reward from which "
+                    f"--missing-eos-penalty={self.missing_eos_penalty} is subtracted; give only the penalty"
+                )
+        check_divides("rollout_size", self.rollout_size, self.minibatch_size)
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.steps * self.ppo_epochs * (self.rollout_size // self.minibatch_size)
+
+
+def check_shared_base(config: PPOConfig) -> None:
+    """Raises ValueError for roles on one base without adapters, or in exact mode."""
+    if config.shared_base and not config.lora_rank:
+        raise ValueError("--shared-base needs adapters on the base; give --lora-rank, such as --lora-rank 8")
+    if config.shared_base and config.exact:
+        raise ValueError("--exact does not support --shared-base; leave one of them out")
