@@ -44,19 +44,18 @@ def main(arguments: Sequence[str]) -> int:
 
 def _examine_gpu() -> Iterable[Any]:
     # Needs torch and transformers; `--help` does not wait for them.
-    return importlib.import_module("hybrid_engine.cli.gpu_doctor").examine_gpu()
+    return importlib.import_module("hybrid_engine.cli.machine_checks").examine_gpu()
 
 
 def _examine() -> Iterable[Any]:
     """All kinds of findings in order, with a decode layer on each device among the kernels."""
-    health = importlib.import_module("hybrid_engine.metrics.health")
-    layers = importlib.import_module("hybrid_engine.cli.gpu_doctor").try_layers
+    checks = importlib.import_module("hybrid_engine.cli.machine_checks")
     tried = False
-    for finding in health.examine():
+    for finding in checks.examine():
         if finding.kind == "memory" and not tried:
             tried = True
-            for device in health.devices_to_try():
-                yield from layers(device, "kernels")
+            for device in checks.devices_to_try():
+                yield from checks.try_layers(device, "kernels")
         yield finding
 
 

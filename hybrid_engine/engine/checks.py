@@ -23,10 +23,16 @@ from hybrid_engine.distributed.processes import check_same_architecture, default
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.metrics.memory import format_bytes
 from hybrid_engine.metrics.observer import check_packages, prepare_outputs
-from hybrid_engine.optim.build import check_choices, check_group_options, check_quantised
+from hybrid_engine.optim.build import (
+    NamedGroup,
+    check_choices,
+    check_group_options,
+    check_quantised,
+    name_groups,
+    split_groups,
+)
 from hybrid_engine.optim.lr_schedules import check_rates
 from hybrid_engine.optim.optimizer import ZeroOptimizer
-from hybrid_engine.optim.param_groups import NamedGroup, name_groups, split_groups
 from hybrid_engine.optim.state_offload import TRAINING, OffloadStateTypeEnum
 from hybrid_engine.zero.sharding import Sharding, mesh_shape
 from hybrid_engine.zero.split_module import check_split, num_stages_of, unit_size_of

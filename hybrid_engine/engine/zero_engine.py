@@ -37,14 +37,13 @@ from hybrid_engine.distributed.verdict import agree, attempt, holding_interrupts
 from hybrid_engine.engine.batches import Batches, LossFunction, StagedBatches, SuccessiveBatches
 from hybrid_engine.engine.checks import CallChecks, check_loss, check_training
 from hybrid_engine.engine.faster_linears import use_faster_linears
-from hybrid_engine.engine.memory_report import describe_memory
 from hybrid_engine.metrics.observer import Observer
 from hybrid_engine.ops.dispatch import naming_kernels
 from hybrid_engine.optim.accumulation import GradientAccumulation, StepCounters
 from hybrid_engine.optim.backward_hooks import BackwardHooks
 from hybrid_engine.optim.build import build_lr_scheduler, build_optimizer, cast_parameters
 from hybrid_engine.optim.optimizer import ZeroOptimizer
-from hybrid_engine.optim.state_offload import OffloadStateTypeEnum
+from hybrid_engine.optim.state_offload import OffloadStateTypeEnum, describe_memory
 from hybrid_engine.zero.fsdp2_private import wrapping_of
 from hybrid_engine.zero.gathered_parameters import (
     MIXED,
@@ -60,7 +59,7 @@ from hybrid_engine.zero.unwrapping import Uncopied, found_sharding, take_over
 from hybrid_engine.zero.wrapping import place_module, shard_module
 
 if TYPE_CHECKING:
-    from hybrid_engine.checkpoint.saved_logits import Probe
+    from hybrid_engine.checkpoint.export import Probe
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -583,7 +582,7 @@ class ZeroEngine(Uncopied):
 
     def _ask_for_export(self) -> "Probe | None":
         """Logits to compare a saved model with; None, with a line that says so, if the module cannot compute them."""
-        from hybrid_engine.checkpoint.saved_logits import ask_model
+        from hybrid_engine.checkpoint.export import ask_model
 
         if original_of(self.module) is not self.module:  # a plan's module only accepts the shapes it was planned for
             return None

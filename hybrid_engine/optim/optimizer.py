@@ -22,8 +22,7 @@ from hybrid_engine.config.notices import say_once
 from hybrid_engine.distributed.groups import host_group
 from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.distributed.verdict import everyone
-from hybrid_engine.optim import plain_steps
-from hybrid_engine.optim.masters import Masters
+from hybrid_engine.optim.masters import Masters, step_optimizer
 from hybrid_engine.optim.state_offload import StateOffload
 from hybrid_engine.zero.sharding import TrainedParameter, local_tensor
 from hybrid_engine.zero.split_module import num_copies
@@ -231,7 +230,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not self.overflow:
             with self._torn_until_done():
                 self._unscale_and_clip(parts)
-                plain_steps.step(self.inner)
+                step_optimizer(self.inner)
                 self.masters.write_back()
         if not is_finite or not self.skip_step:  # a step skipped on request does not tell about the scale
             self.loss_scaler.update(not is_finite)

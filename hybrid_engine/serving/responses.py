@@ -12,10 +12,9 @@ from typing import Any
 from hybrid_engine.generation.core import Sequence
 from hybrid_engine.generation.detokenize import IncrementalDetokenizer, TextOffsets, token_bytes
 from hybrid_engine.generation.live.batches import Progress
-from hybrid_engine.serving.answer_parsing import AnswerReader, Shown, build_reader
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest
 from hybrid_engine.serving.request_parsing import ParsedRequest, ServedModel, parser_for
-from hybrid_engine.serving.tool_calls import NONE, shown_tokens
+from hybrid_engine.serving.tool_calls import NONE, AnswerReader, Shown, build_reader, shown_tokens
 
 Tops = list[list[tuple[int, float]]]
 """The likeliest tokens at each position with their log-probabilities."""

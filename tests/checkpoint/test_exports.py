@@ -7,8 +7,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import hybrid_engine
-from hybrid_engine.checkpoint.export import save_adapter
-from hybrid_engine.checkpoint.saved_logits import ask_model, check_saved_logits, relative_difference
+from hybrid_engine.checkpoint.export import ask_model, check_saved_logits, relative_difference, save_adapter
 from tests.support.distributed import run_distributed
 
 TOKENS = torch.arange(16).view(2, 8)
@@ -176,7 +175,7 @@ def test_ctrl_c_while_a_save_is_compared_ends_the_save(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     engine = engine_of(causal_model(False))
-    monkeypatch.setattr("hybrid_engine.checkpoint.saved_logits.ask_model", interrupted)
+    monkeypatch.setattr("hybrid_engine.checkpoint.export.ask_model", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.save_16bit_model(tmp_path / "folder")
     assert not (tmp_path / "folder").exists()

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 import hybrid_engine
-from hybrid_engine.cli import cli
+from hybrid_engine.cli import cli, machine_checks
 from hybrid_engine.config import notices
 from hybrid_engine.distributed import processes
 from hybrid_engine.engine import attached
 from hybrid_engine.engine.checks import check_layer_fits
-from hybrid_engine.metrics import health
 from hybrid_engine.ops import gpu
 from tests.support.models import build_model, padded_prompts
 
@@ -145,10 +144,12 @@ def test_the_version_of_tritons_assembler_is_read():
 
 def test_doctor_calls_a_card_broken_that_kernels_cannot_run_on(card, monkeypatch):
     card.capability, card.free = (7, 5), 20 * GIB
-    lines = [finding for finding in health._devices() if finding.name == "cuda:0"]
+    lines = [finding for finding in machine_checks._devices() if finding.name == "cuda:0"]
     assert [line.state for line in lines] == ["broken", "missing"]
     assert "kernels need 8.0" in lines[0].text and "other processes hold 60.0 GiB" in lines[1].text
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "CUDA_VISIBLE_DEVICES='' hides" in next(line.text for line in health._devices() if line.name == "cuda")
+    assert "CUDA_VISIBLE_DEVICES='' hides" in next(
+        line.text for line in machine_checks._devices() if line.name == "cuda"
+    )

@@ -23,9 +23,9 @@ import hybrid_engine
 from hybrid_engine.cli import cli
 from hybrid_engine.cli.plan import PLANNED
 from hybrid_engine.config import HybridEngineConfig
-from hybrid_engine.engine.memory_report import count_bytes
 from hybrid_engine.generation.memory import count_blocks
 from hybrid_engine.metrics.memory import LiveBytes, read_bytes
+from hybrid_engine.optim.state_offload import count_bytes
 from hybrid_engine.recipes import agent, dpo, grpo, kto, ppo, reward, sft
 from hybrid_engine.rlhf.batches.micro_batches import deal, fill_evenly
 from hybrid_engine.rlhf.batches.packable import expected_layout, pack_where_exact

@@ -5,11 +5,11 @@ import resource
 import pytest
 import torch
 
+from hybrid_engine.cli.machine_checks import examine
 from hybrid_engine.containers import device
 from hybrid_engine.containers.device import free_and_total_bytes, host_memory_bytes
 from hybrid_engine.extensions.deepspeed.accelerator import Accelerator
 from hybrid_engine.generation.memory import read_memory
-from hybrid_engine.metrics.health import examine
 
 MIB, GIB = 2**20, 2**30
 UNLIMITED_V1 = 9223372036854771712

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForSequenceClassification
 
 import hybrid_engine
-from hybrid_engine.optim.param_groups import hidden_matrices
+from hybrid_engine.optim.build import hidden_matrices
 from hybrid_engine.zero.sharding import full_tensor
 from tests.support.distributed import run_distributed
 

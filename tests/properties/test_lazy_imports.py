@@ -61,7 +61,7 @@ def test_no_module_imports_itself_through_others():
         order = list(TopologicalSorter({name: imported_at_once(name) for name in FILES}).static_order())
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
-    assert len(order) > 300  # so that none is overlooked
+    assert len(order) > 250  # so that none is overlooked
 
 
 def test_a_module_of_each_room_may_be_imported_before_all_others():

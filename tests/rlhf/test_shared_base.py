@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import hybrid_engine
-from hybrid_engine.engine.memory_report import count_bytes
+from hybrid_engine.optim.state_offload import count_bytes
 from hybrid_engine.recipes import ppo
 from hybrid_engine.rlhf.batches.sequences import ValueModel, build_sequences
 from hybrid_engine.rlhf.data.prompts import PromptTokens

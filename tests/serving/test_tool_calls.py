@@ -5,12 +5,11 @@ import json
 import openai
 import pytest
 
-from hybrid_engine.serving.answer_parsing import build_reader
 from hybrid_engine.serving.errors import RequestError
 from hybrid_engine.serving.protocol import ChatRequest
 from hybrid_engine.serving.request_parsing import ServedModel, read_chat
 from hybrid_engine.serving.sessions import Sessions
-from hybrid_engine.serving.tool_calls import FORMS, choose_parser
+from hybrid_engine.serving.tool_calls import FORMS, build_reader, choose_parser
 from tests.serving.test_server import build
 from tests.support.chat import PLAIN_TEMPLATE, build_chat_tokenizer
 

@@ -18,7 +18,7 @@ from transformers import (
 
 import hybrid_engine
 from hybrid_engine.containers.quantised import dequantise, is_quantised, stored_tensors
-from hybrid_engine.engine.memory_report import count_bytes
+from hybrid_engine.optim.state_offload import count_bytes
 from hybrid_engine.rlhf.batches.sequences import build_sequences, response_logprobs
 from hybrid_engine.rlhf.options.shared import AdapterOptions
 from hybrid_engine.rlhf.planning import memory_plan

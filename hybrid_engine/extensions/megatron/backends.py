@@ -25,14 +25,15 @@ from hybrid_engine.config.checks import check_integer
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.extensions.megatron.continuation import (
     PER_TURN,
+    CommonInferenceParams,
     Continuation,
     call_transformers,
     collect,
     first_decides,
     go_in_step,
     roll_out,
+    sample,
 )
-from hybrid_engine.extensions.megatron.parameters import CommonInferenceParams, sample
 from hybrid_engine.extensions.megatron.wrapped_model import AbstractModelInferenceWrapper, GPTInferenceWrapper
 
 

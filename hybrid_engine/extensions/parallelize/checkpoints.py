@@ -41,7 +41,7 @@ from hybrid_engine.extensions.parallelize.optimizer_states import (
     place_of,
     whole_of,
 )
-from hybrid_engine.optim import plain_steps
+from hybrid_engine.optim.masters import keeps_wholes
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 
 StateDict = dict[str, Any]
@@ -351,7 +351,7 @@ def _check_groups(module: Any, optimizer: torch.optim.Optimizer, given: Mapping[
         for entry, value in given["state"].get(key, {}).items():
             if is_first and value is None:
                 raise ValueError(f"optimizer_state_dict: {entry} of parameter {key} is another process's; {instead}")
-            is_of_whole = plain_steps.keeps_wholes(live) and not _is_like(value, parameter)
+            is_of_whole = keeps_wholes(live) and not _is_like(value, parameter)
             if is_first and isinstance(value, Tensor) and value.dim() and not is_of_whole:
                 _check_part(f"optimizer_state_dict: {entry} of parameter {key}", value, parameter, instead)
 

@@ -40,7 +40,7 @@ from hybrid_engine.extensions.parallelize.module.reducer import (
     Reducer,
 )
 from hybrid_engine.extensions.parallelize.optimizer_states import GROUP, NAMES, NUMBERS
-from hybrid_engine.optim import plain_steps
+from hybrid_engine.optim.masters import step_optimizer
 from hybrid_engine.zero.fsdp2_private import reduce_without_empty
 from hybrid_engine.zero.wrapping import copy_views_in_outputs, find_groups
 
@@ -214,7 +214,7 @@ class _Additions:
         optimizer.zero_grad = MethodType(zero_and_begin, optimizer)
 
     def _step_with(self, step: Callable[..., Any]) -> MethodType:
-        """Replaces `step` by `plain_steps`, which calls it several times if torch has no sharded form of it."""
+        """Replaces `step` by `step_optimizer`, which calls it several times if torch has no sharded form of it."""
 
         def stepped(optimizer: torch.optim.Optimizer, closure: Callable[[], float] | None = None) -> Any:
             if closure is not None:
@@ -224,7 +224,7 @@ class _Additions:
             self.sync_shard_grad()
             self._is_stepping = True
             try:
-                plain_steps.step(optimizer)
+                step_optimizer(optimizer)
             finally:
                 self._is_stepping = False
                 self.sums.end_step()

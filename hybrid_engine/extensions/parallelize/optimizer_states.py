@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from hybrid_engine.extensions.parallelize.graph.compute_config import is_number, shown
-from hybrid_engine.optim import plain_steps
+from hybrid_engine.optim.masters import keeps_wholes
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 
 NAMES, NUMBERS, GROUP = "param_names", "param_numbers", "group_number"
@@ -143,7 +143,7 @@ def check_merged_state(optimizer: torch.optim.Optimizer, merged: Mapping[str, An
             entries = merged["state"].get(keys[name])
             listed.append(Given(name, keys[name], parameter, entries, id(source)))
             for entry, value in (entries or {}).items():
-                _check_state(name, entry, value, parameter, plain_steps.keeps_wholes(live))
+                _check_state(name, entry, value, parameter, keeps_wholes(live))
             if entries and live.state.get(parameter):
                 check_same_optimizer(live.state[parameter], entries, "states")
     check_states(listed, parts_elsewhere=False)

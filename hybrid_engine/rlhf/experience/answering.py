@@ -24,7 +24,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 import hybrid_engine
-from hybrid_engine.checkpoint.saved_logits import without_renamed_attribute_warning
+from hybrid_engine.checkpoint.export import without_renamed_attribute_warning
 from hybrid_engine.distributed.processes import get_rank, get_world_size, init_distributed, on_rank_zero
 from hybrid_engine.distributed.verdict import holding_interrupts
 from hybrid_engine.generation.core import Sequence

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hybrid_engine
-from hybrid_engine.checkpoint.saved_logits import without_renamed_attribute_warning
+from hybrid_engine.checkpoint.export import without_renamed_attribute_warning
 from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.distributed.processes import default_device, gather_objects
 from hybrid_engine.distributed.verdict import agree

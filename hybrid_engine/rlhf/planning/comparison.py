@@ -26,9 +26,9 @@ from hybrid_engine.config.checks import flag
 from hybrid_engine.containers.device import free_and_total_bytes, num_bytes
 from hybrid_engine.distributed.processes import default_device, gather_objects, get_world_size
 from hybrid_engine.engine.hybrid_engine import HybridEngine
-from hybrid_engine.engine.memory_report import count_bytes
 from hybrid_engine.generation.memory import MAX_RUNNING
 from hybrid_engine.metrics.memory import LiveBytes, format_bytes, process_peak_bytes, read_bytes
+from hybrid_engine.optim.state_offload import count_bytes
 from hybrid_engine.rlhf.batches.passes import Extent, PassShape, RunPasses, extent_of
 from hybrid_engine.rlhf.experience.policy import TrainedPolicy
 from hybrid_engine.rlhf.experience.start import Start

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from hybrid_engine.checkpoint.saved_logits import without_renamed_attribute_warning
+from hybrid_engine.checkpoint.export import without_renamed_attribute_warning
 from hybrid_engine.distributed.processes import get_world_size
 from hybrid_engine.rlhf.options.shared import AdapterOptions, DataOptions, RewardOptions, TrainingOptions
 from hybrid_engine.rlhf.runs.checkpoints import check_resume

@@ -126,7 +126,7 @@ def test_a_path_of_deepspeed_has_the_very_objects_of_our_module(path):
     ours = {
         "comm": "extensions.deepspeed.comm",
         "utils": "extensions.deepspeed.distributed",
-        "runtime": "extensions.deepspeed.config_names",
+        "runtime": "extensions.deepspeed.runtime_names",
         "ops": "ops.fused_adam",
     }[path.split(".")[0]]
     source = vars(importlib.import_module(f"hybrid_engine.{ours}"))

@@ -8,7 +8,7 @@ import transformers as hf
 
 import hybrid_engine
 from hybrid_engine.extensions.megatron.backends import SimpleTextGenerationStrategy, choose_backend, common_generate
-from hybrid_engine.extensions.megatron.parameters import CommonInferenceParams
+from hybrid_engine.extensions.megatron.continuation import CommonInferenceParams
 from hybrid_engine.extensions.megatron.wrapped_model import GPTInferenceWrapper
 from tests.support.chat import build_chat_tokenizer
 from tests.support.models import randomised

@@ -1,3 +1,3 @@
 """`deepspeed.ops.adagrad`."""
 
-from hybrid_engine.extensions.deepspeed.optimizer_names import *
+from hybrid_engine.extensions.deepspeed.runtime_names import *

@@ -1,3 +1,3 @@
 """`deepspeed.runtime.zero.offload_config`."""
 
-from hybrid_engine.extensions.deepspeed.partitioned_parameters import *
+from hybrid_engine.extensions.deepspeed.utils import *

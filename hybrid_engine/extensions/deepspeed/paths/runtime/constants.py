@@ -1,3 +1,3 @@
 """`deepspeed.runtime.constants`."""
 
-from hybrid_engine.extensions.deepspeed.config_names import *
+from hybrid_engine.extensions.deepspeed.runtime_names import *

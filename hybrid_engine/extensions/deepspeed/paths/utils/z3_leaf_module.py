@@ -1,3 +1,3 @@
 """`deepspeed.utils.z3_leaf_module`."""
 
-from hybrid_engine.extensions.deepspeed.partitioned_parameters import *
+from hybrid_engine.extensions.deepspeed.utils import *
