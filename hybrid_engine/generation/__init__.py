@@ -10,7 +10,7 @@ LEVELS = "hybrid_engine.extensions.megatron"
 MODULE_OF = {
     "AbstractBackend": "backends",
     "AbstractModelInferenceWrapper": "wrapped_model",
-    "CommonInferenceParams": "parameters",
+    "CommonInferenceParams": "continuation",
     "GPTInferenceWrapper": "wrapped_model",
     "NativeBackend": "backends",
     "SimpleTextGenerationStrategy": "backends",
