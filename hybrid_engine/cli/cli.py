@@ -26,28 +26,44 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
-import hybrid_engine.cli.doctor as doctor
-import hybrid_engine.cli.launcher as launcher
-import hybrid_engine.cli.measure_links as measure_links
-import hybrid_engine.cli.plan as plan
-import hybrid_engine.cli.real_model as real_model
+from hybrid_engine.cli import launcher, real_model
+from hybrid_engine.cli.commands import (
+    DOCTOR_DESCRIPTION,
+    LINKS_DESCRIPTION,
+    PLAN_DESCRIPTION,
+    PLANNED,
+    PlanWishes,
+    doctor,
+    measure_links,
+    read_wishes,
+    show_plan,
+)
 from hybrid_engine.cli.recipe_options import InOptions, Option, in_options, read_config_file, read_recipe_help
+from hybrid_engine.rlhf import reports
 from hybrid_engine.rlhf.options import CONFIGS
-from hybrid_engine.rlhf.reports import difference, page
 from hybrid_engine.rlhf.runs.run_folder import has_checkpoint, left_behind, results_of
 
 RECIPES = tuple(CONFIGS)
-OTHERS: dict[str, Any] = {
-    "launch": launcher,
-    "diff": difference,
-    "report": page,
-    "measure-links": measure_links,
-    "doctor": doctor,
-    "real-model": real_model,
+
+
+class Command(NamedTuple):
+    """A command that is not a recipe."""
+
+    description: str
+    main: Callable[[Sequence[str]], int]
+    """Takes the arguments after the command's name; returns the exit status."""
+
+
+OTHERS = {
+    "launch": Command(launcher.DESCRIPTION, launcher.main),
+    "diff": Command(reports.DIFF_DESCRIPTION, reports.print_difference),
+    "report": Command(reports.REPORT_DESCRIPTION, reports.write_page),
+    "measure-links": Command(LINKS_DESCRIPTION, measure_links),
+    "doctor": Command(DOCTOR_DESCRIPTION, doctor),
+    "real-model": Command(real_model.DESCRIPTION, real_model.main),
 }
-"""Commands that are not recipes: modules with a DESCRIPTION and a `main` that takes the arguments after the name."""
 PLAN = "plan"
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 """Exit statuses for a disk that is full, for input that is refused, and for Ctrl-C."""
@@ -77,11 +93,11 @@ def _run_command(arguments: list[str]) -> int:
     """Runs `main` on a list of arguments."""
     try:
         if arguments and arguments[0] == PLAN:
-            wishes, command = plan.read_wishes(arguments[1:])
-            if not command or command[0] not in plan.PLANNED:
+            wishes, command = read_wishes(arguments[1:])
+            if not command or command[0] not in PLANNED:
                 told = f"plan {command[0]}" if command and not command[0].startswith("-") else "plan"
                 print(
-                    f"hybrid-engine: {told}: the first argument must be one of {', '.join(plan.PLANNED)}",
+                    f"hybrid-engine: {told}: the first argument must be one of {', '.join(PLANNED)}",
                     file=sys.stderr,
                 )
                 return REFUSED
@@ -175,12 +191,12 @@ def run_recipe(name: str, options: Sequence[Option], given: Mapping[str, Any]) -
     return 0
 
 
-def plan_recipe(wishes: plan.PlanWishes, name: str, options: Sequence[Option], given: Mapping[str, Any]) -> int:
+def plan_recipe(wishes: PlanWishes, name: str, options: Sequence[Option], given: Mapping[str, Any]) -> int:
     """Prints the memory that the recipe takes with these options; returns the exit status."""
     recipe = import_recipe(name)
     planning = importlib.import_module("hybrid_engine.rlhf.planning.comparison")
     config = build_config(recipe.Config, options, given)
-    return plan.show(planning.plan(name, config, wishes.memory, wishes.processes), wishes)
+    return show_plan(planning.plan(name, config, wishes.memory, wishes.processes), wishes)
 
 
 def import_recipe(name: str) -> Any:
@@ -277,8 +293,9 @@ def build_parser() -> argparse.ArgumentParser:
             heading = command.add_argument_group(title)
             for option in options:
                 _add_option(heading, option)
-    for name, module in (OTHERS | {PLAN: plan}).items():  # only for the overview: they parse their own arguments
-        commands.add_parser(name, help=module.DESCRIPTION.splitlines()[0], add_help=False)
+    others = {name: other.description for name, other in OTHERS.items()} | {PLAN: PLAN_DESCRIPTION}
+    for name, text in others.items():  # only for the overview: they parse their own arguments
+        commands.add_parser(name, help=text.splitlines()[0], add_help=False)
     return parser
 
 

@@ -294,7 +294,8 @@ def test_ctrl_c_once_more_while_python_ends_is_no_traceback():
         "    late = lambda: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGINT), time.sleep(60))",
         "    threading.Thread(target=late).start()",  # Python's end waits for it
         "    raise KeyboardInterrupt",
-        "cli.OTHERS['doctor'].main, sys.argv = interrupted, ['hybrid-engine', 'doctor']",
+        "cli.OTHERS['doctor'] = cli.Command('', interrupted)",
+        "sys.argv = ['hybrid-engine', 'doctor']",
         "sys.exit(cli.main())",
     ]
     ended = subprocess.run(

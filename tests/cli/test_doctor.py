@@ -9,7 +9,7 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from hybrid_engine.cli import cli, doctor, machine_checks
+from hybrid_engine.cli import cli, commands, machine_checks
 from hybrid_engine.engine.hybrid_engine import HybridEngine
 from hybrid_engine.ops.softmax_context import SoftmaxContextOp
 
@@ -65,7 +65,7 @@ def test_a_kernel_that_computes_something_else_is_broken(monkeypatch):
 
 
 def test_a_whole_decode_layer_is_tried(compiled, monkeypatch):
-    layers = [finding for finding in doctor._examine() if "decode layer" in finding.name]
+    layers = [finding for finding in commands._examine() if "decode layer" in finding.name]
     assert [(one.kind, one.state) for one in layers] == [("kernels", "ok")]
     monkeypatch.setattr(SoftmaxContextOp, "__call__", lambda op, qkv, *_: torch.zeros(qkv.q.flatten(1).shape))
     (layer,) = machine_checks.try_layers(torch.device("cpu"))

@@ -21,7 +21,7 @@ from transformers import (
 
 import hybrid_engine
 from hybrid_engine.cli import cli
-from hybrid_engine.cli.plan import PLANNED
+from hybrid_engine.cli.commands import PLANNED
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.generation.memory import count_blocks
 from hybrid_engine.metrics.memory import LiveBytes, read_bytes

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_engine.cli import cli
-from hybrid_engine.rlhf.reports import page
+from hybrid_engine.rlhf import reports
 from hybrid_engine.rlhf.runs.run_folder import PromptAnswers, write_answers
 from tests.support.browser import Browser, find_browser
 from tests.support.paths import ROOT
@@ -93,13 +93,13 @@ def test_the_page_needs_no_network_and_no_text_of_a_run_is_markup(runs):
 
 
 def test_our_own_script_cannot_end_its_element():
-    assert "</script" not in "".join(map(page.read_asset, page.SCRIPTS))
+    assert "</script" not in "".join(map(reports.read_asset, reports.SCRIPTS))
 
 
 def test_fewer_prompts_make_a_smaller_page(runs):
-    run = page.read_run(runs[0])
-    assert {answer["prompt"] for answer in page.run_content(run, 1)["answers"]} == {HOSTILE}
-    assert page.run_content(run, 0)["answers"] == []
+    run = reports.read_run(runs[0])
+    assert {answer["prompt"] for answer in reports.run_content(run, 1)["answers"]} == {HOSTILE}
+    assert reports.run_content(run, 0)["answers"] == []
 
 
 def value_of(browser, figure):
@@ -209,4 +209,4 @@ def test_a_built_wheel_has_the_pages_files(tmp_path):
     subprocess.run(command, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert {f"hybrid_engine/rlhf/reports/{name}" for name in ("page.html", "page.css", *page.SCRIPTS)} <= set(names)
+    assert {f"hybrid_engine/rlhf/reports/{name}" for name in ("page.html", "page.css", *reports.SCRIPTS)} <= set(names)

@@ -1,15 +1,15 @@
 """Compares the plan of a run's memory with the memory that is available, and with the memory that the run takes.
 
-Before the run `hybrid-engine plan` (`cli/plan.py`) calls `plan`, which says whether it fits, how much is missing and
-which options to change first. A recipe calls `follow_memory` when its engines are built, and `write_result` at its end.
+Before the run `hybrid-engine plan` (`cli/commands.py`) calls `plan`, which says whether it fits, how much is missing
+and which options to change first. A recipe calls `follow_memory` when its engines are built, and `write_result` at its
+end.
 
 On a GPU the measured value is the peak of PyTorch's allocator from the first training step on. The CPU's allocator
 counts nothing; there bytes of tensors are counted: those that exist when a training pass begins, and the peak of those
 that its ops create (`LiveBytes`). Counting slows a pass down, so a pass is counted only if its extent is not within
 that of a counted pass of the same state: with or without gradients, and with or without optimizer state, which does not
-exist in the first step.
-A rollout counts the tensors that exist, its KV workspace, gathered weights and fused adapters; it does not count the
-intermediate tensors of its passes.
+exist in the first step. A rollout counts the tensors that exist, its KV workspace, gathered weights and fused adapters;
+it does not count the intermediate tensors of its passes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hybrid_engine.checkpoint.saving import LOCK_FILE
 from hybrid_engine.cli import cli
 from hybrid_engine.recipes import dpo, grpo, kto, online_dpo, ppo, reward, sft
-from hybrid_engine.rlhf.reports.difference import is_time
+from hybrid_engine.rlhf.reports import is_time
 from hybrid_engine.rlhf.runs.run_folder import checkpoints_of, has_checkpoint, left_behind, read_metrics, results_of
 from tests.support.chat import MARKED_TEMPLATE, build_chat_tokenizer
 from tests.support.distributed import free_port

@@ -1,0 +1,181 @@
+"""The commands `plan`, `doctor` and `measure-links`: their options, and the output of work that other modules do.
+
+That work needs torch; its modules are imported when it begins, so that `--help` does not wait for them.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+PLAN_DESCRIPTION = """\
+Predicts the memory that a command needs, before it runs: put `plan` in front of it.
+
+    hybrid-engine plan grpo --model Qwen/Qwen3-0.6B --dataset problems.jsonl --reward math
+    hybrid-engine plan sft --model Qwen/Qwen3-0.6B --dataset chats.jsonl --memory 24GB --processes 4
+
+Prints, for each model of the run, the bytes of weights, gradients, optimizer state and activations with their
+formulas; then the KV workspace, and the peaks of training and of generation on one device. It reads the model's config
+but not its weights, trains nothing and writes nothing. The exit status is 1 if the command does not fit.
+"""
+PLANNED = ("sft", "reward", "ppo", "grpo", "dpo", "kto", "online-dpo", "agent")
+"""The recipes that train, which are the ones that can be planned."""
+DOCTOR_DESCRIPTION = """\
+Checks this machine and installation, and reports what each feature lacks.
+
+    hybrid-engine doctor
+    hybrid-engine doctor --gpu
+    hybrid-engine doctor --json
+
+Reports versions, devices and the links between them, kernels and a whole decode layer (compiled and run once), memory,
+file descriptors, write access and the packages of features. With --gpu it checks in about a minute whether this GPU
+works: its driver and memory, a decode layer, greedy tokens against the model's own generate(), a training step, and the
+fraction of the memory bandwidth that a decode step reaches. The exit status is 1 if something is broken and 0 if
+something is only missing; with --gpu on a machine without a GPU it is 2.
+"""
+LINKS_DESCRIPTION = """\
+Measures links and devices for the planner of parallelize (policy autodist), and writes them to a file.
+
+    torchrun --nproc-per-node 2 --no-python hybrid-engine measure-links --out costs.json
+
+Collectives run over all processes that torchrun started and, with several nodes, also over those of one node. Nothing
+else should run at the same time. Without --out, the file is the one that autodist reads by default.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanWishes:
+    """Options of a plan, in addition to the command that is planned."""
+
+    memory: str | None
+    """Memory of a device; None: the memory that is free here."""
+    processes: int
+    as_json: bool
+
+
+def read_wishes(arguments: Sequence[str]) -> tuple[PlanWishes, list[str]]:
+    """The plan's own options, wherever they stand, and the command that is planned."""
+    parser = argparse.ArgumentParser(
+        prog="hybrid-engine plan",
+        usage="hybrid-engine plan [--memory SIZE] [--processes N] [--json] command ...",
+        description=PLAN_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=arguments[:1] in (["-h"], ["--help"]),
+    )
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="memory of a device, such as 24GB; default: the free memory here"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="processes started by torchrun (default: 1)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as a JSON object")
+    found, command = parser.parse_known_args(arguments)
+    if found.processes < 1:
+        parser.error(f"--processes={found.processes} must be at least 1; raise it")
+    return PlanWishes(memory=found.memory, processes=found.processes, as_json=found.json), command
+
+
+def show_plan(fitted: Any, wishes: PlanWishes) -> int:
+    """Prints a `rlhf.planning.comparison.Fitted`; returns the exit status."""
+    if wishes.as_json:
+        json.dump(fitted.to_json(), sys.stdout, indent=2)
+        print()
+    else:
+        print("\n".join(fitted.lines()))
+    return int(fitted.missing_bytes > 0)
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """Prints the findings; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="hybrid-engine doctor",
+        description=DOCTOR_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--gpu", action="store_true", help="check that the GPU generates and trains correctly")
+    parser.add_argument("--json", action="store_true", help="print a list of objects with kind, name, state and text")
+    options = parser.parse_args(arguments)
+    found = _examine_gpu() if options.gpu else _examine()
+    findings = list(found) if options.json else _show_findings(found)
+    if options.json:
+        json.dump([asdict(finding) for finding in findings], sys.stdout, indent=2)
+        print()
+    return int(any(finding.state == "broken" for finding in findings))
+
+
+def _examine_gpu() -> Iterable[Any]:
+    # Needs torch and transformers; `--help` does not wait for them.
+    return importlib.import_module("hybrid_engine.cli.machine_checks").examine_gpu()
+
+
+def _examine() -> Iterable[Any]:
+    """All kinds of findings in order, with a decode layer on each device among the kernels."""
+    checks = importlib.import_module("hybrid_engine.cli.machine_checks")
+    tried = False
+    for finding in checks.examine():
+        if finding.kind == "memory" and not tried:
+            tried = True
+            for device in checks.devices_to_try():
+                yield from checks.try_layers(device, "kernels")
+        yield finding
+
+
+def _show_findings(findings: Iterable[Any]) -> list[Any]:
+    """Prints each finding as soon as it is known; returns all of them."""
+    shown: list[Any] = []
+    for finding in findings:
+        if not shown or finding.kind != shown[-1].kind:
+            print(finding.kind)
+        print(f"  {finding.state:<7}  {finding.name}: {finding.text}", flush=True)
+        shown.append(finding)
+    return shown
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hybrid-engine measure-links",
+        description=LINKS_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="output file")
+    parser.add_argument("--megabytes", type=float, default=16, help="size of the large message (default: 16)")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=10,
+        help="repetitions of each collective, of which the median is used (default: 10)",
+    )
+    return parser
+
+
+def measure_links(arguments: Sequence[str] | None = None) -> int:
+    """Measures on all processes; rank 0 writes the file and prints the figures. Returns the exit status.
+
+    Raises ValueError for options out of range, and for a single process.
+    """
+    options = build_parser().parse_args(arguments)
+    if options.megabytes < 1:
+        raise ValueError(f"--megabytes={options.megabytes} must be at least 1, or latency alone is measured")
+    if options.repeats < 1:
+        raise ValueError(f"--repeats={options.repeats} must be at least 1")
+    measuring = importlib.import_module("hybrid_engine.extensions.parallelize.planning.machine")  # needs torch
+    processes = importlib.import_module("hybrid_engine.distributed.processes")
+    measured_path = importlib.import_module("hybrid_engine.extensions.parallelize.planning.setting").measured_path
+    processes.init_distributed()
+    machine = measuring.measure_machine(int(options.megabytes * 1e6), options.repeats)
+    if processes.get_rank() == 0:
+        out = options.out or measured_path()
+        machine.save(out)
+        for side in ("near", "far"):
+            for kind, link in getattr(machine, side).items():
+                print(f"{side} {kind}: {link.latency_s * 1e6:.1f} us, {link.bytes_per_s / 1e9:.3f} GB/s")
+        rates = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in machine.device.flops_per_s.items())
+        print(f"products, TFLOPS: {rates}; memory {machine.device.bytes_per_s / 1e9:.4g} GB/s; written to {out}")
+    return 0
