@@ -26,7 +26,7 @@ _NAMES_OF = {
     "hybrid_engine.inference.engine": ("InferenceEngine",),
     f"{_DEEPSPEED}.accelerator": ("get_accelerator",),
     f"{_DEEPSPEED}.deepspeed_names": ("__git_branch__", "__git_hash__", "enable_compat"),
-    f"{_DEEPSPEED}.distributed": ("add_config_arguments", "init_distributed"),
+    f"{_DEEPSPEED}.comm": ("add_config_arguments", "init_distributed"),
     f"{_DEEPSPEED}.runtime_names": ("DeepSpeedConfig", "DeepSpeedConfigError", "DeepSpeedOptimizer"),
     f"{_DEEPSPEED}.utils": ("DeepSpeedDataLoader", "OnDevice", "is_compile_supported", "log_dist", "logger"),
     f"{_PARALLELIZE}.checkpoints": (

@@ -8,11 +8,11 @@ from hybrid_engine.engine.hybrid_engine import HybridEngine as HybridEngine
 from hybrid_engine.engine.zero_engine import ZeroEngine as ZeroEngine
 from hybrid_engine.entry import initialize as initialize
 from hybrid_engine.extensions.deepspeed.accelerator import get_accelerator as get_accelerator
+from hybrid_engine.extensions.deepspeed.comm import add_config_arguments as add_config_arguments
+from hybrid_engine.extensions.deepspeed.comm import init_distributed as init_distributed
 from hybrid_engine.extensions.deepspeed.deepspeed_names import __git_branch__ as __git_branch__
 from hybrid_engine.extensions.deepspeed.deepspeed_names import __git_hash__ as __git_hash__
 from hybrid_engine.extensions.deepspeed.deepspeed_names import enable_compat as enable_compat
-from hybrid_engine.extensions.deepspeed.distributed import add_config_arguments as add_config_arguments
-from hybrid_engine.extensions.deepspeed.distributed import init_distributed as init_distributed
 from hybrid_engine.extensions.deepspeed.runtime_names import DeepSpeedConfig as DeepSpeedConfig
 from hybrid_engine.extensions.deepspeed.runtime_names import DeepSpeedConfigError as DeepSpeedConfigError
 from hybrid_engine.extensions.deepspeed.runtime_names import DeepSpeedOptimizer as DeepSpeedOptimizer

@@ -28,16 +28,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-from hybrid_engine.cli import launcher, real_model
+from hybrid_engine.cli import launcher
 from hybrid_engine.cli.commands import (
     DOCTOR_DESCRIPTION,
     LINKS_DESCRIPTION,
+    MODEL_DESCRIPTION,
     PLAN_DESCRIPTION,
     PLANNED,
     PlanWishes,
     doctor,
     measure_links,
     read_wishes,
+    real_model,
     show_plan,
 )
 from hybrid_engine.cli.recipe_options import InOptions, Option, in_options, read_config_file, read_recipe_help
@@ -62,7 +64,7 @@ OTHERS = {
     "report": Command(reports.REPORT_DESCRIPTION, reports.write_page),
     "measure-links": Command(LINKS_DESCRIPTION, measure_links),
     "doctor": Command(DOCTOR_DESCRIPTION, doctor),
-    "real-model": Command(real_model.DESCRIPTION, real_model.main),
+    "real-model": Command(MODEL_DESCRIPTION, real_model),
 }
 PLAN = "plan"
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130

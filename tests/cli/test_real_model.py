@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hybrid_engine.checkpoint.folder import writing_folder
-from hybrid_engine.cli import cli, real_model
+from hybrid_engine.cli import cli, commands
 
 
 def without_packages(monkeypatch, *names):
@@ -52,7 +52,7 @@ def test_a_package_without_weights_is_refused_by_name(tmp_path, monkeypatch):
     stand_in = importlib.util.find_spec("json")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: stand_in)
     with pytest.raises(ValueError, match="must contain one GGUF file but contains 0"):
-        real_model.find_weights()
+        commands.find_weights()
 
 
 KILLED = """

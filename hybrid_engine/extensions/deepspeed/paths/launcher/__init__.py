@@ -1,6 +1,6 @@
 """`deepspeed.launcher`."""
 
 from hybrid_engine.extensions.deepspeed.absent import attributes_of
-from hybrid_engine.extensions.deepspeed.distributed import *
+from hybrid_engine.extensions.deepspeed.comm import *
 
 __getattr__ = attributes_of(__name__)

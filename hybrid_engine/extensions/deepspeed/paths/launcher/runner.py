@@ -1,3 +1,3 @@
 """`deepspeed.launcher.runner`."""
 
-from hybrid_engine.extensions.deepspeed.distributed import *
+from hybrid_engine.extensions.deepspeed.comm import *

@@ -1,8 +1,8 @@
 """`deepspeed.utils.groups`; code reads its private names too."""
 
 from hybrid_engine.extensions.deepspeed.absent import attributes_of
-from hybrid_engine.extensions.deepspeed.distributed import *
-from hybrid_engine.extensions.deepspeed.distributed import (
+from hybrid_engine.extensions.deepspeed.comm import *
+from hybrid_engine.extensions.deepspeed.comm import (
     _get_data_parallel_group,
     _get_data_parallel_group_ranks,
     _get_data_parallel_rank,
