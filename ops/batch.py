@@ -7,9 +7,12 @@ key/value heads, D head dimension.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
+
+from hybrid_engine.ops.dispatch import form_of
 
 
 class Context(NamedTuple):
@@ -35,6 +38,12 @@ class PrefillBatch:
     row_lengths: torch.Tensor  # [N] int64: of each token's sequence when the token was fed: the prompt's, or up to it
     context: Context | None = None  # None: every sequence is fed from its first token on
 
+    @cached_property
+    def form(self) -> tuple[Any, ...]:
+        """The form of the tensors that attention reads, found once for all layers."""
+        key_starts = None if self.context is None else self.context.starts
+        return form_of(self.starts, key_starts, self.write_blocks, self.write_offsets)
+
     def places(self, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Block and place in it, `[N]` each, for every token's key and value."""
         return self.write_blocks, self.write_offsets
@@ -49,6 +58,11 @@ class DecodeBatch:
     block_tables: torch.Tensor  # [S, n] int64, rows padded with any valid block
     context: int  # upper bound of sequence lengths, new tokens included
     is_identity: bool  # row i owns block i and nothing else
+
+    @cached_property
+    def form(self) -> tuple[Any, ...]:
+        """The form of the tensors that attention reads, found once for all layers."""
+        return form_of(self.block_tables, self.positions)
 
     def places(self, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Block and place in it, `[S]` each, for every token's key and value."""
@@ -95,6 +109,11 @@ class EncoderBatch:
 
     lengths: tuple[int, ...]  # of the R sequences; the sum is N
     starts: torch.Tensor  # [R+1] int32: where each sequence starts, and N
+
+    @cached_property
+    def form(self) -> tuple[Any, ...]:
+        """The form of the tensor that attention reads, found once for all layers."""
+        return form_of(self.starts)
 
 
 Batch = PrefillBatch | DecodeBatch | MixedBatch

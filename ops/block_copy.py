@@ -5,8 +5,7 @@ Moves 2 * 2 * L * K * num_tokens * D elements per copy, all copies and layers in
 
 import torch
 
-from hybrid_engine.ops import dispatch
-from hybrid_engine.ops.dispatch import check_tensor, kernel_or_reference, tl, triton, use_triton
+from hybrid_engine.ops.dispatch import Launch, check_tensor, kernel_or_reference, prepared, tl, triton, use_triton
 
 TILE = 1024  # elements of one program
 
@@ -58,20 +57,8 @@ class BlockCopyOp:
     def _launch(
         self, workspace: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, num_tokens: torch.Tensor
     ) -> None:
-        check_tensor("workspace", workspace, shape=(None,) * 6)
-        if not workspace.is_contiguous():
-            raise ValueError(f"workspace has strides {workspace.stride()}; expected a contiguous one")
-        for name, numbers in (("sources", sources), ("targets", targets), ("num_tokens", num_tokens)):
-            check_tensor(
-                name, numbers, like=workspace, dtype=torch.int64, shape=(sources.shape[0],), is_dense_last=True
-            )
-        num_layers, _, _, num_heads, _, head_dim = workspace.shape
-        grid = (sources.shape[0], num_heads, 2 * num_layers)
-        strides = workspace.stride()
-        dispatch.launch(
-            block_copy_kernel, grid, workspace, sources, targets, num_tokens, strides[1], strides[2], strides[3],
-            head_dim, TILE=TILE, device=workspace.device,
-        )  # fmt: skip
+        launch = prepared(_prepare, workspace, sources, targets, num_tokens)
+        launch(workspace, sources, targets, num_tokens, *workspace.stride()[1:4], workspace.shape[-1])
 
     def reference(
         self, workspace: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, num_tokens: torch.Tensor
@@ -79,3 +66,13 @@ class BlockCopyOp:
         """The function of the kernel in plain torch, one copy at a time."""
         for source, target, count in torch.stack((sources, targets, num_tokens), 1).tolist():
             workspace[:, :, target, :, :count] = workspace[:, :, source, :, :count]
+
+
+def _prepare(workspace: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, num_tokens: torch.Tensor) -> Launch:
+    check_tensor("workspace", workspace, shape=(None,) * 6)
+    if not workspace.is_contiguous():
+        raise ValueError(f"workspace has strides {workspace.stride()}; expected a contiguous one")
+    for name, numbers in (("sources", sources), ("targets", targets), ("num_tokens", num_tokens)):
+        check_tensor(name, numbers, like=workspace, dtype=torch.int64, shape=(sources.shape[0],), is_dense_last=True)
+    num_layers, _, _, num_heads, _, _ = workspace.shape
+    return Launch(block_copy_kernel, (sources.shape[0], num_heads, 2 * num_layers), workspace.device, TILE=TILE)

@@ -21,9 +21,8 @@ operations. DeepSpeed's works in place, this one does not.
 
 import torch
 
-from hybrid_engine.ops import dispatch
 from hybrid_engine.ops.cpu_kernels import linear_transposed
-from hybrid_engine.ops.dispatch import check_tensor, kernel_or_reference, tl, triton, use_triton
+from hybrid_engine.ops.dispatch import Launch, check_tensor, kernel_or_reference, prepared, tl, triton, use_triton
 from hybrid_engine.ops.linears import ACTIVATIONS, VectorMatMulOp, up_in_torch, up_product
 from hybrid_engine.ops.linears_kernels import takes_rows
 
@@ -170,31 +169,29 @@ class ResidualAddOp:
         attention_bias: torch.Tensor | None,
         final_bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        check_tensor("hidden_state", hidden, shape=(None, None), is_dense_last=True)
-        check_tensor("residual", residual, like=hidden, shape=hidden.shape, is_dense_last=True)
-        if attention is not None:
-            check_tensor("attention_output", attention, like=hidden, shape=hidden.shape, is_dense_last=True)
-        for name, bias in (("attention_bias", attention_bias), ("final_bias", final_bias)):
-            if bias is not None:
-                check_tensor(name, bias, like=hidden, shape=hidden.shape[1:], is_dense_last=True)
+        terms = (hidden, residual, attention, attention_bias, final_bias)
+        launch = prepared(_prepare_sum, self.tp_size, not self.mlp_after_attention, *terms)
         output = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
-        dispatch.launch(
-            residual_add_kernel,
-            (hidden.shape[0], -(-hidden.shape[1] // BLOCK)),
-            hidden,
-            residual,
-            attention,
-            attention_bias,
-            final_bias,
-            output,
-            hidden.stride(0),
-            residual.stride(0),
-            0 if attention is None else attention.stride(0),
-            hidden.shape[1],
-            self.tp_size,
-            device=hidden.device,
-            IS_PARALLEL=not self.mlp_after_attention,
-            BLOCK=BLOCK,
-            num_warps=4,
-        )
+        attention_row = 0 if attention is None else attention.stride(0)
+        launch(*terms, output, hidden.stride(0), residual.stride(0), attention_row, hidden.shape[1], self.tp_size)
         return output
+
+
+def _prepare_sum(
+    tp_size: int,  # Triton may compile for its value
+    is_parallel: bool,
+    hidden: torch.Tensor,
+    residual: torch.Tensor,
+    attention: torch.Tensor | None,
+    attention_bias: torch.Tensor | None,
+    final_bias: torch.Tensor | None,
+) -> Launch:
+    check_tensor("hidden_state", hidden, shape=(None, None), is_dense_last=True)
+    check_tensor("residual", residual, like=hidden, shape=hidden.shape, is_dense_last=True)
+    if attention is not None:
+        check_tensor("attention_output", attention, like=hidden, shape=hidden.shape, is_dense_last=True)
+    for name, bias in (("attention_bias", attention_bias), ("final_bias", final_bias)):
+        if bias is not None:
+            check_tensor(name, bias, like=hidden, shape=hidden.shape[1:], is_dense_last=True)
+    grid = (hidden.shape[0], -(-hidden.shape[1] // BLOCK))
+    return Launch(residual_add_kernel, grid, hidden.device, IS_PARALLEL=is_parallel, BLOCK=BLOCK, num_warps=4)

@@ -9,7 +9,6 @@ A launch is prepared once per form of the tensors. At each launch Triton inspect
 compiles a kernel for: dtypes, addresses and numbers divisible by 16, numbers equal to 1. That takes three times as
 long as the launch itself, and an op's checks and choices before it take as long again. All of it depends only on the
 form of the tensors, which all layers of a model share: an op caches the prepared launch by that form (`prepared`).
-Launches of other ops are found by their arguments.
 
 A kernel that does not compile is named. Triton's own errors show a kernel's source, or a pass of the compiler, or
 nothing. Kernels are compiled when they are first launched. An op whose kernel does not compile then runs in torch
@@ -33,7 +32,7 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SWITCH = "HYBRID_ENGINE_FALLBACK"
 _said: set[str] = set()
 MAX_KEPT = 8192
-"""Maximum number of cached launches, or prepared objects of ops."""
+"""Maximum number of prepared objects."""
 T = TypeVar("T")
 _kept: dict[tuple[Any, ...], Any] = {}
 COMPILER = ("triton.compiler", "triton.backends")
@@ -74,11 +73,6 @@ def use_triton(tensor: torch.Tensor) -> bool:
     return HAS_TRITON and tensor.dtype in KERNEL_DTYPES and not fallback_forced()
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **meta: Any) -> None:
-    """Launches a Triton kernel on `device`, which need not be the current one."""
-    find_launch(kernel, grid, args, device, meta)(*args)
-
-
 def say_once(line: str) -> None:
     """Logs a warning the first time it occurs in this process, on rank 0 only."""
     if line not in _said and os.environ.get("RANK", "0") == "0":
@@ -107,7 +101,7 @@ def check_tensor(
         raise ValueError(f"{name} is {tensor.dtype}; expected {expected_dtype}")
     if like is not None and tensor.device != like.device:
         raise ValueError(f"{name} is on {tensor.device}; expected {like.device}")
-    # Runs before each launch: a fitting shape is accepted without a loop over dimensions.
+    # Some ops check at each call: a fitting shape is accepted without a loop over dimensions.
     if shape is not None and tensor.shape != shape:
         fits = len(shape) == tensor.dim()
         for expected_size, size in zip(shape, tensor.shape, strict=False):
@@ -145,7 +139,10 @@ class Launch:
         self._bound: tuple[Any, ...] | None = None
 
     def __call__(self, *args: Any) -> None:
-        """Launches the kernel on its device's current stream; numbers must be those of the first call."""
+        """Launches the kernel on its device's current stream.
+
+        Tensors must be of the form of the first call's, and integers equal to its integers: both are compiled for.
+        """
         current = torch.cuda.current_device() if self.device.type == "cuda" else 0
         index = current if self.device.index is None else self.device.index
         if index != current:
@@ -175,14 +172,9 @@ def prepared(prepare: Callable[..., T], *arguments: Any) -> T:
     """The result of `prepare` for the first arguments of this form: tensors, None, or values that can be hashed.
 
     `prepare` may only read a tensor's sizes, strides, dtype, device and address modulo 16, and must not keep tensors.
+    The form of all that a prepared launch takes must follow from the arguments; new memory is always aligned.
     """
-    form = [
-        (argument.shape, argument.stride(), argument.dtype, argument.data_ptr() & 15, argument.device)
-        if isinstance(argument, torch.Tensor)
-        else argument
-        for argument in arguments
-    ]
-    key = (prepare, *form)
+    key = (prepare, form_of(*arguments))
     found = _kept.get(key)
     if found is None:
         if len(_kept) >= MAX_KEPT:
@@ -191,45 +183,22 @@ def prepared(prepare: Callable[..., T], *arguments: Any) -> T:
     return found
 
 
+def form_of(*arguments: Any) -> tuple[Any, ...]:
+    """The properties that a launch is prepared for; equal for arguments that its kernel does not tell apart."""
+    form: list[Any] = []
+    for argument in arguments:
+        if argument is None:  # before `isinstance`, which takes longest for what is no tensor
+            form.append(None)
+        elif isinstance(argument, torch.Tensor):
+            form += (argument.shape, argument.stride(), argument.dtype, argument.data_ptr() & 15, argument.device)
+        else:
+            form.append(argument)
+    return tuple(form)
+
+
 def forget_prepared() -> None:
     """Clears the cache; to be called after a change of anything that ops base their choices on."""
     _kept.clear()
-
-
-_launches: dict[tuple[Any, ...], Launch] = {}
-
-
-def find_launch(
-    kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], device: torch.device, meta: dict[str, Any]
-) -> Launch:
-    """The launch of `kernel` for arguments of the form of `args`."""
-    described: list[Any] = [id(kernel), grid, device]
-    _describe(args, described)
-    key = (*described, *meta.values())
-    launch = _launches.get(key)
-    if launch is None:
-        if len(_launches) >= MAX_KEPT:
-            _launches.clear()
-        launch = _launches[key] = Launch(kernel, grid, device, **meta)
-    return launch
-
-
-def _describe(args: tuple[Any, ...], described: list[Any]) -> None:
-    """Appends the properties that Triton compiles for: values of numbers, dtype and address modulo 16 of tensors."""
-    for arg in args:
-        kind = arg.__class__
-        if kind is int or arg is None:
-            described.append(arg)
-        elif kind is torch.Tensor or kind is torch.nn.Parameter:  # the fast path; subclasses are rare
-            described.append(arg.dtype)
-            described.append(arg.data_ptr() & 15)
-        elif isinstance(arg, tuple):
-            _describe(arg, described)
-        elif isinstance(arg, torch.Tensor):
-            described += (arg.dtype, arg.data_ptr() & 15)
-        else:  # 1.0 and True equal 1 but compile as other types; all floats compile alike
-            described.append(kind)
-            described.append(None if kind is float else arg)
 
 
 class KernelError(RuntimeError):

@@ -26,11 +26,12 @@ import torch
 
 from hybrid_engine.ops.cpu_kernels import linear_transposed
 from hybrid_engine.ops.dispatch import (
+    Launch,
     check_tensor,
     is_replaced,
     kernel_or_reference,
-    launch,
     next_power_of_2,
+    prepared,
     tl,
     triton,
     use_triton,
@@ -115,7 +116,8 @@ class ExpertGemmOp:
             raise ValueError(f"activation={activation!r} must be one of {', '.join(EXPERT_ACTIVATIONS)}")
         if activation == CLAMPED_SWIGLU and layout == "plain":
             raise ValueError(f"activation={activation!r} needs a gate; layout must be halves or interleaved")
-        self.activation, self.layout, self.alpha, self.limit = activation, layout, alpha, limit
+        self.activation, self.layout = activation, layout
+        self.gate = Gate(float(alpha), float(limit))  # integers would compile to constants
         self.num_parts = 1 if layout == "plain" else 2
 
     def __call__(
@@ -200,8 +202,9 @@ class ExpertGemmOp:
         gate, up = (inner[:, ::2], inner[:, 1::2]) if self.layout == "interleaved" else inner.chunk(2, dim=-1)
         if self.activation != CLAMPED_SWIGLU:
             return ACTIVATIONS[self.activation](gate) * up
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+        alpha, limit = self.gate
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
     def _launch(
         self,
@@ -219,11 +222,13 @@ class ExpertGemmOp:
         output = torch.empty(num_tokens, top_k, hidden, dtype=dtype, device=input.device)
         if num_pairs == 0:
             return output
-        form: dict[str, Any] = {"LAYOUT": LAYOUTS.index(self.layout), "ACTIVATION": self.activation}
-        gate = Gate(self.alpha, self.limit)
-        _launch_product(_up_kernel, input, routing, (up, up_bias), Inner(inner, size), gate, **form)
-        weights = routing.weights.contiguous()
-        _launch_product(_down_kernel, inner, routing, (down, down_bias), Inner(output, hidden), weights)
+        weights, pairs = routing.weights.contiguous(), Pairs(routing.order, routing.offsets, len(up), top_k)
+        tensors = (input, weights, *routing[2:], up, up_bias, down, down_bias)
+        products = prepared(_prepare, self.layout, self.activation, *tensors)
+        products.up(ExpertRows(input, *input.stride()), pairs, _weights(up, up_bias), Inner(inner, size), self.gate)
+        products.down(
+            ExpertRows(inner, *inner.stride()), pairs, _weights(down, down_bias), Inner(output, hidden), weights
+        )
         return output
 
 
@@ -271,27 +276,41 @@ class Gate(NamedTuple):
     limit: float
 
 
-def _launch_product(
-    kernel: Callable,
-    input: torch.Tensor,
-    routing: ExpertRouting,
-    weight_and_bias: tuple[torch.Tensor, torch.Tensor | None],
-    output: Inner,
-    gate_or_weights: Gate | torch.Tensor,
-    **form: int | str,
-) -> None:
-    weight, bias = weight_and_bias
-    (num_experts, depth, _), num_pairs = weight.shape, len(routing.order)
-    tiles = choose_tiles(num_pairs, num_experts, output.columns, input.dtype)
-    pairs = Pairs(routing.order, routing.offsets, num_experts, routing.weights.shape[1])
+def _weights(weight: torch.Tensor, bias: torch.Tensor | None) -> ExpertWeights:
     (x, k, n), (bias_x, bias_n) = weight.stride(), (0, 0) if bias is None else bias.stride()
-    weights = ExpertWeights(weight, x, k, n, depth, bias, bias_x, bias_n)
-    launch(
-        kernel, (max_tiles(num_pairs, num_experts, tiles.m), -(-output.columns // tiles.n)),
-        ExpertRows(input, *input.stride()), pairs, weights, output, gate_or_weights,
-        device=input.device, EXPERTS=max(next_power_of_2(num_experts), 2), TILES=tiles,
-        num_warps=tiles.warps, num_stages=tiles.stages, **form,
-    )  # fmt: skip
+    return ExpertWeights(weight, x, k, n, weight.shape[1], bias, bias_x, bias_n)
+
+
+class ExpertProducts(NamedTuple):
+    """The launches of both products."""
+
+    up: Launch
+    down: Launch
+
+
+def _prepare(
+    layout: str,
+    activation: str,
+    input: torch.Tensor,
+    weights: torch.Tensor,
+    order: torch.Tensor,
+    offsets: torch.Tensor,
+    up: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down: torch.Tensor,
+    down_bias: torch.Tensor | None,
+) -> ExpertProducts:
+    def launch(kernel: Callable, columns: int, **form: int | str) -> Launch:
+        tiles = choose_tiles(num_pairs, num_experts, columns, input.dtype)
+        return Launch(
+            kernel, (max_tiles(num_pairs, num_experts, tiles.m), -(-columns // tiles.n)), input.device,
+            EXPERTS=max(next_power_of_2(num_experts), 2), TILES=tiles,
+            num_warps=tiles.warps, num_stages=tiles.stages, **form,
+        )  # fmt: skip
+
+    num_pairs, (num_experts, size, hidden) = len(order), down.shape
+    form: dict[str, Any] = {"LAYOUT": LAYOUTS.index(layout), "ACTIVATION": activation}
+    return ExpertProducts(launch(_up_kernel, size, **form), launch(_down_kernel, hidden))
 
 
 @triton.jit

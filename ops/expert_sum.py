@@ -12,10 +12,11 @@ the sum, the sigmoid, the product and every addition.
 import torch
 
 from hybrid_engine.ops.dispatch import (
+    Launch,
     check_tensor,
     kernel_or_reference,
-    launch,
     next_power_of_2,
+    prepared,
     tl,
     triton,
     use_triton,
@@ -82,22 +83,34 @@ class ExpertSumOp:
         shared_logit: torch.Tensor | None,
         residual: torch.Tensor | None,
     ) -> torch.Tensor:
-        num_tokens, top_k, width = expert_outputs.shape
+        num_tokens, _, width = expert_outputs.shape
         output = torch.empty(num_tokens, width, dtype=dtype, device=expert_outputs.device)
-        block = min(MAX_BLOCK, max(next_power_of_2(width), 16))
+        if not num_tokens:
+            return output
+        launch = prepared(_prepare, dtype, expert_outputs, shared, shared_logit, residual)
         absent = output  # a pointer the kernel does not read
         side = [absent if tensor is None else tensor for tensor in (shared, shared_logit, residual)]
-        if num_tokens:
-            launch(
-                _sum_kernel,
-                (num_tokens, -(-width // block)),
-                expert_outputs, *side, output, width,
-                *expert_outputs.stride(), *side[0].stride(), side[1].stride(0), *side[2].stride(),
-                device=output.device,
-                TOP_K=top_k, HAS_SHARED=shared is not None, HAS_LOGIT=shared_logit is not None,
-                HAS_RESIDUAL=residual is not None, BLOCK=block,
-            )  # fmt: skip
+        launch(
+            expert_outputs, *side, output, width,
+            *expert_outputs.stride(), *side[0].stride(), side[1].stride(0), *side[2].stride(),
+        )  # fmt: skip
         return output
+
+
+def _prepare(
+    dtype: torch.dtype,  # of the output
+    expert_outputs: torch.Tensor,
+    shared: torch.Tensor | None,
+    shared_logit: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> Launch:
+    num_tokens, top_k, width = expert_outputs.shape
+    block = min(MAX_BLOCK, max(next_power_of_2(width), 16))
+    return Launch(
+        _sum_kernel, (num_tokens, -(-width // block)), expert_outputs.device,
+        TOP_K=top_k, HAS_SHARED=shared is not None, HAS_LOGIT=shared_logit is not None,
+        HAS_RESIDUAL=residual is not None, BLOCK=block,
+    )  # fmt: skip
 
 
 @triton.jit

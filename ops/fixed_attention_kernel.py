@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hybrid_engine.ops.dispatch import IS_INTERPRETED, launch, tl, triton
+from hybrid_engine.ops.dispatch import IS_INTERPRETED, Launch, prepared, tl, triton
 from hybrid_engine.ops.fixed_product import aligned
 from hybrid_engine.ops.softmax_context_kernels import _dot, _tanh, padded_dim
 
@@ -217,13 +217,30 @@ def _attend_keys(
 ) -> torch.Tensor:
     query, keys, values, tables = aligned(query), aligned(keys), aligned(values), tables.contiguous()
     output = torch.empty_like(query)
-    (_, num_heads, head_dim), (num_kv_heads, *sizes) = query.shape, numbers
-    form = form_of(head_dim, num_heads // num_kv_heads, query.dtype, window is not None, softcap is not None)
-    grid = (len(starts) - 1, num_kv_heads, -(-most * form.groups // form.rows))
+    launch = prepared(
+        _prepare, window, softcap, most, tuple(numbers), query, keys, values, sinks, starts, positions, tables
+    )
     launch(
-        fixed_attention_kernel, grid,
         AttentionTensors(query, keys, values, sinks, output), FixedScores(scale, window or 0, softcap or 1.0),
-        starts, positions, tables, tables.stride(0), *sizes,
-        device=query.device, FORM=form, num_warps=num_warps(form), num_stages=2,
+        starts, positions, tables, tables.stride(0), *numbers[1:],
     )  # fmt: skip
     return output
+
+
+def _prepare(
+    window: int | None,
+    softcap: float | None,
+    most: int,
+    numbers: tuple[int, ...],
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sinks: torch.Tensor | None,
+    starts: torch.Tensor,
+    positions: torch.Tensor,
+    tables: torch.Tensor,
+) -> Launch:
+    (_, num_heads, head_dim), num_kv_heads = query.shape, numbers[0]
+    form = form_of(head_dim, num_heads // num_kv_heads, query.dtype, window is not None, softcap is not None)
+    grid = (len(starts) - 1, num_kv_heads, -(-most * form.groups // form.rows))
+    return Launch(fixed_attention_kernel, grid, query.device, FORM=form, num_warps=num_warps(form), num_stages=2)

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import torch
 
-from hybrid_engine.ops.dispatch import launch, next_power_of_2, tl, triton
-from hybrid_engine.ops.linears_kernels import ProductWeights, multiply, weights_of
+from hybrid_engine.ops.dispatch import Launch, next_power_of_2, prepared, tl, triton
+from hybrid_engine.ops.linears_kernels import multiply, weights_of
 
 NUM_STAGES = 4
 MAX_CHUNK = 4096
@@ -75,19 +75,15 @@ def fixed_product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     output = input.new_empty(num_rows, weight.shape[1])
     if not output.numel():
         return output
-    tile, weights = tile_of(input.dtype), weights_of(weight, None if bias is None else bias.contiguous())
-    _launch_product(rows, weights, output, tile, width_in)
+    bias = None if bias is None else bias.contiguous()
+    launch = prepared(_prepare_product, tile_of(input.dtype), rows, weight, bias)
+    launch(rows, weights_of(weight, bias), output, num_rows, width_in)
     return output
 
 
-def _launch_product(
-    rows: torch.Tensor, weights: ProductWeights, output: torch.Tensor, tile: FixedTile, width_in: int
-) -> None:
-    grid = (-(-rows.shape[0] // tile.rows), -(-weights.width // tile.columns))
-    launch(
-        fixed_product_kernel, grid, rows, weights, output, rows.shape[0], width_in,
-        device=rows.device, TILE=tile, num_warps=4, num_stages=NUM_STAGES,
-    )  # fmt: skip
+def _prepare_product(tile: FixedTile, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Launch:
+    grid = (-(-rows.shape[0] // tile.rows), -(-weight.shape[1] // tile.columns))
+    return Launch(fixed_product_kernel, grid, rows.device, TILE=tile, num_warps=4, num_stages=NUM_STAGES)
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
@@ -187,7 +183,7 @@ def reduce_rows(kind: str, input: torch.Tensor, keepdim: bool, dtype: torch.dtyp
     """`input [..., E]` -> `[...]` or `[..., 1]` in `dtype`; `kind` one of REDUCTIONS."""
     rows = aligned(input)
     output = input.new_empty((*input.shape[:-1], 1), dtype=dtype)
-    _launch_rows(reduce_rows_kernel, rows, output, KIND=kind)
+    _launch_rows(kind, rows, output)
     return output if keepdim else output.squeeze(-1)
 
 
@@ -195,7 +191,7 @@ def softmax_rows(kind: str, input: torch.Tensor, dtype: torch.dtype) -> torch.Te
     """`input [..., E]` -> the same shape in `dtype`; `kind` one of SOFTMAXES."""
     rows = aligned(input)
     output = rows.new_empty(rows.shape, dtype=dtype)
-    _launch_rows(softmax_rows_kernel, rows, output, KIND=kind)
+    _launch_rows(kind, rows, output)
     return output
 
 
@@ -206,17 +202,19 @@ def norm_rows(
     rows = aligned(input)
     output = torch.empty_like(rows)
     mean, rstd = (rows.new_empty((*rows.shape[:-1], 1), dtype=torch.float32) for _ in range(2))
-    width = rows.shape[-1]
     if rows.numel():
-        launch(
-            norm_rows_kernel, (rows.numel() // width,), rows, gamma, beta, output, mean, rstd, width, eps,
-            device=rows.device, KIND=kind, CHUNK=chunk_of(width), num_warps=4,
-        )  # fmt: skip
+        launch = prepared(_prepare_rows, kind, rows.dtype, rows, gamma, beta)
+        launch(rows, gamma, beta, output, mean, rstd, rows.shape[-1], float(eps))  # an integer would be a constant
     return output, mean, rstd
 
 
-def _launch_rows(kernel: object, rows: torch.Tensor, output: torch.Tensor, **kind: str) -> None:
-    width = rows.shape[-1]
+def _launch_rows(kind: str, rows: torch.Tensor, output: torch.Tensor) -> None:
     if rows.numel():
-        grid = (rows.numel() // width,)
-        launch(kernel, grid, rows, output, width, device=rows.device, CHUNK=chunk_of(width), num_warps=4, **kind)
+        prepared(_prepare_rows, kind, output.dtype, rows)(rows, output, rows.shape[-1])
+
+
+def _prepare_rows(kind: str, dtype: torch.dtype, rows: torch.Tensor, *weights: torch.Tensor | None) -> Launch:
+    """`dtype` is the output's; it and the weights are compiled for."""
+    kernels = {**dict.fromkeys(REDUCTIONS, reduce_rows_kernel), **dict.fromkeys(SOFTMAXES, softmax_rows_kernel)}
+    width, kernel = rows.shape[-1], kernels.get(kind, norm_rows_kernel)
+    return Launch(kernel, (rows.numel() // width,), rows.device, KIND=kind, CHUNK=chunk_of(width), num_warps=4)

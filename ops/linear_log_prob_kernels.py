@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hybrid_engine.ops.dispatch import launch, next_power_of_2, tl, triton
+from hybrid_engine.ops.dispatch import Launch, next_power_of_2, prepared, tl, triton
 from hybrid_engine.ops.linear_log_prob_tiles import Head, LogitShape, Sums, Tile
 from hybrid_engine.ops.linears_kernels import ProductWeights, multiply, weights_of
 
@@ -177,22 +177,36 @@ def partial_sums(hidden: torch.Tensor, head: Head, places: torch.Tensor, with_en
         hidden: `[N, E]`.
         places: `[N]` int64, the targets counted from the first row of the head.
     """
-    (num_rows, width_in), weights = hidden.shape, _weights(head)
+    (num_rows, width_in), weights, hidden = hidden.shape, _weights(head), hidden.contiguous()
+    has_softcap = head.shape.softcap is not None
+    launch, num_runs, run = prepared(_prepare_sums, has_softcap, with_entropy, hidden, *head[:2], places)
+    sums = Sums(*hidden.new_empty(len(Sums._fields), num_runs, num_rows, dtype=torch.float32))
+    if num_rows:
+        launch(hidden, weights, places, SumPointers(*sums), _shape(head.shape), num_rows, width_in, run)
+    return sums
+
+
+def _prepare_sums(
+    has_softcap: bool,
+    with_entropy: bool,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    places: torch.Tensor,
+) -> tuple[Launch, int, int]:
+    """The launch, the number of runs of columns, and the columns of each."""
+    num_rows, num_columns = len(hidden), len(weight)
     tile = tile_of(hidden.dtype, num_rows)
     num_blocks = -(-num_rows // tile.rows)
     wanted = max(1, NUM_PROGRAMS // max(num_blocks, 1))
-    run = max(LEAST_RUN, -(-weights.width // wanted))
+    run = max(LEAST_RUN, -(-num_columns // wanted))
     run = -(-run // tile.columns) * tile.columns
-    num_runs = -(-weights.width // run)
-    sums = Sums(*hidden.new_empty(len(Sums._fields), num_runs, num_rows, dtype=torch.float32))
-    if num_rows:
-        launch(
-            sums_kernel, (num_blocks, num_runs), hidden.contiguous(), weights, places, SumPointers(*sums),
-            _shape(head.shape), num_rows, width_in, run,
-            device=hidden.device, HAS_SOFTCAP=head.shape.softcap is not None, WITH_ENTROPY=with_entropy, TILE=tile,
-            num_warps=num_warps(tile), num_stages=3,
-        )  # fmt: skip
-    return sums
+    num_runs = -(-num_columns // run)
+    launch = Launch(
+        sums_kernel, (num_blocks, num_runs), hidden.device, HAS_SOFTCAP=has_softcap, WITH_ENTROPY=with_entropy,
+        TILE=tile, num_warps=num_warps(tile), num_stages=3,
+    )  # fmt: skip
+    return launch, num_runs, run
 
 
 def gradient_of_products(
@@ -206,9 +220,8 @@ def gradient_of_products(
 ) -> torch.Tensor:
     """`linear_log_prob_tiles.gradient_of_products` in a kernel; it does not use tiles kept from the forward pass."""
     assert kept is None
-    (num_rows, width_in), weights = hidden.shape, _weights(tile)
+    (num_rows, width_in), weights, hidden = hidden.shape, _weights(tile), hidden.contiguous()
     gradient = hidden.new_empty(num_rows, weights.width)
-    cut = tile_of(hidden.dtype, num_rows)
     rows = RowPointers(
         places,
         log_total,
@@ -216,13 +229,24 @@ def gradient_of_products(
         *((None, None) if of_entropy is None else (x.contiguous() for x in of_entropy)),
     )
     if num_rows:
-        grid = (-(-num_rows // cut.rows), -(-weights.width // cut.columns))
-        launch(
-            gradient_kernel, grid, hidden.contiguous(), weights, gradient, rows, _shape(tile.shape), num_rows, width_in,
-            device=hidden.device, HAS_SOFTCAP=tile.shape.softcap is not None, WITH_ENTROPY=of_entropy is not None,
-            TILE=cut, num_warps=num_warps(cut), num_stages=3,
-        )  # fmt: skip
+        launch = prepared(_prepare_gradient, tile.shape.softcap is not None, hidden, *tile[:2], *rows)
+        launch(hidden, weights, gradient, rows, _shape(tile.shape), num_rows, width_in)
     return gradient
+
+
+def _prepare_gradient(
+    has_softcap: bool,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *rows: torch.Tensor | None,  # of RowPointers
+) -> Launch:
+    num_rows, has_entropy = len(hidden), rows[-1] is not None
+    cut = tile_of(hidden.dtype, num_rows)
+    return Launch(
+        gradient_kernel, (-(-num_rows // cut.rows), -(-len(weight) // cut.columns)), hidden.device,
+        HAS_SOFTCAP=has_softcap, WITH_ENTROPY=has_entropy, TILE=cut, num_warps=num_warps(cut), num_stages=3,
+    )  # fmt: skip
 
 
 def _weights(head: Head) -> ProductWeights:

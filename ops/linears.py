@@ -34,7 +34,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from hybrid_engine.ops import cpu_kernels, dispatch
+from hybrid_engine.ops import cpu_kernels
 from hybrid_engine.ops.cpu_kernels import (
     Linear,
     activated_product,
@@ -445,29 +445,26 @@ def gated_activation(
     activation: str,
 ) -> torch.Tensor:
     """Launches `act(gate + gate_bias) * (up + up_bias)` of two `[N, I]`; with both biases or none."""
+    launch = prepared(_prepare_gated, activation, gate, up, gate_bias, up_bias)
+    output = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    launch(gate, up, gate_bias, up_bias, output, gate.stride(0), up.stride(0), gate.shape[1])
+    return output
+
+
+def _prepare_gated(
+    activation: str,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    gate_bias: torch.Tensor | None,
+    up_bias: torch.Tensor | None,
+) -> Launch:
     check_tensor("gate", gate, shape=(None, None), is_dense_last=True)
     check_tensor("up", up, like=gate, shape=gate.shape, is_dense_last=True)
     for name, bias in (("gate bias", gate_bias), ("up bias", up_bias)):
         if bias is not None:
             check_tensor(name, bias, like=gate, shape=gate.shape[1:], is_dense_last=True)
-    output = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    dispatch.launch(
-        gated_activation_kernel,
-        (gate.shape[0], -(-gate.shape[1] // GATED_BLOCK)),
-        gate,
-        up,
-        gate_bias,
-        up_bias,
-        output,
-        gate.stride(0),
-        up.stride(0),
-        gate.shape[1],
-        device=gate.device,
-        ACTIVATION=activation,
-        BLOCK=GATED_BLOCK,
-        num_warps=4,
-    )
-    return output
+    grid = (gate.shape[0], -(-gate.shape[1] // GATED_BLOCK))
+    return Launch(gated_activation_kernel, grid, gate.device, ACTIVATION=activation, BLOCK=GATED_BLOCK, num_warps=4)
 
 
 def gated_in_torch(

@@ -21,10 +21,11 @@ from typing import Literal, NamedTuple
 import torch
 
 from hybrid_engine.ops.dispatch import (
+    Launch,
     check_tensor,
     kernel_or_reference,
-    launch,
     next_power_of_2,
+    prepared,
     say_once,
     tl,
     triton,
@@ -109,25 +110,30 @@ class MoEGatingOp:
         experts = torch.empty(num_tokens, self.top_k, dtype=torch.int64, device=device)
         order = torch.empty(num_pairs, dtype=torch.int64, device=device)
         offsets = torch.empty(self.num_experts + 1, dtype=torch.int32, device=device)
-        block_x = max(next_power_of_2(self.num_experts), 2)
-        block_n = max(TILE_ELEMENTS // block_x, 1)
+        gate, sort = prepared(_prepare, self.top_k, self.scoring, self.normalizes, self.fp32_weights, logits)
         if num_tokens:
-            launch(
-                _gating_kernel,
-                (-(-num_tokens // block_n),),
-                logits, weights, experts, num_tokens, self.num_experts, logits.stride(0), logits.stride(1),
-                device=device,
-                TOP_K=self.top_k, BLOCK_K=next_power_of_2(self.top_k), BLOCK_N=block_n, BLOCK_X=block_x,
-                SOFTMAX_FIRST=self.scoring == "softmax_then_topk", NORMALIZES=self.normalizes,
-            )  # fmt: skip
-        launch(
-            _sort_kernel,
-            (self.num_experts,),
-            experts, order, offsets, num_pairs, self.num_experts,
-            device=device,
-            BLOCK=SORT_BLOCK,
-        )  # fmt: skip
+            gate(logits, weights, experts, num_tokens, self.num_experts, *logits.stride())
+        sort(experts, order, offsets, num_pairs, self.num_experts)
         return ExpertRouting(weights, experts, order, offsets)
+
+
+def _prepare(
+    top_k: int,
+    scoring: str,
+    normalizes: bool,
+    fp32_weights: bool,  # an output's dtype, which is compiled for
+    logits: torch.Tensor,
+) -> tuple[Launch, Launch]:
+    """Gating and sorting."""
+    num_tokens, num_experts = logits.shape
+    block_x = max(next_power_of_2(num_experts), 2)
+    block_n = max(TILE_ELEMENTS // block_x, 1)
+    gate = Launch(
+        _gating_kernel, (-(-num_tokens // block_n),), logits.device,
+        TOP_K=top_k, BLOCK_K=next_power_of_2(top_k), BLOCK_N=block_n, BLOCK_X=block_x,
+        SOFTMAX_FIRST=scoring == "softmax_then_topk", NORMALIZES=normalizes,
+    )  # fmt: skip
+    return gate, Launch(_sort_kernel, (num_experts,), logits.device, BLOCK=SORT_BLOCK)
 
 
 @triton.jit

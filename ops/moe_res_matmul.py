@@ -11,10 +11,11 @@ elements, does 3 N E operations; both products are rounded to the dtype, then th
 import torch
 
 from hybrid_engine.ops.dispatch import (
+    Launch,
     check_tensor,
     kernel_or_reference,
-    launch,
     next_power_of_2,
+    prepared,
     tl,
     triton,
     use_triton,
@@ -41,18 +42,17 @@ class MoEResMatmulOp:
         return residual * coef[:, :1] + output * coef[:, 1:]
 
     def _launch(self, residual: torch.Tensor, coef: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        rows, width = residual.shape
-        mixed = torch.empty(rows, width, dtype=residual.dtype, device=residual.device)
-        block = min(MAX_BLOCK, max(next_power_of_2(width), 16))
+        mixed = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
         if mixed.numel():
-            launch(
-                _mix_kernel,
-                (rows, -(-width // block)),
-                residual, coef, output, mixed, width, *residual.stride(), *coef.stride(), *output.stride(),
-                device=mixed.device,
-                BLOCK=block,
-            )  # fmt: skip
+            strides = (*residual.stride(), *coef.stride(), *output.stride())
+            prepared(_prepare, residual, coef, output)(residual, coef, output, mixed, residual.shape[1], *strides)
         return mixed
+
+
+def _prepare(residual: torch.Tensor, coef: torch.Tensor, output: torch.Tensor) -> Launch:
+    rows, width = residual.shape
+    block = min(MAX_BLOCK, max(next_power_of_2(width), 16))
+    return Launch(_mix_kernel, (rows, -(-width // block)), residual.device, BLOCK=block)
 
 
 @triton.jit

@@ -148,7 +148,7 @@ class NormOp:
     """
 
     def __init__(self, kind: str, eps: float):
-        self.kind, self.eps = kind, eps
+        self.kind, self.eps = kind, float(eps)  # an integer would compile to a constant
         self.formula = partial(_FORMULAS[kind], eps=eps)
 
     def __call__(self, input: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None) -> torch.Tensor:

@@ -33,16 +33,18 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from hybrid_engine.ops import cpu_kernels, dispatch
+from hybrid_engine.ops import cpu_kernels
 from hybrid_engine.ops.dispatch import (
+    Launch,
     check_tensor,
     kernel_or_reference,
     next_power_of_2,
+    prepared,
     say_once,
     use_triton,
 )
@@ -71,6 +73,7 @@ _GOLDEN_GAMMA = -7046029254386353131
 _MIX_1 = -4658895280553007687
 _MIX_2 = -7723592293110705685
 BLOCK = 128
+UNCHANGED = Adjustment(1.0, None, 0, None, None, 0, 0)
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
@@ -140,6 +143,11 @@ class SampleOp:
         self.options, self.is_exact = options, is_exact
         # An integer would compile separate kernels.
         self.temperature = float(options.temperature) if options.do_sample else 1.0
+        ends = (len(options.eos_token_ids), options.min_new_tokens)
+        self._form = SamplingForm(
+            options.do_sample, options.top_k, options.top_p < 1.0, options.min_p > 0.0,
+            options.repetition_penalty != 1.0, ends if all(ends) else (0, 0),
+        )  # fmt: skip
         self._banned: torch.Tensor | None = None  # on the device of the first call
 
     def __call__(
@@ -174,44 +182,23 @@ class SampleOp:
         seen: torch.Tensor | None,
         slots: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._check(logits, keys, draws, seen, slots)
-        (num_rows, vocab), device = logits.shape, logits.device
-        cut = choose_cut(vocab, self.options.top_k if self.options.top_k < vocab else 0)
-        sizes = Sizes(vocab, -(-vocab // cut.chunk))
+        sampling = prepared(_prepare, self._form, logits, keys, draws, seen, slots)
+        (num_rows, vocab), device, sizes = logits.shape, logits.device, sampling.sizes
         tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
         draw = DrawBuffers(keys, draws, tokens, torch.empty(num_rows, dtype=torch.float32, device=device))
-        filters = self._filters(vocab)
         given = Logits(logits, logits.stride(0), self.temperature)
-        scanned = self._scan(given, draws, self._adjustment(device, seen, slots), filters, sizes, cut)
+        adjustment = self._adjustment(device, seen, slots)
+        scanned = self._scanned(sampling, num_rows, device, adjustment is not None)
+        sampling.scan(given, draws, adjustment or UNCHANGED, scanned, sizes)
         if not self.options.do_sample:
-            dispatch.launch(greedy_kernel, (num_rows,), given, scanned, draw, sizes, device=device, CUT=cut)
+            sampling.choose(given, scanned, draw, sizes)
         else:
             adjusted = scanned.adjusted_ptr
             drawn = given if adjusted is None else Logits(adjusted, vocab, 1.0)
-            dispatch.launch(
-                draw_kernel, (num_rows,), given, drawn, scanned, filters, draw, sizes,
-                device=device, CUT=cut, num_warps=8,
-            )  # fmt: skip
+            sampling.choose(given, drawn, scanned, self._filters(vocab), draw, sizes)
         if self.is_exact:
             return draw.tokens_ptr, token_logprobs(logits, draw.tokens_ptr, self.temperature)
         return draw.tokens_ptr, draw.logprobs_ptr
-
-    def _check(
-        self,
-        logits: torch.Tensor,
-        keys: torch.Tensor,
-        draws: torch.Tensor,
-        seen: torch.Tensor | None,
-        slots: torch.Tensor | None,
-    ) -> None:
-        num_rows, vocab = logits.shape
-        check_tensor("logits", logits, dtype=torch.float32, is_dense_last=True)
-        for name, numbers in (("keys", keys), ("draws", draws)):
-            check_tensor(name, numbers, like=logits, dtype=torch.int64, shape=(num_rows,), is_dense_last=True)
-        if self.options.repetition_penalty != 1.0:
-            assert seen is not None and slots is not None
-            check_tensor("seen", seen, like=logits, dtype=torch.bool, shape=(None, vocab), is_dense_last=True)
-            check_tensor("slots", slots, like=logits, dtype=torch.int64, shape=(num_rows,), is_dense_last=True)
 
     def _filters(self, vocab: int) -> Filters:
         """The filters that can exclude a token."""
@@ -234,35 +221,20 @@ class SampleOp:
             return None
         return Adjustment(float(self.options.repetition_penalty), *marks, *ends)
 
-    def _scan(
-        self,
-        logits: Logits,
-        draws: torch.Tensor,
-        adjustment: Adjustment | None,
-        filters: Filters,
-        sizes: Sizes,
-        cut: SampleTiles,
-    ) -> Scanned:
-        """Launches the scan, and allocates its outputs."""
-        device, (num_rows, num_chunks) = draws.device, (len(draws), sizes.num_chunks)
-        is_filtered = self.options.do_sample and any(amount is not None for amount in filters)
+    def _scanned(self, sampling: "Sampling", num_rows: int, device: torch.device, is_adjusted: bool) -> Scanned:
+        """Memory for the outputs of the scan."""
+        num_chunks = sampling.sizes.num_chunks
         raw = torch.empty(num_rows, 2, num_chunks, dtype=torch.float32, device=device)
         own, adjusted, best, candidates, numbers = raw, None, None, None, None
         if not self.options.do_sample:
             best = torch.empty(num_rows, 2, num_chunks, dtype=torch.int32, device=device)
-        elif adjustment is not None:
+        elif is_adjusted:
             own = torch.empty_like(raw)
-            adjusted = torch.empty(num_rows, sizes.vocab, dtype=torch.float32, device=device)
-        if is_filtered:
-            candidates = torch.empty(num_rows, num_chunks, cut.kept, dtype=torch.float32, device=device)
+            adjusted = torch.empty(num_rows, sampling.sizes.vocab, dtype=torch.float32, device=device)
+        if sampling.is_filtered:
+            candidates = torch.empty(num_rows, num_chunks, sampling.num_kept, dtype=torch.float32, device=device)
             numbers = torch.empty(num_rows, 3, num_chunks, dtype=torch.int32, device=device)
-        scanned = Scanned(raw, own, adjusted, best, candidates, numbers)
-        unchanged = Adjustment(1.0, None, 0, None, None, 0, 0)
-        dispatch.launch(
-            scan_kernel, (num_rows, num_chunks), logits, draws, adjustment or unchanged, scanned, sizes,
-            device=device, CUT=cut, num_warps=8,
-        )  # fmt: skip
-        return scanned
+        return Scanned(raw, own, adjusted, best, candidates, numbers)
 
     def reference(
         self,
@@ -337,6 +309,55 @@ def draw_rows(logits: torch.Tensor, keys: torch.Tensor, draws: torch.Tensor) -> 
     if cpu_kernels.can_search(logits):
         return cpu_kernels.draw_rows(logits, noise)[0]
     return first_above(logits.softmax(-1), noise[:, None]).squeeze(1)
+
+
+class SamplingForm(NamedTuple):
+    """The options that kernels are compiled or launched for; not the numbers that change with each request."""
+
+    do_sample: bool
+    top_k: int
+    has_top_p: bool
+    has_min_p: bool
+    has_penalty: bool
+    ends: tuple[int, int]  # how many are banned, and in how many draws
+
+
+class Sampling(NamedTuple):
+    """Launches for logits of one form."""
+
+    scan: Launch
+    choose: Launch
+    sizes: Sizes
+    is_filtered: bool
+    num_kept: int  # candidates of a chunk
+
+
+def _prepare(
+    form: SamplingForm,
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    draws: torch.Tensor,
+    seen: torch.Tensor | None,
+    slots: torch.Tensor | None,
+) -> Sampling:
+    num_rows, vocab = logits.shape
+    check_tensor("logits", logits, dtype=torch.float32, is_dense_last=True)
+    for name, numbers in (("keys", keys), ("draws", draws)):
+        check_tensor(name, numbers, like=logits, dtype=torch.int64, shape=(num_rows,), is_dense_last=True)
+    if form.has_penalty:
+        assert seen is not None and slots is not None
+        check_tensor("seen", seen, like=logits, dtype=torch.bool, shape=(None, vocab), is_dense_last=True)
+        check_tensor("slots", slots, like=logits, dtype=torch.int64, shape=(num_rows,), is_dense_last=True)
+    top_k = form.top_k if form.top_k < vocab else 0
+    cut = choose_cut(vocab, top_k)
+    sizes = Sizes(vocab, -(-vocab // cut.chunk))
+    scan = Launch(scan_kernel, (num_rows, sizes.num_chunks), logits.device, CUT=cut, num_warps=8)
+    if form.do_sample:
+        choose = Launch(draw_kernel, (num_rows,), logits.device, CUT=cut, num_warps=8)
+    else:
+        choose = Launch(greedy_kernel, (num_rows,), logits.device, CUT=cut)
+    is_filtered = form.do_sample and (top_k > 0 or form.has_top_p or form.has_min_p)
+    return Sampling(scan, choose, sizes, is_filtered, cut.kept)
 
 
 def filter_logits(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
@@ -479,13 +500,11 @@ class _KernelLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-        logits, (num_rows, vocab) = aligned(given.float()), given.shape
+        logits, places, (num_rows, vocab) = aligned(given.float()), tokens.contiguous(), given.shape
         logprobs, lse = (logits.new_empty(num_rows) for _ in range(2))
         if num_rows:
-            dispatch.launch(
-                logprob_kernel, (num_rows,), logits, tokens.contiguous(), logprobs, lse, vocab, temperature,
-                device=logits.device, CHUNK=chunk_of(vocab), num_warps=4,
-            )  # fmt: skip
+            launch = prepared(_prepare_logprobs, logits, places)
+            launch(logits, places, logprobs, lse, vocab, temperature)
         ctx.save_for_backward(given, tokens, lse)
         ctx.temperature = temperature
         return logprobs
@@ -497,6 +516,11 @@ class _KernelLogprobs(torch.autograd.Function):
         scaled = gradient[:, None] / ctx.temperature
         found = _divided(given, ctx.temperature).sub_(lse[:, None]).exp_().mul_(-scaled)
         return found.scatter_add_(1, tokens[:, None], scaled).to(given.dtype), None, None
+
+
+def _prepare_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> Launch:
+    num_rows, vocab = logits.shape
+    return Launch(logprob_kernel, (num_rows,), logits.device, CHUNK=chunk_of(vocab), num_warps=4)
 
 
 def _divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -3,7 +3,7 @@
 N packed tokens, S decoded rows, R sequences, H query heads, K key/value heads, G = H / K, D head dimension.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -82,7 +82,7 @@ def _decode(
 ) -> torch.Tensor:
     """One token per row, against its blocks."""
     num_splits = -(-batch.context // kernels.SPLIT)
-    decoding = prepared(_prepare_decoding, numbers, num_splits, batch.block_tables, batch.positions, *tensors)
+    decoding = prepared(_prepare_decoding, numbers, num_splits, batch.form, *tensors)
     output = qkv.q.new_empty(decoding.output_sizes)
     scores, parts = numbers.scores(weights), kernels.SplitContexts(output, None)
     if decoding.merge is not None:
@@ -99,7 +99,7 @@ def _decode(
 
 
 def _prepare_decoding(
-    numbers: Numbers, num_splits: int, block_tables: torch.Tensor, positions: torch.Tensor, *tensors: torch.Tensor
+    numbers: Numbers, num_splits: int, batch_form: tuple[Any, ...], *tensors: torch.Tensor
 ) -> Decoding:
     q, form = tensors[0], _check(numbers, *tensors)
     num_rows, num_heads = q.shape[0], numbers.num_heads
@@ -132,18 +132,14 @@ def _attend_packed(
 ) -> torch.Tensor:
     """Attention inside each sequence, whose queries come last; a prefill first writes its keys and values."""
     lengths, starts = batch.lengths, batch.starts
-    places, context = (None, None), None
-    if isinstance(batch, PrefillBatch):
-        places, context = (batch.write_blocks, batch.write_offsets), batch.context
-    key_starts = None if context is None else context.starts
-    packed = prepared(_prepare_packed, numbers, max(lengths), len(lengths), starts, key_starts, *places, *tensors)
+    is_prefill, key_starts = isinstance(batch, PrefillBatch), starts
+    packed = prepared(_prepare_packed, numbers, is_prefill, max(lengths), len(lengths), batch.form, *tensors)
     if packed.store is not None and isinstance(batch, PrefillBatch):
         qkv = _store(packed.store, numbers, qkv, cache, batch, weights)
-    if context is not None:
-        k, v = read_context(cache, context)
-        qkv = qkv._replace(k=k, v=v)
+        if batch.context is not None:
+            k, v = read_context(cache, batch.context)
+            qkv, key_starts = qkv._replace(k=k, v=v), batch.context.starts
     output = qkv.q.new_empty((qkv.q.shape[0], numbers.num_heads * numbers.head_dim))
-    key_starts = starts if key_starts is None else key_starts
     packed.attend(_new_heads(qkv), starts, key_starts, numbers.scores(weights), output)
     return output
 
@@ -164,15 +160,13 @@ def _store(
 
 def _prepare_packed(
     numbers: Numbers,
+    is_causal: bool,
     max_length: int,
     num_sequences: int,
-    starts: torch.Tensor,
-    key_starts: torch.Tensor | None,
-    blocks: torch.Tensor | None,
-    offsets: torch.Tensor | None,
+    batch_form: tuple[Any, ...],  # compiled for
     *tensors: torch.Tensor,
 ) -> PackedLaunches:
-    q, cos, is_causal, store = tensors[0], tensors[3], blocks is not None, None
+    q, cos, store = tensors[0], tensors[3], None
     form = _check(numbers, *tensors)
     if is_causal:
         is_changed = cos is not None or numbers.norm_kind is not None

@@ -101,6 +101,8 @@ def test_a_card_that_does_not_hold_one_layer_is_refused(card):
     check_layer_fits(model, torch.bfloat16)
     with pytest.raises(ValueError, match=r"model: one layer takes .* in float32, and cuda:0 has .*; use a GPU"):
         check_layer_fits(model, torch.float32)
+    with pytest.raises(ValueError, match="model: one layer takes"):
+        hybrid_engine.initialize(model=model, config=CONFIG)  # before any parameter moves
     card.total = 80 * GIB
     with pytest.raises(ValueError, match="another process may hold the rest"):
         check_layer_fits(model, torch.float32)

@@ -8,6 +8,8 @@ import torch
 
 from hybrid_engine.ops import dispatch
 from hybrid_engine.ops.dispatch import Launch, forget_prepared, prepared
+from tests.support import launch_ops
+from tests.support.fake_cuda import kernels_on_cpu, zeroed_memory
 
 
 class Rows(NamedTuple):
@@ -37,7 +39,6 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch):
-    monkeypatch.setattr(dispatch, "_launches", {})
     monkeypatch.setattr(
         dispatch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 70 + device))
     )
@@ -49,10 +50,6 @@ def nothing_kept(monkeypatch):
     monkeypatch.setattr(dispatch, "_kept", {})
 
 
-def start(kernel, *args, device=0, grid=(5,), **meta):
-    dispatch.launch(kernel, grid, *args, device=torch.device("cpu", device), **(meta or {"TILE": 32, "num_warps": 4}))
-
-
 def test_the_second_start_takes_what_the_first_compiled(kernel):
     first, second = Rows(torch.zeros(64), 8), Rows(torch.ones(64), 8)
     launch = Launch(kernel, (7, 2), torch.device("cpu", 0), TILE=32, num_warps=4)
@@ -62,42 +59,18 @@ def test_the_second_start_takes_what_the_first_compiled(kernel):
     assert kernel.started == [(1, (7, 2, 1, 70, "f", "m", None, None, None, second, 0.25, 32))]
 
 
-def test_arguments_that_are_compiled_for_otherwise_are_looked_at_again(kernel):
-    x = torch.zeros(64)
-    given = [
-        (Rows(x, 8), 0.5), (Rows(x, 1), 0.5), (Rows(None, 8), 0.5), (Rows(x.bfloat16(), 8), 0.5), (Rows(x[1:], 8), 0.5),
-        (Rows(x, 8), 1), (Rows(x, 8), True), (Rows(x, 8), None),
-    ]  # fmt: skip
-    for args in given:
-        start(kernel, *args)
-    start(kernel, *given[0], TILE=64, num_warps=4)
-    start(kernel, *given[0], TILE=32, num_warps=8)
-    start(kernel, *given[0], grid=(6,))
-    assert len(kernel.looked) == len(given) + 3 and not kernel.started
-    start(kernel, Rows(x[4:], 8), 1.0)  # at an address that divides by 16 too, and a float as any other
-    assert [compiled for compiled, _ in kernel.started] == [1]
-
-
-def test_another_device_has_a_launch_of_its_own(kernel):
-    args = (Rows(torch.zeros(4), 1), 0.5)
-    launches = [
-        dispatch.find_launch(kernel, (5,), args, torch.device("cuda", index), {"TILE": 32}) for index in (0, 1, 0)
-    ]
-    assert launches[0] is launches[2] and launches[0] is not launches[1]
-
-
 def test_a_parameter_that_has_only_its_default_is_never_bound(kernel):
+    launch = Launch(kernel, (5,), torch.device("cpu"), num_warps=4)
     for _ in range(2):
-        start(kernel, Rows(torch.zeros(4), 1), 0.5, num_warps=4)
+        launch(Rows(torch.zeros(4), 1), 0.5)
     assert len(kernel.looked) == 2 and not kernel.started
 
 
-def test_few_launches_and_few_forms_are_kept(kernel, monkeypatch):
+def test_few_forms_are_kept(monkeypatch):
     monkeypatch.setattr(dispatch, "MAX_KEPT", 4)
     for stride in range(50):
-        start(kernel, Rows(None, stride), 0.5)
         prepared(lambda number: (number,), stride)
-    assert len(dispatch._launches) <= 4 and len(dispatch._kept) <= 4
+    assert len(dispatch._kept) <= 4
 
 
 def sizes_of(number, *tensors):
@@ -117,7 +90,7 @@ def test_what_an_op_prepares_is_kept_for_tensors_of_one_form_alone():
     others = [
         (2, x, None), (1, torch.zeros(5, 8), None), (1, torch.zeros(8, 4).t(), None), (1, x.half(), None), (1, x, x),
         (1, torch.zeros(33)[1:].view(4, 8), None), (1, torch.empty_strided((4, 8), (16, 1)), None),
-        (1, torch.zeros(8), None), (1, None, x),
+        (1, torch.zeros(8), None), (1, None, x), (1, torch.zeros(4, 8, device="meta"), None),
     ]  # fmt: skip
     for number, other in enumerate(others, 2):
         prepared(sizes_of, *other)
@@ -134,3 +107,41 @@ def test_what_an_op_refuses_it_refuses_again():
     for _ in range(2):
         with pytest.raises(ValueError, match="no"):
             prepared(refuse, torch.zeros(1))
+
+
+def compiled_for(args):
+    """The properties of arguments that Triton compiles a kernel for."""
+    for arg in args:
+        if isinstance(arg, tuple):
+            yield from compiled_for(arg)
+        elif isinstance(arg, torch.Tensor):
+            yield arg.dtype, arg.data_ptr() % 16 == 0
+        else:
+            yield type(arg), arg if isinstance(arg, int) else None
+
+
+def test_a_prepared_launch_of_an_op_takes_only_what_triton_compiles_alike(monkeypatch):
+    taken = {}
+    kernels = set()
+
+    def note(launch, *args):
+        kernels.add(launch.kernel.__name__)
+        form = tuple(compiled_for(args))
+        assert taken.setdefault(launch, form) == form, launch.kernel.__name__
+
+    def aligned_or_not(dtype, *shape):
+        numbers = torch.rand(torch.Size(shape).numel() + 1) / shape[-1] ** 0.5
+        return numbers.to(dtype)[torch.randint(2, ()) :][: torch.Size(shape).numel()].view(shape)
+
+    monkeypatch.setenv(dispatch.SWITCH, "0")
+    monkeypatch.setattr(Launch, "__call__", note)
+    monkeypatch.setattr(launch_ops, "randn", aligned_or_not)
+    torch.manual_seed(0)
+    num_calls = 0
+    with kernels_on_cpu(), zeroed_memory():
+        for _ in range(4):
+            for name, call in launch_ops.op_checks(torch.float32):
+                if "2100 rows" not in name and "256 rows" not in name:
+                    call()
+                    num_calls += 1
+    assert len(kernels) > 25 and len(taken) > num_calls / 4

@@ -22,7 +22,7 @@ def wrong_kernel(x_ptr):
     tl.store(x_ptr, tl.load(x_ptr).there_is_no_such_method())
 
 def launch_wrong_kernel():
-    dispatch.launch(wrong_kernel, (1,), torch.zeros(4), device=torch.device("cpu"))
+    dispatch.Launch(wrong_kernel, (1,), torch.device("cpu"))(torch.zeros(4))
 
 right = launches.short_checks
 launches.short_checks = lambda: itertools.chain(right(), [("a wrong kernel", launch_wrong_kernel)])

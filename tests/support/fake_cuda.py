@@ -75,7 +75,7 @@ class Launches:
     compile_seconds: float = 0.0
     num_launches: int = 0
     seconds: list[float] = field(default_factory=list)
-    """Of Python, of each launch that found its variant compiled."""
+    """Of Python, of each launch that found its variant compiled, with what prepared it."""
     shared_bytes: int = 0
     registers: int = 0
     spilled_bytes: int = 0
@@ -103,15 +103,18 @@ class Meter:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Kernels take CPU tensors, and every launch goes through this meter."""
+        """Every launch goes through this meter.
+
+        A launch, and what prepares it, are timed when they are repeated at once: what a CPU computes between two
+        launches in a GPU's place leaves nothing of them in its caches.
+        """
         from triton import knobs
         from triton.runtime import driver
 
-        from hybrid_engine.ops import dispatch
-        from hybrid_engine.ops.dispatch import Launch, find_launch, prepared
+        from hybrid_engine.ops.dispatch import Launch, prepared
 
         utils, load = driver.active.utils, driver.active.utils.load_binary
-        kernel_dtypes, start = dispatch.KERNEL_DTYPES, Launch.__call__
+        start = Launch.__call__
 
         def noted_load(*args: Any) -> Any:
             self._loaded.append(args)
@@ -121,10 +124,8 @@ class Meter:
             self._launch(start, launch, args)
 
         with ExitStack() as stack:
-            stack.enter_context(replaced(dispatch.use_triton, lambda tensor: tensor.dtype in kernel_dtypes))
             stack.enter_context(patch.object(Launch, "__call__", metered))
-            for function in (find_launch, prepared):  # part of what the launch that follows costs
-                stack.enter_context(replaced(function, self._timed(function)))
+            stack.enter_context(replaced(prepared, self._timed(prepared)))  # part of what the next launch costs
             stack.enter_context(patch.object(utils, "load_binary", noted_load))
             stack.enter_context(patch.object(knobs.compilation, "listener", self._note_compilation))
             yield
@@ -134,6 +135,7 @@ class Meter:
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
+            function(*args)
             begin = time.perf_counter()
             found = function(*args)
             self._seconds_before += time.perf_counter() - begin
@@ -142,18 +144,18 @@ class Meter:
         return timed
 
     def _launch(self, start: Callable[..., None], launch: Any, args: tuple[Any, ...]) -> None:
-        name, num_loaded = launch.kernel.__name__, len(self._loaded)
-        begin = time.perf_counter()
+        name, num_loaded, launches = launch.kernel.__name__, len(self._loaded), self.kernels[launch.kernel.__name__]
         try:
             start(launch, *args)
         except Exception as error:  # of the compiler or of the launcher: whatever it is, this kernel does not run
             self.errors.setdefault(name, f"{type(error).__name__}: {error}")
             raise
-        seconds, launches = self._seconds_before + time.perf_counter() - begin, self.kernels[name]
+        if len(self._loaded) == num_loaded:
+            begin = time.perf_counter()
+            start(launch, *args)
+            launches.seconds.append(self._seconds_before + time.perf_counter() - begin)
         self._seconds_before = 0.0
         launches.num_launches += 1
-        if len(self._loaded) == num_loaded:
-            launches.seconds.append(seconds)
 
     def read_resources(self) -> tuple[int, int]:
         """Reads what the variants loaded since the last call take: how many they are, and the most bytes one spills."""
@@ -168,6 +170,15 @@ class Meter:
             launches.spilled_bytes = max(launches.spilled_bytes, spilled_bytes)
             most_spilled = max(most_spilled, spilled_bytes)
         return len(loaded), most_spilled
+
+
+@contextmanager
+def kernels_on_cpu() -> Iterator[None]:
+    """Inside, kernels take CPU tensors."""
+    from hybrid_engine.ops.dispatch import KERNEL_DTYPES, fallback_forced, use_triton
+
+    with replaced(use_triton, lambda tensor: tensor.dtype in KERNEL_DTYPES and not fallback_forced()):
+        yield
 
 
 @contextmanager

@@ -7,8 +7,8 @@
 
 What it leaves out is what only a GPU does: values, graphs, time on the device (`benchmarks/gpu_smoke.py` is for those).
 The table has a row for each kernel: variants compiled, seconds of compiling, launches, microseconds that one takes in
-Python (p20), and the most that a variant takes of shared memory, registers and stack. Exit status 1 names the kernels
-that do not compile or launch, and the checks that failed.
+Python where it is repeated at once (p20), and the most that a variant takes of shared memory, registers and stack. Exit
+status 1 names the kernels that do not compile or launch, and the checks that failed.
 """
 
 import argparse
@@ -34,7 +34,16 @@ from hybrid_engine.engine.hybrid_engine import HybridEngine
 from hybrid_engine.generation.model import probe
 from hybrid_engine.generation.model.probe import LogprobDifference, compare_logprobs
 from hybrid_engine.ops import DecodeBatch, cpu_kernels, dispatch, linear_log_prob_tiles
-from tests.support.fake_cuda import Launches, Meter, install, memory_as_it_is, p20, replaced, zeroed_memory
+from tests.support.fake_cuda import (
+    Launches,
+    Meter,
+    install,
+    kernels_on_cpu,
+    memory_as_it_is,
+    p20,
+    replaced,
+    zeroed_memory,
+)
 from tests.support.launch_ops import Check, op_checks
 from tests.support.models import WIDE_FAMILIES
 
@@ -267,15 +276,15 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ["HYBRID_ENGINE_CACHE"] = folder  # or a model that was probed before would not be again
         install(Path(folder))
         meter = Meter()
-        for context in (meter.installed(), as_on_a_gpu(), nothing_compared()):
+        for context in (kernels_on_cpu(), as_on_a_gpu(), nothing_compared()):
             stack.enter_context(context)
         torch.manual_seed(0)
         checks = [check for check in (short_checks() if args.short else all_checks()) if args.only in check[0]]
         if not checks:
             parser.error(f"no check is named {args.only!r}")
-        failed = run(checks, meter)
+        with meter.installed():
+            failed = run(checks, meter)
         step = "" if args.short or args.only else f"; {time_pass()}"
-        meter.read_resources()
     report = f"Triton {triton.__version__}, sm_90, torch {torch.__version__}, no GPU{step}\n\n{table(meter)}\n"
     print(report)
     if args.out is not None:
