@@ -105,7 +105,8 @@ def _prepare_decoding(
     num_rows, num_heads = q.shape[0], numbers.num_heads
     launch = Launch(
         kernels.decode_kernel, (num_rows, numbers.num_kv_heads, num_splits), q.device, FORM=form,
-        TILES=kernels.decode_tiles(form, q.element_size()), num_warps=4, num_stages=kernels.DECODE_STAGES,
+        TILES=kernels.decode_tiles(form, q.element_size()), num_warps=kernels.decode_warps(q.element_size()),
+        num_stages=kernels.DECODE_STAGES,
     )  # fmt: skip
     merge = Launch(
         kernels.merge_kernel, (num_rows, num_heads), q.device,

@@ -73,7 +73,8 @@ def compile_family(label: str, dtype: torch.dtype) -> None:
     decode["positions_ptr"] = "*i64"
     tiles = kernels.decode_tiles(form, size)
     for parts in (SplitContexts(x, None), SplitContexts("*fp32", "*fp32")):
-        compile_one(kernels.decode_kernel, {**decode, "parts": parts}, 4, kernels.DECODE_STAGES, TILES=tiles)
+        warps = kernels.decode_warps(size)
+        compile_one(kernels.decode_kernel, {**decode, "parts": parts}, warps, kernels.DECODE_STAGES, TILES=tiles)
     merge = {"parts": SplitContexts("*fp32", "*fp32"), "scores": scores, "positions_ptr": "*i64", "output_ptr": x}
     merge["num_splits"] = "i32"
     compile_one(kernels.merge_kernel, merge, 2, 3, SPLIT=kernels.SPLIT, SPLITS_AT_ONCE=kernels.SPLITS_AT_ONCE)
