@@ -221,7 +221,7 @@ def test_what_cannot_be_shared_is_refused(shared):
         assert "MLP size 81" in width and "use one of 1" in width
         assert "has no linear 'self_attn.nothing'; it has mlp.down_proj" in name
         assert "num_key_value_heads=1" in keys and "use one of 1" in keys
-        assert "other prompts than its first rank" in prompts
+        assert "different prompts from its first rank" in prompts
         assert "torch.float16 on cpu is not torch.float32 on cpu" in moved and "pass dtype" in moved
         assert "training mode" in mode and "only its part of the layers" in mode
 
