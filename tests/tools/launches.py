@@ -206,7 +206,7 @@ def as_on_a_gpu() -> Iterator[None]:
     """What is chosen by where tensors lie is chosen as for a GPU."""
     with ExitStack() as stack:
         # Else products beyond the kernels' rows would lie by columns on some processors, which kernels do not read.
-        stack.enter_context(patch.object(cpu_kernels, "_PROCESSOR", cpu_kernels.Processor(False, False)))
+        stack.enter_context(patch.object(cpu_kernels, "_PROCESSOR", cpu_kernels.Processor.of("")))
         tile_bytes = linear_log_prob_tiles.TILE_BYTES_ON_GPU
         stack.enter_context(patch.object(linear_log_prob_tiles, "TILE_BYTES", tile_bytes))
         yield
