@@ -1,0 +1,99 @@
+"""The divergence of two heads' distributions, in tiles, against TRL's function of whole logits in fp64."""
+
+import pytest
+import torch
+from trl.experimental.gkd import GKDTrainer
+
+from hybrid_engine.ops import linear_divergence as module
+from hybrid_engine.ops import linear_log_prob_tiles
+from hybrid_engine.ops.linear_divergence import Teacher, divergence, linear_divergence
+from hybrid_engine.ops.linear_log_prob_tiles import LogitShape
+
+BETAS = pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+N, E, F, V = 7, 5, 6, 1100
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch):
+    """Five tiles of the vocabulary, and rows in two parts."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(linear_log_prob_tiles, "TILE_BYTES", 1)
+    monkeypatch.setattr(module, "ROWS_AT_ONCE", 4)
+
+
+def draw(dtype=torch.float32, has_bias=True):
+    """Hidden states, head and bias of the student, which are differentiable, and the teacher."""
+    own = [torch.randn(N, E), torch.randn(V, E), torch.randn(V)]
+    own = [(tensor / 2).to(dtype).requires_grad_() for tensor in own]
+    return own if has_bias else own[:2], Teacher((torch.randn(N, F) / 2).to(dtype), (torch.randn(V, F) / 2).to(dtype))
+
+
+def logits_of(hidden, weight, bias, shape):
+    return shape.apply_(hidden @ weight.t() + (0 if bias is None else bias))
+
+
+def trls(student, teacher, beta):
+    """`[N]`."""
+    rows = zip(student.split(1), teacher.split(1), strict=True)
+    return torch.stack([GKDTrainer.generalized_jsd_loss(*row, beta=beta, reduction="sum") for row in rows])
+
+
+@BETAS
+@pytest.mark.parametrize(
+    "shape", [LogitShape(), LogitShape(0.5, 3.0, 0.7)], ids=["plain", "scale, softcap, temperature"]
+)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_values_and_gradients_are_those_of_trl_on_whole_logits(beta, shape, has_bias):
+    own, teacher = draw(has_bias=has_bias)
+    teacher = teacher._replace(shape=LogitShape(temperature=1.5))
+    hidden, weight, *bias = own
+    found = linear_divergence(hidden, weight, teacher, beta, *bias, shape=shape)
+    exact = [tensor.detach().double().requires_grad_() for tensor in own]
+    theirs = logits_of(teacher.hidden.double(), teacher.weight.double(), None, teacher.shape)
+    student = exact[0] @ exact[1].t() + (exact[2] if has_bias else 0)
+    if shape.softcap is not None:
+        student = (student * shape.scale / shape.softcap).tanh() * shape.softcap / shape.temperature
+    expected = trls(student, theirs, beta)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    above = torch.randn(N)
+    gradients = torch.autograd.grad((found * above).sum(), own)
+    for ours, exactly in zip(gradients, torch.autograd.grad((expected * above.double()).sum(), exact), strict=True):
+        torch.testing.assert_close(ours.double(), exactly, atol=1e-5, rtol=1e-4)
+
+
+@BETAS
+def test_the_function_of_log_probabilities_is_trls_too(beta):
+    student, teacher = torch.randn(3, 4, 50, dtype=torch.float64), torch.randn(3, 4, 50, dtype=torch.float64)
+    found = divergence(student.log_softmax(-1), teacher.log_softmax(-1), beta)
+    torch.testing.assert_close(found.flatten(), trls(student.flatten(0, 1), teacher.flatten(0, 1), beta))
+
+
+@BETAS
+def test_in_16_bits_it_is_as_near_to_the_exact_value_as_the_logits_are(beta):
+    own, teacher = draw(torch.bfloat16)
+    found = linear_divergence(own[0], own[1], teacher, beta, own[2])
+    rounded = [logits_of(*part, LogitShape()) for part in (own, (teacher.hidden, teacher.weight, None))]
+    exact = [logits_of(*(x if x is None else x.double() for x in part), LogitShape())
+             for part in (own, (teacher.hidden, teacher.weight, None))]  # fmt: skip
+    of_logits = (trls(rounded[0].double(), rounded[1].double(), beta) - trls(*exact, beta)).abs().max()
+    assert (found - trls(*exact, beta)).abs().max() <= 2 * of_logits + 1e-3
+    assert [x.dtype for x in torch.autograd.grad(found.sum(), own)] == [torch.bfloat16] * 3
+
+
+def test_it_is_zero_for_the_teacher_itself_and_positive_elsewhere():
+    own, teacher = draw(has_bias=False)
+    for beta in (0.0, 0.5, 1.0):
+        same = linear_divergence(*own, Teacher(own[0].detach(), own[1].detach()), beta)
+        torch.testing.assert_close(same, torch.zeros(N), atol=1e-6, rtol=0)
+        assert linear_divergence(*own, teacher, beta).min() > 0.01
+
+
+def test_what_does_not_fit_is_named():
+    own, teacher = draw(has_bias=False)
+    for beta in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match=r"beta=.* must be between 0"):
+            linear_divergence(*own, teacher, beta)
+    with pytest.raises(ValueError, match=r"teacher.weight has shape \[1099, 6\]"):
+        linear_divergence(*own, teacher._replace(weight=teacher.weight[:-1]), 1.0)
+    with pytest.raises(ValueError, match=r"teacher.hidden has shape \[6, 6\]"):
+        linear_divergence(*own, teacher._replace(hidden=teacher.hidden[:-1]), 1.0)
