@@ -23,7 +23,7 @@ Prints, for each model of the run, the bytes of weights, gradients, optimizer st
 formulas; then the KV workspace, and the peaks of training and of generation on one device. It reads the model's config
 but not its weights, trains nothing and writes nothing. The exit status is 1 if the command does not fit.
 """
-PLANNED = ("sft", "reward", "ppo", "grpo", "dpo", "kto", "online-dpo", "agent")
+PLANNED = ("sft", "reward", "ppo", "grpo", "dpo", "kto", "online-dpo", "distill", "agent")
 """The recipes that train, which are the ones that can be planned."""
 DOCTOR_DESCRIPTION = """\
 Checks this machine and installation, and reports what each feature lacks.

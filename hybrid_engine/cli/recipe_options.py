@@ -35,7 +35,7 @@ KINDS: dict[Any, type] = {
 LISTS = (tuple[str, ...], str | tuple[str, ...] | None, tuple[float, ...])
 GROUPS: dict[str, tuple[str, ...]] = {
     "model": (
-        *("model", "adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "dtype", "tf32"),
+        *("model", "teacher", "adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "dtype", "tf32"),
         *("chat_template", "tool_call_parser", "model_name", "shared_base", "vocab_size", "hidden_size", "num_layers"),
     ),
     "data": (
@@ -50,7 +50,19 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("top_k", "top_p", "max_running", "longest", "exact", "logprob_bound", "num_clients", "serving_memory"),
     ),
     "algorithm": (
-        *("preset", "loss", "beta", "kl_coef", "baseline", "scale", "scale_divisor", "scale_eps", "policy_loss"),
+        *(
+            "preset",
+            "loss",
+            "divergence",
+            "beta",
+            "teacher_temperature",
+            "kl_coef",
+            "baseline",
+            "scale",
+            "scale_divisor",
+            "scale_eps",
+            "policy_loss",
+        ),
         *("clip", "clip_low", "clip_high", "dual_clip", "value_clip", "aggregation", "gamma", "lam", "kl_place"),
         *("kl_estimator", "kl_unbiased", "kl_target", "kl_horizon", "kl_bound", "measure_kl", "entropy_coef"),
         *("dynamic_sampling", "overlong_buffer", "overlong_factor", "mask_cut_off", "correction", "correction_low"),

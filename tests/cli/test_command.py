@@ -14,7 +14,20 @@ import pytest
 
 from hybrid_engine.cli import cli
 from hybrid_engine.cli.recipe_options import in_options, read_recipe_help
-from hybrid_engine.recipes import agent, dpo, evaluate, generate, grpo, kto, online_dpo, ppo, reward, serve, sft
+from hybrid_engine.recipes import (
+    agent,
+    distill,
+    dpo,
+    evaluate,
+    generate,
+    grpo,
+    kto,
+    online_dpo,
+    ppo,
+    reward,
+    serve,
+    sft,
+)
 from hybrid_engine.rlhf.tasks import stdlib_docs
 from tests.support import fresh_python
 
@@ -26,6 +39,7 @@ RECIPES = {
     "dpo": dpo,
     "kto": kto,
     "online-dpo": online_dpo,
+    "distill": distill,
     "evaluate": evaluate,
     "generate": generate,
     "serve": serve,

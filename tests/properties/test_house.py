@@ -11,7 +11,8 @@ FOLDERS = ("hybrid_engine", "ops", "containers", "recipes")
 THIN = "hybrid_engine/extensions/deepspeed/paths/"
 """DeepSpeed's module paths: one thin file each."""
 ONE_FILE_EACH = ("recipes/", "containers/", "ops/")
-MOST_FILES = 293
+MOST_FILES = 222
+"""Of the rooms in which a recipe, a family or an op has no file of its own."""
 SMALL = 70
 """Lines below which a file with one importer is part of that importer."""
 
@@ -30,7 +31,8 @@ def module_of(path: str) -> str:
 
 
 def test_the_product_has_few_files():
-    assert 200 < len(product()) <= MOST_FILES
+    shared = [path for path in product() if not path.startswith(ONE_FILE_EACH)]
+    assert 150 < len(shared) <= MOST_FILES
 
 
 def test_a_class_name_stands_for_one_class():

@@ -20,7 +20,20 @@ from transformers import (
 )
 
 from hybrid_engine.cli import cli
-from hybrid_engine.recipes import agent, dpo, evaluate, generate, grpo, kto, online_dpo, ppo, reward, serve, sft
+from hybrid_engine.recipes import (
+    agent,
+    distill,
+    dpo,
+    evaluate,
+    generate,
+    grpo,
+    kto,
+    online_dpo,
+    ppo,
+    reward,
+    serve,
+    sft,
+)
 from hybrid_engine.rlhf.batches.sequences import epochs_of_similar_length
 from hybrid_engine.rlhf.data.prompts import PromptTokens
 from hybrid_engine.rlhf.experience.start import Start
@@ -102,7 +115,9 @@ GIVEN = {generate: {"model": "m", "prompts": "-", "out": "-"}, serve: {"model": 
 GIVEN[evaluate] = {"model": "m", "dataset": "d.jsonl", "reward": ("exact",)}
 
 
-@pytest.mark.parametrize("recipe", [sft, reward, ppo, grpo, dpo, kto, online_dpo, agent, evaluate, generate, serve])
+@pytest.mark.parametrize(
+    "recipe", [sft, reward, ppo, grpo, dpo, kto, online_dpo, distill, agent, evaluate, generate, serve]
+)
 def test_every_count_refuses_an_absurd_number_with_its_option(recipe):
     counts = [field for field in fields(recipe.Config) if field.type in (int, int | None) and field.name != "seed"]
     for field in counts:
@@ -113,7 +128,7 @@ def test_every_count_refuses_an_absurd_number_with_its_option(recipe):
 
 
 def test_counts_that_are_too_much_together_are_refused():
-    for recipe in (grpo, online_dpo, agent):
+    for recipe in (grpo, online_dpo, distill, agent):
         with pytest.raises(ValueError, match=r"^--rollout-size=2048 times --group-size=1024 makes 2097152 answers"):
             recipe.Config(rollout_size=2048, group_size=1024)
     with pytest.raises(ValueError, match=r"^--hidden-size=8192 with --num-layers=512 and --vocab-size=2048 makes"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybrid_engine.engine.hybrid_engine import HybridEngine
-from hybrid_engine.recipes import agent, grpo, online_dpo, ppo
+from hybrid_engine.recipes import agent, distill, grpo, online_dpo, ppo
 from hybrid_engine.rlhf.experience import rollout
 from hybrid_engine.rlhf.tasks import arithmetic, calculator
 from tests.support.small_actors import save_small_actor, save_sums
@@ -50,10 +50,13 @@ def order(monkeypatch):
 
 def config_of(recipe, sources, out):
     group = {} if recipe is ppo else {"group_size": 2}
-    return recipe.Config(**SIZES, **PROMPTED, **group, **sources, out=out)
+    teacher = {"teacher": sources["model"]} if recipe is distill else {}
+    return recipe.Config(**SIZES, **PROMPTED, **group, **teacher, **sources, out=out)
 
 
-@pytest.mark.parametrize(("recipe", "shape"), [(grpo, (4, 6, 2)), (online_dpo, (4, 6, 2)), (ppo, (4, 6, 1))])
+@pytest.mark.parametrize(
+    ("recipe", "shape"), [(grpo, (4, 6, 2)), (online_dpo, (4, 6, 2)), (distill, (4, 6, 2)), (ppo, (4, 6, 1))]
+)
 def test_a_recipe_warms_up_before_its_first_rollout(recipe, shape, sources, order, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(rollout, "WARMED_DEVICES", ("cuda", "cpu"))
     with pytest.raises(FirstRolloutError):

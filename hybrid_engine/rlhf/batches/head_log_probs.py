@@ -1,4 +1,6 @@
-"""Log-probabilities of a causal model's tokens from its last hidden states, without all logits in memory at once.
+"""Numbers of a causal model's tokens from its last hidden states, without all logits in memory at once.
+
+Log-probabilities and entropies, the divergence from a teacher, and the values of a critic's head.
 
 The model runs unchanged. A hook captures the head's input and passes no rows to the head, so that the model's own code
 after the head (softcap, scale) has nothing to do. The capture runs inside the model's forward pass, where a sharded
@@ -8,7 +10,7 @@ B rows, T the last columns of the input, whose tokens are requested; E hidden si
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -22,6 +24,7 @@ from hybrid_engine.containers.quantised import is_quantised
 from hybrid_engine.distributed.groups import host_group
 from hybrid_engine.distributed.verdict import everyone
 from hybrid_engine.generation.rollout.generator import computes_by
+from hybrid_engine.ops.linear_divergence import Teacher, divergence, linear_divergence
 from hybrid_engine.ops.linear_log_prob import LogitShape, VocabularyShare, linear_log_prob
 from hybrid_engine.ops.sample import token_logprobs
 from hybrid_engine.rl.estimates import token_entropy
@@ -64,14 +67,105 @@ def token_log_probs(model: nn.Module, asked: AskedColumns, inputs: Mapping[str, 
     if head is None:
         return _from_logits(model, asked, inputs)
     shape = logit_shape(module, asked.temperature)
+    targets = inputs["input_ids"][:, -asked.mask.shape[1] :]
+
+    def compute(rows: torch.Tensor, head: nn.Linear, cells: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+        part = linear_log_prob(rows, head.weight, targets[cells], head.bias, shape, asked.with_entropy)
+        return {name: values for name, values in part._asdict().items() if values is not None}
+
+    found = _run_caught(model, head, shape, asked, inputs, compute)
+    if found is None:
+        return _from_logits(model, asked, inputs)
+    return HeadLogProbs(found["logprobs"], found.get("entropy"))
+
+
+def token_divergences(
+    model: nn.Module,
+    teacher: nn.Module,
+    asked: AskedColumns,
+    teacher_temperature: float,
+    beta: float,
+    inputs: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
+    """`[B, T]` fp32: the divergence of the last T tokens' distributions from a teacher's, 0 where not requested.
+
+    Differentiable in the weights of `model`. The passes of both see the same tokens, and neither has all logits in
+    memory; a model of which `token_log_probs` needs the logits has them here too.
+
+    Args:
+        model: the student, as in `token_log_probs`.
+        teacher: a causal model with the same tokens; ids that only one of the heads has are left out.
+        asked: which tokens, and the student's temperature.
+        teacher_temperature: of the teacher's distribution.
+        beta: see `ops/linear_divergence.py`.
+        inputs: arguments of both forwards.
+    """
+    module, taught = getattr(model, "module", model), getattr(teacher, "module", teacher)
+    head, taught_head = _plain_head(model, module), _plain_head(teacher, taught)
+    if head is None or taught_head is None:
+        return _divergences_from_logits(model, teacher, asked, teacher_temperature, beta, inputs)
+    shape, taught_shape = logit_shape(module, asked.temperature), logit_shape(taught, teacher_temperature)
+    states: dict[str, torch.Tensor] = {}
+
+    def note(rows: torch.Tensor, head: nn.Linear, cells: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+        states.update(hidden=rows, weight=head.weight, bias=head.bias)
+        return {"none": rows.new_zeros(len(rows), dtype=torch.float32)}
+
+    def compute(rows: torch.Tensor, head: nn.Linear, cells: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+        size = min(len(head.weight), len(states["weight"]))
+        biases = (None if bias is None else bias[:size] for bias in (head.bias, states["bias"]))
+        own_bias, taught_bias = biases
+        of_teacher = Teacher(states["hidden"], states["weight"][:size], taught_bias, taught_shape)
+        return {"divergence": linear_divergence(rows, head.weight[:size], of_teacher, beta, own_bias, shape)}
+
+    with torch.no_grad():
+        is_plain = _run_caught(teacher, taught_head, taught_shape, asked, inputs, note) is not None
+    found = _run_caught(model, head, shape, asked, inputs, compute) if is_plain else None
+    if found is None:
+        return _divergences_from_logits(model, teacher, asked, teacher_temperature, beta, inputs)
+    return found["divergence"]
+
+
+def _divergences_from_logits(
+    model: nn.Module,
+    teacher: nn.Module,
+    asked: AskedColumns,
+    teacher_temperature: float,
+    beta: float,
+    inputs: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
+    def logprobs(of: nn.Module, temperature: float) -> torch.Tensor:
+        logits = of(**_given(asked, inputs)).logits[:, -asked.mask.shape[1] - 1 : -1][..., :size]
+        return (logits.float() / temperature).log_softmax(-1)
+
+    size = min(getattr(of, "module", of).get_output_embeddings().weight.shape[0] for of in (model, teacher))
+    with torch.no_grad():
+        of_teacher = logprobs(teacher, teacher_temperature)
+    return torch.where(asked.mask, divergence(logprobs(model, asked.temperature), of_teacher, beta), 0.0)
+
+
+Compute = Callable[[torch.Tensor, nn.Linear, tuple[torch.Tensor, ...]], dict[str, torch.Tensor]]
+"""Makes numbers of the requested tokens' hidden states `[N, E]`, the head, and rows and columns of the tokens."""
+
+
+def _run_caught(
+    model: nn.Module,
+    head: nn.Linear,
+    shape: LogitShape,
+    asked: AskedColumns,
+    inputs: Mapping[str, torch.Tensor],
+    compute: Compute,
+) -> dict[str, torch.Tensor] | None:
+    """The results of `compute` inside the forward pass of `model`, `[B, T]` each; None if the logits are needed."""
+    module: Any = getattr(model, "module", model)
     parts = (head, module.get_output_embeddings(), module)
     computed_by = (type(module), *map(computes_by, parts), shape.scale, shape.softcap)
     tried = _tried.get(head)
     if tried is not None and tried.computed_by != computed_by:
         tried = None
     if tried is not None and tried.differs:
-        return _from_logits(model, asked, inputs)
-    catch = _Catch(head, shape, asked, inputs["input_ids"], is_trial=tried is None)
+        return None
+    catch = _Catch(head, shape, asked, compute, is_trial=tried is None)
     found = catch.run(model, module, _given(asked, inputs))
     if catch.difference is not None:
         # A NaN is not a verdict: the next pass tests again.
@@ -83,7 +177,7 @@ def token_log_probs(model: nn.Module, asked: AskedColumns, inputs: Mapping[str, 
                 f"{type(module).__name__}: log-probabilities are made from logits, because what it makes of its head's "
                 f"products is not what its config says; they differ by {catch.difference:.2g} of the largest"
             )
-            return _from_logits(model, asked, inputs)
+            return None
     return found
 
 
@@ -162,43 +256,35 @@ def _apart(logits: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 class _Catch:
-    """One forward pass whose head returns log-probabilities."""
+    """One forward pass that returns what is computed of the input of its head."""
 
-    def __init__(
-        self, head: nn.Linear, shape: LogitShape, asked: AskedColumns, input_ids: torch.Tensor, is_trial: bool
-    ):
-        self.head, self.shape, self.asked = head, shape, asked
-        self.targets = input_ids[:, -asked.mask.shape[1] :]
+    def __init__(self, head: nn.Linear, shape: LogitShape, asked: AskedColumns, compute: Compute, is_trial: bool):
+        self.head, self.shape, self.asked, self.compute = head, shape, asked, compute
         self.is_trial = is_trial
         self.difference: float | None = None  # of the trial's logits, relative to the largest
         self.allowed = 0.0  # largest difference from rounding in the products' dtype
         self.found: dict[str, torch.Tensor] = {}
         self.expected: torch.Tensor | None = None  # [B, 2, V]: expected logits of the trials
 
-    def run(self, model: nn.Module, module: nn.Module, inputs: dict[str, Any]) -> HeadLogProbs:
+    def run(self, model: nn.Module, module: nn.Module, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         hooks = [
             self.head.register_forward_pre_hook(self._before_head),
             module.register_forward_hook(self._after_model, prepend=True),
         ]
         try:
-            output = model(**inputs)
+            return model(**inputs)
         finally:
             for hook in hooks:
                 hook.remove()
-        return HeadLogProbs(output["logprobs"], output.get("entropy"))
 
     def _before_head(self, head: nn.Linear, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
         (hidden,) = arguments
         mask, width = self.asked.mask, self.asked.mask.shape[1]
         cells = mask.nonzero(as_tuple=True) if self.asked.cells is None else self.asked.cells
         rows = hidden[:, -width - 1 : -1][cells]
-        part = linear_log_prob(rows, head.weight, self.targets[cells], head.bias, self.shape, self.asked.with_entropy)
         zeros = torch.zeros(mask.shape, dtype=torch.float32, device=rows.device)
-        self.found = {
-            name: zeros.masked_scatter(mask, values)
-            for name, values in zip(("logprobs", "entropy"), part, strict=True)
-            if values is not None
-        }
+        computed = self.compute(rows, head, cells)
+        self.found = {name: zeros.masked_scatter(mask, values) for name, values in computed.items()}
         if not self.is_trial:
             return (hidden[:, :0],)
         with torch.no_grad():

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers.device import send_to_device
-from hybrid_engine.rlhf.batches.head_log_probs import AskedColumns, HeadLogProbs, token_log_probs
+from hybrid_engine.rlhf.batches.head_log_probs import AskedColumns, HeadLogProbs, token_divergences, token_log_probs
 from hybrid_engine.rlhf.batches.packing import Layout, PackedRows, layout_of, pack, prompts_of
 from hybrid_engine.rlhf.batches.passes import ROWS_PER_PASS, Items, RunPasses
 from hybrid_engine.rlhf.options.shared import RunOptions
@@ -172,17 +172,35 @@ def response_logprobs_and_entropy(
     return logprobs, entropy
 
 
+def response_divergences(
+    model: nn.Module, teacher: nn.Module, batch: Sequences, temperature: float, teacher_temperature: float, beta: float
+) -> torch.Tensor:
+    """`[B, T]` fp32: the divergence of each response token's distribution from the teacher's, 0 on gaps and padding.
+
+    The arguments are those of `token_divergences`; both models must have the same layout.
+    """
+    asked = AskedColumns(batch.response_mask, temperature)
+    asked_cells, inputs, unpack = _asked_of(model, batch, asked)
+    return unpack(token_divergences(model, teacher, asked_cells, teacher_temperature, beta, inputs))
+
+
 def _log_probs(model: nn.Module, batch: Sequences, asked: AskedColumns) -> HeadLogProbs:
-    mask, packed = batch.on_host.response_mask, packed_for(model, batch)
+    asked_cells, inputs, unpack = _asked_of(model, batch, asked)
+    found = token_log_probs(model, asked_cells, inputs)
+    return HeadLogProbs(*(None if part is None else unpack(part) for part in found))
+
+
+def _asked_of(
+    model: nn.Module, batch: Sequences, asked: AskedColumns
+) -> tuple[AskedColumns, dict[str, torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
+    """Where the requested tokens are in a pass of `model`, the pass's arguments, and what makes `[B, T]` of results."""
+    mask, packed, device = batch.on_host.response_mask, packed_for(model, batch), asked.mask.device
     if packed is None:
-        return token_log_probs(model, asked._replace(cells=_cells(mask, asked.mask.device)), model_inputs(batch))
+        return asked._replace(cells=_cells(mask, device)), model_inputs(batch), lambda found: found
     # A sequence begins with its prompt, so each requested token follows a token of its own sequence.
     mask = packed.scatter(mask)[:, 1:]
-    device = asked.mask.device
     asked_packed = asked._replace(mask=send_to_device(mask, device), cells=_cells(mask, device))
-    found = token_log_probs(model, asked_packed, packed.inputs)
-    parts = (None if part is None else packed.gather(pad(part, (1, 0)), asked.mask) for part in found)
-    return HeadLogProbs(*parts)
+    return asked_packed, packed.inputs, lambda found: packed.gather(pad(found, (1, 0)), asked.mask)
 
 
 def _cells(mask: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, ...]:

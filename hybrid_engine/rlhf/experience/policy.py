@@ -32,6 +32,7 @@ from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, PassRule, evaluate, global_means
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling
 from hybrid_engine.rlhf.options.algorithm import Algorithm
+from hybrid_engine.rlhf.options.distillation import DistillConfig
 from hybrid_engine.rlhf.options.reinforcement import GRPOConfig
 from hybrid_engine.rlhf.options.shared import RolloutRunOptions
 from hybrid_engine.rlhf.rewards.rewards import Rewards
@@ -119,7 +120,7 @@ def build_policy(config: RolloutRunOptions, source: str, learning_rate: float, s
 
 
 def evaluate_policy(
-    policy: TrainedPolicy, rows: Sequence[PromptRow], rewards: Rewards, config: GRPOConfig
+    policy: TrainedPolicy, rows: Sequence[PromptRow], rewards: Rewards, config: GRPOConfig | DistillConfig
 ) -> Evaluation:
     """Answers and scores held-out prompts, always with the same seed; collective.
 

@@ -13,6 +13,7 @@ CONFIGS = {
     "dpo": "preference.DPOConfig",
     "kto": "preference.KTOConfig",
     "online-dpo": "preference.OnlineDPOConfig",
+    "distill": "distillation.DistillConfig",
     "evaluate": "answering.EvaluateConfig",
     "generate": "answering.GenerateConfig",
     "serve": "answering.ServeConfig",

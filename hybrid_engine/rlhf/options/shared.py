@@ -391,6 +391,11 @@ class TrainingOptions(AdapterOptions, ResumeOptions):
         return False
 
     @property
+    def learns_from(self) -> str | None:
+        """Name or folder of a model whose distributions the run learns."""
+        return None
+
+    @property
     def keeps_reference(self) -> bool:
         """Whether a rollout run keeps the first weights besides the actor's, which an adapter leaves unchanged."""
         return self.needs_reference and not self.lora_rank
@@ -427,7 +432,7 @@ class AnswerOptions(TrainingOptions):
     max_new_tokens: int = option(
         0,
         "Maximum response length in tokens; 0: 256, or more if the data has longer answers, within the model's "
-        "positions (without --model 40; grpo and online-dpo: 48)",
+        "positions (without --model 40; grpo, online-dpo and distill: 48)",
     )
     temperature: float = option(1.0, "Temperature of sampling and of all log-probabilities")
     eval_prompts: int = option(

@@ -64,6 +64,8 @@ class Read:
     """Config of a critic that has a body of its own."""
     rewards: list[PretrainedConfig] = field(default_factory=list)
     """Configs of reward models that have a body of their own."""
+    teacher: PretrainedConfig | None = None
+    """Config of a model that is learned from."""
     adapters: list[AdapterOptions] = field(default_factory=list)
     """Adapters of reward models on the first model: those that `--reward` names by their rank alone."""
     learned: Learned | None = None
@@ -138,7 +140,13 @@ def read_answers(
     rewards = [first] if specs is None else [load_config(spec, "reward") for spec in models]
     critic = critic_source(specs, source) if specs and source and has_critic else None
     of_critic = load_config(critic, "reward") if critic else first
-    return Read(first=first, critic=of_critic if has_critic else None, rewards=rewards, answered=answered)
+    return Read(
+        first=first,
+        critic=of_critic if has_critic else None,
+        rewards=rewards,
+        teacher=load_config(config.learns_from, "teacher") if config.learns_from else None,
+        answered=answered,
+    )
 
 
 def read_episodes(config: AgentConfig, first: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Read:
@@ -218,6 +226,7 @@ READERS: dict[str, Callable[[Any], ReadRun]] = {
     "ppo": lambda config: _read_answers(config, SUMMARIES, has_critic=True),
     "grpo": lambda config: _read_answers(config, SUMS),
     "online-dpo": lambda config: _read_answers(config, SUMS),
+    "distill": lambda config: _read_answers(config, SUMS),
     "agent": _read_agent,
     "dpo": _read_dpo,
     "kto": _read_kto,

@@ -55,6 +55,7 @@ METHODS = {
     "dpo": "a DPO variant ([arXiv 2305.18290](https://arxiv.org/abs/2305.18290))",
     "kto": "KTO ([arXiv 2402.01306](https://arxiv.org/abs/2402.01306))",
     "online_dpo": "online DPO ([arXiv 2402.04792](https://arxiv.org/abs/2402.04792))",
+    "distill": "on-policy distillation ([arXiv 2306.13649](https://arxiv.org/abs/2306.13649))",
     "agent": "reinforcement learning on multi-turn conversations with tool calls",
 }
 """The method of each recipe, with its paper."""

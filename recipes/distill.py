@@ -1,0 +1,223 @@
+"""On-policy distillation: the model answers, and learns the distribution that a teacher gives to each of its tokens.
+
+    hybrid-engine distill --teacher runs/sums/actor
+    hybrid-engine distill --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-8B --dataset problems.jsonl --reward math
+
+For each step: prompts -> engine.eval() -> engine.generate() answers -> engine.train() -> the divergence of the model's
+distribution from the teacher's at every token of the answers, its mean over all tokens -> updates of the actor. The
+teacher is frozen and whole on every process. Rewards only say how good the answers are.
+
+B: this process's prompts of a step, G: answers to each, N = B * G rows, T: response columns.
+
+Source: Agarwal et al., "On-Policy Distillation of Language Models", arXiv 2306.13649, algorithm 1 with lambda = 1.
+"""
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from hybrid_engine.distributed.processes import default_device, gather_objects, get_rank, get_world_size
+from hybrid_engine.optim.build import cast_module
+from hybrid_engine.recipes import reward as reward_stage
+from hybrid_engine.recipes import sft as sft_stage
+from hybrid_engine.rl.losses import token_mean
+from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, Figures, TrainingPasses
+from hybrid_engine.rlhf.batches.packable import pack_where_exact
+from hybrid_engine.rlhf.batches.packing import Layout, layout_of, set_layout
+from hybrid_engine.rlhf.batches.sequences import Sequences, response_divergences
+from hybrid_engine.rlhf.data.prompts import select_prompts
+from hybrid_engine.rlhf.experience.evaluation import (
+    FollowedAnswers,
+    answer_sums,
+    follow,
+    global_means,
+    score_sum,
+    show_comparison,
+    step_means,
+)
+from hybrid_engine.rlhf.experience.policy import TrainedPolicy, build_policy, evaluate_policy
+from hybrid_engine.rlhf.experience.rollout import AnswerSampling, sample, warm_up
+from hybrid_engine.rlhf.experience.start import Stages, Start, prepare
+from hybrid_engine.rlhf.options.distillation import DistillConfig as Config
+from hybrid_engine.rlhf.options.shared import is_due, suitable_rate
+from hybrid_engine.rlhf.planning.comparison import follow_answers, write_result
+from hybrid_engine.rlhf.rewards.scores import reward_figures
+from hybrid_engine.rlhf.runs.checkpoints import SavedRun, begin_run, load_checkpoints, save_checkpoints
+from hybrid_engine.rlhf.runs.engine_config import Schedule, gradient_figures, torch_dtype
+from hybrid_engine.rlhf.runs.run_checks import check_positions
+from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS, METRICS, read_metrics
+from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
+from hybrid_engine.rlhf.runs.stages import (
+    Best,
+    keep_highest,
+    load_config,
+    load_model,
+    load_tokenizer,
+    mix_seed,
+    num_positions,
+    save_stage,
+    seed_everything,
+)
+
+PLOT_PANELS = {
+    "divergence from the teacher (nats a token)": ["divergence"],
+    "reward": ["score", "held_out_pass_at_1"],
+    "response length (tokens)": ["length"],
+}
+SHOWN = ["divergence", "score", "length", "cut_off_share", "e2e_seconds", "generate_seconds", "training_seconds"]
+
+
+def run(config: Config) -> Path:
+    """Trains a missing first actor and then the actor; returns the folder of the final actor. Collective."""
+    out = Path(config.out)
+    config = begin_run(config, "distill")
+    check_teacher(config)
+    start = prepare(config, Stages(sft_stage.run, reward_stage.run))
+    config = start.config
+    seed_everything(config.seed)
+    num_updates = config.steps * (config.rollout_size * config.group_size // config.minibatch_size)
+    schedule = Schedule.of(config, num_updates, "distill")
+    rate = config.learning_rate or suitable_rate(config, small=3e-4, trained=1e-5, adapter=1e-4)
+    policy = build_policy(config, start.source, rate, schedule)
+    teacher = load_teacher(config, policy, start.answered.longest)
+    memory = follow_answers("distill", config, start, policy, teacher=teacher)
+    say(policy.actor.report())
+    say(schedule.describe())
+
+    options = AnswerSampling.of(config, config.group_size)
+    num_prompts = config.rollout_size // get_world_size()
+    warm_up(policy.actor, policy.tokenizer, options, num_prompts, start.answered.shortest)
+    before = evaluate_policy(policy, start.held_out, start.rewards, config)
+    followed = follow(out, policy.actor, policy.tokenizer, config.temperature, policy.sizes, before)
+    saved = load_checkpoints({"actor": policy.actor}, out / CHECKPOINTS, config) if config.resume else SavedRun()
+    started = time.perf_counter()
+    log = RunLog(out, "Distillation", config.steps, config, saved.step)
+    best = train_loop(policy, teacher, start, config, log, saved.step, Best(**saved.state), followed)
+    seconds = time.perf_counter() - started
+    after = followed.after(config.steps, partial(evaluate_policy, policy, start.held_out, start.rewards, config))
+
+    show_comparison(before, after, out)
+    result = {"before": before.figures, "after": after.figures, "seconds": seconds}
+    write_result(out / "result.json", result | best.result("score"), memory)
+    plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
+    save_stage(policy.actor, policy.tokenizer, out / "actor")
+    return out / "actor"
+
+
+def train_loop(
+    policy: TrainedPolicy,
+    teacher: nn.Module,
+    start: Start,
+    config: Config,
+    log: RunLog,
+    first_step: int,
+    best: Best,
+    followed: FollowedAnswers,
+) -> Best:
+    """Answers a step's prompts and learns the teacher's distributions on the answers."""
+    actor, options, out = policy.actor, AnswerSampling.of(config, config.group_size), Path(config.out)
+    with log:
+        for step in range(first_step, config.steps):
+            chosen = select_prompts(len(start.train), step * config.rollout_size, config.rollout_size, config.seed)
+            mine = [start.train[index] for index in chosen[get_rank() :: get_world_size()]]
+            seed = mix_seed(config.seed, step)
+
+            actor.eval()
+            start.rewards.begin_step(step, config.steps)
+            rollout = sample(actor, policy.tokenizer, mine, options, seed)
+            scores = start.rewards(rollout.answers)
+            actor.train()
+
+            figures = update(policy, teacher, rollout.sequences, config, seed)
+            totals = torch.tensor(scores.total)
+            figures |= global_means(answer_sums(rollout) | {"score": score_sum(totals)}) | reward_figures(scores)
+            figures |= actor.latency_stats()  # before an evaluation, whose latencies are not training's
+            if is_due(config.eval_every, step, config.steps):
+                evaluation = evaluate_policy(policy, start.held_out, start.rewards, config)
+                followed.keep(step + 1, evaluation)
+                figures |= {f"held_out_{name}": value for name, value in evaluation.figures.items()}
+                best = keep_highest(best, evaluation.figures["score"], step + 1, actor, policy.tokenizer, out)
+            log.write(step, figures, [name for name in SHOWN if name in figures])
+            if is_due(config.save_every, step, config.steps):
+                save_checkpoints({"actor": actor}, out / CHECKPOINTS, step + 1, config, best._asdict())
+    return best
+
+
+def update(
+    policy: TrainedPolicy, teacher: nn.Module, sequences: Sequences, config: Config, seed: int
+) -> dict[str, float]:
+    """An optimizer step on each minibatch of answers; returns the mean divergence over their tokens, and the gradient's
+    norm and the learning rate of the last step.
+    """
+    actor, parts = policy.actor, list[Figures]()
+    order = torch.randperm(len(sequences.response_mask), generator=torch.Generator().manual_seed(seed))
+    for minibatch in order.split(config.minibatch_size // get_world_size()):
+        chosen, rate = sequences.rows(minibatch), actor.get_lr()[0]
+        num_tokens = max(1, sum(gather_objects(int(chosen.response_mask.sum()))))
+        passes = TrainingPasses([actor], chosen.items, policy.sizes)
+        for rows in passes:
+            with passes.fitting():
+                compute = partial(micro_batch_loss, actor, teacher, chosen, config, num_tokens, rows)
+                actor.backward(passes.loss(compute))
+        actor.step()
+        parts += passes.figures()
+    return {**step_means(parts), **gradient_figures(actor), "learning_rate": rate}
+
+
+def micro_batch_loss(
+    actor: Any, teacher: nn.Module, minibatch: Sequences, config: Config, num_tokens: int, rows: list[int]
+) -> tuple[torch.Tensor, DeviceFigures]:
+    """The share of `rows` in the mean divergence over the minibatch's tokens, and its sum and the number of tokens."""
+    sequences = minibatch.rows(torch.tensor(rows))
+    divergences = response_divergences(
+        actor, teacher, sequences, config.temperature, config.teacher_temperature, config.weight_of_teacher
+    )
+    mask = sequences.response_mask
+    return token_mean(divergences, mask, num_tokens), {"divergence": (divergences.detach().sum(), mask.sum())}
+
+
+def check_teacher(config: Config) -> None:
+    """Raises ValueError if there is no teacher, it cannot be loaded, or `--model` has other tokens."""
+    if config.teacher is None:
+        raise ValueError("--teacher is missing; give the Hugging Face name or folder of a model")
+    load_config(config.teacher, "teacher")
+    if config.model is not None:
+        check_same_tokens(load_tokenizer(config.teacher), load_tokenizer(config.model), config.teacher)
+
+
+def load_teacher(config: Config, policy: TrainedPolicy, longest: int) -> nn.Module:
+    """The frozen teacher, in the actor's dtype, whose passes have the actor's layout.
+
+    Raises:
+        ValueError: it has too few positions for a prompt of `longest` tokens with its answer, or other tokens.
+    """
+    assert config.teacher is not None
+    check_positions(config, longest, f"--teacher={config.teacher!r}", num_positions(load_config(config.teacher)))
+    check_same_tokens(load_tokenizer(config.teacher), policy.tokenizer, config.teacher)
+    teacher = load_model(AutoModelForCausalLM, config.teacher)
+    cast_module(teacher, torch_dtype(config.dtype))
+    teacher = teacher.to(default_device()).eval().requires_grad_(False)
+    pack_where_exact(teacher, config)
+    if layout_of(teacher) is not layout_of(policy.actor):
+        for model in (teacher, policy.actor):
+            set_layout(model, Layout.PADDED)
+    sizes = [model.get_output_embeddings().weight.shape[0] for model in (teacher, policy.actor.module)]
+    if sizes[0] != sizes[1]:
+        say(f"teacher: heads of {sizes[0]} and {sizes[1]} tokens; the divergence is over the first {min(sizes)}")
+    return teacher
+
+
+def check_same_tokens(teacher: PreTrainedTokenizerBase, actor: PreTrainedTokenizerBase, name: str) -> None:
+    """Raises ValueError unless both tokenizers give the same ids to the same tokens."""
+    theirs, ours = teacher.get_vocab(), actor.get_vocab()
+    if theirs != ours:
+        other = min((token for token in {*theirs, *ours} if theirs.get(token) != ours.get(token)), key=str)
+        raise ValueError(
+            f"--teacher={name!r} has other tokens than the actor ({other!r} is {theirs.get(other)} and "
+            f"{ours.get(other)}); a divergence needs one vocabulary, so give a teacher with the actor's tokenizer"
+        )

@@ -1,0 +1,182 @@
+"""On-policy distillation end to end with tiny models: the loss on whole logits, packing, going on, two processes."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import hybrid_engine
+from hybrid_engine.cli import cli
+from hybrid_engine.ops.linear_divergence import divergence
+from hybrid_engine.recipes import distill
+from hybrid_engine.rlhf.batches.packable import pack_where_exact
+from hybrid_engine.rlhf.batches.packing import Layout, set_layout
+from hybrid_engine.rlhf.batches.sequences import build_sequences, response_divergences
+from hybrid_engine.rlhf.options.shared import TrainingOptions
+from hybrid_engine.rlhf.runs.run_folder import read_metrics
+from hybrid_engine.rlhf.tasks import arithmetic
+from hybrid_engine.rlhf.tasks.corpus import build_small_llama
+from tests.support.distributed import run_distributed
+from tests.support.interrupted_runs import stopped_after
+from tests.support.small_actors import save_small_actor, save_sums
+
+SIZES = {
+    "steps": 4, "rollout_size": 8, "minibatch_size": 8, "micro_batch_size": 4, "max_new_tokens": 6, "eval_samples": 1,
+    "learning_rate": 3e-3, "eval_every": 2, "eval_prompts": 4, "save_every": 0,
+}  # fmt: skip
+SAME = ("score", "length", "divergence", "grad_norm", "held_out_score")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A student and a teacher that has other weights, and sums."""
+    folder = tmp_path_factory.mktemp("sources")
+    tokenizer = arithmetic.build_tokenizer()
+    student = save_small_actor(folder / "student", tokenizer)
+    torch.manual_seed(1)
+    teacher = build_small_llama(tokenizer, hidden_size=128, num_layers=2)
+    with torch.no_grad():
+        teacher.get_output_embeddings().weight.mul_(8)  # sure of its tokens
+    teacher.save_pretrained(folder / "teacher")
+    tokenizer.save_pretrained(folder / "teacher")
+    return {"model": student, "teacher": str(folder / "teacher"), "dataset": save_sums(folder)}
+
+
+@pytest.fixture
+def tiny(sources, tmp_path):
+    return distill.Config(**SIZES, **sources, reward=("regex:^[0-4]",), out=str(tmp_path / "run"))
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ["forward-kl", "reverse-kl", "jsd"])
+def test_a_run_comes_nearer_to_its_teacher(tiny, tmp_path, kind):
+    config = replace(tiny, divergence=kind, steps=12, learning_rate=1e-2, eval_every=0, rollout_size=16)
+    distill.run(replace(config, minibatch_size=8))
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert len(lines) == 12 and lines[-1]["divergence"] < 0.7 * lines[0]["divergence"]
+    assert {"score", "reward_regex", "length", "grad_norm", "learning_rate", "generate_seconds"} <= lines[0].keys()
+    assert load(tmp_path / "run" / "actor").config.hidden_size == 64
+
+
+def batch_of(pad=0):
+    prompts, responses = [[5, 6, 7], [8, 9], [5], [6, 7]], [[10, 11, 12, 4], [6, 4], [9, 9, 9], [4]]
+    return build_sequences(prompts, responses, pad, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_divergences_are_those_of_whole_logits_in_every_layout(sources, layout, beta):
+    student, teacher = load(sources["model"]), load(sources["teacher"]).requires_grad_(False)
+    batch = batch_of()
+    width = batch.response_mask.shape[1]
+    logits = [
+        model(batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids).logits
+        for model in (student, teacher)
+    ]
+    logprobs = [(x[:, -width - 1 : -1] / t).log_softmax(-1) for x, t in zip(logits, (0.8, 1.2), strict=True)]
+    expected = torch.where(batch.response_mask, divergence(*logprobs, beta), 0.0)
+    gradients = torch.autograd.grad(expected.sum(), list(student.parameters()))
+    for model in (student, teacher):
+        pack_where_exact(model, TrainingOptions(tokens_per_micro_batch=600))
+        set_layout(model, layout)
+    found = response_divergences(student, teacher, batch, 0.8, 1.2, beta)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+    for ours, theirs in zip(torch.autograd.grad(found.sum(), list(student.parameters())), gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+
+
+def test_heads_of_other_sizes_are_cut_to_the_common_tokens(sources):
+    student, teacher = load(sources["model"]), load(sources["teacher"])
+    batch = batch_of()
+    expected = response_divergences(student, teacher, batch, 1.0, 1.0, 1.0)
+    teacher.resize_token_embeddings(teacher.config.vocab_size + 64, mean_resizing=False)
+    torch.testing.assert_close(response_divergences(student, teacher, batch, 1.0, 1.0, 1.0), expected)
+
+
+def test_an_engine_in_exact_mode_has_its_divergences_from_logits(sources):
+    config = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW"},
+        "hybrid_engine": {"enabled": True, "exact": True, "max_out_tokens": 16, "print_latency": False},
+    }
+    engine, *_ = hybrid_engine.initialize(model=load(sources["model"]), config=config)
+    teacher, batch = load(sources["teacher"]), batch_of()
+    expected = response_divergences(load(sources["model"]), teacher, batch, 1.0, 1.0, 0.5)
+    torch.testing.assert_close(response_divergences(engine, teacher, batch, 1.0, 1.0, 0.5), expected)
+
+
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tiny, tmp_path):
+    whole, torn = (replace(tiny, save_every=1, out=str(tmp_path / name)) for name in ("whole", "torn"))
+    distill.run(whole)
+    with stopped_after(2):
+        distill.run(torn)
+    distill.run(replace(torn, resume=True))
+    lines = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("torn", "whole")]
+    for ours, theirs in zip(*lines, strict=True):
+        assert all(ours.get(name) == theirs.get(name) for name in SAME)
+    actors = [load(tmp_path / name / "actor") for name in ("torn", "whole")]
+    assert all(map(torch.equal, *(actor.state_dict().values() for actor in actors)))
+
+
+def run_it(rank, world_size, config):
+    distill.run(config)
+
+
+def test_two_processes_under_zero_3_learn_what_one_does(tiny, tmp_path):
+    config = replace(tiny, steps=2, eval_every=0)
+    distill.run(config)
+    run_distributed(run_it, 2, replace(config, out=str(tmp_path / "two"), zero_stage=3))
+    lines = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("run", "two")]
+    for one, two in zip(*lines, strict=True):
+        for name in ("divergence", "length", "grad_norm"):
+            assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
+
+
+def test_an_adapter_learns_and_the_plan_counts_the_teacher(tiny, tmp_path):
+    options = "--lora-rank 2 --steps 2 --rollout-size 4 --minibatch-size 4 --eval-every 0 --eval-prompts 2"
+    sources = f"--model {tiny.model} --teacher {tiny.teacher} --dataset {tiny.dataset} --reward regex:^[0-4]"
+    command = f"distill {sources} {options} --max-new-tokens 4 --divergence jsd --beta 0.2 --out {tmp_path / 'lora'}"
+    assert cli.main(command.split()) == 0
+    memory = json.loads((tmp_path / "lora" / "result.json").read_text())["memory"]
+    assert 0.85 <= memory["planned_for_lengths_bytes"] / memory["measured_bytes"] <= 1.3
+    load(tmp_path / "lora" / "actor")
+    assert cli.main(["plan", *command.split(), "--json"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"divergence": "kl"}, "--divergence=kl must be one of"),
+        ({"beta": 0.5}, "--beta=0.5 applies to --divergence jsd, not reverse-kl"),
+        ({"divergence": "jsd", "beta": 0.0}, "--beta=0 is --divergence forward-kl"),
+        ({"divergence": "jsd", "beta": 2.0}, "beta=2"),
+        ({"teacher_temperature": 0.0}, "teacher.temperature=0"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options, words):
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+        distill.Config(teacher="t", **options)
+
+
+def test_a_teacher_that_is_missing_or_has_other_tokens_is_refused_before_training(tiny, tmp_path):
+    with pytest.raises(ValueError, match="--teacher is missing"):
+        distill.run(replace(tiny, teacher=None))
+    with pytest.raises(ValueError, match="--teacher="):
+        distill.run(replace(tiny, teacher=str(tmp_path / "nothing")))
+    tokenizer = arithmetic.build_tokenizer()
+    tokenizer.add_tokens(["other"])
+    other = save_small_actor(tmp_path / "other", tokenizer)
+    with pytest.raises(ValueError, match="has other tokens than the actor"):
+        distill.run(replace(tiny, teacher=other))
+    short = load(tiny.teacher)
+    short.config.max_position_embeddings = 8
+    short.save_pretrained(tmp_path / "short")
+    arithmetic.build_tokenizer().save_pretrained(tmp_path / "short")
+    with pytest.raises(ValueError, match=r"more than the 8 positions of --teacher="):
+        distill.run(replace(tiny, teacher=str(tmp_path / "short")))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
