@@ -301,8 +301,13 @@ def check_figures(found, expected, is_same_arithmetic):
         assert found[name] == (value if is_exact else pytest.approx(value, rel=OTHER_ROUNDING, abs=1e-5)), name
 
 
+ROLLED_OUT = ("grpo", "ppo", "ppo-shared-base", "online-dpo")
+"""Runs that learn from answers to many prompts at once, whose products are added up in another order since."""
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_a_stopped_run_goes_on_to_the_end_that_it_had(name, runs, is_same_arithmetic, capsys):
+    is_same_arithmetic = is_same_arithmetic and name not in ROLLED_OUT
     stopped, whole = runs / "stopped" / name, runs / "whole" / name
     assert len(lines_of(stopped)) == 3
     assert cli.main([*write_formats.command_of(name, f"stopped/{name}"), "--resume"]) == 0, capsys.readouterr().err
@@ -316,6 +321,8 @@ def test_a_stopped_run_goes_on_to_the_end_that_it_had(name, runs, is_same_arithm
         ends = load_file(stopped / path.relative_to(whole))
         if is_same_arithmetic:
             check_values(ends, load_file(path))
+        elif name in ROLLED_OUT:
+            torch.testing.assert_close(ends, load_file(path), rtol=OTHER_ROUNDING, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", FINISHED)
