@@ -8,11 +8,11 @@ The least time is the sum of three parts, each at the better of the limits that 
 rate of the fastest library or weights at the memory's bandwidth, whichever takes longer; attention at the peak rate or
 keys and values at that bandwidth; one pass over the logits. A training step is three times its forward products.
 
-Limits are the best of several measurements at the beginning and at the end, of products of many sizes by torch, by
-oneDNN and by the compiled functions, and of reading memory that no cache holds. The two precisions are measured in
-turn. `share` is the least time over the measured one; `of CPU` takes the seconds that the threads worked instead, which
-says what a quiet machine would show. `products` are those of one layer of the model, one linear after another, with as
-many copies of the layer as fill 256 MiB.
+Limits are the best of several measurements in CPU seconds at the beginning and at the end: products of many sizes by
+torch, by oneDNN and by the compiled functions, and reading memory that no cache holds. The two precisions are measured
+in turn. `share` is the least time over the measured one; `of CPU` takes the seconds that the threads worked instead,
+which says what a quiet machine would show. `products` are those of one layer of the model, one linear after another,
+with as many copies of the layer as fill 256 MiB.
 
 Checked before it is timed: products against fp64, log-probabilities of rollouts against the model's own forward.
 """
@@ -20,6 +20,7 @@ Checked before it is timed: products against fp64, log-probabilities of rollouts
 import argparse
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -66,9 +67,9 @@ def timed(run: Callable[[], Any]) -> Timing:
 
 
 def best(run: Callable[[], Any], repeats: int = 3) -> float:
-    """Seconds of the fastest of some calls, after one."""
+    """Seconds that the threads worked for the fastest of some calls, after one."""
     run()
-    return min(timed(run).wall for _ in range(repeats))
+    return min(timed(run).cpu for _ in range(repeats))
 
 
 def products_of(input: torch.Tensor, weight: torch.Tensor) -> list[Callable[[], Any]]:
@@ -95,11 +96,11 @@ def measure_limits(dtype: torch.dtype, is_small: bool) -> Ceilings:
     return Ceilings(num_bytes / seconds, flops)
 
 
-def better(one: Ceilings, other: Ceilings) -> Ceilings:
-    """The higher of each limit."""
-    return Ceilings(
-        max(one.bytes_per_second, other.bytes_per_second), max(one.flops_per_second, other.flops_per_second)
-    )
+def best_limits(measured: list[dict[torch.dtype, Ceilings]]) -> dict[torch.dtype, Ceilings]:
+    """The highest of each limit; the memory's bandwidth is the same for every precision."""
+    bandwidth = max(limits.bytes_per_second for each in measured for limits in each.values())
+    rates = {dtype: max(each[dtype].flops_per_second for each in measured) for dtype in measured[0]}
+    return {dtype: Ceilings(bandwidth, rate) for dtype, rate in rates.items()}
 
 
 class Work(NamedTuple):
@@ -324,13 +325,16 @@ def main() -> None:
         bench.check()
     before = {dtype: measure_limits(dtype, args.small) for dtype in dtypes}
     results = measure(args, benches)
-    limits = {dtype: better(before[dtype], measure_limits(dtype, args.small)) for dtype in dtypes}
+    limits = best_limits([before, {dtype: measure_limits(dtype, args.small) for dtype in dtypes}])
     rows = [row_of(result, limits[result.dtype]) for result in results]
     table = Table(*(column.replace("_", " ").replace("share of cpu", "of CPU") for column in rows[0]))
     for row in rows:
         table.add_row(*map(str, row.values()))
     Console(width=180).print(table)
-    append_rows(args.csv, [{"model": args.model or "llama-17m", **row, **environment("cpu")} for row in rows])
+    append_rows(
+        args.csv,
+        [{"model": Path(args.model).name if args.model else "llama-17m", **row, **environment("cpu")} for row in rows],
+    )
 
 
 if __name__ == "__main__":
