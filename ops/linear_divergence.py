@@ -150,13 +150,7 @@ def _tiles(student: Head, teacher: Head, num_rows: int) -> Iterator[tuple[slice,
     width = tile_width(2 * widest, student.weight.is_cuda)
     for first in range(0, len(student.weight), width):
         columns = slice(first, first + width)
-        yield (
-            columns,
-            *(
-                head._replace(weight=head.weight[columns], bias=None if head.bias is None else head.bias[columns])
-                for head in (student, teacher)
-            ),
-        )
+        yield columns, student.part(columns), teacher.part(columns)
 
 
 class _Running:

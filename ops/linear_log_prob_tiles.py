@@ -70,8 +70,12 @@ class Head(NamedTuple):
         width = tile_width(max(num_rows, self.weight.shape[1]), self.weight.is_cuda)
         for first in range(0, len(self.weight), width):
             columns = slice(first, first + width)
-            bias = None if self.bias is None else self.bias[columns]
-            yield columns, self._replace(weight=self.weight[columns], bias=bias)
+            yield columns, self.part(columns)
+
+    def part(self, columns: slice) -> "Head":
+        """The head of a part of the vocabulary."""
+        bias = None if self.bias is None else self.bias[columns]
+        return self._replace(weight=self.weight[columns], bias=bias)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, V]` fp32; -inf from a bias becomes `LEAST_LOGIT`."""
