@@ -19,7 +19,7 @@ is passed as two views of its columns. With more rows cuBLAS is used, and above 
 or residual, which take one launch there too. If the tiles do not fill the GPU, K is split: the parts are written in
 fp32, and the last program of a tile sums them, always in the same order.
 
-On a CPU `cpu_kernels.py` computes fp32 products, whose result may be stored by columns.
+On a CPU `cpu_kernels.py` computes products, whose fp32 results may be stored by columns.
 
 `ACTIVATIONS` are the references, by the names that Hugging Face configs use (`hidden_act`, `activation_function`);
 `activate` is the same functions inside a kernel, in fp32. There tanh(u) is 2 sigmoid(2u) - 1, so
