@@ -297,7 +297,7 @@ ZEN_4, ZEN_5, XEON = "AuthenticAMD\ncpu family\t: 25", "AuthenticAMD\ncpu family
 
 @pytest.mark.parametrize(("processor", "expected"), [(ZEN_4, (0, 0)), (ZEN_5, (0, 1)), (XEON, (1, 0)), ("arm", (0, 0))])
 def test_mkl_leaves_half_on_amds_processors_from_zen_5_on(processor, expected):
-    assert cpu_kernels.Processor.of(f"vendor_id\t: {processor}\nflags\t\t: fpu avx512f\n") == expected
+    assert cpu_kernels.Processor.of(f"vendor_id\t: {processor}\nflags\t\t: fpu avx512f\n")[:2] == expected
 
 
 @pytest.mark.parametrize("size", [0, 10**9], ids=["large", "small"])
