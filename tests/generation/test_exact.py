@@ -163,7 +163,7 @@ def roll_out_on(rank, world_size):
     engine, *_ = hybrid_engine.initialize(model=build_model(), config=config)
     output = rollout(engine, input_ids[mine], mask[mine])
     is_same = torch.equal(output.logprobs, trainer_logprobs(engine, output, mask[mine]))
-    with with_threads(1 + rank), pytest.raises(ValueError, match="with 1 to 2 threads"):
+    with with_threads(1 + rank), pytest.raises(ValueError, match="use 1 to 2 threads"):
         engine.create_inference_containers()
     return by_prompt(output), is_same
 

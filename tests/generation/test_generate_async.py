@@ -161,6 +161,6 @@ def test_wrong_options_are_refused_before_anything_begins(engine, options, word)
 
 @pytest.mark.parametrize(("name", "value"), [("top_logprobs", 2), ("prompt_logprobs", 2), ("prompt_logprobs", 0)])
 def test_scores_that_an_answer_has_no_place_for_are_refused(engine, name, value):
-    with pytest.raises(ValueError, match=f"{name} is not in the groups"):
+    with pytest.raises(ValueError, match=f"{name} is not part of its groups"):
         begin(engine, return_dict_in_generate=True, **{name: value}).__enter__()
     assert len(whole(engine)[0]) == 6

@@ -168,7 +168,7 @@ def test_prompts_of_several_prefills_begin_together(monkeypatch):
         ({"stopping_criteria": 3}, "stopping_criteria=3"),
         ({"prefix_allowed_tokens_fn": 3}, "prefix_allowed_tokens_fn=3"),
         ({"streamer": 3}, "streamer=3 must have put() and end()"),
-        ({"prefix_allowed_tokens_fn": allowed, "row_options": [{}] * 6}, "row_options cannot be passed beside"),
+        ({"prefix_allowed_tokens_fn": allowed, "row_options": [{}] * 6}, "row_options cannot be combined with"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
