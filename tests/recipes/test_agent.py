@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
+from hybrid_engine.generation.model.probe import LogprobDifference
 from hybrid_engine.recipes import agent, sft
 from hybrid_engine.rlhf.batches.sequences import epochs_of_similar_length, response_logprobs
 from hybrid_engine.rlhf.experience.policy import build_policy
@@ -177,6 +178,7 @@ def test_old_log_probabilities_are_the_trainers_where_the_bound_asks_for_them(ti
     corrected = Algorithm(correction="truncated", correction_threshold=0.0)
     config = replace(tiny, group_size=4, logprob_bound=0.0, algorithm=corrected)
     episodes = agent.play(policy, [PROBLEM] * 4, config, seed=0)
+    policy.actor.generator.logprob_difference = LogprobDifference(mean=0.125, max=0.125)
     for episode in episodes:  # as a sampler in 16 bits has them
         episode.trajectory.logprobs = [logprob - 0.125 for logprob in episode.trajectory.logprobs]
     policy.actor.train()
