@@ -72,6 +72,10 @@ def linear_divergence(
     teacher.shape.check()
     check_tensor("hidden", hidden, shape=(None, None))
     check_tensor("weight", weight, like=hidden, shape=(None, hidden.shape[1]))
+    if bias is not None:
+        check_tensor("bias", bias, like=hidden, shape=(len(weight),))
+    if teacher.bias is not None:
+        check_tensor("teacher.bias", teacher.bias, like=teacher.hidden, shape=(len(weight),))
     check_tensor("teacher.hidden", teacher.hidden, shape=(len(hidden), None))
     check_tensor("teacher.weight", teacher.weight, like=teacher.hidden, shape=(len(weight), teacher.hidden.shape[1]))
     with torch.autocast(hidden.device.type, enabled=False):

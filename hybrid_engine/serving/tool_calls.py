@@ -154,7 +154,7 @@ def _object_grammar(function: dict[str, Any], arguments: str) -> str:
 
 
 def _object_schema(function: dict[str, Any], arguments: str) -> str:
-    """As `_object_grammar`, but by one schema, for objects whose first characters do not tell them from other JSON.
+    """The grammar of one tool's call as one schema, for objects that begin as other JSON may.
 
     The library reads ahead as far as a literal of the grammar matches, and would take `{"name` as the start of a call.
     """

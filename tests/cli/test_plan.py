@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -97,6 +98,7 @@ MIB = 2**20
     [
         ((9, 0), None, True, 3 * 32 * MIB),
         ((9, 0), None, False, 2 * 32 * MIB),
+        ((10, 0), None, True, 3 * 32 * MIB),
         ((8, 0), None, True, 3 * (8 * MIB + 128 * 1024)),
         ((9, 0), ":16:8", True, 3 * 128 * 1024),
         (None, ":4096:8", True, 0),
@@ -108,9 +110,14 @@ def test_on_a_gpu_a_run_keeps_workspaces_of_matrix_products(capability, setting,
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     if setting is not None:
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", setting)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.14.0"))
     part = memory_plan._workspaces("cuda" if capability else "cpu", generates)
     plan = MemoryPlan(roles=[], accumulates=False, generation=[], workspaces=part)
     assert part.num_bytes == plan.kept_bytes == num_bytes
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.15.0+cu130"))
+    assert memory_plan._workspaces("cuda", generates).num_bytes == 0  # kept only if the environment asks for it
+    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
+    assert memory_plan._workspaces("cuda" if capability else "cpu", generates) == part
 
 
 def test_the_kv_workspace_is_what_a_rollout_takes():

@@ -95,5 +95,7 @@ def test_what_does_not_fit_is_named():
             linear_divergence(*own, teacher, beta)
     with pytest.raises(ValueError, match=r"teacher.weight has shape \[1099, 6\]"):
         linear_divergence(*own, teacher._replace(weight=teacher.weight[:-1]), 1.0)
+    with pytest.raises(ValueError, match=r"teacher.bias has shape \[3\]"):
+        linear_divergence(*own, teacher._replace(bias=torch.zeros(3)), 1.0)
     with pytest.raises(ValueError, match=r"teacher.hidden has shape \[6, 6\]"):
         linear_divergence(*own, teacher._replace(hidden=teacher.hidden[:-1]), 1.0)

@@ -109,7 +109,7 @@ def token_divergences(
 
     def note(rows: torch.Tensor, head: nn.Linear, cells: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
         states.update(hidden=rows, weight=head.weight, bias=head.bias)
-        return {"none": rows.new_zeros(len(rows), dtype=torch.float32)}
+        return {}
 
     def compute(rows: torch.Tensor, head: nn.Linear, cells: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
         size = min(len(head.weight), len(states["weight"]))

@@ -11,7 +11,7 @@ from hybrid_engine.config.checks import (
     check_one_of,
     option,
 )
-from hybrid_engine.rlhf.options.shared import PromptRunOptions, derive_minibatch
+from hybrid_engine.rlhf.options.shared import PromptRunOptions, check_minibatch, derive_minibatch
 
 DIVERGENCES = ("forward-kl", "reverse-kl", "jsd")
 
@@ -86,12 +86,7 @@ class DistillConfig(PromptRunOptions):
         if self.beta in (0, 1):
             name = "forward-kl" if self.beta == 0 else "reverse-kl"
             raise ValueError(f"--beta={self.beta:g} is --divergence {name}; pass that")
-        if self.rollout_size * self.group_size % self.minibatch_size:
-            raise ValueError(
-                f"--minibatch-size={self.minibatch_size} must divide the {self.rollout_size * self.group_size} "
-                f"answers of a step, --rollout-size={self.rollout_size} times --group-size={self.group_size}; "
-                "change one of them"
-            )
+        check_minibatch(self.rollout_size, self.group_size, self.minibatch_size)
 
     @property
     def needs_reference(self) -> bool:

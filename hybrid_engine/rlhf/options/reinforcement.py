@@ -16,7 +16,13 @@ from hybrid_engine.config.checks import (
     option,
 )
 from hybrid_engine.rlhf.options.algorithm import Algorithm
-from hybrid_engine.rlhf.options.shared import PromptRunOptions, RolloutOptions, RolloutRunOptions, derive_minibatch
+from hybrid_engine.rlhf.options.shared import (
+    PromptRunOptions,
+    RolloutOptions,
+    RolloutRunOptions,
+    check_minibatch,
+    derive_minibatch,
+)
 
 if TYPE_CHECKING:
     from hybrid_engine.serving.sessions import Size
@@ -86,12 +92,7 @@ class GRPOConfig(RolloutOptions, PromptRunOptions):
         check_above("learning_rate", self.learning_rate, 0)
         check_answers(self.rollout_size, self.group_size)
         self.algorithm.check_group_size("group_size", self.group_size)
-        if self.rollout_size * self.group_size % self.minibatch_size:
-            raise ValueError(
-                f"--minibatch-size={self.minibatch_size} must divide the {self.rollout_size * self.group_size} "
-                f"answers of a step, --rollout-size={self.rollout_size} times --group-size={self.group_size}; "
-                "change one of them"
-            )
+        check_minibatch(self.rollout_size, self.group_size, self.minibatch_size)
 
     @property
     def needs_reference(self) -> bool:

@@ -579,6 +579,15 @@ def derive_minibatch(config: RolloutRunOptions, num_samples: int, most: int) -> 
         object.__setattr__(config, "minibatch_of", (num_samples, most))
 
 
+def check_minibatch(rollout_size: int, group_size: int, minibatch_size: int) -> None:
+    """Raises ValueError unless the minibatches of a step have equally many of its answers."""
+    if rollout_size * group_size % minibatch_size:
+        raise ValueError(
+            f"--minibatch-size={minibatch_size} must divide the {rollout_size * group_size} answers of a step, "
+            f"--rollout-size={rollout_size} times --group-size={group_size}; change one of them"
+        )
+
+
 def fit_minibatch(config: TrainingT, num_processes: int, saved_size: int | None = None) -> TrainingT:
     """`config` with a `minibatch_size` that the processes can divide equally, unless the user gave one.
 

@@ -317,13 +317,15 @@ def _plan_of(read: Read, setting: Setting, largest: Pass) -> MemoryPlan:
 def _workspaces(device: str, generates: bool) -> MemoryPart:
     """One workspace for each thread and stream with matrix products: forward and backward passes, recorded steps.
 
-    PyTorch keeps one "for each combination of cuBLAS handle and CUDA stream", of 32 MiB on Hopper and of 8 MiB on
-    other GPUs unless CUBLAS_WORKSPACE_CONFIG says otherwise (its notes on CUDA semantics, "cuBLAS workspaces").
+    PyTorch keeps one "for each combination of cuBLAS handle and CUDA stream" (its notes on CUDA semantics, "cuBLAS
+    workspaces"), of 32 MiB from Hopper on and of 8 MiB on older GPUs unless CUBLAS_WORKSPACE_CONFIG says otherwise
+    (`CublasHandlePool.cpp`). From 2.15 on it keeps none unless TORCH_CUBLAS_WORKSPACE_CACHE is 1.
     """
-    if device != "cuda":
+    is_kept = torch.__version__ < "2.15" or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+    if device != "cuda" or not is_kept:
         return NO_WORKSPACES
     major, _ = torch.cuda.get_device_capability()
-    buffers = os.environ.get("CUBLAS_WORKSPACE_CONFIG") or (":4096:8" if major == 9 else ":4096:2:16:8")
+    buffers = os.environ.get("CUBLAS_WORKSPACE_CONFIG") or (":4096:8" if major >= 9 else ":4096:2:16:8")
     size = 1024 * sum(int(kib) * int(count) for kib, count in re.findall(r":(\d+):(\d+)", buffers))
     number = 3 if generates else 2
     formula = f"{number} workspaces: of forward passes, of backward passes" + (
