@@ -123,6 +123,16 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tiny, tmp_path):
     assert all(map(torch.equal, *(actor.state_dict().values() for actor in actors)))
 
 
+def test_packed_rows_are_learned_as_padded_ones_are(tiny, tmp_path):
+    for name, budget in (("padded", 0), ("packed", 2048)):
+        out = str(tmp_path / name)
+        distill.run(replace(tiny, steps=2, eval_every=0, tokens_per_micro_batch=budget, out=out))
+    padded, packed = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("padded", "packed"))
+    for one, other in zip(padded, packed, strict=True):
+        for name in ("divergence", "length", "grad_norm"):
+            assert other[name] == pytest.approx(one[name], rel=1e-4), name
+
+
 def run_it(rank, world_size, config):
     distill.run(config)
 
