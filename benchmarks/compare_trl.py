@@ -1,4 +1,4 @@
-"""Whether the losses and gradients are TRL's: its GRPO, RLOO and DPO trainers beside this project, on the same numbers.
+"""Whether losses and gradients are TRL's: its GRPO, GMPO, RLOO and DPO trainers beside this project, on one batch.
 
     python benchmarks/compare_trl.py
 
@@ -45,7 +45,7 @@ from hybrid_engine.rlhf.batches.sequences import (
     response_logprobs,
     response_logprobs_and_entropy,
 )
-from hybrid_engine.rlhf.options.algorithm import Algorithm
+from hybrid_engine.rlhf.options.algorithm import UNCLIPPED_LOSSES, Algorithm
 
 TOLERANCE = 1e-5
 G, MAX_LENGTH, VOCAB = 4, 8, 40
@@ -157,18 +157,19 @@ def rewards(completions: list[str], **_: Any) -> list[float | None]:
 def of_group_trainer(
     name: str, found: Models, options: dict[str, Any], is_on_policy: bool, sampler: list[list[float]] | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss and gradients of `GRPOTrainer` or `RLOOTrainer` on the answers; `sampler` stands for what vLLM would say."""
+    """Loss and gradients of TRL's trainer `name` on the answers; `sampler` stands for what vLLM would say."""
     import trl
+    import trl.experimental.gmpo
     from datasets import Dataset
 
-    fixed = answers(found)
+    fixed, module = answers(found), trl.experimental.gmpo if name == "GMPO" else trl
 
-    class GivenAnswers(getattr(trl, f"{name}Trainer")):  # type: ignore[misc]
+    class GivenAnswers(getattr(module, f"{name}Trainer")):  # type: ignore[misc]
         def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-            return (fixed, sampler) if name == "GRPO" else fixed
+            return fixed if name == "RLOO" else (fixed, sampler)
 
     common = {"num_generations": G, "max_completion_length": MAX_LENGTH, "per_device_train_batch_size": len(fixed)}
-    arguments = getattr(trl, f"{name}Config")(
+    arguments = getattr(module, f"{name}Config")(
         output_dir=found.folder, report_to=[], use_cpu=True, bf16=False, disable_dropout=True, **common, **options
     )
     data = Dataset.from_dict({"prompt": PROMPTS})
@@ -184,7 +185,7 @@ def of_group_trainer(
     inputs = trainer._generate_and_score_completions([{"prompt": text} for text in PROMPTS for _ in range(G)])
     if not is_on_policy:
         earlier = response_logprobs(found.old, sampled(found)).detach()
-        inputs |= {"old_per_token_logps": earlier} if name == "GRPO" else {"old_logps": earlier.sum(dim=1)}
+        inputs |= {"old_logps": earlier.sum(dim=1)} if name == "RLOO" else {"old_per_token_logps": earlier}
     loss = trainer.compute_loss(model, inputs)
     loss.backward()
     return loss.detach(), gradients(model)
@@ -253,7 +254,8 @@ def of_algorithm(
         entropy=response_logprobs_and_entropy(model, batch)[1] if algorithm.entropy_coef else None,
     )
     clipped = policy_figures(algorithm, tokens)["clip_fraction"]
-    assert is_on_policy or 0.1 < clipped < 0.9, f"{clipped=}: the clip is to be seen at work, and the ratio too"
+    has_clip = not is_on_policy and algorithm.policy_loss not in UNCLIPPED_LOSSES
+    assert not has_clip or 0.1 < clipped < 0.9, f"{clipped=}: the clip is to be seen at work, and the ratio too"
     # Two micro-batches; TRL counts a sequence without a reward like all others.
     counts = count_step(mask, MAX_LENGTH)
     parts = [
@@ -309,6 +311,13 @@ GRPO_ROWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"preset": "trl", "policy_loss": "cispo", "clip_low": 1.0, "clip_high": 0.2},
     ),
     ({"entropy_coef": 0.05}, {"preset": "trl", "entropy_coef": 0.05}),
+    ({"loss_type": "sapo"}, {"preset": "sapo", "scale_eps": 1e-4}),
+    (
+        {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 0.02, "epsilon_high": 0.03},
+        {"preset": "luspo", "scale_eps": 1e-4, "clip_low": 0.02, "clip_high": 0.03},
+    ),
+    ({"loss_type": "vespo"}, {"preset": "vespo", "scale_eps": 1e-4}),
+    ({"epsilon": 0.05}, {"preset": "gmpo", "scale_eps": 1e-4, "clip_low": 0.05, "clip_high": 0.05}),
 ]  # fmt: skip
 """TRL's options of GRPO, and ours."""
 
@@ -347,10 +356,11 @@ def compare_all(found: Models) -> list[Compared]:
     for given, is_on_policy, drawn in [(GRPO_ROWS, False, None), (CORRECTION_ROWS, True, sampler)]:
         for options, choices in given:
             algorithm = Algorithm.from_options(choices)
-            theirs = of_group_trainer("GRPO", found, options, is_on_policy, drawn)
+            trainer = "GMPO" if algorithm.policy_loss == "gmpo" else "GRPO"
+            theirs = of_group_trainer(trainer, found, options, is_on_policy, drawn)
             difference = compare(theirs, of_algorithm(algorithm, found, is_on_policy, drawn))
             shown = written({"use_vllm": True, **options} if drawn else options)
-            rows.append(Compared("GRPO", shown, written(choices), *difference))
+            rows.append(Compared(trainer, shown, written(choices), *difference))
     # REINFORCE has the gradient of a ratio that is 1, and another value.
     for choices, is_on_policy in [({"policy_loss": "sequence-clip"}, False), ({}, True)]:
         algorithm = Algorithm.from_options({"preset": "rloo", **choices})

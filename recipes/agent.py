@@ -226,7 +226,8 @@ def build_experience(policy: TrainedPolicy, episodes: list[Episode], config: Con
     weights = correction_weights(algorithm, difference, logprobs, sampled, mask)
     scores = torch.tensor([episode.success for episode in episodes], device=device)
     advantages = compute_advantages(algorithm, scores, config.group_size, logprobs, None, mask, 0.0, None)
-    return Experience(sequences, sampled, PolicyBatch(logprobs, logprobs, advantages, mask, None, weights))
+    batch = PolicyBatch(logprobs, logprobs, advantages, mask, weights=weights, logprobs_sampler=sampled)
+    return Experience(sequences, sampled, batch)
 
 
 def update(policy: TrainedPolicy, episodes: list[Episode], config: Config) -> dict[str, float]:

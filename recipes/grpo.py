@@ -208,7 +208,15 @@ def build_experience(
     is_cut_off = torch.tensor(rollout.answers.is_cut_off, device=mask.device)
     learned = without_cut_off(judged, is_cut_off) if algorithm.mask_cut_off else judged
     weights = correction_weights(algorithm, difference, logprobs_old, rollout.logprobs, mask)
-    batch = PolicyBatch(logprobs_old, logprobs_old, advantages, learned, logprobs_ref, weights)
+    batch = PolicyBatch(
+        logprobs=logprobs_old,
+        logprobs_old=logprobs_old,
+        advantages=advantages,
+        mask=learned,
+        logprobs_ref=logprobs_ref,
+        weights=weights,
+        logprobs_sampler=rollout.logprobs,
+    )
 
     sums = answer_sums(rollout) | {"score": score_sum(groups.scores), "shaped_score": score_sum(scores)}
     if logprobs_ref is not None:

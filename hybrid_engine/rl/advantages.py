@@ -259,6 +259,19 @@ def leave_one_out_std(rewards: torch.Tensor, divisor: str, eps: float) -> torch.
 
 
 @torch.no_grad()
+def group_mean_scale(rewards: torch.Tensor) -> torch.Tensor:
+    """`[B, 1]`: the mean of each group; infinite, which leaves no advantage, where it is not above 0.
+
+    For rewards 0 and 1 with the probability p of 1, the expected gradient of rewards over their mean is that of log p =
+    -sum_k (1 - p)^k / k up to k = G; with the mean as the baseline, up to k = G - 1.
+
+    Source: Tajwar et al., "Maximum Likelihood Reinforcement Learning", arXiv 2602.02710, theorem 2.
+    """
+    mean = group_mean(rewards)
+    return torch.where(mean > 0, mean, float("inf"))
+
+
+@torch.no_grad()
 def batch_std(rewards: torch.Tensor, eps: float, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """The standard deviation of all rewards of all processes (divisor n - 1) plus `eps`, 0-dimensional.
 

@@ -204,6 +204,182 @@ def cispo_loss(
     return -advantages * weight.detach() * logprobs
 
 
+def sapo_loss(
+    logprobs: torch.Tensor,
+    logprobs_old: torch.Tensor,
+    advantages: torch.Tensor,
+    temperature_pos: float,
+    temperature_neg: float,
+) -> torch.Tensor:
+    """A smooth gate in place of the clip: the weight of a token's gradient falls with its ratio's distance from 1.
+
+        -A * 4 / tau * sigmoid(tau * (ratio - 1)),  tau = temperature_pos where A > 0, else temperature_neg
+
+    Source: Gao et al., "Soft Adaptive Policy Optimization", arXiv 2511.20347; its temperatures are 1 and 1.05 (TRL,
+    `grpo_config.py`; verl, `core_algos.py`, "sapo").
+    """
+    check_same_shape(logprobs, logprobs_old, advantages)
+    temperature = torch.where(advantages > 0, temperature_pos, temperature_neg).to(logprobs.dtype)
+    gate = torch.sigmoid(temperature * torch.expm1(logprobs - logprobs_old)) * 4 / temperature
+    return -advantages * gate
+
+
+def gmpo_loss(
+    logprobs: torch.Tensor,
+    logprobs_old: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> torch.Tensor:
+    """The geometric mean of a sequence's ratios, each clipped on the side to which its advantage pushes it.
+
+        -A * exp(mean_t c_t),  c = min(log ratio, clip_high) where A > 0, else max(log ratio, -clip_low)
+
+    The bounds are of the logarithm, 0.4 in the paper, which takes the mean over sequences (`seq_mean_token_mean`).
+
+    Source: Zhao et al., "Geometric-Mean Policy Optimization", arXiv 2507.20673; TRL, `gmpo_trainer.py`; verl,
+    `core_algos.py`, "geo_mean".
+    """
+    check_same_shape(logprobs, logprobs_old, advantages, mask)
+    log_ratio = logprobs - logprobs_old
+    clipped = torch.where(advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
+    return -advantages * mean_ratio(clipped, torch.zeros_like(clipped), mask)
+
+
+def dppo_tv_loss(
+    logprobs: torch.Tensor,
+    logprobs_sampler: torch.Tensor,
+    advantages: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+    ratio_cap: float,
+) -> torch.Tensor:
+    """REINFORCE weighted by the ratio, 0 for tokens whose probability has left its trust region.
+
+        -A * stop_gradient(min(ratio, ratio_cap)) * M * log pi
+
+    M is 0 where A > 0 and pi - mu > clip_high, and where A <= 0 and mu - pi > clip_low: |pi - mu| is the total
+    variation of the token against all others.
+
+    Args:
+        logprobs: `[B, T]`, of the policy being trained, pi; the only argument that carries a gradient.
+        logprobs_sampler: `[B, T]`, of the sampler, mu.
+        advantages: `[B, T]`.
+        clip_low, clip_high: bounds of the divergence.
+        ratio_cap: largest weight.
+
+    Source: Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning", arXiv 2602.04879 (DPPO-Binary-TV);
+    verl, `core_algos.py`, "dppo_tv"; bounds 0.15 and cap 20: TRL, `dppo_config.py`.
+    """
+    left = dppo_tv_masked(logprobs, logprobs_sampler, advantages, clip_low, clip_high)
+    return _weighted_by_ratio(logprobs, logprobs_sampler, advantages, left, ratio_cap)
+
+
+def dppo_kl_loss(
+    logprobs: torch.Tensor,
+    logprobs_sampler: torch.Tensor,
+    advantages: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+    ratio_cap: float,
+) -> torch.Tensor:
+    """`dppo_tv_loss` with the KL of the token against all others in place of the total variation.
+
+        mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))
+
+    Source: as `dppo_tv_loss` (DPPO-Binary-KL; verl, "dppo_kl"); bounds 0.05: TRL, `dppo_config.py`.
+    """
+    left = dppo_kl_masked(logprobs, logprobs_sampler, advantages, clip_low, clip_high)
+    return _weighted_by_ratio(logprobs, logprobs_sampler, advantages, left, ratio_cap)
+
+
+@torch.no_grad()
+def dppo_tv_masked(
+    logprobs: torch.Tensor, logprobs_sampler: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
+) -> torch.Tensor:
+    """Bool: the tokens that `dppo_tv_loss` leaves out."""
+    return _left(logprobs.exp() - logprobs_sampler.exp(), None, advantages, clip_low, clip_high)
+
+
+@torch.no_grad()
+def dppo_kl_masked(
+    logprobs: torch.Tensor, logprobs_sampler: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
+) -> torch.Tensor:
+    """Bool: the tokens that `dppo_kl_loss` leaves out."""
+    moved, before = logprobs.exp() - logprobs_sampler.exp(), logprobs_sampler.exp()
+    divergence = before * (logprobs_sampler - logprobs)
+    # A token of probability 1 has no others: 0 * log(0 / x) is 0.
+    others = (1 - before) * (_log_of_others(logprobs_sampler) - _log_of_others(logprobs))
+    return _left(moved, divergence + torch.where(before < 1, others, 0.0), advantages, clip_low, clip_high)
+
+
+def _log_of_others(logprobs: torch.Tensor) -> torch.Tensor:
+    """log(1 - p), the logarithm of the probability of all other tokens; -inf where p is 1."""
+    return torch.log(-torch.expm1(logprobs.clamp(max=0)))
+
+
+def _left(
+    moved: torch.Tensor,
+    divergence: torch.Tensor | None,
+    advantages: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> torch.Tensor:
+    """Bool: where a probability has `moved` with its advantage and is further away than the bound; None: |moved|."""
+    distance = moved.abs() if divergence is None else divergence
+    return torch.where(advantages > 0, (moved > 0) & (distance > clip_high), (moved < 0) & (distance > clip_low))
+
+
+def _weighted_by_ratio(
+    logprobs: torch.Tensor, logprobs_sampler: torch.Tensor, advantages: torch.Tensor, left: torch.Tensor, cap: float
+) -> torch.Tensor:
+    check_same_shape(logprobs, logprobs_sampler, advantages)
+    weight = torch.exp(logprobs - logprobs_sampler).clamp(max=cap).detach()
+    return -advantages * torch.where(left, 0.0, weight) * logprobs
+
+
+class VespoShape(NamedTuple):
+    """The exponents of the weight of `vespo_loss`."""
+
+    k_pos: float
+    """power of the ratio where A >= 0"""
+    lambda_pos: float
+    """rate of the decay where A >= 0"""
+    k_neg: float
+    """power of the ratio where A < 0"""
+    lambda_neg: float
+    """rate of the decay where A < 0"""
+
+
+def vespo_loss(
+    logprobs: torch.Tensor,
+    logprobs_sampler: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    shape: VespoShape,
+) -> torch.Tensor:
+    """REINFORCE with one weight per sequence, 1 on-policy and near 0 far away from it on both sides.
+
+        -A * stop_gradient(phi(w)) * log pi,  phi(w) = w^k * exp(lambda * (1 - w)),  w = prod_t pi / mu
+
+    Args:
+        logprobs: `[B, T]`, of the policy being trained, pi; the only argument that carries a gradient.
+        logprobs_sampler: `[B, T]`, of the sampler, mu.
+        advantages: `[B, T]`.
+        mask: `[B, T]` bool.
+        shape: k and lambda by the sign of A.
+
+    Source: Shen et al., "VESPO", arXiv 2602.10693; TRL, `grpo_trainer.py`, get_gamma_weights: k and lambda are 2 and 3
+    where A >= 0, 3 and 2 where A < 0.
+    """
+    check_same_shape(logprobs, logprobs_sampler, advantages, mask)
+    log_ratio = torch.where(mask, logprobs - logprobs_sampler, 0.0).sum(dim=1, keepdim=True).detach()
+    power = torch.where(advantages >= 0, shape.k_pos, shape.k_neg).to(logprobs.dtype)
+    decay = torch.where(advantages >= 0, shape.lambda_pos, shape.lambda_neg).to(logprobs.dtype)
+    return -advantages * torch.exp(power * log_ratio - decay * torch.expm1(log_ratio)) * logprobs
+
+
 def mean_ratio(logprobs: torch.Tensor, logprobs_old: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """`[B, 1]`: the geometric mean of the probability ratios of a sequence's tokens; 1 without a token."""
     log_ratio = torch.where(mask, logprobs - logprobs_old, 0.0).sum(dim=1, keepdim=True)

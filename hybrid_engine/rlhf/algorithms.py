@@ -23,6 +23,7 @@ from hybrid_engine.rl.advantages import (
     Moments,
     batch_std,
     group_mean,
+    group_mean_scale,
     group_std,
     leave_one_out_mean,
     leave_one_out_std,
@@ -47,7 +48,13 @@ from hybrid_engine.rl.estimates import (
 )
 from hybrid_engine.rl.losses import (
     StepCounts,
+    VespoShape,
     cispo_loss,
+    dppo_kl_loss,
+    dppo_kl_masked,
+    dppo_tv_loss,
+    dppo_tv_masked,
+    gmpo_loss,
     gspo_loss,
     is_clipped,
     mean_ratio,
@@ -55,14 +62,16 @@ from hybrid_engine.rl.losses import (
     ppo_policy_loss,
     product_ratio,
     reinforce_loss,
+    sapo_loss,
     seq_mean_token_mean,
     seq_mean_token_sum,
     seq_mean_token_sum_by_length,
     sequence_clip_loss,
     token_mean,
     token_sum_by_length,
+    vespo_loss,
 )
-from hybrid_engine.rlhf.options.algorithm import Algorithm, preset_choices
+from hybrid_engine.rlhf.options.algorithm import UNCLIPPED_LOSSES, Algorithm, preset_choices
 
 KL_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "k1": kl_k1,
@@ -115,6 +124,10 @@ def _leave_one_out_std(algorithm: Algorithm, rewards: torch.Tensor, group: dist.
     return leave_one_out_std(rewards, algorithm.scale_divisor, algorithm.scale_eps)
 
 
+def _group_mean(algorithm: Algorithm, rewards: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    return group_mean_scale(rewards)
+
+
 def _batch_std(algorithm: Algorithm, rewards: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     return batch_std(rewards, algorithm.scale_eps, group)
 
@@ -132,6 +145,7 @@ BASELINES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 SCALES: dict[str, Callable[[Algorithm, torch.Tensor, dist.ProcessGroup | None], torch.Tensor]] = {
     "group-std": _group_std,
     "leave-one-out-std": _leave_one_out_std,
+    "group-mean": _group_mean,
     "batch-std": _batch_std,
     "batch-whiten": _one,
     "batch-whiten-biased": _one,
@@ -268,6 +282,13 @@ class PolicyBatch(NamedTuple):
     """Importance weights, as from `correction_weights`; None for none."""
     entropy: torch.Tensor | None = None
     """Entropy of the policy's distributions, with its gradient (`token_entropy`), for a bonus; None: estimated."""
+    logprobs_sampler: torch.Tensor | None = None
+    """Log-probabilities of the sampler, where they are not `logprobs_old`, the trainer's of the same weights."""
+
+    @property
+    def sampled(self) -> torch.Tensor:
+        """`[N, T]`: the log-probabilities that the tokens were drawn by."""
+        return self.logprobs_old if self.logprobs_sampler is None else self.logprobs_sampler
 
 
 def _clip(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
@@ -291,12 +312,42 @@ def _sequence_clip(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
     return sequence_clip_loss(*batch[:4], algorithm.clip_low, algorithm.clip_high)
 
 
+def _sapo(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
+    return sapo_loss(*batch[:3], algorithm.sapo_temperature_pos, algorithm.sapo_temperature_neg)
+
+
+def _gmpo(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
+    return gmpo_loss(*batch[:4], algorithm.clip_low, algorithm.clip_high)
+
+
+def _dppo(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
+    bounds = algorithm.clip_low, algorithm.clip_high, algorithm.ratio_cap
+    return dppo_tv_loss(batch.logprobs, batch.sampled, batch.advantages, *bounds)
+
+
+def _dppo_kl(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
+    bounds = algorithm.clip_low, algorithm.clip_high, algorithm.ratio_cap
+    return dppo_kl_loss(batch.logprobs, batch.sampled, batch.advantages, *bounds)
+
+
+def _vespo(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
+    shape = VespoShape(
+        algorithm.vespo_k_pos, algorithm.vespo_lambda_pos, algorithm.vespo_k_neg, algorithm.vespo_lambda_neg
+    )
+    return vespo_loss(batch.logprobs, batch.sampled, batch.advantages, batch.mask, shape)
+
+
 POLICY_LOSSES: dict[str, Callable[[Algorithm, PolicyBatch], torch.Tensor]] = {
     "clip": _clip,
     "gspo": _gspo,
     "cispo": _cispo,
     "reinforce": _reinforce,
     "sequence-clip": _sequence_clip,
+    "sapo": _sapo,
+    "gmpo": _gmpo,
+    "dppo": _dppo,
+    "dppo-kl": _dppo_kl,
+    "vespo": _vespo,
 }
 
 
@@ -396,6 +447,23 @@ def _clipped_weights(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
     return ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high) != ratio
 
 
+def _clipped_logarithms(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
+    log_ratio, is_positive = batch.logprobs - batch.logprobs_old, batch.advantages > 0
+    return torch.where(
+        is_positive, log_ratio > algorithm.clip_high, (batch.advantages < 0) & (log_ratio < -algorithm.clip_low)
+    )
+
+
+def _masked_tv(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
+    bounds = algorithm.clip_low, algorithm.clip_high
+    return dppo_tv_masked(batch.logprobs, batch.sampled, batch.advantages, *bounds)
+
+
+def _masked_kl(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
+    bounds = algorithm.clip_low, algorithm.clip_high
+    return dppo_kl_masked(batch.logprobs, batch.sampled, batch.advantages, *bounds)
+
+
 def _nowhere(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
     return torch.zeros_like(batch.mask)
 
@@ -406,8 +474,13 @@ CLIPPED: dict[str, Callable[[Algorithm, PolicyBatch], torch.Tensor]] = {
     "cispo": _clipped_weights,
     "reinforce": _nowhere,
     "sequence-clip": _clipped_products,
+    "sapo": _nowhere,
+    "gmpo": _clipped_logarithms,
+    "dppo": _masked_tv,
+    "dppo-kl": _masked_kl,
+    "vespo": _nowhere,
 }
-"""`[N, T]` bool: the tokens whose loss, or whose weight under cispo, is clipped."""
+"""`[N, T]` bool: the tokens whose loss, or whose weight under cispo, is clipped, or 0 under dppo."""
 
 
 @torch.no_grad()
@@ -439,8 +512,17 @@ def _beside(cause: str, has_effect: Callable[[Algorithm], Any]) -> Cause:
 IDLE: dict[str, Cause] = {
     "scale_divisor": _beside("--scale {scale}", lambda a: a.scale in ("group-std", "leave-one-out-std")),
     "scale_eps": _beside("--scale {scale}", lambda a: a.scale.endswith("-std")),
-    "clip_low": _beside("--policy-loss {policy_loss}", lambda a: a.policy_loss != "reinforce"),
-    "clip_high": _beside("--policy-loss {policy_loss}", lambda a: a.policy_loss != "reinforce"),
+    "clip_low": _beside("--policy-loss {policy_loss}", lambda a: a.policy_loss not in UNCLIPPED_LOSSES),
+    "clip_high": _beside("--policy-loss {policy_loss}", lambda a: a.policy_loss not in UNCLIPPED_LOSSES),
+    "ratio_cap": _beside("--policy-loss {policy_loss}", lambda a: a.policy_loss in ("dppo", "dppo-kl")),
+    **{
+        name: _beside("--policy-loss {policy_loss}", lambda a: a.policy_loss == "sapo")
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg")
+    },
+    **{
+        name: _beside("--policy-loss {policy_loss}", lambda a: a.policy_loss == "vespo")
+        for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+    },
     "kl_estimator": _beside("--kl-place {kl_place}", lambda a: a.needs_reference),
     "kl_horizon": _beside("--kl-target {kl_target}", lambda a: a.kl_target),
     "overlong_factor": _beside("--overlong-buffer {overlong_buffer}", lambda a: a.overlong_buffer),

@@ -2,6 +2,7 @@
 them.
 """
 
+import math
 import statistics
 
 import pytest
@@ -12,6 +13,7 @@ from hybrid_engine.rl.advantages import (
     batch_std,
     gae,
     group_mean,
+    group_mean_scale,
     group_std,
     has_variance,
     leave_one_out_mean,
@@ -96,6 +98,28 @@ def test_equal_rewards_give_advantages_of_exactly_zero_whatever_the_rounding(bas
     for scale in (group_std(rewards, "n-1", 1e-9), leave_one_out_std(rewards, "n-1", 1e-9)):
         assert torch.equal(scaled_difference(rewards, baseline(rewards), scale), torch.zeros(3, 3))
     assert has_variance(rewards).tolist() == [False] * 3
+
+
+def test_over_the_mean_of_the_group_hard_prompts_weigh_more_and_failed_groups_nothing():
+    rewards = torch.tensor([[1.0, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [1, NAN, NAN, 0]], dtype=torch.float64)
+    found = scaled_difference(rewards, group_mean(rewards), group_mean_scale(rewards))
+    third = 1 / 3
+    assert_golden(found, [[3, -1, -1, -1], [third, third, third, -1], [0, 0, 0, 0], [1, 0, 0, -1]])
+
+
+def test_over_the_mean_the_expected_gradient_is_that_of_a_truncated_logarithm():
+    # For answers that are right with the probability p, d log p / dp = sum of (1 - p)^k over all k.
+    p, size = 0.3, 4
+    found = {"none": 0.0, "group-mean": 0.0}
+    for passed in range(size + 1):
+        chance = math.comb(size, passed) * p**passed * (1 - p) ** (size - passed)
+        rewards = torch.tensor([[1.0] * passed + [0.0] * (size - passed)], dtype=torch.float64)
+        scores = torch.where(rewards == 1, 1 / p, -1 / (1 - p))  # d log(probability of the answer) / dp
+        for name, baseline in (("none", rewards.new_zeros(())), ("group-mean", group_mean(rewards))):
+            advantages = scaled_difference(rewards, baseline, group_mean_scale(rewards))
+            found[name] += chance * float((advantages * scores).mean())
+    assert found["none"] == pytest.approx(sum((1 - p) ** k for k in range(size)))
+    assert found["group-mean"] == pytest.approx(sum((1 - p) ** k for k in range(size - 1)))
 
 
 def test_a_sample_whose_others_agree_is_not_divided():

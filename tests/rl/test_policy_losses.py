@@ -1,7 +1,8 @@
-"""GSPO, CISPO, REINFORCE and whole sequences, gradients of KL, entropy: goldens and finite differences."""
+"""GSPO, CISPO, REINFORCE, SAPO, GMPO, DPPO and VESPO, gradients of KL, entropy: goldens and finite differences."""
 
 import pytest
 import torch
+from trl import GRPOTrainer
 
 from hybrid_engine.rl.estimates import (
     estimated_entropy,
@@ -14,13 +15,20 @@ from hybrid_engine.rl.estimates import (
     token_entropy,
 )
 from hybrid_engine.rl.losses import (
+    VespoShape,
     cispo_loss,
+    dppo_kl_loss,
+    dppo_kl_masked,
+    dppo_tv_loss,
+    gmpo_loss,
     gspo_loss,
     mean_ratio,
     ppo_policy_loss,
     product_ratio,
     reinforce_loss,
+    sapo_loss,
     sequence_clip_loss,
+    vespo_loss,
 )
 from tests.support.goldens import assert_golden, load_golden
 
@@ -30,7 +38,13 @@ LOSSES = {
     "sequence-clip": lambda new, old, adv, mask: sequence_clip_loss(new, old, adv, mask, 0.2, 0.3),
     "cispo": lambda new, old, adv, mask: cispo_loss(new, old, adv, 0.2, 0.3),
     "reinforce": lambda new, old, adv, mask: reinforce_loss(new, adv),
+    "sapo": lambda new, old, adv, mask: sapo_loss(new, old, adv, 1.0, 1.05),
+    "gmpo": lambda new, old, adv, mask: gmpo_loss(new, old, adv, mask, 0.4, 0.3),
+    "dppo": lambda new, old, adv, mask: dppo_tv_loss(new, old, adv, 0.15, 0.15, 20.0),
+    "dppo-kl": lambda new, old, adv, mask: dppo_kl_loss(new, old, adv, 0.05, 0.05, 20.0),
+    "vespo": lambda new, old, adv, mask: vespo_loss(new, old, adv, mask, VESPO),
 }
+VESPO = VespoShape(2.0, 3.0, 3.0, 2.0)
 
 
 def tokens(seed: int = 0):
@@ -57,7 +71,88 @@ def test_cispo_and_its_gradient_are_the_goldens():
     assert_golden(logprobs.grad, golden["grad_wrt_cur"])
 
 
-@pytest.mark.parametrize("name", ["clip", "gspo", "sequence-clip", "reinforce"])
+def rows(*numbers: list[float]) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def test_sapo_is_the_gate_of_the_paper():
+    # 4 / tau / (1 + exp(-tau (ratio - 1))): 2 for ratio 1, and by hand for the ratios 1.5, 0.25 and 4.
+    new, advantages = rows([1.0, 1.5, 0.25, 4.0]).log().requires_grad_(), rows([1.0, 2.0, -1.0, -3.0])
+    loss = sapo_loss(new, torch.zeros_like(new), advantages, 1.0, 1.05)
+    assert_golden(loss.detach(), [[-2.0, -4.979674649615, 1.191259884963, 10.958956820566]])
+    (gradient,) = torch.autograd.grad(loss.sum(), new)
+    # A * ratio * 4 sigmoid (1 - sigmoid)
+    assert_golden(gradient, [[-1.0, -2.820044546419, 0.214920852605, 1.891333682703]])
+
+
+def test_gmpo_clips_each_logarithm_on_the_side_of_its_advantage():
+    log_ratio = rows([0.7, -0.7, 0.1, 0.0], [0.7, -0.7, 0.1, 9.0])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]).bool()
+    advantages = rows([2.0] * 4, [-2.0] * 4)
+    loss = gmpo_loss(log_ratio, torch.zeros_like(log_ratio), advantages, mask, 0.4, 0.3)
+    # exp((0.3 - 0.7 + 0.1 + 0) / 4) and exp((0.7 - 0.4 + 0.1) / 3)
+    assert_golden(loss[:, 0], [-1.855486972657, 2.285261623591])
+    assert torch.equal(loss, loss[:, :1].expand_as(loss))
+
+
+DPPO_CASES = [
+    # mu, pi, advantage, out of the region of the total variation 0.15, out of that of the KL 0.05
+    (0.5, 0.7, 1.0, True, True),
+    (0.5, 0.7, -1.0, False, False),
+    (0.5, 0.3, -1.0, True, True),
+    (0.5, 0.3, 1.0, False, False),
+    (0.5, 0.64, 1.0, False, False),
+    (0.01, 0.10, 1.0, False, True),
+    (0.001, 0.03, 1.0, False, False),
+    (0.999, 0.9, -1.0, False, True),
+]
+
+
+@pytest.mark.parametrize(("before", "now", "advantage", "left_tv", "left_kl"), DPPO_CASES)
+def test_dppo_leaves_out_tokens_that_left_their_region_with_their_advantage(before, now, advantage, left_tv, left_kl):
+    sampled, new = rows([before]).log(), rows([now]).log().requires_grad_()
+    for loss, bound, is_left in ((dppo_tv_loss, 0.15, left_tv), (dppo_kl_loss, 0.05, left_kl)):
+        value = loss(new, sampled, rows([advantage]), bound, bound, 20.0)
+        expected = 0.0 if is_left else -advantage * min(now / before, 20.0)
+        torch.testing.assert_close(value.detach(), expected * new.detach())
+        (gradient,) = torch.autograd.grad(value.sum(), new)
+        torch.testing.assert_close(gradient, rows([expected]))
+
+
+def test_the_divergence_of_dppo_is_that_of_two_bernoulli_distributions():
+    kl = torch.distributions.kl_divergence
+    bernoulli = torch.distributions.Bernoulli
+    before, now = torch.rand(2, 1, 200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = kl(bernoulli(before), bernoulli(now)) > 0.05
+    found = dppo_kl_masked(now.log(), before.log(), now - before, 0.05, 0.05)
+    assert torch.equal(found, expected)
+    assert 0 < expected.sum() < 200
+
+
+def test_a_token_of_probability_one_has_a_finite_divergence():
+    certain, other = rows([0.0, 0.0, -2.0]), rows([0.0, -1.0, 0.0])
+    found = dppo_kl_masked(other, certain, rows([1.0, -1.0, 1.0]), 0.05, 0.05)
+    assert found.tolist() == [[False, True, True]]
+
+
+def test_the_weights_of_vespo_are_those_of_trl():
+    old, new, advantages, mask = tokens()
+    one_each = advantages[:, :1].expand_as(advantages)
+    loss = vespo_loss(new, old, one_each, mask, VESPO)
+    weights = GRPOTrainer.get_gamma_weights(advantages[:, :1], (new - old).detach(), mask.double(), None, *VESPO)
+    torch.testing.assert_close(loss, -weights * one_each * new)
+    (gradient,) = torch.autograd.grad(loss.sum(), new)
+    torch.testing.assert_close(gradient, -weights * one_each)
+
+
+def test_vespo_forgets_a_sequence_that_is_far_away_on_either_side():
+    far, mask = rows([40.0, 30.0], [-40.0, -30.0]), torch.ones(2, 2).bool()
+    for advantage in (1.0, -1.0):
+        loss = vespo_loss(far, torch.zeros_like(far), torch.full_like(far, advantage), mask, VESPO)
+        assert loss.abs().max() < 1e-50
+
+
+@pytest.mark.parametrize("name", ["clip", "gspo", "sequence-clip", "reinforce", "sapo", "gmpo"])
 def test_gradients_are_those_of_finite_differences(name):
     old, new, advantages, mask = tokens()
     assert torch.autograd.gradcheck(lambda logprobs: LOSSES[name](logprobs, old, advantages, mask)[mask], new)

@@ -32,7 +32,7 @@ def algorithms() -> dict[str, Algorithm]:
     for name in ("policy_loss", "aggregation", "correction", "scale_divisor"):
         found |= {f"{name}={word}": Algorithm(**{name: word}) for word in CHOICES[name]}
     for scale in CHOICES["scale"]:
-        baselines = [word for word in CHOICES["baseline"] if word != "batch-mean" or not scale.endswith("-std")]
+        baselines = [word for word in CHOICES["baseline"] if word != "batch-mean" or scale not in NOT_OF_THE_BATCH]
         found |= {f"{word} by {scale}": Algorithm(baseline=word, scale=scale) for word in baselines}
     for place in ("reward", "token-reward"):
         found |= {f"{word} in {place}": Algorithm(kl_place=place, kl_coef=0.1, kl_estimator=word) for word in KL_VALUES}
@@ -55,6 +55,7 @@ def algorithms() -> dict[str, Algorithm]:
     return found
 
 
+NOT_OF_THE_BATCH = ("group-std", "leave-one-out-std", "batch-std", "group-mean")
 KL_VALUES = ("k1", "k2", "k3")
 ALGORITHMS = algorithms()
 
@@ -219,7 +220,18 @@ def test_an_entropy_that_is_given_takes_the_place_of_the_estimate():
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("clip", 2 / 4), ("cispo", 3 / 4), ("gspo", 1.0), ("sequence-clip", 1.0), ("reinforce", 0.0)]
+    ("name", "expected"),
+    [
+        ("clip", 2 / 4),
+        ("cispo", 3 / 4),
+        ("gspo", 1.0),
+        ("sequence-clip", 1.0),
+        ("reinforce", 0.0),
+        ("sapo", 0.0),
+        ("gmpo", 2 / 4),
+        ("dppo", 2 / 4),
+        ("vespo", 0.0),
+    ],
 )
 def test_the_share_of_clipped_tokens_is_that_of_the_loss(name, expected):
     ratio = torch.tensor([[1.0, 1.5, 1.6, 0.5], [1.0, 1.0, 1.0, 1.0]], dtype=torch.float64)

@@ -35,6 +35,7 @@ GROUP_GOLDENS = {
     "slime": "grpo_verl_slime_eps1e6",
     "dapo": "grpo_verl_slime_eps1e6",
     "dr-grpo": "dr_grpo",
+    **dict.fromkeys(("gspo", "luspo", "sapo", "gmpo", "dppo", "vespo"), "grpo_verl_slime_eps1e6"),
     "rloo": "rloo",
 }
 BATCHES = json.loads((DATA / "preset_goldens.json").read_text())
@@ -132,6 +133,7 @@ def test_what_has_no_meaning_beside_a_given_option_goes_and_is_reported():
     assert without_kl.kl_coef == 0
     assert "--kl-coef 0.0 in place of 0.04 of preset deepseekmath" in describe(without_kl)
     assert from_preset("verl", policy_loss="gspo").dual_clip == 0
+    assert from_preset("trl", policy_loss="dppo").correction == "none"
     moved = from_preset("rloo", kl_place="loss")
     assert (moved.kl_estimator, moved.kl_coef) == ("k3", 0.05)
     assert from_preset("rloo", kl_place="loss", kl_estimator="k2").kl_estimator == "k2"
@@ -142,6 +144,10 @@ def test_an_option_that_does_nothing_is_reported():
     lines = describe(from_preset("rloo", clip_low=0.1, scale_eps=1e-4))
     assert "--clip-low 0.1 has no effect with --policy-loss reinforce" in lines
     assert "--scale-eps 0.0001 has no effect with --scale none" in lines
+    lines = describe(Algorithm(policy_loss="sapo", clip_low=0.1, vespo_k_neg=1.0, ratio_cap=3.0))
+    assert "--clip-low 0.1 has no effect with --policy-loss sapo" in lines
+    assert "--vespo-k-neg 1.0 has no effect with --policy-loss sapo" in lines
+    assert "--ratio-cap 3.0 has no effect with --policy-loss sapo" in lines
     assert len(describe(Algorithm())) == 1
 
 
@@ -168,11 +174,15 @@ def test_the_resolved_choices_given_again_make_the_same_algorithm():
             {"kl_place": "loss", "kl_coef": 0.1, "kl_estimator": "k3+", "kl_unbiased": True},
             "both correct the same gradient",
         ),
-        ({"preset": "nemo", "baseline": "batch-mean"}, "--scale=leave-one-out-std is a group's deviation"),
+        ({"preset": "nemo", "baseline": "batch-mean"}, "--scale=leave-one-out-std is a statistic of a group"),
         ({"policy_loss": "gspo", "dual_clip": 3.0}, "--dual-clip=3.0 belongs to --policy-loss=clip"),
         ({"dual_clip": 1.1}, r"--dual-clip=1.1 must be above 1 \+ --clip-high=0.2"),
         ({"dual_clip": 0.5}, "--dual-clip=0.5 must be above 1"),
         ({"dynamic_sampling": 3, "baseline": "none"}, "--baseline=none learns from them"),
+        ({"policy_loss": "vespo", "correction": "masked"}, "--correction=masked weights .* a second time"),
+        ({"policy_loss": "dppo", "ratio_cap": 0.5}, "--ratio-cap=0.5 must be at least 1"),
+        ({"policy_loss": "sapo", "sapo_temperature_neg": 0.0}, "--sapo-temperature-neg=0.0 must be above 0"),
+        ({"baseline": "batch-mean", "scale": "group-mean"}, "--scale=group-mean is a statistic of a group"),
         ({"clip_low": 1.5}, "--clip-low=1.5 must be from 0 to 1"),
         ({"scale_eps": -1.0}, "--scale-eps=-1.0 must be at least 0"),
         ({"kl_coef": float("nan")}, "--kl-coef=nan must be finite"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from hybrid_engine.rlhf.algorithms import compute_advantages
-from hybrid_engine.rlhf.options.algorithm import PRESETS, Algorithm
+from hybrid_engine.rlhf.options.algorithm import PRESETS, UNCLIPPED_LOSSES, Algorithm
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 BEGIN, END = "<!-- presets -->\n", "<!-- end of presets -->\n"
@@ -26,8 +26,8 @@ def scale(algorithm: Algorithm) -> str:
 
 def policy_loss(algorithm: Algorithm) -> str:
     """The policy loss with its bounds."""
-    if algorithm.policy_loss == "reinforce":
-        return "reinforce"
+    if algorithm.policy_loss in UNCLIPPED_LOSSES:
+        return algorithm.policy_loss
     dual = f", dual {algorithm.dual_clip:g}" if algorithm.dual_clip else ""
     return f"{algorithm.policy_loss} -{algorithm.clip_low:g}/+{algorithm.clip_high:g}{dual}"
 

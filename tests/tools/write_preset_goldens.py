@@ -3,9 +3,11 @@
     python -m tests.tools.write_preset_goldens
 
 Plain Python, number by number, from the papers and frameworks that `hybrid_engine/rlhf/options/algorithm.py` names; it
-shares no code with this project and reads none of its presets. Gradients are central differences of the loss.
+shares no code with this project and reads none of its presets. Gradients are central differences of the loss, in which
+weights without a gradient are computed from "frozen", the log-probabilities before the change.
 """
 
+import copy
 import json
 import math
 import random
@@ -66,6 +68,14 @@ def openrlhf(batch):
     return returns
 
 
+def over_the_mean(batch):
+    numbers = []
+    for group in groups(batch["scores"]):
+        mean = statistics.mean(group)
+        numbers += [(score - mean) / mean if mean > 0 else 0.0 for score in group]
+    return on_tokens(numbers)
+
+
 def nemo(batch):
     numbers = []
     for group in groups(batch["scores"]):
@@ -121,6 +131,41 @@ def reinforce(batch, advantage, i, t):
     return -advantage * batch["logprobs"][i][t]
 
 
+def log_ratios(batch, i, now="logprobs"):
+    return [batch[now][i][t] - batch["old"][i][t] for t in range(LENGTHS[i])]
+
+
+def gspo(low, high):
+    def loss(batch, advantage, i, t):
+        ratio = math.exp(statistics.mean(log_ratios(batch, i)))
+        return max(-advantage * ratio, -advantage * min(max(ratio, 1 - low), 1 + high))
+
+    return loss
+
+
+def sapo(batch, advantage, i, t):
+    ratio, tau = math.exp(log_ratios(batch, i)[t]), 1.0 if advantage > 0 else 1.05
+    return -advantage * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+
+
+def gmpo(batch, advantage, i, t):
+    numbers = [min(x, 0.4) if advantage > 0 else max(x, -0.4) for x in log_ratios(batch, i)]
+    return -advantage * math.exp(statistics.mean(numbers))
+
+
+def dppo(batch, advantage, i, t):
+    now, before = math.exp(batch["frozen"][i][t]), math.exp(batch["old"][i][t])
+    if now - before > 0.15 if advantage > 0 else before - now > 0.15:
+        return 0.0
+    return -advantage * min(now / before, 20.0) * batch["logprobs"][i][t]
+
+
+def vespo(batch, advantage, i, t):
+    weight = math.exp(sum(log_ratios(batch, i, "frozen")))
+    k, decay = (2.0, 3.0) if advantage >= 0 else (3.0, 2.0)
+    return -advantage * weight**k * math.exp(decay * (1 - weight)) * batch["logprobs"][i][t]
+
+
 def token_mean(losses):
     return sum(map(sum, losses)) / sum(LENGTHS)
 
@@ -146,6 +191,13 @@ PRESETS = {
     "slime": (standardised(1e-6), clipped(), sample_mean),
     "dapo": (standardised(1e-6), clipped(high=0.28), token_mean),
     "dr-grpo": (centred, clipped(), constant_mean),
+    "gspo": (standardised(1e-6), gspo(3e-4, 4e-4), sample_mean),
+    "luspo": (standardised(1e-6), gspo(2e-3, 2.5e-3), sum_mean),
+    "sapo": (standardised(1e-6), sapo, sample_mean),
+    "gmpo": (standardised(1e-6), gmpo, sample_mean),
+    "dppo": (standardised(1e-6), dppo, token_mean),
+    "vespo": (standardised(1e-6), vespo, token_mean),
+    "maxrl": (over_the_mean, clipped(), token_mean),
     "rloo": (rloo, reinforce, sum_mean),
     "reinforce++": (reinforce_plus_plus, clipped(), token_mean),
 }
@@ -172,11 +224,11 @@ def main():
     result = {"group_size": G, "max_length": MAX_LENGTH, "batch": batch}
     for name, (advantages_of, token_loss, aggregate) in PRESETS.items():
         advantages = advantages_of(batch)
-        arguments = advantages, token_loss, aggregate
+        arguments = batch | {"frozen": copy.deepcopy(batch["logprobs"])}, advantages, token_loss, aggregate
         result[name] = {
             "advantages": advantages,
-            "loss": step_loss(batch, *arguments),
-            "gradient": gradient(batch, *arguments),
+            "loss": step_loss(*arguments),
+            "gradient": gradient(*arguments),
         }
     path = Path(__file__).parents[1] / "data" / "preset_goldens.json"
     path.write_text(json.dumps(result, indent=1) + "\n")

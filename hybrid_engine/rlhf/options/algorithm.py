@@ -20,9 +20,28 @@ from hybrid_engine.config.checks import (
 
 CHOICES = {
     "baseline": ("group-mean", "leave-one-out", "batch-mean", "group-then-batch-mean", "none"),
-    "scale": ("group-std", "leave-one-out-std", "batch-std", "batch-whiten", "batch-whiten-biased", "none"),
+    "scale": (
+        "group-std",
+        "leave-one-out-std",
+        "group-mean",
+        "batch-std",
+        "batch-whiten",
+        "batch-whiten-biased",
+        "none",
+    ),
     "scale_divisor": ("n-1", "n"),
-    "policy_loss": ("clip", "gspo", "cispo", "reinforce", "sequence-clip"),
+    "policy_loss": (
+        "clip",
+        "gspo",
+        "cispo",
+        "reinforce",
+        "sequence-clip",
+        "sapo",
+        "gmpo",
+        "dppo",
+        "dppo-kl",
+        "vespo",
+    ),
     "aggregation": (
         "token-mean",
         "sequence-mean-token-mean",
@@ -44,7 +63,10 @@ CHOICES = {
 }
 """The words that the fields of the same names may have."""
 GROUP_BASELINES = ("group-mean", "leave-one-out", "group-then-batch-mean")
-GROUP_SCALES = ("group-std", "leave-one-out-std")
+GROUP_SCALES = ("group-std", "leave-one-out-std", "group-mean")
+SAMPLER_LOSSES = ("dppo", "dppo-kl", "vespo")
+"""The policy losses whose ratio is that to the sampler, which corrects for its difference from the trainer."""
+UNCLIPPED_LOSSES = ("reinforce", "sapo", "vespo")
 GROUP_NORMALISED: dict[str, Any] = {"baseline": "group-mean", "scale": "group-std", "scale_divisor": "n-1"}
 PRESETS: dict[str, dict[str, Any]] = {
     # Shao et al., "DeepSeekMath", arXiv 2402.03300, equation 3 and section 4.2 (KL 0.04). The paper gives neither the
@@ -147,6 +169,80 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregation": "sequence-mean-token-sum-by-length",
         "kl_place": "none",
     },
+    # Zheng et al., "GSPO", arXiv 2507.18071, section 5.1: clip bounds of the geometric mean of ratios, no KL.
+    "gspo": GROUP_NORMALISED
+    | {
+        "scale_eps": 1e-6,
+        "policy_loss": "gspo",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "aggregation": "sequence-mean-token-mean",
+        "kl_place": "none",
+    },
+    # Liu et al., "LUSPO", arXiv 2602.05261: GSPO's loss of a sequence times its length; bounds of section 5.1.
+    "luspo": GROUP_NORMALISED
+    | {
+        "scale_eps": 1e-6,
+        "policy_loss": "gspo",
+        "clip_low": 2e-3,
+        "clip_high": 2.5e-3,
+        "aggregation": "sequence-mean-token-sum",
+        "kl_place": "none",
+    },
+    # Gao et al., "SAPO", arXiv 2511.20347; temperatures as in TRL and verl.
+    "sapo": GROUP_NORMALISED
+    | {
+        "scale_eps": 1e-6,
+        "policy_loss": "sapo",
+        "sapo_temperature_pos": 1.0,
+        "sapo_temperature_neg": 1.05,
+        "aggregation": "sequence-mean-token-mean",
+        "kl_place": "none",
+    },
+    # Zhao et al., "GMPO", arXiv 2507.20673; bounds of the logarithm as in TRL, `gmpo_config.py`.
+    "gmpo": GROUP_NORMALISED
+    | {
+        "scale_eps": 1e-6,
+        "policy_loss": "gmpo",
+        "clip_low": 0.4,
+        "clip_high": 0.4,
+        "aggregation": "sequence-mean-token-mean",
+        "kl_place": "none",
+    },
+    # Qi et al., "DPPO", arXiv 2602.04879, the binary total variation; bounds and cap as in TRL, `dppo_config.py`.
+    "dppo": GROUP_NORMALISED
+    | {
+        "scale_eps": 1e-6,
+        "policy_loss": "dppo",
+        "clip_low": 0.15,
+        "clip_high": 0.15,
+        "ratio_cap": 20.0,
+        "aggregation": "token-mean",
+        "kl_place": "none",
+    },
+    # Shen et al., "VESPO", arXiv 2602.10693; exponents and token mean as in TRL, `grpo_config.py`.
+    "vespo": GROUP_NORMALISED
+    | {
+        "scale_eps": 1e-6,
+        "policy_loss": "vespo",
+        "vespo_k_pos": 2.0,
+        "vespo_lambda_pos": 3.0,
+        "vespo_k_neg": 3.0,
+        "vespo_lambda_neg": 2.0,
+        "aggregation": "token-mean",
+        "kl_place": "none",
+    },
+    # Tajwar et al., "MaxRL", arXiv 2602.02710: rewards 0 and 1, over the group's mean. The rest is verl's, on which
+    # their code is built.
+    "maxrl": {
+        "baseline": "group-mean",
+        "scale": "group-mean",
+        "policy_loss": "clip",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "aggregation": "token-mean",
+        "kl_place": "none",
+    },
     # Ahmadian et al., "Back to Basics", arXiv 2402.14740: REINFORCE on whole sequences, their KL in the reward;
     # its weight is TRL's, `trl/trainer/rloo_config.py`, beta 0.05.
     "rloo": {
@@ -192,8 +288,8 @@ class Algorithm:
 
     preset: str | None = option(
         None,
-        "Defaults for the algorithm options, as in deepseekmath, trl, verl, openrlhf, nemo, slime, dapo, dr-grpo, rloo "
-        "or reinforce++ (docs/algorithms.md); explicit options override them",
+        f"Defaults for the algorithm options, as in {', '.join(PRESETS)} (docs/algorithms.md); explicit options "
+        "override them",
     )
     baseline: str = option(
         "group-mean",
@@ -203,8 +299,9 @@ class Algorithm:
     )
     scale: str = option(
         "group-std",
-        "Divisor of the advantages: group-std (GRPO), leave-one-out-std (NeMo-RL), batch-std of all rewards (TRL), "
-        "batch-whiten or batch-whiten-biased over all tokens (verl, OpenRLHF) or none (Dr. GRPO, arXiv 2503.20783)",
+        "Divisor of the advantages: group-std (GRPO), leave-one-out-std (NeMo-RL), group-mean (MaxRL, arXiv "
+        "2602.02710), batch-std of all rewards (TRL), batch-whiten or batch-whiten-biased over all tokens (verl, "
+        "OpenRLHF) or none (Dr. GRPO, arXiv 2503.20783)",
     )
     scale_divisor: str = option("n-1", "Divisor in a group's variance: n-1 or n")
     scale_eps: float = option(
@@ -215,18 +312,32 @@ class Algorithm:
     policy_loss: str = option(
         "clip",
         "Policy loss: clip (PPO, arXiv 1707.06347), gspo (one ratio per sequence, arXiv 2507.18071), cispo (arXiv "
-        "2506.13585), reinforce or sequence-clip (product of ratios, TRL's RLOO)",
+        "2506.13585), reinforce, sequence-clip (product of ratios, TRL's RLOO), sapo (a smooth gate, arXiv "
+        "2511.20347), gmpo (geometric mean of clipped ratios, arXiv 2507.20673), dppo or dppo-kl (bound on the total "
+        "variation or the KL to the sampler, arXiv 2602.04879) or vespo (a smooth weight per sequence, arXiv "
+        "2602.10693)",
     )
-    clip_low: float = option(0.2, "Lower clip range: the probability ratio is clipped at 1 - clip-low; 1 for no bound")
+    clip_low: float = option(
+        0.2,
+        "Lower clip range: the probability ratio is clipped at 1 - clip-low; 1 for no bound. gmpo clips its logarithm, "
+        "dppo bounds the divergence",
+    )
     clip_high: float = option(
         0.2,
         "Upper clip range: the probability ratio is clipped at 1 + clip-high; DAPO's clip-higher is 0.28 (arXiv "
-        "2503.14476)",
+        "2503.14476). gmpo clips its logarithm, dppo bounds the divergence",
     )
     dual_clip: float = option(
         0.0,
         "Dual clip: bound on the ratio of tokens with a negative advantage, above 1 (arXiv 1912.09729); 0 for none",
     )
+    ratio_cap: float = option(20.0, "Maximum ratio with --policy-loss dppo and dppo-kl, at least 1")
+    sapo_temperature_pos: float = option(1.0, "Temperature of sapo's gate for positive advantages, above 0")
+    sapo_temperature_neg: float = option(1.05, "Temperature of sapo's gate for other advantages, above 0")
+    vespo_k_pos: float = option(2.0, "Power of the ratio in vespo's weight, for advantages that are not negative")
+    vespo_lambda_pos: float = option(3.0, "Decay with the ratio of vespo's weight, for the same advantages")
+    vespo_k_neg: float = option(3.0, "Power of the ratio in vespo's weight, for negative advantages")
+    vespo_lambda_neg: float = option(2.0, "Decay with the ratio of vespo's weight, for negative advantages")
     aggregation: str = option(
         "token-mean",
         "Reduction of token losses to the loss: token-mean (DAPO), sequence-mean-token-mean (GRPO), "
@@ -337,7 +448,9 @@ def check_numbers(algorithm: Algorithm) -> None:
     check_count("dynamic_sampling", algorithm.dynamic_sampling, 0)
     for name in ("gamma", "clip_low"):
         check_between(name, getattr(algorithm, name), 0, 1)
-    check_above("kl_horizon", algorithm.kl_horizon, 0)
+    for name in ("kl_horizon", "sapo_temperature_pos", "sapo_temperature_neg"):
+        check_above(name, getattr(algorithm, name), 0)
+    check_at_least("ratio_cap", algorithm.ratio_cap, 1)
     check_between("overlong_buffer", algorithm.overlong_buffer, 0, 1)
     if algorithm.dual_clip:
         check_above("dual_clip", algorithm.dual_clip, 1)
@@ -386,8 +499,8 @@ def check_agreement(algorithm: Algorithm) -> None:
     """Raises ValueError for choices that contradict each other."""
     if algorithm.baseline == "batch-mean" and algorithm.scale in GROUP_SCALES:
         raise ValueError(
-            f"--scale={algorithm.scale} is a group's deviation from its mean, which --baseline=batch-mean does not "
-            "subtract; use --scale batch-whiten, or --baseline group-mean"
+            f"--scale={algorithm.scale} is a statistic of a group, with which --baseline=batch-mean does not compare; "
+            "use --scale batch-whiten, or --baseline group-mean"
         )
     if algorithm.dual_clip and algorithm.policy_loss != "clip":
         raise ValueError(
@@ -397,6 +510,11 @@ def check_agreement(algorithm: Algorithm) -> None:
     if algorithm.dual_clip and algorithm.dual_clip <= 1 + algorithm.clip_high:
         raise ValueError(
             f"--dual-clip={algorithm.dual_clip} must be above 1 + --clip-high={algorithm.clip_high}; raise it"
+        )
+    if algorithm.correction != "none" and algorithm.policy_loss in SAMPLER_LOSSES:
+        raise ValueError(
+            f"--correction={algorithm.correction} weights for the sampler's difference a second time: the ratio of "
+            f"--policy-loss={algorithm.policy_loss} is that to the sampler; leave it out"
         )
     if algorithm.dynamic_sampling and algorithm.baseline not in GROUP_BASELINES:
         raise ValueError(
@@ -410,14 +528,16 @@ def with_preset(given: Mapping[str, Any]) -> dict[str, Any]:
 
     They are the preset's if the options name one, and given options win. A choice of the preset that has no meaning
     next to a given one is dropped: the weight of a KL that is turned off, the estimator of one that is moved, the dual
-    clip of another policy loss.
+    clip of another policy loss, the correction of a policy loss that has its own.
 
     Raises:
         ValueError: the preset does not exist.
     """
     chosen = preset_choices(given.get("preset"))
     moved = KL_AT.get(given.get("kl_place", ""), {}) if given.get("kl_place") != chosen.get("kl_place") else {}
-    dropped = {"dual_clip": 0.0} if given.get("policy_loss", "clip") != "clip" else {}
+    dropped: dict[str, Any] = {"dual_clip": 0.0} if given.get("policy_loss", "clip") != "clip" else {}
+    if given.get("policy_loss") in SAMPLER_LOSSES:
+        dropped["correction"] = "none"
     return {**chosen, **moved, **dropped, **given}
 
 
