@@ -33,7 +33,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from hybrid_engine.rl.losses import count_step
 from hybrid_engine.rl.preferences import PairLogprobs, build_loss
 from hybrid_engine.rlhf.algorithms import (
+    Coefficients,
     PolicyBatch,
+    choose_tokens,
     compute_advantages,
     correction_weights,
     policy_figures,
@@ -244,6 +246,7 @@ def of_algorithm(
     if sampler is not None:
         padded = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in sampler], batch_first=True)
         weights = correction_weights(algorithm, 1.0, policy_old, padded, mask)
+    entropy = response_logprobs_and_entropy(model, batch)[1]
     tokens = PolicyBatch(
         logprobs=logprobs,
         logprobs_old=logprobs_old,
@@ -251,8 +254,10 @@ def of_algorithm(
         mask=mask,
         logprobs_ref=logprobs_ref,
         weights=weights,
-        entropy=response_logprobs_and_entropy(model, batch)[1] if algorithm.entropy_coef else None,
+        entropy=entropy if algorithm.entropy_coef else None,
     )
+    # TRL chooses by the entropies of the policy being trained.
+    tokens = choose_tokens(algorithm, tokens, entropy.detach())
     clipped = policy_figures(algorithm, tokens)["clip_fraction"]
     has_clip = not is_on_policy and algorithm.policy_loss not in UNCLIPPED_LOSSES
     assert not has_clip or 0.1 < clipped < 0.9, f"{clipped=}: the clip is to be seen at work, and the ratio too"
@@ -262,7 +267,7 @@ def of_algorithm(
         PolicyBatch(*(None if value is None else value[rows] for value in tokens))
         for rows in (slice(0, 3), slice(3, None))
     ]
-    loss = sum(policy_objective(algorithm, part, counts, algorithm.kl_coef) for part in parts)
+    loss = sum(policy_objective(algorithm, part, counts, Coefficients.first(algorithm)) for part in parts)
     assert isinstance(loss, torch.Tensor)
     loss.backward()
     return loss.detach(), gradients(model)
@@ -311,6 +316,8 @@ GRPO_ROWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"preset": "trl", "policy_loss": "cispo", "clip_low": 1.0, "clip_high": 0.2},
     ),
     ({"entropy_coef": 0.05}, {"preset": "trl", "entropy_coef": 0.05}),
+    ({"top_entropy_quantile": 0.3}, {"preset": "trl", "top_entropy": 0.3}),
+    ({"off_policy_mask_threshold": 0.002}, {"preset": "trl", "off_policy_threshold": 0.002}),
     ({"loss_type": "sapo"}, {"preset": "sapo", "scale_eps": 1e-4}),
     (
         {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 0.02, "epsilon_high": 0.03},

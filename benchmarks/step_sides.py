@@ -130,7 +130,7 @@ class Ours:
         groups = self.source.draw(self.config.rollout_size, 0, 0, self.step_number)
         actor.train()
         experience, _ = grpo.build_experience(self.policy, groups, self.config, KL_COEF)
-        grpo.update(self.policy, experience, self.config, KL_COEF, seed=self.step_number)
+        grpo.update(self.policy, experience, self.config, Coefficients(KL_COEF, 0.0, 0.0), seed=self.step_number)
         whole = time.perf_counter() - start
         self.step_number += 1
         return Step(self.clock.take() | {"whole": whole}, groups.rollout.sequences.response_mask.sum(dim=1).tolist())

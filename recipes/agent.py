@@ -25,7 +25,9 @@ from hybrid_engine.distributed.processes import all_processes
 from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.rl.losses import count_step
 from hybrid_engine.rlhf.algorithms import (
+    Coefficients,
     PolicyBatch,
+    choose_tokens,
     compute_advantages,
     correction_weights,
     describe,
@@ -227,7 +229,8 @@ def build_experience(policy: TrainedPolicy, episodes: list[Episode], config: Con
     scores = torch.tensor([episode.success for episode in episodes], device=device)
     advantages = compute_advantages(algorithm, scores, config.group_size, logprobs, None, mask, 0.0, None)
     batch = PolicyBatch(logprobs, logprobs, advantages, mask, weights=weights, logprobs_sampler=sampled)
-    return Experience(sequences, sampled, batch)
+    entropy = policy.entropies(sequences, config.temperature) if algorithm.top_entropy < 1 else None
+    return Experience(sequences, sampled, choose_tokens(algorithm, batch, entropy, all_processes()))
 
 
 def update(policy: TrainedPolicy, episodes: list[Episode], config: Config) -> dict[str, float]:
@@ -247,7 +250,7 @@ def update(policy: TrainedPolicy, episodes: list[Episode], config: Config) -> di
         batch = present_batch(actor, experience.rows(torch.tensor(rows)), config.algorithm, config.temperature)
         note_rows(present, rows, batch.logprobs)
         health = mean_sums(policy_figures(config.algorithm, batch), batch.mask)
-        return policy_objective(config.algorithm, batch, step, 0.0), health
+        return policy_objective(config.algorithm, batch, step, Coefficients.first(config.algorithm)), health
 
     passes = TrainingPasses([actor], experience.sequences.items, policy.sizes)
     for rows in passes:

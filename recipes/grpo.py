@@ -27,13 +27,15 @@ from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.rl.advantages import overlong_penalty, without_cut_off
 from hybrid_engine.rl.losses import StepCounts, count_step
 from hybrid_engine.rlhf.algorithms import (
+    Coefficients,
     PolicyBatch,
     check_steps,
+    choose_tokens,
     compute_advantages,
     compute_step_advantages,
     correction_weights,
     describe,
-    next_kl_coef,
+    next_coefficients,
     policy_figures,
     policy_objective,
 )
@@ -93,7 +95,7 @@ SHOWN = [
 class RunState(NamedTuple):
     """State that passes from step to step in addition to the engine's, and into checkpoints."""
 
-    kl_coef: float
+    coefficients: Coefficients
     step: int = 0
     """Number of steps done."""
     num_drawn: int = 0
@@ -123,10 +125,11 @@ def run(config: Config) -> Path:
     warm_up(policy.actor, policy.tokenizer, options, num_prompts, start.answered.shortest)
     before = evaluate_policy(policy, start.held_out, start.rewards, config)
     followed = follow(out, policy.actor, policy.tokenizer, config.temperature, policy.sizes, before)
-    carried = RunState(kl_coef=config.algorithm.kl_coef)
+    carried = RunState(coefficients=Coefficients.first(config.algorithm))
     if config.resume:
         state = load_checkpoints({"actor": policy.actor}, out / CHECKPOINTS, config).state
-        carried = RunState(**state)._replace(best=Best(*state["best"]))
+        coefficients, best = Coefficients(*state["coefficients"]), Best(*state["best"])
+        carried = RunState(**state)._replace(coefficients=coefficients, best=best)
     started = time.perf_counter()
     log = RunLog(out, "GRPO", config.steps, config, carried.step)
     carried = train_loop(policy, start, config, log, carried, followed)
@@ -162,11 +165,11 @@ def train_loop(
                 config.rollout_size // get_world_size(), config.algorithm.dynamic_sampling, carried.num_drawn, step
             )
             actor.train()
-            experience, figures = build_experience(policy, groups, config, carried.kl_coef)
-            figures |= update(policy, experience, config, carried.kl_coef, seed=mix_seed(config.seed, step))
+            experience, figures = build_experience(policy, groups, config, carried.coefficients.kl)
+            figures |= update(policy, experience, config, carried.coefficients, seed=mix_seed(config.seed, step))
             num_answers = config.rollout_size * config.group_size
-            kl_coef = next_kl_coef(config.algorithm, carried.kl_coef, figures.get("kl_per_sequence", 0.0), num_answers)
-            carried = carried._replace(kl_coef=kl_coef, step=step + 1, num_drawn=groups.num_drawn)
+            coefficients = next_coefficients(config.algorithm, carried.coefficients, figures, num_answers)
+            carried = carried._replace(coefficients=coefficients, step=step + 1, num_drawn=groups.num_drawn)
             # Before an evaluation, whose latencies do not belong to training.
             figures = groups.figures | figures | actor.latency_stats()
             if is_due(config.eval_every, step, config.steps):
@@ -178,7 +181,7 @@ def train_loop(
                 carried = carried._replace(best=best)
             log.write(step, figures, SHOWN)
             if is_due(config.save_every, step, config.steps):
-                state = carried._asdict() | {"best": tuple(carried.best)}
+                state = carried._asdict() | {"best": tuple(carried.best), "coefficients": tuple(coefficients)}
                 save_checkpoints({"actor": actor}, Path(config.out) / CHECKPOINTS, step + 1, config, state)
     return carried
 
@@ -217,6 +220,8 @@ def build_experience(
         weights=weights,
         logprobs_sampler=rollout.logprobs,
     )
+    entropy = policy.entropies(sequences, config.temperature) if algorithm.top_entropy < 1 else None
+    batch = choose_tokens(algorithm, batch, entropy, all_processes())
 
     sums = answer_sums(rollout) | {"score": score_sum(groups.scores), "shaped_score": score_sum(scores)}
     if logprobs_ref is not None:
@@ -227,7 +232,7 @@ def build_experience(
 
 
 def update(
-    policy: TrainedPolicy, experience: Experience, config: Config, kl_coef: float, seed: int
+    policy: TrainedPolicy, experience: Experience, config: Config, coefficients: Coefficients, seed: int
 ) -> dict[str, float]:
     """`epochs` passes over the experience in reshuffled minibatches, an optimizer step on each.
 
@@ -255,7 +260,7 @@ def update(
             passes = TrainingPasses([actor], chosen.sequences.items, policy.sizes)
             for rows in passes:
                 with passes.fitting():
-                    compute = partial(micro_batch_loss, actor, chosen, present, step, config, kl_coef, rows)
+                    compute = partial(micro_batch_loss, actor, chosen, present, step, config, coefficients, rows)
                     actor.backward(passes.loss(compute))
             actor.step()
             found = passes.figures()
@@ -273,7 +278,7 @@ def micro_batch_loss(
     present: torch.Tensor,
     step: StepCounts,
     config: Config,
-    kl_coef: float,
+    coefficients: Coefficients,
     rows: list[int],
 ) -> tuple[torch.Tensor, DeviceFigures]:
     """The share of `rows` in the loss of a minibatch, and (sum, count) of each figure, for `global_means`.
@@ -282,7 +287,7 @@ def micro_batch_loss(
     """
     batch = present_batch(actor, minibatch.rows(torch.tensor(rows)), config.algorithm, config.temperature)
     note_rows(present, rows, batch.logprobs)
-    loss = policy_objective(config.algorithm, batch, step, kl_coef)
+    loss = policy_objective(config.algorithm, batch, step, coefficients)
     health = mean_sums(policy_figures(config.algorithm, batch), batch.mask)
     # A share of the minibatch's loss; the shares of all rows of all processes add up to 1.
     share = len(rows) / (len(minibatch.logprobs) * get_world_size())

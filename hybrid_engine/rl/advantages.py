@@ -177,6 +177,23 @@ def sum_over_processes(local: torch.Tensor, group: dist.ProcessGroup | None) -> 
     return local
 
 
+@torch.no_grad()
+def gather_values(local: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The values `[n]` of all processes, each of which may have another number; collective over `group`.
+
+    Without a group, `local` itself.
+    """
+    if group is None:
+        return local
+    counts = [torch.zeros((), dtype=torch.long, device=local.device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(counts, torch.tensor(len(local), device=local.device), group=group)
+    padded = local.new_zeros(max(1, *(int(count) for count in counts)))
+    padded[: len(local)] = local
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
+
+
 def overlong_penalty(lengths: torch.Tensor, max_length: int, buffer: int, factor: float = 1.0) -> torch.Tensor:
     """DAPO's soft overlong punishment, to be added to the reward; equation 13.
 

@@ -1,16 +1,21 @@
-"""Importance correction if the sampler's log-probabilities differ from the trainer's: weights for the policy loss.
+"""Weights for the policy loss: importance correction for the sampler's difference, and the tokens that count.
 
 With w = exp(logprobs_trainer - logprobs_sampler) of a token, both of the same weights at the time of the rollout.
 B: sampled responses, T: response tokens. Each function takes `[B, T]` log-probabilities, the mask (bool, True on
 response tokens) and the bounds `low` and `high`, and returns weights `[B, T]`, 1 outside the mask and without a
 gradient. A weight outside the bounds is moved onto them (truncated) or set to 0 (masked).
+
+The tokens that count are chosen once for a rollout, from the log-probabilities of the policy that sampled and over all
+processes, so that neither micro-batches nor processes change the choice.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from hybrid_engine.rl.advantages import masked_mean
+from hybrid_engine.rl.advantages import gather_values, masked_mean, moments
 
 
 @torch.no_grad()
@@ -104,6 +109,116 @@ def measure_difference(
     """The difference over this process's tokens; nan without any."""
     distance = _log_weights(logprobs_trainer, logprobs_sampler, mask).abs()
     return Difference(masked_mean(distance, mask), masked_mean(distance.exp(), mask))
+
+
+@torch.no_grad()
+def within_policy(
+    logprobs: torch.Tensor,
+    logprobs_sampler: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    threshold: float,
+) -> torch.Tensor:
+    """`[B, T]` bool: False where A < 0 and the sequence has become unlikely, mean_t log(mu / pi) > threshold.
+
+    A sequence that the policy being trained, pi, would no longer draw as the sampler, mu, did teaches little by being
+    pushed down further.
+
+    Source: DeepSeek-AI, "DeepSeek-V3.2", arXiv 2512.02556, section 3.1 (off-policy sequence masking); TRL,
+    `grpo_trainer.py`, get_off_policy_mask.
+    """
+    log_weights = _log_weights(logprobs, logprobs_sampler, mask)
+    distance = -log_weights.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return (advantages >= 0) | (distance <= threshold)
+
+
+@torch.no_grad()
+def of_high_entropy(
+    entropy: torch.Tensor, mask: torch.Tensor, share: float, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """`[B, T]` bool: True on the tokens whose entropy is at least the quantile 1 - share of all tokens.
+
+    Args:
+        entropy: `[B, T]`, in nats, of the distributions that the tokens were drawn from.
+        mask: `[B, T]` bool.
+        share: of the tokens, from 0, which leaves the highest, to 1.
+        group: collective over these processes; None for this process's tokens alone.
+
+    Source: Wang et al., "Beyond the 80/20 Rule", arXiv 2506.01939, section 5 (share 0.2); the quantile is interpolated
+    as in TRL, `grpo_trainer.py`, get_high_entropy_mask.
+    """
+    values = gather_values(entropy[mask].double(), group).sort().values
+    if not len(values):
+        return torch.zeros_like(mask)
+    place = (1 - share) * (len(values) - 1)
+    below, above = values[math.floor(place)], values[math.ceil(place)]
+    return mask & (entropy.double() >= torch.lerp(below, above, place - math.floor(place)))
+
+
+@torch.no_grad()
+def covariances(
+    logprobs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """`[B, T]` float64: each token's term of the covariance of log-probability and advantage, over all tokens.
+
+        (log pi - mean log pi) * (A - mean A)
+
+    A policy gradient lowers the entropy by it. Collective over `group` unless that is None.
+
+    Source: Cui et al., "The Entropy Mechanism of Reinforcement Learning", arXiv 2505.22617, section 4.2.
+    """
+    mean_logprob, mean_advantage = moments(logprobs, mask, group).mean, moments(advantages, mask, group).mean
+    return torch.where(mask, (logprobs.double() - mean_logprob) * (advantages.double() - mean_advantage), 0.0)
+
+
+@torch.no_grad()
+def most_covariant(
+    covariance: torch.Tensor, mask: torch.Tensor, share: float, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """`[B, T]` bool: True on this share of all tokens, at least one, whose covariances are the largest (KL-Cov).
+
+    Tokens that are equal to the last of them count too. Collective over `group` unless that is None. Source: as
+    `covariances`; verl, `core_algos.py`, "kl_cov" (share 2e-4).
+    """
+    return _first_of(-covariance, mask, _share_of(mask, share, group), group)
+
+
+@torch.no_grad()
+def drawn_covariant(
+    covariance: torch.Tensor,
+    logprobs: torch.Tensor,
+    mask: torch.Tensor,
+    share: float,
+    low: float,
+    high: float,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """`[B, T]` bool: True on this share of all tokens, drawn from those with low < covariance < high (Clip-Cov).
+
+    A share of the tokens is at least one, and all where fewer are within the bounds. The draw hashes the bits of the
+    log-probabilities: it is the same however the tokens are split. Collective over `group` unless that is None.
+    Source: as `covariances`; verl, `core_algos.py`, "clip_cov" (share 2e-4, bounds 1 and 5).
+    """
+    within = mask & (covariance > low) & (covariance < high)
+    return _first_of(_hashed(logprobs), within, _share_of(mask, share, group), group)
+
+
+def _share_of(mask: torch.Tensor, share: float, group: dist.ProcessGroup | None) -> int:
+    return max(1, int(share * int(moments(mask.double(), mask, group).count)))
+
+
+def _first_of(keys: torch.Tensor, mask: torch.Tensor, number: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Bool: True where the mask is and the key is one of the `number` smallest of all processes."""
+    smallest = gather_values(keys[mask], group).sort().values[:number]
+    return mask & (keys <= smallest[-1]) if len(smallest) else torch.zeros_like(mask)
+
+
+def _hashed(values: torch.Tensor) -> torch.Tensor:
+    """int64 of the shape of `values`: well mixed bits of each (the finalizer of MurmurHash3, 32 bits)."""
+    bits = values.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    for factor, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
+        bits = ((bits ^ (bits >> shift)) * factor) & 0xFFFFFFFF
+    return bits ^ (bits >> 16)
 
 
 def _log_weights(logprobs_trainer: torch.Tensor, logprobs_sampler: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -165,6 +165,27 @@ def adaptive_kl_coefficient(coefficient: float, kl: float, target: float, horizo
     return coefficient * (1 + error * num_samples / horizon)
 
 
+def adaptive_entropy_coefficient(
+    coefficient: float, entropy: float, target: float, change: float, largest: float
+) -> float:
+    """The next coefficient of the controller that keeps the entropy from falling below `target`.
+
+        coefficient + change where entropy <= target, else coefficient - change, within 0 and `largest`
+
+    Its bonus is applied only while the entropy is at or below the target.
+
+    Args:
+        coefficient: the present one.
+        entropy: the measured mean over tokens, in nats.
+        target: the entropy to hold, in nats.
+        change: of the coefficient in a step.
+        largest: coefficient.
+
+    Source: He et al., "Skywork Open Reasoner 1", arXiv 2505.22312 (target 0.2, change 0.005).
+    """
+    return min(max(coefficient + (change if entropy <= target else -change), 0.0), largest)
+
+
 def token_entropy(logits: torch.Tensor) -> torch.Tensor:
     """The entropy of each distribution in nats, `[...]` from logits `[..., V]` (divided by the temperature before).
 

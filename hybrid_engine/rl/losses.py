@@ -380,6 +380,41 @@ def vespo_loss(
     return -advantages * torch.exp(power * log_ratio - decay * torch.expm1(log_ratio)) * logprobs
 
 
+def clip_cov_loss(
+    logprobs: torch.Tensor,
+    logprobs_old: torch.Tensor,
+    advantages: torch.Tensor,
+    chosen: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> torch.Tensor:
+    """The clipped surrogate, 0 on the tokens that are `chosen` (`[B, T]` bool, as from `drawn_covariant`).
+
+    Source: Cui et al., "The Entropy Mechanism of Reinforcement Learning", arXiv 2505.22617, section 4.2 (Clip-Cov).
+    """
+    check_same_shape(logprobs, logprobs_old, advantages, chosen)
+    return torch.where(chosen, 0.0, clipped_loss(torch.exp(logprobs - logprobs_old), advantages, clip_low, clip_high))
+
+
+def kl_cov_loss(
+    logprobs: torch.Tensor,
+    logprobs_old: torch.Tensor,
+    advantages: torch.Tensor,
+    chosen: torch.Tensor,
+    kl_coef: float,
+) -> torch.Tensor:
+    """The surrogate without a clip, with a penalty on the tokens that are `chosen` (as from `most_covariant`).
+
+        -A * ratio + kl_coef * |log ratio| where chosen
+
+    Source: Cui et al., arXiv 2505.22617, section 4.2 (KL-Cov); the estimate of the KL is that of their code and of
+    verl, `core_algos.py`, "kl_cov".
+    """
+    check_same_shape(logprobs, logprobs_old, advantages, chosen)
+    log_ratio = logprobs - logprobs_old
+    return -advantages * torch.exp(log_ratio) + torch.where(chosen, kl_coef * log_ratio.abs(), 0.0)
+
+
 def mean_ratio(logprobs: torch.Tensor, logprobs_old: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """`[B, 1]`: the geometric mean of the probability ratios of a sequence's tokens; 1 without a token."""
     log_ratio = torch.where(mask, logprobs - logprobs_old, 0.0).sum(dim=1, keepdim=True)

@@ -37,6 +37,7 @@ from hybrid_engine.rl.advantages import (
     whitening_deviation_biased,
 )
 from hybrid_engine.rl.estimates import (
+    adaptive_entropy_coefficient,
     adaptive_kl_coefficient,
     estimated_entropy,
     importance_weighted,
@@ -50,6 +51,7 @@ from hybrid_engine.rl.losses import (
     StepCounts,
     VespoShape,
     cispo_loss,
+    clip_cov_loss,
     dppo_kl_loss,
     dppo_kl_masked,
     dppo_tv_loss,
@@ -57,6 +59,7 @@ from hybrid_engine.rl.losses import (
     gmpo_loss,
     gspo_loss,
     is_clipped,
+    kl_cov_loss,
     mean_ratio,
     policy_metrics,
     ppo_policy_loss,
@@ -71,7 +74,7 @@ from hybrid_engine.rl.losses import (
     token_sum_by_length,
     vespo_loss,
 )
-from hybrid_engine.rlhf.options.algorithm import UNCLIPPED_LOSSES, Algorithm, preset_choices
+from hybrid_engine.rlhf.options.algorithm import COVARIANCE_LOSSES, UNCLIPPED_LOSSES, Algorithm, preset_choices
 
 KL_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "k1": kl_k1,
@@ -285,6 +288,11 @@ class PolicyBatch(NamedTuple):
     logprobs_sampler: torch.Tensor | None = None
     """Log-probabilities of the sampler, where they are not `logprobs_old`, the trainer's of the same weights."""
 
+    high_entropy: torch.Tensor | None = None
+    """bool, True on the tokens that the policy loss learns from, as from `choose_tokens`; None for all."""
+    covariant: torch.Tensor | None = None
+    """bool, True on the tokens of high covariance that the policy loss treats differently, as from `choose_tokens`."""
+
     @property
     def sampled(self) -> torch.Tensor:
         """`[N, T]`: the log-probabilities that the tokens were drawn by."""
@@ -337,6 +345,16 @@ def _vespo(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
     return vespo_loss(batch.logprobs, batch.sampled, batch.advantages, batch.mask, shape)
 
 
+def _clip_cov(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
+    assert batch.covariant is not None, "clip-cov without chosen tokens"
+    return clip_cov_loss(*batch[:3], batch.covariant, algorithm.clip_low, algorithm.clip_high)
+
+
+def _kl_cov(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
+    assert batch.covariant is not None, "kl-cov without chosen tokens"
+    return kl_cov_loss(*batch[:3], batch.covariant, algorithm.cov_kl_coef)
+
+
 POLICY_LOSSES: dict[str, Callable[[Algorithm, PolicyBatch], torch.Tensor]] = {
     "clip": _clip,
     "gspo": _gspo,
@@ -348,13 +366,72 @@ POLICY_LOSSES: dict[str, Callable[[Algorithm, PolicyBatch], torch.Tensor]] = {
     "dppo": _dppo,
     "dppo-kl": _dppo_kl,
     "vespo": _vespo,
+    "clip-cov": _clip_cov,
+    "kl-cov": _kl_cov,
 }
 
 
-def policy_objective(algorithm: Algorithm, batch: PolicyBatch, step: StepCounts, kl_coef: float) -> torch.Tensor:
+@torch.no_grad()
+def choose_tokens(
+    algorithm: Algorithm,
+    batch: PolicyBatch,
+    entropy: torch.Tensor | None,
+    process_group: dist.ProcessGroup | None = None,
+) -> PolicyBatch:
+    """`batch` with the tokens of a rollout that the algorithm chooses by entropy and by covariance.
+
+    Args:
+        algorithm: the choices.
+        batch: of a whole rollout.
+        entropy: `[N, T]`, of the policy that sampled, in nats; read where `algorithm.top_entropy` is below 1.
+        process_group: collective over these processes; None for one process.
+    """
+    high_entropy = covariant = None
+    if algorithm.top_entropy < 1:
+        assert entropy is not None, f"{algorithm.top_entropy=} without entropies"
+        high_entropy = correction.of_high_entropy(entropy, batch.mask, algorithm.top_entropy, process_group)
+    if algorithm.policy_loss in COVARIANCE_LOSSES:
+        covariance = correction.covariances(batch.logprobs_old, batch.advantages, batch.mask, process_group)
+        if algorithm.policy_loss == "kl-cov":
+            covariant = correction.most_covariant(covariance, batch.mask, algorithm.cov_share, process_group)
+        else:
+            bounds = algorithm.cov_share, algorithm.cov_low, algorithm.cov_high
+            covariant = correction.drawn_covariant(covariance, batch.logprobs_old, batch.mask, *bounds, process_group)
+    return batch._replace(high_entropy=high_entropy, covariant=covariant)
+
+
+def counted_tokens(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor | None:
+    """`[N, T]` bool: the tokens whose policy loss counts; None for all."""
+    counted = batch.high_entropy
+    if algorithm.off_policy_threshold:
+        threshold = algorithm.off_policy_threshold
+        within = correction.within_policy(batch.logprobs, batch.sampled, batch.advantages, batch.mask, threshold)
+        counted = within if counted is None else within & counted
+    return counted
+
+
+class Coefficients(NamedTuple):
+    """The present weights of the loss's terms, which may follow measurements from step to step."""
+
+    kl: float
+    entropy: float
+    """The entropy's, or the value of its controller."""
+    bonus: float
+    """The weight of the entropy in the loss: the controller's value while the entropy is low, else 0."""
+
+    @classmethod
+    def first(cls, algorithm: Algorithm) -> "Coefficients":
+        """Those of the first step."""
+        bonus = 0.0 if algorithm.entropy_target else algorithm.entropy_coef
+        return cls(algorithm.kl_coef, algorithm.entropy_coef, bonus)
+
+
+def policy_objective(
+    algorithm: Algorithm, batch: PolicyBatch, step: StepCounts, coefficients: Coefficients
+) -> torch.Tensor:
     """This micro-batch's share of the loss of an optimizer step, a scalar to be minimized.
 
-        aggregate(weight * policy_loss + kl_coef * KL - entropy_coef * entropy)
+        aggregate(weight * policy_loss where it counts + coefficient * KL - bonus * entropy)
 
     Args:
         algorithm: the choices.
@@ -362,24 +439,30 @@ def policy_objective(algorithm: Algorithm, batch: PolicyBatch, step: StepCounts,
         step: the counts of the whole optimizer step, over all micro-batches and processes (`count_step`): the shares of
             all of them sum to its loss. An engine that averages over micro-batches and processes needs the share times
             their number.
-        kl_coef: the present weight of the KL, read where it counts in the loss.
+        coefficients: the present weights of the KL and of the entropy.
     """
     batch = without_padding(batch)
     losses = POLICY_LOSSES[algorithm.policy_loss](algorithm, batch)
     if batch.weights is not None:
         losses = losses * batch.weights
+    counted = counted_tokens(algorithm, batch)
+    if counted is not None:
+        losses = torch.where(counted, losses, 0.0)
     if algorithm.kl_place == "loss":
-        losses = losses + kl_coef * loss_kl(algorithm, batch)
-    if algorithm.entropy_coef:
+        losses = losses + coefficients.kl * loss_kl(algorithm, batch)
+    if coefficients.bonus:
         entropy = estimated_entropy(batch.logprobs) if batch.entropy is None else batch.entropy
-        losses = losses - algorithm.entropy_coef * entropy
+        losses = losses - coefficients.bonus * entropy
     return AGGREGATIONS[algorithm.aggregation](losses, batch.mask, step)
 
 
 def without_padding(batch: PolicyBatch) -> PolicyBatch:
     """`batch` with 0 wherever the mask is False, so that nothing there reaches a value or a gradient."""
     return PolicyBatch(
-        *(value if value is None or value is batch.mask else torch.where(batch.mask, value, 0.0) for value in batch)
+        *(
+            value if value is None or value is batch.mask else torch.where(batch.mask, value, value.new_zeros(()))
+            for value in batch
+        )
     )
 
 
@@ -392,18 +475,29 @@ def loss_kl(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
     return importance_weighted(estimate, batch.logprobs, batch.logprobs_old)
 
 
-def next_kl_coef(algorithm: Algorithm, kl_coef: float, measured: float, num_answers: int) -> float:
-    """The KL's weight in the next step: fixed, or steered to a target.
+def next_coefficients(
+    algorithm: Algorithm, coefficients: Coefficients, figures: Mapping[str, float], num_answers: int
+) -> Coefficients:
+    """The weights of the next step: fixed, or steered to a target.
 
     Args:
         algorithm: the choices.
-        kl_coef: the weight in the last step.
-        measured: the KL to the reference in that step, nats per answer; read where there is a target.
+        coefficients: those of the last step.
+        figures: of that step, with `kl_per_sequence` (nats per answer) and `entropy` (nats per token) where there is
+            a target for them; a coefficient whose figure is absent, as in a step that trained nothing, stays.
         num_answers: answers of that step, over all processes.
     """
-    if not algorithm.kl_target:
-        return kl_coef
-    return adaptive_kl_coefficient(kl_coef, measured, algorithm.kl_target, algorithm.kl_horizon, num_answers)
+    kl, entropy, bonus = coefficients
+    if algorithm.kl_target and "kl_per_sequence" in figures:
+        kl = adaptive_kl_coefficient(
+            kl, figures["kl_per_sequence"], algorithm.kl_target, algorithm.kl_horizon, num_answers
+        )
+    if algorithm.entropy_target and "entropy" in figures:
+        measured, target = figures["entropy"], algorithm.entropy_target
+        bounds = algorithm.entropy_change, algorithm.entropy_coef_max
+        entropy = adaptive_entropy_coefficient(entropy, measured, target, *bounds)
+        bonus = entropy if measured <= target else 0.0
+    return Coefficients(kl, entropy, bonus)
 
 
 def correction_weights(
@@ -464,6 +558,11 @@ def _masked_kl(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
     return dppo_kl_masked(batch.logprobs, batch.sampled, batch.advantages, *bounds)
 
 
+def _chosen_or_clipped(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
+    clipped = _clipped_ratios(algorithm, batch)
+    return clipped if batch.covariant is None else clipped | batch.covariant
+
+
 def _nowhere(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
     return torch.zeros_like(batch.mask)
 
@@ -479,6 +578,8 @@ CLIPPED: dict[str, Callable[[Algorithm, PolicyBatch], torch.Tensor]] = {
     "dppo": _masked_tv,
     "dppo-kl": _masked_kl,
     "vespo": _nowhere,
+    "clip-cov": _chosen_or_clipped,
+    "kl-cov": _nowhere,
 }
 """`[N, T]` bool: the tokens whose loss, or whose weight under cispo, is clipped, or 0 under dppo."""
 
@@ -490,7 +591,8 @@ def policy_figures(algorithm: Algorithm, batch: PolicyBatch) -> dict[str, torch.
     Returns:
         `ratio` (1 before the first update of a rollout), `clip_fraction`, `approx_kl` (from the policy that sampled to
         the present one), `entropy` (as given, or estimated); with a reference also `kl`, the k3 estimate of the
-        policy's KL to it; with weights also `correction_weight`.
+        policy's KL to it; with weights also `correction_weight`; where tokens are left out of the policy loss also
+        `counted_share`, the share of those that count; with a covariance also `covariant_share`.
     """
     batch = without_padding(batch)
     figures = policy_metrics(batch.logprobs, batch.logprobs_old, batch.advantages, batch.mask)
@@ -501,7 +603,11 @@ def policy_figures(algorithm: Algorithm, batch: PolicyBatch) -> dict[str, torch.
         figures["kl"] = masked_mean(kl_k3(batch.logprobs, batch.logprobs_ref), batch.mask)
     if batch.weights is not None:
         figures["correction_weight"] = masked_mean(batch.weights, batch.mask)
-    return figures
+    shares = {"counted_share": counted_tokens(algorithm, batch), "covariant_share": batch.covariant}
+    dtype = batch.logprobs.dtype
+    return figures | {
+        name: masked_mean(chosen.to(dtype), batch.mask) for name, chosen in shares.items() if chosen is not None
+    }
 
 
 def _beside(cause: str, has_effect: Callable[[Algorithm], Any]) -> Cause:
@@ -523,6 +629,14 @@ IDLE: dict[str, Cause] = {
         name: _beside("--policy-loss {policy_loss}", lambda a: a.policy_loss == "vespo")
         for name in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
     },
+    **{
+        name: _beside("--policy-loss {policy_loss}", lambda a: a.policy_loss == "clip-cov")
+        for name in ("cov_low", "cov_high")
+    },
+    "cov_share": _beside("--policy-loss {policy_loss}", lambda a: a.policy_loss in COVARIANCE_LOSSES),
+    "cov_kl_coef": _beside("--policy-loss {policy_loss}", lambda a: a.policy_loss == "kl-cov"),
+    "entropy_change": _beside("--entropy-target {entropy_target}", lambda a: a.entropy_target),
+    "entropy_coef_max": _beside("--entropy-target {entropy_target}", lambda a: a.entropy_target),
     "kl_estimator": _beside("--kl-place {kl_place}", lambda a: a.needs_reference),
     "kl_horizon": _beside("--kl-target {kl_target}", lambda a: a.kl_target),
     "overlong_factor": _beside("--overlong-buffer {overlong_buffer}", lambda a: a.overlong_buffer),

@@ -2,14 +2,29 @@
 
 import pytest
 import torch
+from trl import GRPOTrainer
 
 from hybrid_engine.rl.advantages import overlong_penalty, without_cut_off
-from hybrid_engine.rl.correction import geometric_weights, masked, measure_difference, sequence_weights, truncated
+from hybrid_engine.rl.correction import (
+    covariances,
+    drawn_covariant,
+    geometric_weights,
+    masked,
+    measure_difference,
+    most_covariant,
+    of_high_entropy,
+    sequence_weights,
+    truncated,
+    within_policy,
+)
 from hybrid_engine.rlhf.algorithms import CORRECTIONS, correction_weights
 from hybrid_engine.rlhf.options.algorithm import Algorithm
 from tests.support.goldens import assert_golden, load_golden
 
 NAN = float("nan")
+WIDTHS = torch.tensor([[40], [7], [0], [25]])
+TOKENS = torch.arange(40)[None] < WIDTHS
+"""`[4, 40]` bool: the tokens of four responses, one of them empty."""
 
 
 def log_probabilities():
@@ -80,6 +95,63 @@ def test_nothing_is_corrected_up_to_the_measured_difference_that_is_allowed():
     assert correction_weights(algorithm, 0.01, *pair) is None
     assert correction_weights(Algorithm(), 1.0, *pair) is None
     assert_golden(correction_weights(algorithm, 0.011, *pair), masked(*pair, 0.5, 5.0))
+
+
+def random_tokens(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def test_the_mask_of_off_policy_sequences_is_trls():
+    sampler, moved = random_tokens(2, 4, 40)
+    new = sampler + 0.3 * moved - torch.tensor([[0.2], [-0.2], [0.0], [0.0]])
+    threshold = 0.05
+    for sign in (1.0, -1.0):
+        advantages = torch.full_like(new, sign)
+        kept = within_policy(new, sampler, advantages, TOKENS, threshold)
+        theirs = GRPOTrainer.get_off_policy_mask(advantages[:, :1], new, sampler, TOKENS.double(), threshold)
+        assert torch.equal(kept, theirs.bool().expand_as(kept))
+        assert kept.all() == (sign > 0)
+        assert torch.equal(within_policy(sampler, sampler, advantages, TOKENS, threshold), torch.ones_like(TOKENS))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.37, 1.0])
+def test_the_tokens_of_high_entropy_are_those_from_the_quantile_of_torch_on(share):
+    entropy = random_tokens(4, 40).exp()
+    chosen = of_high_entropy(entropy.masked_fill(~TOKENS, NAN), TOKENS, share)
+    assert torch.equal(chosen, TOKENS & (entropy >= torch.quantile(entropy[TOKENS], 1 - share)))
+    assert chosen.sum() == {0.0: 1, 0.2: 15, 0.37: 27, 1.0: 72}[share]
+    assert not of_high_entropy(entropy, torch.zeros_like(TOKENS), share).any()
+
+
+def test_covariances_are_the_terms_of_the_covariance():
+    logprobs, advantages = random_tokens(2, 4, 40)
+    terms = covariances(logprobs.masked_fill(~TOKENS, NAN), advantages.masked_fill(~TOKENS, NAN), TOKENS)
+    pair = torch.stack([logprobs[TOKENS], advantages[TOKENS]])
+    torch.testing.assert_close(terms[TOKENS].mean(), torch.cov(pair, correction=0)[0, 1])
+    torch.testing.assert_close(terms[TOKENS], (pair[0] - pair[0].mean()) * (pair[1] - pair[1].mean()))
+    assert not terms[~TOKENS].any()
+
+
+def test_the_most_covariant_tokens_are_those_of_the_largest_terms():
+    terms = random_tokens(4, 40).where(TOKENS, 100.0)
+    for share, number in ((1e-4, 1), (0.1, 7), (1.0, 72)):
+        chosen = most_covariant(terms, TOKENS, share)
+        assert chosen.sum() == number and not (chosen & ~TOKENS).any()
+        assert set(terms[chosen].tolist()) == set(terms[TOKENS].topk(number).values.tolist())
+    assert not most_covariant(terms, torch.zeros_like(TOKENS), 0.1).any()
+
+
+def test_covariant_tokens_are_drawn_evenly_from_those_within_the_bounds():
+    terms, logprobs = random_tokens(2, 50, 200)
+    mask = torch.ones_like(terms).bool()
+    within = (terms > 0.5) & (terms < 2.0)
+    chosen = drawn_covariant(terms, logprobs, mask, 0.1, 0.5, 2.0)
+    assert chosen.sum() == 1000 and not (chosen & ~within).any()
+    # About 1000 of 2860: their log-probabilities are distributed as those of all.
+    assert abs(logprobs[chosen].mean() - logprobs[within].mean()) < 0.1
+    assert abs(logprobs[chosen].std() - logprobs[within].std()) < 0.1
+    assert torch.equal(drawn_covariant(terms, logprobs, mask, 1.0, 0.5, 2.0), within)
+    assert not drawn_covariant(terms, logprobs, mask, 1.0, 7.0, 8.0).any()
 
 
 def test_the_punishment_of_length_is_the_golden():

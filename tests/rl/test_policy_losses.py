@@ -17,11 +17,13 @@ from hybrid_engine.rl.estimates import (
 from hybrid_engine.rl.losses import (
     VespoShape,
     cispo_loss,
+    clip_cov_loss,
     dppo_kl_loss,
     dppo_kl_masked,
     dppo_tv_loss,
     gmpo_loss,
     gspo_loss,
+    kl_cov_loss,
     mean_ratio,
     ppo_policy_loss,
     product_ratio,
@@ -127,6 +129,18 @@ def test_the_divergence_of_dppo_is_that_of_two_bernoulli_distributions():
     found = dppo_kl_masked(now.log(), before.log(), now - before, 0.05, 0.05)
     assert torch.equal(found, expected)
     assert 0 < expected.sum() < 200
+
+
+def test_the_losses_of_covariant_tokens_are_those_of_the_paper():
+    new, advantages = rows([1.5, 0.9, 1.1, 2.0]).log().requires_grad_(), rows([1.0, 2.0, -1.0, -3.0])
+    chosen, old = torch.tensor([[False, True, True, False]]), torch.zeros_like(new)
+    clipped = clip_cov_loss(new, old, advantages, chosen, 0.2, 0.2)
+    assert_golden(clipped.detach(), [[-1.2, 0.0, 0.0, 6.0]])
+    assert_golden(torch.autograd.grad(clipped.sum(), new)[0], [[0.0, 0.0, 0.0, 6.0]])
+    # 0.5 * |log 0.9| and 0.5 * |log 1.1| are added; the gradients are -A * ratio and -+ 0.5.
+    penalised = kl_cov_loss(new, old, advantages, chosen, 0.5)
+    assert_golden(penalised.detach(), [[-1.5, -1.747319742171, 1.147655089902, 6.0]])
+    assert_golden(torch.autograd.grad(penalised.sum(), new)[0], [[-1.5, -2.3, 1.6, 6.0]])
 
 
 def test_a_token_of_probability_one_has_a_finite_divergence():

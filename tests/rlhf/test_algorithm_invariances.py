@@ -14,9 +14,12 @@ from hybrid_engine.rl.losses import StepCounts, count_step
 from hybrid_engine.rlhf.algorithms import (
     CLIPPED,
     POLICY_LOSSES,
+    Coefficients,
     PolicyBatch,
+    choose_tokens,
     compute_advantages,
     correction_weights,
+    next_coefficients,
     policy_figures,
     policy_objective,
 )
@@ -41,6 +44,10 @@ def algorithms() -> dict[str, Algorithm]:
     for word in KL_VALUES:
         found[f"{word} unbiased"] = Algorithm(kl_place="loss", kl_coef=0.1, kl_estimator=word, kl_unbiased=True)
     found["entropy"] = Algorithm(entropy_coef=0.1)
+    found["highest entropy"] = Algorithm(top_entropy=0.3, entropy_coef=0.1)
+    found["off-policy mask"] = Algorithm(off_policy_threshold=0.02)
+    for name in ("clip-cov", "kl-cov"):
+        found[f"{name} of many"] = Algorithm(policy_loss=name, cov_share=0.2, cov_low=0.1)
     found["discounted"] = Algorithm(gamma=0.9, kl_place="token-reward", kl_coef=0.1, kl_estimator="k1")
     found["much at once"] = Algorithm(
         policy_loss="gspo",
@@ -68,6 +75,7 @@ class Step:
     logprobs_old: torch.Tensor
     logprobs_sampler: torch.Tensor
     logprobs_ref: torch.Tensor
+    entropy: torch.Tensor
     mask: torch.Tensor
     scores: torch.Tensor
 
@@ -79,7 +87,7 @@ class Step:
         wide = {
             name: torch.nn.functional.pad(value.masked_fill(~self.mask, nan), (left, right), value=nan)
             for name, value in vars(self).items()
-            if name.startswith("logprobs")
+            if name.startswith(("logprobs", "entropy"))
         }
         features = self.features.masked_fill(~self.mask[:, :, None], nan)
         features = torch.nn.functional.pad(features, (0, 0, left, right), value=nan)
@@ -98,6 +106,7 @@ def build_step() -> Step:
         logprobs_old=old,
         logprobs_sampler=old + 0.2 * noise[:, :, 0],
         logprobs_ref=old + 0.4 * noise[:, :, 1],
+        entropy=noise[:, :, 2].exp(),
         mask=torch.arange(6)[None] < lengths[:, None],
         scores=scores,
     )
@@ -108,24 +117,30 @@ def advantages_of(algorithm: Algorithm, step: Step, group=None) -> torch.Tensor:
     return compute_advantages(algorithm, step.scores, G, *references, step.mask, algorithm.kl_coef, group)
 
 
+def experience_of(algorithm: Algorithm, step: Step, group=None) -> PolicyBatch:
+    """What an update learns from: advantages, weights and chosen tokens of all rows of `step`."""
+    batch = PolicyBatch(
+        logprobs=step.logprobs_old,
+        logprobs_old=step.logprobs_old,
+        advantages=advantages_of(algorithm, step, group),
+        mask=step.mask,
+        logprobs_ref=step.logprobs_ref,
+        weights=correction_weights(algorithm, 1.0, step.logprobs_old, step.logprobs_sampler, step.mask),
+        logprobs_sampler=step.logprobs_sampler,
+    )
+    return choose_tokens(algorithm, batch, step.entropy, group)
+
+
 def loss_and_gradient(
-    algorithm: Algorithm, step: Step, advantages: torch.Tensor, counts: StepCounts, parts: list[torch.Tensor]
+    algorithm: Algorithm, step: Step, experience: PolicyBatch, counts: StepCounts, parts: list[torch.Tensor]
 ) -> torch.Tensor:
     """`[4]`: the sum of the shares of the micro-batches `parts`, and the sum of their gradients."""
     parameter = torch.tensor([0.8, -0.5, 0.1], dtype=torch.float64, requires_grad=True)
     total = torch.zeros((), dtype=torch.float64)
     for index in parts:
-        rows = step.rows(index)
-        weights = correction_weights(algorithm, 1.0, rows.logprobs_old, rows.logprobs_sampler, rows.mask)
-        batch = PolicyBatch(
-            logprobs=rows.features.nan_to_num() @ parameter,
-            logprobs_old=rows.logprobs_old,
-            advantages=advantages[index],
-            mask=rows.mask,
-            logprobs_ref=rows.logprobs_ref,
-            weights=weights,
-        )
-        share = policy_objective(algorithm, batch, counts, algorithm.kl_coef)
+        batch = PolicyBatch(*(None if value is None else value[index] for value in experience))
+        batch = batch._replace(logprobs=step.features[index].nan_to_num() @ parameter)
+        share = policy_objective(algorithm, batch, counts, Coefficients.first(algorithm))
         share.backward()
         total += share.detach()
     assert parameter.grad is not None
@@ -134,7 +149,7 @@ def loss_and_gradient(
 
 def in_one_piece(algorithm: Algorithm, step: Step) -> torch.Tensor:
     counts = count_step(step.mask, MAX_LENGTH)
-    return loss_and_gradient(algorithm, step, advantages_of(algorithm, step), counts, [torch.arange(12)])
+    return loss_and_gradient(algorithm, step, experience_of(algorithm, step), counts, [torch.arange(12)])
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -147,9 +162,9 @@ def test_neither_micro_batches_nor_padding_nor_the_order_of_rows_change_loss_and
     groups = torch.tensor([2, 0, 1])
     order = (groups[:, None] * G + torch.tensor([3, 1, 0, 2])).flatten()
     for dealt in (step.padded(2, 3), step.rows(order), step.padded(0, 1).rows(order)):
-        counts, advantages = count_step(dealt.mask, MAX_LENGTH), advantages_of(algorithm, dealt)
+        counts, experience = count_step(dealt.mask, MAX_LENGTH), experience_of(algorithm, dealt)
         for parts in (torch.arange(12).split(5), torch.randperm(12).split(1)):
-            found = loss_and_gradient(algorithm, dealt, advantages, counts, list(parts))
+            found = loss_and_gradient(algorithm, dealt, experience, counts, list(parts))
             torch.testing.assert_close(found, whole, rtol=1e-10, atol=1e-12)
 
 
@@ -158,9 +173,9 @@ def share_of_a_process(rank: int, world_size: int) -> dict[str, torch.Tensor]:
     step = build_step().rows(slice(0, 4) if rank == 0 else slice(4, None))
     group, counted = dist.group.WORLD, {}
     for name, algorithm in ALGORITHMS.items():
-        advantages, counts = advantages_of(algorithm, step, group), count_step(step.mask, MAX_LENGTH, group)
+        experience, counts = experience_of(algorithm, step, group), count_step(step.mask, MAX_LENGTH, group)
         rows = torch.arange(len(step.scores))
-        counted[name] = loss_and_gradient(algorithm, step, advantages, counts, list(rows.split(3)))
+        counted[name] = loss_and_gradient(algorithm, step, experience, counts, list(rows.split(3)))
     return counted
 
 
@@ -176,7 +191,9 @@ def test_zero_advantages_give_no_gradient_and_the_first_ratio_is_one(name):
     step, algorithm = build_step(), Algorithm(policy_loss=name)
     logprobs = step.logprobs_old.clone().requires_grad_()
     batch = PolicyBatch(logprobs, step.logprobs_old, torch.zeros_like(logprobs), step.mask)
-    policy_objective(algorithm, batch, count_step(step.mask, MAX_LENGTH), 0.0).backward()
+    batch = choose_tokens(algorithm, batch, None)
+    counts = count_step(step.mask, MAX_LENGTH)
+    policy_objective(algorithm, batch, counts, Coefficients.first(algorithm)).backward()
     assert not logprobs.grad.any()
     figures = policy_figures(algorithm, batch)
     assert (figures["ratio"], figures["clip_fraction"], figures["approx_kl"]) == (1, 0, 0)
@@ -192,7 +209,8 @@ def test_a_reference_equal_to_the_policy_adds_nothing(place, estimator):
     assert torch.equal(advantages_of(algorithm, step), advantages_of(without, step))
     batch = PolicyBatch(step.logprobs_old, step.logprobs_old, step.logprobs_old, step.mask, step.logprobs_old)
     counts = count_step(step.mask, MAX_LENGTH)
-    assert policy_objective(algorithm, batch, counts, 0.5) == policy_objective(without, batch, counts, 0.0)
+    found = policy_objective(algorithm, batch, counts, Coefficients.first(algorithm))
+    assert found == policy_objective(without, batch, counts, Coefficients.first(without))
     assert policy_figures(algorithm, batch)["kl"] == 0
 
 
@@ -206,7 +224,8 @@ def test_a_step_without_a_token_has_the_loss_zero():
     mask = torch.zeros_like(step.mask)
     for algorithm in ALGORITHMS.values():
         batch = PolicyBatch(step.logprobs_old, step.logprobs_old, step.logprobs_old, mask, step.logprobs_ref)
-        assert policy_objective(algorithm, batch, count_step(mask, MAX_LENGTH), algorithm.kl_coef) == 0
+        batch = choose_tokens(algorithm, batch, step.entropy)
+        assert policy_objective(algorithm, batch, count_step(mask, MAX_LENGTH), Coefficients.first(algorithm)) == 0
 
 
 def test_an_entropy_that_is_given_takes_the_place_of_the_estimate():
@@ -214,7 +233,7 @@ def test_an_entropy_that_is_given_takes_the_place_of_the_estimate():
     entropy = torch.rand(12, 6, dtype=torch.float64, requires_grad=True)
     batch = PolicyBatch(*[step.logprobs_old] * 3, step.mask, entropy=entropy)
     counts = count_step(step.mask, MAX_LENGTH)
-    policy_objective(algorithm, batch, counts, 0.0).backward()
+    policy_objective(algorithm, batch, counts, Coefficients.first(algorithm)).backward()
     torch.testing.assert_close(entropy.grad, torch.where(step.mask, -0.5 / counts.num_tokens, 0.0).double())
     torch.testing.assert_close(policy_figures(algorithm, batch)["entropy"], entropy[step.mask].mean())
 
@@ -242,3 +261,35 @@ def test_the_share_of_clipped_tokens_is_that_of_the_loss(name, expected):
     figures = policy_figures(Algorithm(policy_loss=name), PolicyBatch(ratio.log(), old, advantages, mask))
     assert figures["clip_fraction"] == expected
     assert set(CLIPPED) == set(POLICY_LOSSES)
+
+
+def test_tokens_of_low_entropy_have_no_policy_gradient_but_that_of_a_bonus():
+    step = build_step()
+    for bonus in (0.0, 0.5):
+        algorithm = Algorithm(top_entropy=0.3, entropy_coef=bonus)
+        chosen = experience_of(algorithm, step)
+        logprobs = (step.logprobs_old + 0.1).requires_grad_()
+        batch = chosen._replace(logprobs=logprobs, entropy=0.01 * logprobs)
+        counts = count_step(step.mask, MAX_LENGTH)
+        policy_objective(algorithm, batch, counts, Coefficients.first(algorithm)).backward()
+        low = step.mask & ~chosen.high_entropy
+        torch.testing.assert_close(
+            logprobs.grad[low], torch.full_like(logprobs.grad[low], -0.01 * bonus / counts.num_tokens)
+        )
+
+
+def test_the_coefficients_follow_what_was_measured():
+    algorithm = Algorithm(entropy_coef=0.01, entropy_target=0.2, entropy_change=0.004, entropy_coef_max=0.015)
+    first = Coefficients.first(algorithm)
+    assert first == (0.0, 0.01, 0.0)
+    # At the target and below it grows and is applied, up to its bound; above it falls, down to 0, and is not applied.
+    low = next_coefficients(algorithm, first, {"entropy": 0.2}, 8)
+    assert low == pytest.approx((0.0, 0.014, 0.014))
+    lower = next_coefficients(algorithm, low, {"entropy": 0.1}, 8)
+    assert lower == pytest.approx((0.0, 0.015, 0.015))
+    high = next_coefficients(algorithm, lower, {"entropy": 0.3}, 8)
+    assert high == pytest.approx((0.0, 0.011, 0.0))
+    assert next_coefficients(algorithm, high._replace(entropy=0.001), {"entropy": 0.3}, 8) == (0.0, 0.0, 0.0)
+    assert next_coefficients(algorithm, low, {}, 8) == low
+    fixed = Coefficients.first(Algorithm(entropy_coef=0.01))
+    assert next_coefficients(Algorithm(entropy_coef=0.01), fixed, {"entropy": 0.0}, 8) == fixed == (0.0, 0.01, 0.01)

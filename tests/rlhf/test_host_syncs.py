@@ -17,7 +17,7 @@ import hybrid_engine
 from hybrid_engine.recipes import dpo, grpo, kto, ppo, reward, sft
 from hybrid_engine.rl.losses import StepCounts
 from hybrid_engine.rl.preferences import build_loss
-from hybrid_engine.rlhf.algorithms import PolicyBatch
+from hybrid_engine.rlhf.algorithms import Coefficients, PolicyBatch
 from hybrid_engine.rlhf.batches import packing, sequences
 from hybrid_engine.rlhf.batches.micro_batches import Items
 from hybrid_engine.rlhf.batches.packing import Layout, set_layout
@@ -117,7 +117,7 @@ def run_grpo(engine, num_rows):
     chosen = Experience(batch, values, PolicyBatch(values, values, values + 1.5, batch.response_mask, values - 0.1))
     config = SimpleNamespace(algorithm=Algorithm(), temperature=1.0)
     step, present = StepCounts(20, num_rows, 8), torch.zeros_like(values)
-    loss_of = partial(grpo.micro_batch_loss, engine, chosen, present, step, config, 0.1)
+    loss_of = partial(grpo.micro_batch_loss, engine, chosen, present, step, config, Coefficients(0.1, 0.0, 0.0))
     found = train_in_parts([engine], chosen.sequences.items, RunPasses(), [(engine, loss_of)])
     assert present.as_subclass(torch.Tensor).any()
     return found

@@ -17,6 +17,7 @@ from hybrid_engine.rlhf.algorithms import (
     KL_ESTIMATORS,
     POLICY_LOSSES,
     SCALES,
+    Coefficients,
     PolicyBatch,
     compute_advantages,
     describe,
@@ -90,7 +91,8 @@ def test_advantages_and_loss_of_a_preset_are_those_of_an_independent_computation
     assert_golden(advantages, expected["advantages"])
     logprobs = batch["logprobs"].requires_grad_()
     tokens = PolicyBatch(logprobs, batch["old"], advantages, mask, batch["ref"])
-    loss = policy_objective(algorithm, tokens, count_step(mask, BATCHES["max_length"]), algorithm.kl_coef)
+    counts = count_step(mask, BATCHES["max_length"])
+    loss = policy_objective(algorithm, tokens, counts, Coefficients.first(algorithm))
     assert_golden(loss.detach(), expected["loss"])
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert_golden(gradient, expected["gradient"])
@@ -183,6 +185,10 @@ def test_the_resolved_choices_given_again_make_the_same_algorithm():
         ({"policy_loss": "dppo", "ratio_cap": 0.5}, "--ratio-cap=0.5 must be at least 1"),
         ({"policy_loss": "sapo", "sapo_temperature_neg": 0.0}, "--sapo-temperature-neg=0.0 must be above 0"),
         ({"baseline": "batch-mean", "scale": "group-mean"}, "--scale=group-mean is a statistic of a group"),
+        ({"policy_loss": "clip-cov", "cov_low": 6.0}, "--cov-low=6.0 must be below --cov-high=5.0"),
+        ({"policy_loss": "kl-cov", "cov_share": 0.0}, "--cov-share=0.0 must be above 0"),
+        ({"top_entropy": 1.2}, "--top-entropy=1.2 must be from 0 to 1"),
+        ({"entropy_target": 0.2, "entropy_coef": 2.0}, "--entropy-coef=2.0 is above --entropy-coef-max=1.0"),
         ({"clip_low": 1.5}, "--clip-low=1.5 must be from 0 to 1"),
         ({"scale_eps": -1.0}, "--scale-eps=-1.0 must be at least 0"),
         ({"kl_coef": float("nan")}, "--kl-coef=nan must be finite"),

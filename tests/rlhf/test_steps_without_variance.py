@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybrid_engine.recipes import grpo
-from hybrid_engine.rlhf.algorithms import PolicyBatch
+from hybrid_engine.rlhf.algorithms import Coefficients, PolicyBatch
 from hybrid_engine.rlhf.batches.sequences import build_sequences, response_logprobs
 from hybrid_engine.rlhf.experience.policy import Experience, build_policy, has_gradient
 from hybrid_engine.rlhf.options.algorithm import Algorithm
@@ -56,7 +56,7 @@ def state_of(actor):
 
 
 def update(policy, advantages, config, rows=slice(None)):
-    return grpo.update(policy, experience_of(policy, advantages, rows), config, 0.1, seed=0)
+    return grpo.update(policy, experience_of(policy, advantages, rows), config, Coefficients(0.1, 0.0, 0.0), seed=0)
 
 
 def is_same(before, after):

@@ -71,6 +71,15 @@ class TrainedPolicy:
         return in_parts(compute, self.reference, sequences, self.sizes)
 
     @torch.no_grad()
+    def entropies(self, sequences: Sequences, temperature: float) -> torch.Tensor:
+        """`[N, T]` fp32, nats of the present policy's distribution of each response token, 0 on padding; collective."""
+
+        def compute(model: Any, part: Sequences) -> torch.Tensor:
+            return response_logprobs_and_entropy(model, part, temperature)[1]
+
+        return in_parts(compute, self.actor, sequences, self.sizes)
+
+    @torch.no_grad()
     def old_logprobs(
         self, sequences: Sequences, sampled: torch.Tensor, temperature: float, bound: float
     ) -> tuple[torch.Tensor, float]:
@@ -172,10 +181,15 @@ def has_gradient(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
     A row whose advantages are all 0, as in a group whose answers have the same reward, has no gradient unless a KL or
     an entropy in the loss gives it one. A row whose tokens are all masked never has one.
     """
-    if algorithm.kl_place == "loss" or algorithm.entropy_coef:
+    if algorithm.kl_place == "loss" or algorithm.has_entropy_bonus:
         return batch.mask.any(dim=1)
     advantages = batch.advantages if batch.weights is None else batch.advantages * batch.weights
-    return (batch.mask & (advantages != 0)).any(dim=1)
+    moved = advantages != 0
+    if algorithm.policy_loss == "kl-cov" and batch.covariant is not None:
+        moved = moved | batch.covariant
+    if batch.high_entropy is not None:
+        moved = moved & batch.high_entropy
+    return (batch.mask & moved).any(dim=1)
 
 
 def trained_rows(with_gradient: torch.Tensor) -> torch.Tensor:
@@ -194,7 +208,7 @@ def trained_rows(with_gradient: torch.Tensor) -> torch.Tensor:
 
 def present_batch(actor: Any, experience: Experience, algorithm: Algorithm, temperature: float) -> PolicyBatch:
     """The batch with the actor's present log-probabilities and, for a bonus on it, entropy; with their gradients."""
-    if algorithm.entropy_coef:
+    if algorithm.has_entropy_bonus:
         logprobs, entropy = response_logprobs_and_entropy(actor, experience.sequences, temperature)
         return experience.batch._replace(logprobs=logprobs, entropy=entropy)
     return experience.batch._replace(logprobs=response_logprobs(actor, experience.sequences, temperature))

@@ -41,6 +41,8 @@ CHOICES = {
         "dppo",
         "dppo-kl",
         "vespo",
+        "clip-cov",
+        "kl-cov",
     ),
     "aggregation": (
         "token-mean",
@@ -66,7 +68,9 @@ GROUP_BASELINES = ("group-mean", "leave-one-out", "group-then-batch-mean")
 GROUP_SCALES = ("group-std", "leave-one-out-std", "group-mean")
 SAMPLER_LOSSES = ("dppo", "dppo-kl", "vespo")
 """The policy losses whose ratio is that to the sampler, which corrects for its difference from the trainer."""
-UNCLIPPED_LOSSES = ("reinforce", "sapo", "vespo")
+UNCLIPPED_LOSSES = ("reinforce", "sapo", "vespo", "kl-cov")
+COVARIANCE_LOSSES = ("clip-cov", "kl-cov")
+"""The policy losses that treat tokens of high covariance of log-probability and advantage differently."""
 GROUP_NORMALISED: dict[str, Any] = {"baseline": "group-mean", "scale": "group-std", "scale_divisor": "n-1"}
 PRESETS: dict[str, dict[str, Any]] = {
     # Shao et al., "DeepSeekMath", arXiv 2402.03300, equation 3 and section 4.2 (KL 0.04). The paper gives neither the
@@ -314,8 +318,8 @@ class Algorithm:
         "Policy loss: clip (PPO, arXiv 1707.06347), gspo (one ratio per sequence, arXiv 2507.18071), cispo (arXiv "
         "2506.13585), reinforce, sequence-clip (product of ratios, TRL's RLOO), sapo (a smooth gate, arXiv "
         "2511.20347), gmpo (geometric mean of clipped ratios, arXiv 2507.20673), dppo or dppo-kl (bound on the total "
-        "variation or the KL to the sampler, arXiv 2602.04879) or vespo (a smooth weight per sequence, arXiv "
-        "2602.10693)",
+        "variation or the KL to the sampler, arXiv 2602.04879), vespo (a smooth weight per sequence, arXiv "
+        "2602.10693), clip-cov or kl-cov (against the fall of the entropy, arXiv 2505.22617)",
     )
     clip_low: float = option(
         0.2,
@@ -338,6 +342,19 @@ class Algorithm:
     vespo_lambda_pos: float = option(3.0, "Decay with the ratio of vespo's weight, for the same advantages")
     vespo_k_neg: float = option(3.0, "Power of the ratio in vespo's weight, for negative advantages")
     vespo_lambda_neg: float = option(2.0, "Decay with the ratio of vespo's weight, for negative advantages")
+    cov_share: float = option(2e-4, "Share of the tokens that clip-cov leaves out and kl-cov penalizes, above 0")
+    cov_low: float = option(1.0, "Covariance above which clip-cov may leave a token out")
+    cov_high: float = option(5.0, "Covariance below which clip-cov may leave a token out")
+    cov_kl_coef: float = option(0.1, "Weight of kl-cov's penalty, per nat")
+    top_entropy: float = option(
+        1.0,
+        "Share of the tokens, those of highest entropy, that the policy loss learns from (arXiv 2506.01939: 0.2)",
+    )
+    off_policy_threshold: float = option(
+        0.0,
+        "Leave out sequences with a negative advantage whose tokens became less likely than when they were sampled, by "
+        "more nats on average (DeepSeek-V3.2, arXiv 2512.02556); 0 for none",
+    )
     aggregation: str = option(
         "token-mean",
         "Reduction of token losses to the loss: token-mean (DAPO), sequence-mean-token-mean (GRPO), "
@@ -377,7 +394,14 @@ class Algorithm:
     )
     overlong_factor: float = option(1.0, "Penalty of a response of maximum length")
     mask_cut_off: bool = option(False, "Exclude cut-off responses from the loss (DAPO's overlong filtering)")
-    entropy_coef: float = option(0.0, "Entropy bonus coefficient, per nat")
+    entropy_coef: float = option(0.0, "Entropy bonus coefficient, per nat; the initial value if it is adaptive")
+    entropy_target: float = option(
+        0.0,
+        "Entropy, in nats per token, at or below which an adaptive bonus is applied and grows (Skywork-OR1, arXiv "
+        "2505.22312); 0 keeps the coefficient fixed",
+    )
+    entropy_change: float = option(0.005, "Change of an adaptive entropy coefficient in a step")
+    entropy_coef_max: float = option(1.0, "Largest adaptive entropy coefficient")
     correction: str = option(
         "none",
         "Importance weights for differences between sampler and trainer: none, truncated (TIS) or masked (IcePop) per "
@@ -418,6 +442,11 @@ class Algorithm:
         """Whether log-probabilities of a reference are read."""
         return self.kl_place != "none"
 
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether the entropy counts in the loss, or may."""
+        return bool(self.entropy_coef or self.entropy_target)
+
     def check_group_size(self, name: str, group_size: int) -> None:
         """Raises ValueError if groups of `group_size` samples (option `name`) are too small for baseline and scale."""
         if group_size < 2 and (self.baseline in GROUP_BASELINES or self.scale in GROUP_SCALES):
@@ -451,7 +480,9 @@ def check_numbers(algorithm: Algorithm) -> None:
     for name in ("kl_horizon", "sapo_temperature_pos", "sapo_temperature_neg"):
         check_above(name, getattr(algorithm, name), 0)
     check_at_least("ratio_cap", algorithm.ratio_cap, 1)
-    check_between("overlong_buffer", algorithm.overlong_buffer, 0, 1)
+    for name in ("overlong_buffer", "top_entropy", "cov_share"):
+        check_between(name, getattr(algorithm, name), 0, 1)
+    check_above("cov_share", algorithm.cov_share, 0)
     if algorithm.dual_clip:
         check_above("dual_clip", algorithm.dual_clip, 1)
     if algorithm.correction_low > 1:
@@ -515,6 +546,16 @@ def check_agreement(algorithm: Algorithm) -> None:
         raise ValueError(
             f"--correction={algorithm.correction} weights for the sampler's difference a second time: the ratio of "
             f"--policy-loss={algorithm.policy_loss} is that to the sampler; leave it out"
+        )
+    if algorithm.policy_loss == "clip-cov" and algorithm.cov_low >= algorithm.cov_high:
+        raise ValueError(
+            f"--cov-low={algorithm.cov_low} must be below --cov-high={algorithm.cov_high}, or no token is between "
+            "them; lower it"
+        )
+    if algorithm.entropy_target and algorithm.entropy_coef > algorithm.entropy_coef_max:
+        raise ValueError(
+            f"--entropy-coef={algorithm.entropy_coef} is above --entropy-coef-max={algorithm.entropy_coef_max}, the "
+            "largest value of an adaptive coefficient; lower it"
         )
     if algorithm.dynamic_sampling and algorithm.baseline not in GROUP_BASELINES:
         raise ValueError(
