@@ -25,6 +25,7 @@ from transformers import LlamaForCausalLM, TrainerCallback
 
 from hybrid_engine.cli.cli import keep_freed_memory
 from hybrid_engine.recipes import grpo
+from hybrid_engine.rlhf.algorithms import Coefficients
 from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.experience.policy import TrainedPolicy, build_policy
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling, GroupSource

@@ -156,6 +156,7 @@ def train_loop(
         rows=start.train,
         options=options,
         seed=config.seed,
+        is_decoupled=config.algorithm.is_decoupled,
     )
     with log:
         for step in range(carried.step, config.steps):
@@ -204,10 +205,15 @@ def build_experience(
         scores = scores + overlong_penalty(mask.sum(dim=1), config.max_new_tokens, buffer, algorithm.overlong_factor)
     judged = mask & ~scores.isnan()[:, None]
     told = config.group_size, logprobs_old, logprobs_ref, judged, kl_coef
-    if groups.step_rewards is None:
-        advantages = compute_advantages(algorithm, scores, *told, all_processes())
-    else:
+    if groups.step_rewards is not None:
         advantages = compute_step_advantages(algorithm, groups.step_rewards, *told)
+    elif algorithm.is_decoupled:
+        # The penalty of length is one more reward, of weight 1; without one it is constant and adds nothing.
+        rewards = torch.cat([groups.rewards, (scores - groups.scores)[:, None]], dim=1)
+        reward_weights = torch.tensor([*groups.reward_weights, 1.0], device=rewards.device)
+        advantages = compute_advantages(algorithm, rewards, *told, all_processes(), reward_weights)
+    else:
+        advantages = compute_advantages(algorithm, scores, *told, all_processes())
     is_cut_off = torch.tensor(rollout.answers.is_cut_off, device=mask.device)
     learned = without_cut_off(judged, is_cut_off) if algorithm.mask_cut_off else judged
     weights = correction_weights(algorithm, difference, logprobs_old, rollout.logprobs, mask)

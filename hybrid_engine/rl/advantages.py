@@ -10,6 +10,7 @@ stays smaller than it. In a group of equal rewards every baseline is that reward
 0 and not rounding.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -302,6 +303,39 @@ def scaled_difference(rewards: torch.Tensor, baseline: torch.Tensor, scale: torc
     """`[B, G]`, (rewards - baseline) / scale in the dtype of the rewards; 0 for samples without a reward."""
     difference = (rewards.double() - baseline) / scale
     return torch.where(rewards.isnan(), 0.0, difference).to(rewards.dtype)
+
+
+@torch.no_grad()
+def decoupled_rewards(
+    rewards: torch.Tensor,
+    weights: torch.Tensor,
+    normalise: Callable[[torch.Tensor], torch.Tensor],
+    eps: float,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """`[B, G]`: several rewards as one, to which each contributes by its weight, whatever its scale.
+
+        R = sum_k weight_k * normalise(r_k),  then (R - mean R) / (std R + eps), the statistics being those of the batch
+
+    Args:
+        rewards: `[B, G, K]`; nan where reward k does not judge the sample, to which it then contributes 0.
+        weights: `[K]`.
+        normalise: of one reward, `[B, G]`: its difference from the group's baseline over the group's scale, 0 for nan.
+        eps: added to the deviation (divisor n - 1) of the batch.
+        group: collective over these processes; None for one process.
+
+    Returns:
+        float64, 0 for a sample that no reward judges.
+
+    Source: NVIDIA, "GDPO: Group reward-Decoupled Normalization Policy Optimization", arXiv 2601.05242; TRL,
+    `grpo_trainer.py`, multi_objective_aggregation="normalize_then_sum" (eps 1e-4).
+    """
+    assert rewards.ndim == 3 and weights.shape == rewards.shape[2:], f"{rewards.shape=} {weights.shape=}"
+    parts = torch.stack([normalise(reward) for reward in rewards.double().unbind(dim=2)], dim=2)
+    is_judged = ~rewards.isnan().all(dim=2)
+    total = (parts * weights.double()).sum(dim=2)
+    found = moments(total, is_judged, group)
+    return torch.where(is_judged, (total - found.mean) / (deviation(found) + eps), 0.0)
 
 
 @torch.no_grad()

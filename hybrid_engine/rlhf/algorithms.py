@@ -22,6 +22,7 @@ from hybrid_engine.rl import correction
 from hybrid_engine.rl.advantages import (
     Moments,
     batch_std,
+    decoupled_rewards,
     group_mean,
     group_mean_scale,
     group_std,
@@ -167,29 +168,42 @@ def compute_advantages(
     mask: torch.Tensor,
     kl_coef: float,
     process_group: dist.ProcessGroup | None = None,
+    reward_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The advantage of each response token.
 
     Args:
         algorithm: the choices.
         scores: `[N]` fp32, the reward of each response; nan for a response without one, which gets advantages of 0.
+            Where each reward is normalized by itself, `[N, K]`: the K rewards of each response, nan where one does not
+            judge it.
         group_size: G; rows i * G to (i + 1) * G are samples of one prompt, and G divides N.
         logprobs_old: `[N, T]`, of the policy that sampled.
         logprobs_ref: `[N, T]`, of the reference; read where the KL counts in the reward.
         mask: `[N, T]` bool, all response tokens, including those of responses that the loss leaves out.
         kl_coef: the present weight of the KL.
         process_group: collective over these processes wherever a statistic is the batch's; None for one process.
+        reward_weights: `[K]`, of rewards `[N, K]`; None for 1 each.
 
     Returns:
         `[N, T]` in the dtype of `scores`, 0 outside the mask.
     """
     assert len(scores) % group_size == 0, f"{len(scores)=} {group_size=}"
-    mask = mask & ~scores.isnan()[:, None]
+    mask = mask & ~scores.isnan().view(len(scores), -1).all(dim=1, keepdim=True)
     kl = reward_kl(algorithm, logprobs_old, logprobs_ref, mask).to(scores.dtype) * kl_coef
-    penalty = kl.sum(dim=1) if algorithm.kl_place == "reward" else 0.0
-    rewards = (scores - penalty).view(-1, group_size)
-    baseline, scale = BASELINES[algorithm.baseline](rewards), SCALES[algorithm.scale](algorithm, rewards, process_group)
-    centred = scaled_difference(rewards, baseline, scale).flatten()
+
+    def normalise(rewards: torch.Tensor) -> torch.Tensor:
+        baseline, scale = BASELINES[algorithm.baseline](rewards), SCALES[algorithm.scale]
+        return scaled_difference(rewards, baseline, scale(algorithm, rewards, process_group))
+
+    if algorithm.is_decoupled:
+        weights = scores.new_ones(scores.shape[1]) if reward_weights is None else reward_weights
+        grouped = scores.view(-1, group_size, scores.shape[1])
+        decoupled = decoupled_rewards(grouped, weights, normalise, algorithm.scale_eps, process_group)
+        centred = decoupled.flatten().to(scores.dtype)
+    else:
+        penalty = kl.sum(dim=1) if algorithm.kl_place == "reward" else 0.0
+        centred = normalise((scores - penalty).view(-1, group_size)).flatten()
 
     token_kl = kl if algorithm.kl_place == "token-reward" else torch.zeros_like(kl)
     returns = returns_to_go(rewards_by_token(centred, token_kl, mask), mask, algorithm.gamma)
@@ -229,6 +243,7 @@ def check_steps(algorithm: Algorithm) -> None:
         ("scale", ("group-std", "none")),
         ("kl_place", ("none", "token-reward", "loss")),
         ("overlong_buffer", (0.0,)),
+        ("reward_aggregation", ("sum-then-normalize",)),
     ):
         value = getattr(algorithm, name)
         if value not in known:

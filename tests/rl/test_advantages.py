@@ -4,13 +4,16 @@ them.
 
 import math
 import statistics
+import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from hybrid_engine.rl.advantages import (
     batch_std,
+    decoupled_rewards,
     gae,
     group_mean,
     group_mean_scale,
@@ -120,6 +123,44 @@ def test_over_the_mean_the_expected_gradient_is_that_of_a_truncated_logarithm():
             found[name] += chance * float((advantages * scores).mean())
     assert found["none"] == pytest.approx(sum((1 - p) ** k for k in range(size)))
     assert found["group-mean"] == pytest.approx(sum((1 - p) ** k for k in range(size - 1)))
+
+
+def trl_decoupled(rewards, weights, size, eps=1e-4):
+    """TRL 1.16, `grpo_trainer.py`, "normalize_then_sum", by the functions of numpy that skip nan; `[N, K]` -> `[N]`."""
+    grouped = rewards.reshape(-1, size, rewards.shape[1])
+    with np.errstate(invalid="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of groups that no reward judges
+        scaled = (grouped - np.nanmean(grouped, 1, keepdims=True)) / (
+            np.nanstd(grouped, 1, ddof=1, keepdims=True) + eps
+        )
+    total = np.nansum(scaled.reshape(rewards.shape) * weights, axis=1)
+    total[np.isnan(rewards).all(1)] = np.nan
+    return np.nan_to_num((total - np.nanmean(total)) / (np.nanstd(total, ddof=1) + eps))
+
+
+def several_rewards() -> torch.Tensor:
+    """`[12, 3]`: rewards of scales 1, 100 and 0.01 for groups of four; some do not judge an answer, one none."""
+    rewards = torch.randn(12, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    rewards = rewards.round(decimals=1) * torch.tensor([1.0, 100.0, 0.01])
+    rewards[4:8, 1] = 50.0
+    rewards[1, 0] = rewards[2, 2] = NAN
+    rewards[9] = NAN
+    return rewards
+
+
+def test_several_rewards_are_normalised_as_by_trl():
+    rewards, weights = several_rewards(), torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
+
+    def normalise(reward):
+        return scaled_difference(reward, group_mean(reward), group_std(reward, "n-1", 1e-4))
+
+    found = decoupled_rewards(rewards.view(3, 4, 3), weights, normalise, 1e-4)
+    expected = trl_decoupled(rewards.numpy(), weights.numpy(), 4)
+    torch.testing.assert_close(found.flatten(), torch.from_numpy(expected), rtol=1e-12, atol=1e-12)
+    assert found.flatten()[9] == 0
+    # The unit of a reward does not matter, but for eps.
+    scaled = decoupled_rewards((rewards * torch.tensor([7.0, 0.1, 300.0])).view(3, 4, 3), weights, normalise, 1e-4)
+    torch.testing.assert_close(scaled, found, rtol=0, atol=0.05)
 
 
 def test_a_sample_whose_others_agree_is_not_divided():

@@ -19,7 +19,6 @@ from hybrid_engine.rlhf.algorithms import (
     choose_tokens,
     compute_advantages,
     correction_weights,
-    next_coefficients,
     policy_figures,
     policy_objective,
 )
@@ -48,6 +47,7 @@ def algorithms() -> dict[str, Algorithm]:
     found["off-policy mask"] = Algorithm(off_policy_threshold=0.02)
     for name in ("clip-cov", "kl-cov"):
         found[f"{name} of many"] = Algorithm(policy_loss=name, cov_share=0.2, cov_low=0.1)
+    found["each reward"] = Algorithm(reward_aggregation="normalize-then-sum")
     found["discounted"] = Algorithm(gamma=0.9, kl_place="token-reward", kl_coef=0.1, kl_estimator="k1")
     found["much at once"] = Algorithm(
         policy_loss="gspo",
@@ -113,8 +113,12 @@ def build_step() -> Step:
 
 
 def advantages_of(algorithm: Algorithm, step: Step, group=None) -> torch.Tensor:
+    scores = step.scores
+    if algorithm.is_decoupled:
+        scores = torch.stack([scores, 100 * torch.where(step.mask, step.logprobs_ref, 0.0).sum(dim=1)], dim=1)
+        scores[11] = float("nan")
     references = step.logprobs_old, step.logprobs_ref
-    return compute_advantages(algorithm, step.scores, G, *references, step.mask, algorithm.kl_coef, group)
+    return compute_advantages(algorithm, scores, G, *references, step.mask, algorithm.kl_coef, group)
 
 
 def experience_of(algorithm: Algorithm, step: Step, group=None) -> PolicyBatch:
@@ -276,20 +280,3 @@ def test_tokens_of_low_entropy_have_no_policy_gradient_but_that_of_a_bonus():
         torch.testing.assert_close(
             logprobs.grad[low], torch.full_like(logprobs.grad[low], -0.01 * bonus / counts.num_tokens)
         )
-
-
-def test_the_coefficients_follow_what_was_measured():
-    algorithm = Algorithm(entropy_coef=0.01, entropy_target=0.2, entropy_change=0.004, entropy_coef_max=0.015)
-    first = Coefficients.first(algorithm)
-    assert first == (0.0, 0.01, 0.0)
-    # At the target and below it grows and is applied, up to its bound; above it falls, down to 0, and is not applied.
-    low = next_coefficients(algorithm, first, {"entropy": 0.2}, 8)
-    assert low == pytest.approx((0.0, 0.014, 0.014))
-    lower = next_coefficients(algorithm, low, {"entropy": 0.1}, 8)
-    assert lower == pytest.approx((0.0, 0.015, 0.015))
-    high = next_coefficients(algorithm, lower, {"entropy": 0.3}, 8)
-    assert high == pytest.approx((0.0, 0.011, 0.0))
-    assert next_coefficients(algorithm, high._replace(entropy=0.001), {"entropy": 0.3}, 8) == (0.0, 0.0, 0.0)
-    assert next_coefficients(algorithm, low, {}, 8) == low
-    fixed = Coefficients.first(Algorithm(entropy_coef=0.01))
-    assert next_coefficients(Algorithm(entropy_coef=0.01), fixed, {"entropy": 0.0}, 8) == fixed == (0.0, 0.01, 0.01)

@@ -189,6 +189,14 @@ def test_the_resolved_choices_given_again_make_the_same_algorithm():
         ({"policy_loss": "kl-cov", "cov_share": 0.0}, "--cov-share=0.0 must be above 0"),
         ({"top_entropy": 1.2}, "--top-entropy=1.2 must be from 0 to 1"),
         ({"entropy_target": 0.2, "entropy_coef": 2.0}, "--entropy-coef=2.0 is above --entropy-coef-max=1.0"),
+        (
+            {"reward_aggregation": "normalize-then-sum", "scale": "batch-std"},
+            "--scale=batch-std does not normalize each reward in its group",
+        ),
+        (
+            {"reward_aggregation": "normalize-then-sum", "kl_place": "reward", "kl_coef": 0.1, "kl_estimator": "k1"},
+            "--kl-place=reward does not normalize each reward",
+        ),
         ({"clip_low": 1.5}, "--clip-low=1.5 must be from 0 to 1"),
         ({"scale_eps": -1.0}, "--scale-eps=-1.0 must be at least 0"),
         ({"kl_coef": float("nan")}, "--kl-coef=nan must be finite"),

@@ -195,6 +195,10 @@ class ScoredGroups:
     rollout: Rollout
     scores: torch.Tensor
     """`[N]` fp32, the rewards' weighted sum."""
+    rewards: torch.Tensor
+    """`[N, K]` fp32, each reward without its weight; nan where it does not judge the answer."""
+    reward_weights: Sequence[float]
+    """`[K]`"""
     step_rewards: torch.Tensor | None = None
     """`[N, T]` fp32 if a reward scored steps: each number on the token that ends its step, nan on the others."""
     num_drawn: int
@@ -215,6 +219,8 @@ class GroupSource:
     rows: Sequence[PromptRow]
     options: AnswerSampling
     seed: int
+    is_decoupled: bool = False
+    """Whether each reward is normalized by itself, so that a group teaches if any of them varies in it."""
 
     def draw(self, num_prompts: int, max_redraws: int, num_drawn: int, step: int) -> ScoredGroups:
         """Groups for `num_prompts` prompts of this process, from the prompts after the first `num_drawn`; collective.
@@ -227,6 +233,7 @@ class GroupSource:
         """
         rollouts: list[Rollout] = []
         scores: list[torch.Tensor] = []
+        rewards: list[torch.Tensor] = []
         steps: list[torch.Tensor] = []
         has_steps = False
         figures: dict[str, float] = {}
@@ -241,18 +248,25 @@ class GroupSource:
             scored = self.rewards(rollout.answers)
             figures = figures or reward_figures(scored)
             found = torch.tensor(scored.total, dtype=torch.float32).view(-1, self.options.num_samples)  # [B, G]
+            each = rewards_by_name(scored)  # [B * G, K]
             found_steps = steps_on_tokens(scored, rollout)  # [B * G, T]
             has_steps |= any(gather_objects(scored.per_token is not None))
             of_steps = found_steps.unflatten(0, found.shape).flatten(
                 1
             )  # [B, G * T]; a process without prompts has none of it
             is_varied = has_variance(of_steps if has_steps and len(found) else found)
+            if self.is_decoupled:
+                is_varied = torch.stack([has_variance(reward.view_as(found)) for reward in each.unbind(dim=1)]).any(
+                    dim=0
+                )
             num_worthless += sum(gather_objects(int((~is_varied).sum())))
             is_kept = is_varied if round_number < max_redraws else torch.ones_like(is_varied)
             if is_kept.any():
                 rollouts.append(rollout if is_kept.all() else choose_groups(rollout, is_kept))
+                kept_rows = is_kept.repeat_interleave(self.options.num_samples)
                 scores.append(found[is_kept].flatten())
-                steps.append(found_steps[is_kept.repeat_interleave(self.options.num_samples)])
+                rewards.append(each[kept_rows])
+                steps.append(found_steps[kept_rows])
             num_missing -= int(is_kept.sum())
         figures["prompts_drawn"] = num_drawn - first_drawn
         figures["groups_without_variance"] = num_worthless / (num_drawn - first_drawn)
@@ -267,6 +281,8 @@ class GroupSource:
         return ScoredGroups(
             rollout=rollout,
             scores=torch.cat(scores).to(self.actor.device),
+            rewards=torch.cat(rewards).to(self.actor.device),
+            reward_weights=self.rewards.weights,
             step_rewards=torch.cat(fitted).to(self.actor.device) if has_steps else None,
             num_drawn=num_drawn,
             figures=figures,
@@ -281,6 +297,12 @@ class GroupSource:
     def _noise_seed(self, step: int, round_number: int) -> int:
         seed = mix_seed(self.seed, step)
         return mix_seed(seed, round_number) if round_number else seed
+
+
+def rewards_by_name(scores: Scores) -> torch.Tensor:
+    """`[N, K]` fp32: each reward of each answer, nan where it does not judge it."""
+    columns = ([nan if value is None else value for value in column] for column in scores.by_name.values())
+    return torch.stack([torch.tensor(column, dtype=torch.float32) for column in columns], dim=1)
 
 
 def steps_on_tokens(scores: Scores, rollout: Rollout) -> torch.Tensor:

@@ -19,6 +19,7 @@ from hybrid_engine.config.checks import (
 )
 
 CHOICES = {
+    "reward_aggregation": ("sum-then-normalize", "normalize-then-sum"),
     "baseline": ("group-mean", "leave-one-out", "batch-mean", "group-then-batch-mean", "none"),
     "scale": (
         "group-std",
@@ -295,6 +296,12 @@ class Algorithm:
         f"Defaults for the algorithm options, as in {', '.join(PRESETS)} (docs/algorithms.md); explicit options "
         "override them",
     )
+    reward_aggregation: str = option(
+        "sum-then-normalize",
+        "Combination of several rewards: sum-then-normalize (baseline and scale of their weighted sum) or "
+        "normalize-then-sum (of each reward, then weighted sum, then normalization over the batch: GDPO, arXiv "
+        "2601.05242)",
+    )
     baseline: str = option(
         "group-mean",
         "Baseline subtracted from each reward: group-mean (GRPO, arXiv 2402.03300), leave-one-out (RLOO, arXiv "
@@ -436,11 +443,17 @@ class Algorithm:
         check_numbers(self)
         check_kl(self)
         check_agreement(self)
+        check_rewards(self)
 
     @property
     def needs_reference(self) -> bool:
         """Whether log-probabilities of a reference are read."""
         return self.kl_place != "none"
+
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether each reward is normalized by itself."""
+        return self.reward_aggregation == "normalize-then-sum"
 
     @property
     def has_entropy_bonus(self) -> bool:
@@ -562,6 +575,23 @@ def check_agreement(algorithm: Algorithm) -> None:
             f"--dynamic-sampling={algorithm.dynamic_sampling} resamples groups without variance, but "
             f"--baseline={algorithm.baseline} learns from them; leave one of the two out"
         )
+
+
+def check_rewards(algorithm: Algorithm) -> None:
+    """Raises ValueError for choices that need one sum of the rewards where each is normalized by itself."""
+    if not algorithm.is_decoupled:
+        return
+    for name, known in (
+        ("baseline", ("group-mean", "leave-one-out")),
+        ("scale", ("group-std", "leave-one-out-std")),
+        ("kl_place", ("none", "token-reward", "loss")),
+    ):
+        value = getattr(algorithm, name)
+        if value not in known:
+            raise ValueError(
+                f"{flag(name)}={value} does not normalize each reward in its group, as --reward-aggregation="
+                f"{algorithm.reward_aggregation} does (arXiv 2601.05242); use {' or '.join(known)}"
+            )
 
 
 def with_preset(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -167,6 +167,11 @@ class AgentConfig(RolloutOptions, RolloutRunOptions):
         self.algorithm.check_group_size("group_size", self.group_size)
         if self.algorithm.needs_reference:
             raise ValueError("--kl-place: agent has no reference model; leave it at none")
+        if self.algorithm.is_decoupled:
+            raise ValueError(
+                f"--reward-aggregation={self.algorithm.reward_aggregation}: an episode of agent has one reward; leave "
+                "it out"
+            )
         if self.algorithm.entropy_target:
             raise ValueError(
                 f"--entropy-target={self.algorithm.entropy_target}: agent keeps the entropy's coefficient fixed; use "

@@ -65,6 +65,11 @@ class Rewards:
         return [reward.spec for reward in self.rewards]
 
     @property
+    def weights(self) -> list[float]:
+        """The weight of each reward, in the order of `Scores.by_name`."""
+        return [reward.weight for reward in self.rewards]
+
+    @property
     def task_columns(self) -> frozenset[str]:
         """The columns of the data that the rewards read by name, without reference answers."""
         read = (reward.columns - reward.references | reward.optional_columns for reward in self.rewards)
