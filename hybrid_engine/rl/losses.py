@@ -500,7 +500,8 @@ def token_sum_by_length(loss: torch.Tensor, mask: torch.Tensor, max_length: int)
         max_length: the constant, the number of tokens that a response may have.
 
     Returns:
-        A scalar. Source: verl, `core_algos.py`, "seq-mean-token-sum-norm".
+        A scalar. Source: verl, `core_algos.py`, "seq-mean-token-sum-norm", before it divided by the number of
+        sequences too (0.9.1 does).
     """
     return _masked(loss, mask).sum() / max_length
 

@@ -12,6 +12,7 @@ description of the algorithm's choices, are here too.
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -344,12 +345,12 @@ def _gmpo(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
 
 
 def _dppo(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
-    bounds = algorithm.clip_low, algorithm.clip_high, algorithm.ratio_cap
+    bounds = algorithm.clip_low, algorithm.clip_high, algorithm.ratio_cap or inf
     return dppo_tv_loss(batch.logprobs, batch.sampled, batch.advantages, *bounds)
 
 
 def _dppo_kl(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
-    bounds = algorithm.clip_low, algorithm.clip_high, algorithm.ratio_cap
+    bounds = algorithm.clip_low, algorithm.clip_high, algorithm.ratio_cap or inf
     return dppo_kl_loss(batch.logprobs, batch.sampled, batch.advantages, *bounds)
 
 
@@ -446,7 +447,8 @@ def policy_objective(
 ) -> torch.Tensor:
     """This micro-batch's share of the loss of an optimizer step, a scalar to be minimized.
 
-        aggregate(weight * policy_loss where it counts + coefficient * KL - bonus * entropy)
+        aggregate(weight * policy_loss where it counts + coefficient * KL + sampler_coef * (log pi / mu)^2
+                  - bonus * entropy)
 
     Args:
         algorithm: the choices.
@@ -465,6 +467,8 @@ def policy_objective(
         losses = torch.where(counted, losses, 0.0)
     if algorithm.kl_place == "loss":
         losses = losses + coefficients.kl * loss_kl(algorithm, batch)
+    if algorithm.sampler_coef:
+        losses = losses + algorithm.sampler_coef * (batch.logprobs - batch.sampled).square()
     if coefficients.bonus:
         entropy = estimated_entropy(batch.logprobs) if batch.entropy is None else batch.entropy
         losses = losses - coefficients.bonus * entropy

@@ -47,6 +47,7 @@ def algorithms() -> dict[str, Algorithm]:
     found["off-policy mask"] = Algorithm(off_policy_threshold=0.02)
     for name in ("clip-cov", "kl-cov"):
         found[f"{name} of many"] = Algorithm(policy_loss=name, cov_share=0.2, cov_low=0.1)
+    found["distance to the sampler"] = Algorithm(sampler_coef=0.1)
     found["each reward"] = Algorithm(reward_aggregation="normalize-then-sum")
     found["discounted"] = Algorithm(gamma=0.9, kl_place="token-reward", kl_coef=0.1, kl_estimator="k1")
     found["much at once"] = Algorithm(

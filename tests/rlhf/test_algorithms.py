@@ -1,4 +1,4 @@
-"""What an algorithm's choices do over several steps: coefficients that follow measurements, and rewards that compete."""
+"""What choices do over several steps: coefficients that follow measurements, and rewards that compete."""
 
 import pytest
 import torch

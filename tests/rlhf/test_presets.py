@@ -34,6 +34,8 @@ GROUP_GOLDENS = {
     "openrlhf": "grpo_openrlhf_eps1e9",
     "nemo": "nemo_loo_std",
     "slime": "grpo_verl_slime_eps1e6",
+    "prime-rl": "dr_grpo",
+    "skyrl": "grpo_verl_slime_eps1e6",
     "dapo": "grpo_verl_slime_eps1e6",
     "dr-grpo": "dr_grpo",
     **dict.fromkeys(("gspo", "luspo", "sapo", "gmpo", "dppo", "vespo"), "grpo_verl_slime_eps1e6"),

@@ -46,6 +46,8 @@ def other(algorithm: Algorithm) -> str:
         found.append(f"dynamic-sampling {algorithm.dynamic_sampling}")
     if algorithm.overlong_buffer:
         found.append(f"overlong-buffer {algorithm.overlong_buffer:g}, overlong-factor {algorithm.overlong_factor:g}")
+    if algorithm.sampler_coef:
+        found.append(f"sampler-coef {algorithm.sampler_coef:g}")
     if algorithm.correction != "none":
         found.append(f"correction {algorithm.correction} up to {algorithm.correction_high:g}")
     return "; ".join(found)

@@ -160,6 +160,13 @@ def dppo(batch, advantage, i, t):
     return -advantage * min(now / before, 20.0) * batch["logprobs"][i][t]
 
 
+def prime_rl(batch, advantage, i, t):
+    now, before = math.exp(batch["frozen"][i][t]), math.exp(batch["old"][i][t])
+    is_masked = now - before > 0.2 if advantage > 0 else now - before < -0.2
+    policy = 0.0 if is_masked else -advantage * (now / before) * batch["logprobs"][i][t]
+    return policy + 1e-3 * log_ratios(batch, i)[t] ** 2
+
+
 def vespo(batch, advantage, i, t):
     weight = math.exp(sum(log_ratios(batch, i, "frozen")))
     k, decay = (2.0, 3.0) if advantage >= 0 else (3.0, 2.0)
@@ -189,6 +196,8 @@ PRESETS = {
     "openrlhf": (openrlhf, clipped(), token_mean),
     "nemo": (nemo, clipped(kl=0.01), token_mean),
     "slime": (standardised(1e-6), clipped(), sample_mean),
+    "prime-rl": (centred, prime_rl, token_mean),
+    "skyrl": (standardised(1e-6), clipped(kl=0.001), token_mean),
     "dapo": (standardised(1e-6), clipped(high=0.28), token_mean),
     "dr-grpo": (centred, clipped(), constant_mean),
     "gspo": (standardised(1e-6), gspo(3e-4, 4e-4), sample_mean),

@@ -150,6 +150,32 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregation": "sequence-mean-token-mean",
         "kl_place": "none",
     },
+    # Prime Intellect's prime-rl, `src/prime_rl/trainer/rl/loss.py` (default_loss_fn: dppo_mask 0.2, kl_tau 1e-3, no cap
+    # of the ratio) and `orchestrator/algo` ("grpo": reward minus the group's mean).
+    "prime-rl": {
+        "baseline": "group-mean",
+        "scale": "none",
+        "policy_loss": "dppo",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "ratio_cap": 0.0,
+        "sampler_coef": 1e-3,
+        "aggregation": "token-mean",
+        "kl_place": "none",
+    },
+    # SkyRL, `skyrl/train/config/config.py` (AlgorithmConfig: policy_loss_type "regular", eps_clip 0.2, loss_reduction
+    # "token_mean", use_kl_loss with kl_loss_coef 0.001 and "k3") and `ppo_utils.py` (epsilon 1e-6).
+    "skyrl": GROUP_NORMALISED
+    | {
+        "scale_eps": 1e-6,
+        "policy_loss": "clip",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "aggregation": "token-mean",
+        "kl_place": "loss",
+        "kl_estimator": "k3",
+        "kl_coef": 0.001,
+    },
     # Yu et al., "DAPO", arXiv 2503.14476, section 3: clip-higher 0.28, dynamic sampling, token-level loss, soft
     # overlong punishment in the last 4096 of 20480 tokens, no KL. verl's recipe draws up to 10 times.
     "dapo": GROUP_NORMALISED
@@ -342,7 +368,7 @@ class Algorithm:
         0.0,
         "Dual clip: bound on the ratio of tokens with a negative advantage, above 1 (arXiv 1912.09729); 0 for none",
     )
-    ratio_cap: float = option(20.0, "Maximum ratio with --policy-loss dppo and dppo-kl, at least 1")
+    ratio_cap: float = option(20.0, "Maximum ratio with --policy-loss dppo and dppo-kl, at least 1; 0 for none")
     sapo_temperature_pos: float = option(1.0, "Temperature of sapo's gate for positive advantages, above 0")
     sapo_temperature_neg: float = option(1.05, "Temperature of sapo's gate for other advantages, above 0")
     vespo_k_pos: float = option(2.0, "Power of the ratio in vespo's weight, for advantages that are not negative")
@@ -365,8 +391,8 @@ class Algorithm:
     aggregation: str = option(
         "token-mean",
         "Reduction of token losses to the loss: token-mean (DAPO), sequence-mean-token-mean (GRPO), "
-        "sequence-mean-token-sum, token-sum-by-length (verl's constant) or sequence-mean-token-sum-by-length (Dr. "
-        "GRPO's constant, as in TRL)",
+        "sequence-mean-token-sum, token-sum-by-length (older verl's constant) or sequence-mean-token-sum-by-length "
+        "(Dr. GRPO's constant, as in TRL and verl)",
     )
     kl_place: str = option(
         "none",
@@ -382,6 +408,11 @@ class Algorithm:
     kl_unbiased: bool = option(
         False,
         "Weight the KL in the loss by the policy's ratio, for an unbiased gradient (DeepSeek-V3.2)",
+    )
+    sampler_coef: float = option(
+        0.0,
+        "Weight of the squared difference of each token's log-probability from the sampler's (Kimi K2.5, arXiv "
+        "2602.02276)",
     )
     kl_target: float = option(
         0.0,
@@ -492,7 +523,8 @@ def check_numbers(algorithm: Algorithm) -> None:
         check_between(name, getattr(algorithm, name), 0, 1)
     for name in ("kl_horizon", "sapo_temperature_pos", "sapo_temperature_neg"):
         check_above(name, getattr(algorithm, name), 0)
-    check_at_least("ratio_cap", algorithm.ratio_cap, 1)
+    if algorithm.ratio_cap:
+        check_at_least("ratio_cap", algorithm.ratio_cap, 1)
     for name in ("overlong_buffer", "top_entropy", "cov_share"):
         check_between(name, getattr(algorithm, name), 0, 1)
     check_above("cov_share", algorithm.cov_share, 0)
