@@ -16,6 +16,7 @@ import csv
 import os
 import sys
 import tempfile
+from math import nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +54,9 @@ TOLERANCE = 1e-5
 G, MAX_LENGTH, VOCAB = 4, 8, 40
 PROMPTS = ["w1 w2 w3", "w4 w5"]
 REWARDS = [1.0, 0.0, 0.25, None, 0.5, -1.0, 3.0, 0.0]
+LARGE_REWARDS = [100.0, 300.0, None, None, 20.0, 0.0, 50.0, 90.0]
+"""A second reward, for several that are normalized one by one."""
+WEIGHTS = [1.0, 0.5]
 ANSWERS = [
     "w7 w8 w9 w7 w8 w9 w7 w6",
     "w9",
@@ -156,6 +160,11 @@ def rewards(completions: list[str], **_: Any) -> list[float | None]:
     return REWARDS[: len(completions)]
 
 
+def large_rewards(completions: list[str], **_: Any) -> list[float | None]:
+    """The given second rewards, whatever the answers."""
+    return LARGE_REWARDS[: len(completions)]
+
+
 def of_group_trainer(
     name: str, found: Models, options: dict[str, Any], is_on_policy: bool, sampler: list[list[float]] | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,13 +179,16 @@ def of_group_trainer(
         def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
             return fixed if name == "RLOO" else (fixed, sampler)
 
+    functions = [rewards]
+    if "multi_objective_aggregation" in options:
+        functions, options = [rewards, large_rewards], {**options, "reward_weights": WEIGHTS}
     common = {"num_generations": G, "max_completion_length": MAX_LENGTH, "per_device_train_batch_size": len(fixed)}
     arguments = getattr(module, f"{name}Config")(
         output_dir=found.folder, report_to=[], use_cpu=True, bf16=False, disable_dropout=True, **common, **options
     )
     data = Dataset.from_dict({"prompt": PROMPTS})
     trainer = GivenAnswers(
-        model=found.folder, reward_funcs=rewards, args=arguments, train_dataset=data, processing_class=found.tokenizer
+        model=found.folder, reward_funcs=functions, args=arguments, train_dataset=data, processing_class=found.tokenizer
     )
     trainer.current_gradient_accumulation_steps = 1
     if trainer.ref_model is not None:
@@ -239,9 +251,11 @@ def of_algorithm(
     logprobs_ref = response_logprobs(found.reference, batch).detach()
     policy_old = logprobs.detach()
     logprobs_old = policy_old if is_on_policy else response_logprobs(found.old, batch).detach()
-    scores = torch.tensor([float("nan") if reward is None else reward for reward in REWARDS])
+    columns = [[nan if reward is None else reward for reward in column] for column in (REWARDS, LARGE_REWARDS)]
+    scores = torch.tensor(columns).T if algorithm.is_decoupled else torch.tensor(columns[0])
     # TRL's RLOO takes the KL of the policy that it has just sampled from.
-    advantages = compute_advantages(algorithm, scores, G, policy_old, logprobs_ref, mask, algorithm.kl_coef)
+    told = G, policy_old, logprobs_ref, mask, algorithm.kl_coef
+    advantages = compute_advantages(algorithm, scores, *told, reward_weights=torch.tensor(WEIGHTS))
     weights = None
     if sampler is not None:
         padded = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in sampler], batch_first=True)
@@ -316,6 +330,10 @@ GRPO_ROWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"preset": "trl", "policy_loss": "cispo", "clip_low": 1.0, "clip_high": 0.2},
     ),
     ({"entropy_coef": 0.05}, {"preset": "trl", "entropy_coef": 0.05}),
+    (
+        {"multi_objective_aggregation": "normalize_then_sum"},
+        {"preset": "trl", "reward_aggregation": "normalize-then-sum"},
+    ),
     ({"top_entropy_quantile": 0.3}, {"preset": "trl", "top_entropy": 0.3}),
     ({"off_policy_mask_threshold": 0.002}, {"preset": "trl", "off_policy_threshold": 0.002}),
     ({"loss_type": "sapo"}, {"preset": "sapo", "scale_eps": 1e-4}),

@@ -219,7 +219,7 @@ def sapo_loss(
     `grpo_config.py`; verl, `core_algos.py`, "sapo").
     """
     check_same_shape(logprobs, logprobs_old, advantages)
-    temperature = torch.where(advantages > 0, temperature_pos, temperature_neg).to(logprobs.dtype)
+    temperature = torch.where(advantages > 0, torch.full_like(logprobs, temperature_pos), temperature_neg)
     gate = torch.sigmoid(temperature * torch.expm1(logprobs - logprobs_old)) * 4 / temperature
     return -advantages * gate
 
@@ -375,8 +375,8 @@ def vespo_loss(
     """
     check_same_shape(logprobs, logprobs_sampler, advantages, mask)
     log_ratio = torch.where(mask, logprobs - logprobs_sampler, 0.0).sum(dim=1, keepdim=True).detach()
-    power = torch.where(advantages >= 0, shape.k_pos, shape.k_neg).to(logprobs.dtype)
-    decay = torch.where(advantages >= 0, shape.lambda_pos, shape.lambda_neg).to(logprobs.dtype)
+    power = torch.where(advantages >= 0, torch.full_like(log_ratio, shape.k_pos), shape.k_neg)
+    decay = torch.where(advantages >= 0, torch.full_like(log_ratio, shape.lambda_pos), shape.lambda_neg)
     return -advantages * torch.exp(power * log_ratio - decay * torch.expm1(log_ratio)) * logprobs
 
 

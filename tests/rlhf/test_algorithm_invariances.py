@@ -117,7 +117,7 @@ def advantages_of(algorithm: Algorithm, step: Step, group=None) -> torch.Tensor:
     scores = step.scores
     if algorithm.is_decoupled:
         scores = torch.stack([scores, 100 * torch.where(step.mask, step.logprobs_ref, 0.0).sum(dim=1)], dim=1)
-        scores[11] = float("nan")
+        scores[step.scores.isnan()] = float("nan")
     references = step.logprobs_old, step.logprobs_ref
     return compute_advantages(algorithm, scores, G, *references, step.mask, algorithm.kl_coef, group)
 
