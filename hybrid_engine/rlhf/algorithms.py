@@ -437,7 +437,7 @@ class Coefficients(NamedTuple):
 
     @classmethod
     def first(cls, algorithm: Algorithm) -> "Coefficients":
-        """Those of the first step."""
+        """The weights of the first step."""
         bonus = 0.0 if algorithm.entropy_target else algorithm.entropy_coef
         return cls(algorithm.kl_coef, algorithm.entropy_coef, bonus)
 
