@@ -370,6 +370,22 @@ DPO_ROWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"loss_type": "robust", "beta": 0.1, "label_smoothing": 0.1},
         {"name": "robust", "beta": 0.1, "label_smoothing": 0.1},
     ),
+    (
+        {"loss_type": "exo_pair", "beta": 0.1, "label_smoothing": 0.1},
+        {"name": "exo", "beta": 0.1, "label_smoothing": 0.1},
+    ),
+    *(
+        ({"loss_type": theirs, "beta": 0.1}, {"name": ours, "beta": 0.1})
+        for theirs, ours in {
+            "sigmoid_norm": "sigmoid-length-normalised",
+            "apo_zero": "apo-zero",
+            "apo_down": "apo-down",
+            "nca_pair": "nca",
+            "bco_pair": "bco",
+            "discopop": "discopop",
+        }.items()
+    ),
+    ({"loss_type": "sppo_hard", "beta": 1.0}, {"name": "sppo", "beta": 1.0}),  # at 0.1 its value is 50
 ]
 
 

@@ -4,9 +4,10 @@
     hybrid-engine dpo --model Qwen/Qwen3-0.6B --dataset pairs.jsonl --out runs/mine
 
 The reference is the policy at the start. Its log-probabilities of every answer are computed once, before the first
-step, so one model is in memory; with `--lora-rank` it is the base under a disabled adapter. Each step then lowers the
-loss (`rl/preferences.py`) of a batch of pairs. Without `--dataset` the pairs are those of the reward stage, and the
-rules of PEP 257 (`tasks/stdlib_docs.py`), which are not trained on, judge answers to held-out prompts before and after.
+step, so one model is in memory; with `--lora-rank` it is the base under a disabled adapter. SimPO, ORPO and CPO have no
+reference. Each step then lowers the loss (`rl/preferences.py`) of a batch of pairs. Without `--dataset` the pairs are
+those of the reward stage, and the rules of PEP 257 (`tasks/stdlib_docs.py`), which are not trained on, judge answers to
+held-out prompts before and after.
 
 Writes to `--out`: metrics.jsonl (one line per step), plot.png, samples.json, result.json, checkpoints/, best/ and
 actor/, Hugging Face folders.
@@ -41,6 +42,7 @@ from hybrid_engine.rlhf.experience.answers import (
     load_pairs,
     pair_logprobs,
     pair_sums,
+    pairs_without_reference,
     refer_pairs,
     without_adapter,
 )
@@ -111,13 +113,16 @@ def run(config: Config) -> Path:
     say(f"DPO: {len(rows)} pairs, {len(held_out_rows)} held out, {num_steps} steps")
     say(schedule.describe())
 
-    loss_of = config.build_loss(config.beta)
-    with without_adapter(actor.module):
-        pairs, held_out = (refer_pairs(actor, part, reading) for part in (encoded, held_out_encoded))
+    loss_of = config.build_loss()
+    if config.has_reference:
+        with without_adapter(actor.module):
+            pairs, held_out = (refer_pairs(actor, part, reading) for part in (encoded, held_out_encoded))
+    else:
+        pairs, held_out = map(pairs_without_reference, (encoded, held_out_encoded))
 
     def measure() -> Evaluation:
         answered = answer_prompts(actor, tokenizer, prompts, config, config.dataset is None)
-        figures = held_out_figures(actor, held_out, loss_of, config.beta, reading)
+        figures = held_out_figures(actor, held_out, loss_of, reading)
         return Evaluation(figures=figures | answered.figures, groups=answered.groups)
 
     before = measure()
@@ -158,14 +163,14 @@ def train_loop(
 
     Returns the best measurement of the whole run.
     """
-    out, loss_of = Path(config.out), config.build_loss(config.beta)
+    out, loss_of = Path(config.out), config.build_loss()
     with log:
         for step in steps:
             actor.train()
             chosen = select_prompts(len(pairs), step * config.batch_size, config.batch_size, config.seed)
             mine = [pairs[index] for index in chosen[get_rank() :: get_world_size()]]
             rate = actor.get_lr()[0]
-            figures = update(actor, mine, config.batch_size, loss_of, config.beta, reading)
+            figures = update(actor, mine, config.batch_size, loss_of, reading)
             if is_due(config.eval_every, step, steps.stop):
                 measured = look(step + 1).figures
                 figures |= {f"held_out_{name}": value for name, value in measured.items()}
@@ -181,7 +186,6 @@ def update(
     pairs: Sequence[TrainingPair],
     num_pairs: float,
     loss_of: PairLoss,
-    beta: float,
     reading: Reading,
 ) -> dict[str, float]:
     """One optimizer step on this process's pairs of a step that has `num_pairs` over all processes; collective.
@@ -192,10 +196,10 @@ def update(
 
     def micro_batch_loss(rows: list[int]) -> tuple[torch.Tensor, DeviceFigures]:
         batch = [pairs[index] for index in rows]
-        logprobs = pair_logprobs(actor, batch, reading)
+        logprobs = pair_logprobs(actor, batch, reading, is_weighted=loss_of.is_weighted)
         weights = send_to_device(torch.tensor([pair.weight for pair in batch]), logprobs.chosen.device)
         losses = loss_of(logprobs)
-        return (losses * weights).sum() / num_pairs, pair_sums(logprobs, losses, weights, beta)
+        return (losses * weights).sum() / num_pairs, pair_sums(logprobs, losses, weights, loss_of)
 
     passes = TrainingPasses([actor], Items.of(pair.tokens for pair in pairs), reading.sizes)
     for rows in passes:

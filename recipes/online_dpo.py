@@ -31,6 +31,7 @@ from hybrid_engine.rlhf.experience.answers import Reading, TrainingPair
 from hybrid_engine.rlhf.experience.evaluation import (
     Evaluation,
     FollowedAnswers,
+    Sums,
     answer_sums,
     evaluate,
     follow,
@@ -40,7 +41,7 @@ from hybrid_engine.rlhf.experience.evaluation import (
     show_comparison,
 )
 from hybrid_engine.rlhf.experience.policy import TrainedPolicy, build_policy, trained_rows
-from hybrid_engine.rlhf.experience.rollout import AnswerSampling, GroupSource, ScoredGroups, warm_up
+from hybrid_engine.rlhf.experience.rollout import AnswerSampling, GroupSource, Rollout, ScoredGroups, warm_up
 from hybrid_engine.rlhf.experience.start import Stages, Start, prepare
 from hybrid_engine.rlhf.options.preference import OnlineDPOConfig as Config
 from hybrid_engine.rlhf.options.shared import (
@@ -152,7 +153,10 @@ def choose_pairs(policy: TrainedPolicy, groups: ScoredGroups, config: Config) ->
     best, worst, differs = best_and_worst(groups.scores.view(-1, config.group_size))  # [B] each
     first = torch.arange(len(best), device=best.device) * config.group_size
     rows = torch.cat([first + best, first + worst])
-    logprobs = policy.reference_logprobs(rollout.sequences.rows(rows), config.temperature).sum(dim=1).tolist()
+    logprobs = [0.0] * len(rows)
+    if policy.has_reference:
+        found = policy.reference_logprobs(rollout.sequences.rows(rows), config.temperature)
+        logprobs = found.sum(dim=1).tolist()
     prompts, responses = rollout.answers.prompt_ids, rollout.answers.response_ids
     columns = zip(rows.tolist()[: len(best)], rows.tolist()[len(best) :], differs.tolist(), strict=True)
     return [
@@ -174,7 +178,7 @@ def update_on_pairs(policy: TrainedPolicy, pairs: Sequence[TrainingPair], config
         none of the figures of `dpo.update`.
     """
     reading = Reading(policy.tokenizer.pad_token_id, config.temperature, policy.sizes)
-    loss_of, size = config.build_loss(config.beta), config.minibatch_size // get_world_size()
+    loss_of, size = config.build_loss(), config.minibatch_size // get_world_size()
     figures: dict[str, float] = {"pairs": 0.0}
     for first in range(0, len(pairs), size):
         minibatch = pairs[first : first + size]
@@ -186,21 +190,19 @@ def update_on_pairs(policy: TrainedPolicy, pairs: Sequence[TrainingPair], config
             before = figures["pairs"]
             rate = policy.actor.get_lr()[0]
             chosen = [minibatch[index] for index in trained.tolist()]
-            figures = update(policy.actor, chosen, num_pairs, loss_of, config.beta, reading)
+            figures = update(policy.actor, chosen, num_pairs, loss_of, reading)
             figures |= {"pairs": before + num_pairs, "learning_rate": rate}
     return figures
 
 
 def evaluate_policy(policy: TrainedPolicy, start: Start, config: Config) -> Evaluation:
-    """One answer to each of the same held-out prompts, with scores and the KL to the reference; collective."""
-    return evaluate(
-        policy.actor,
-        policy.tokenizer,
-        start.held_out,
-        start.rewards,
-        AnswerSampling.of(config),
-        measure=lambda rollout: (
-            answer_sums(rollout)
-            | reference_sums(rollout, policy.reference_logprobs(rollout.sequences, config.temperature))
-        ),
-    )
+    """One answer to each of the same held-out prompts, with scores and the KL to a reference; collective."""
+
+    def measure(rollout: Rollout) -> Sums:
+        if not policy.has_reference:
+            return answer_sums(rollout)
+        logprobs_ref = policy.reference_logprobs(rollout.sequences, config.temperature)
+        return answer_sums(rollout) | reference_sums(rollout, logprobs_ref)
+
+    options = AnswerSampling.of(config)
+    return evaluate(policy.actor, policy.tokenizer, start.held_out, start.rewards, options, measure=measure)

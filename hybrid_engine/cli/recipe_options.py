@@ -70,8 +70,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("kl_place", "kl_estimator", "kl_unbiased", "sampler_coef", "kl_target", "kl_horizon", "kl_bound"),
         *("measure_kl", "entropy_coef", "entropy_target", "entropy_change", "entropy_coef_max"),
         *("dynamic_sampling", "overlong_buffer", "overlong_factor", "mask_cut_off", "correction", "correction_low"),
-        *("correction_high", "correction_threshold", "label_smoothing", "sft_weight", "desirable_weight"),
-        *("undesirable_weight", "center_coef"),
+        *("correction_high", "correction_threshold", "label_smoothing", "target_margin", "sft_weight"),
+        *("wpo", "desirable_weight", "undesirable_weight", "center_coef"),
     ),
     "training": (
         *("steps", "epochs", "ppo_epochs", "learning_rate", "actor_lr", "critic_lr", "batch_size", "minibatch_size"),

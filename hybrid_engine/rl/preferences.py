@@ -1,9 +1,11 @@
 """Losses of preference recipes: DPO and its variants for pairs of answers, KTO for labelled answers.
 
-All losses of pairs but IPO's length-normalized form read a pair through one number, by how much more the policy prefers
-the chosen answer than the reference does:
+Most losses of pairs read a pair through one number, by how much more the policy prefers the chosen answer than the
+reference does:
 
-    h = (log pi(chosen) - log pi_ref(chosen)) - (log pi(rejected) - log pi_ref(rejected))
+    h = r_chosen - r_rejected,  r = log pi(answer) - log pi_ref(answer)
+
+Some read both log-ratios r on their own, and the losses in `REFERENCE_FREE` read log pi alone.
 
 KTO learns from single answers that are each labelled desirable or undesirable. The value of an answer is how much
 likelier it is under the policy than under the reference, compared with a reference point: how much likelier any answer
@@ -14,12 +16,16 @@ their number in the whole optimizer step, so that neither micro-batches nor proc
 """
 
 from collections.abc import Callable
-from math import inf
+from dataclasses import dataclass
+from math import inf, log, log1p
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import softplus
+
+DISCOPOP_TEMPERATURE = 0.05
+"""The tau of DiscoPOP's paper."""
 
 
 class PairLogprobs(NamedTuple):
@@ -37,10 +43,8 @@ class PairLogprobs(NamedTuple):
     """`[B]`, tokens of the chosen answers, at least 1."""
     rejected_lengths: torch.Tensor
     """`[B]`, tokens of the rejected answers, at least 1."""
-
-
-PairLoss = Callable[[PairLogprobs], torch.Tensor]
-"""`[B]`, the loss of each pair."""
+    on_policy_weights: torch.Tensor | None = None
+    """`[B]`, exp of the `alignment` of both answers, without a gradient; None: every pair counts alike."""
 
 
 def log_ratio_margins(pairs: PairLogprobs) -> torch.Tensor:
@@ -103,10 +107,151 @@ def ipo_length_normalised_loss(pairs: PairLogprobs, beta: float) -> torch.Tensor
 
     Source: TRL, `dpo_trainer.py`, `loss_type="ipo"`; OpenRLHF sums.
     """
-    _check(pairs)
-    chosen = (pairs.chosen - pairs.chosen_ref) / pairs.chosen_lengths
-    rejected = (pairs.rejected - pairs.rejected_ref) / pairs.rejected_lengths
+    chosen, rejected = _log_ratios_per_token(pairs)
     return (chosen - rejected - 1 / (2 * beta)).square()
+
+
+def sigmoid_length_normalised_loss(pairs: PairLogprobs, beta: float) -> torch.Tensor:
+    """DPO on log-probabilities per token: -log sigmoid(beta * (r_chosen / |chosen| - r_rejected / |rejected|)).
+
+    Source: Lambert et al., "Tulu 3", arXiv 2411.15124, length-normalized DPO; TRL, `loss_type="sigmoid_norm"`.
+    """
+    chosen, rejected = _log_ratios_per_token(pairs)
+    return softplus(-beta * (chosen - rejected))
+
+
+def exo_loss(pairs: PairLogprobs, beta: float, label_smoothing: float) -> torch.Tensor:
+    """EXO's reverse KL of the policy's preference from labels of which a fraction e is assumed to be wrong.
+
+        q * log(q / (1 - e)) + (1 - q) * log((1 - q) / e),  q = sigmoid(beta * h),  e above 0
+
+    Source: Ji et al., arXiv 2402.00856, equation 16.
+    """
+    assert label_smoothing > 0, f"{label_smoothing=}"
+    logits = beta * log_ratio_margins(pairs)
+    chosen = torch.sigmoid(logits) * (-softplus(-logits) - log1p(-label_smoothing))
+    return chosen + torch.sigmoid(-logits) * (-softplus(logits) - log(label_smoothing))
+
+
+def nca_loss(pairs: PairLogprobs, beta: float) -> torch.Tensor:
+    """NCA for a pair: -log s(beta r_chosen) - (log s(-beta r_chosen) + log s(-beta r_rejected)) / 2, s the sigmoid.
+
+    It raises the chosen answer's likelihood itself, which DPO may lower.
+
+    Source: Chen et al., arXiv 2402.05369, for pairs; TRL, `loss_type="nca_pair"`.
+    """
+    chosen, rejected = _implicit_rewards(pairs, beta)
+    return softplus(-chosen) + (softplus(chosen) + softplus(rejected)) / 2
+
+
+def bco_loss(pairs: PairLogprobs, beta: float) -> torch.Tensor:
+    """A binary classifier of the answers: -log sigmoid(beta * r_chosen) - log sigmoid(-beta * r_rejected).
+
+    Source: Jung et al., arXiv 2404.04656, without the shift of the rewards; TRL, `loss_type="bco_pair"`.
+    """
+    chosen, rejected = _implicit_rewards(pairs, beta)
+    return softplus(-chosen) + softplus(rejected)
+
+
+def sppo_loss(pairs: PairLogprobs, beta: float) -> torch.Tensor:
+    """SPPO where the chosen answer always wins: (r_chosen - 1 / (2 beta))^2 + (r_rejected + 1 / (2 beta))^2.
+
+    Source: Wu et al., arXiv 2405.00675, equation 4.7, with probabilities of 1 and 0.
+    """
+    chosen, rejected = _log_ratios(pairs)
+    return (chosen - 0.5 / beta).square() + (rejected + 0.5 / beta).square()
+
+
+def apo_zero_loss(pairs: PairLogprobs, beta: float) -> torch.Tensor:
+    """APO for chosen answers better than the policy's: 1 - sigmoid(beta * r_chosen) + sigmoid(beta * r_rejected).
+
+    Source: D'Oosterlinck et al., arXiv 2408.06266, equation 7.
+    """
+    chosen, rejected = _implicit_rewards(pairs, beta)
+    return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
+
+
+def apo_down_loss(pairs: PairLogprobs, beta: float) -> torch.Tensor:
+    """APO for chosen answers worse than the policy's: sigmoid(beta * r_chosen) + 1 - sigmoid(beta * h).
+
+    Both answers become less likely, the rejected one more so.
+
+    Source: D'Oosterlinck et al., arXiv 2408.06266, equation 8.
+    """
+    chosen, rejected = _implicit_rewards(pairs, beta)
+    return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
+
+
+def discopop_loss(pairs: PairLogprobs, beta: float) -> torch.Tensor:
+    """DiscoPOP's log-ratio modulated loss, with x = beta * h and m = sigmoid(x / 0.05).
+
+        (1 - m) * -log sigmoid(x) + m * exp(-x)
+
+    Source: Lu et al., arXiv 2406.08414, equation 5.
+    """
+    logits = beta * log_ratio_margins(pairs)
+    modulation = torch.sigmoid(logits / DISCOPOP_TEMPERATURE)
+    return (1 - modulation) * softplus(-logits) + modulation * torch.exp(-logits)
+
+
+def simpo_loss(pairs: PairLogprobs, beta: float, target_margin: float) -> torch.Tensor:
+    """SimPO: -log sigmoid(beta * (log pi(chosen) / |chosen| - log pi(rejected) / |rejected|) - target_margin).
+
+    With a weight of `sft_loss` above 0 it is CPO-SimPO.
+
+    Source: Meng et al., arXiv 2405.14734, equation 6, whose gamma is `target_margin`.
+    """
+    chosen, rejected = _logprobs_per_token(pairs)
+    return softplus(target_margin - beta * (chosen - rejected))
+
+
+def orpo_loss(pairs: PairLogprobs, beta: float) -> torch.Tensor:
+    """ORPO's odds-ratio term, which its paper adds to `sft_loss` with the weight `beta`.
+
+        -beta * log sigmoid(log(odds(chosen) / odds(rejected))),  odds = p / (1 - p)
+
+    p is the geometric mean of the probabilities of an answer's tokens.
+
+    Source: Hong et al., arXiv 2403.07691, equations 4 and 7, whose lambda is `beta`.
+    """
+    chosen, rejected = _logprobs_per_token(pairs)
+    return beta * softplus(_log_odds(rejected) - _log_odds(chosen))
+
+
+def cpo_loss(pairs: PairLogprobs, beta: float) -> torch.Tensor:
+    """CPO's preference term: -log sigmoid(beta * (log pi(chosen) - log pi(rejected))); its paper adds `sft_loss`.
+
+    Source: Xu et al., arXiv 2401.08417, equation 3.
+    """
+    _check(pairs)
+    return softplus(-beta * (pairs.chosen - pairs.rejected))
+
+
+def _log_ratios(pairs: PairLogprobs) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[B]` each: r of the chosen and of the rejected answers, in nats."""
+    _check(pairs)
+    return pairs.chosen - pairs.chosen_ref, pairs.rejected - pairs.rejected_ref
+
+
+def _implicit_rewards(pairs: PairLogprobs, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    chosen, rejected = _log_ratios(pairs)
+    return beta * chosen, beta * rejected
+
+
+def _log_ratios_per_token(pairs: PairLogprobs) -> tuple[torch.Tensor, torch.Tensor]:
+    chosen, rejected = _log_ratios(pairs)
+    return chosen / pairs.chosen_lengths, rejected / pairs.rejected_lengths
+
+
+def _logprobs_per_token(pairs: PairLogprobs) -> tuple[torch.Tensor, torch.Tensor]:
+    _check(pairs)
+    return pairs.chosen / pairs.chosen_lengths, pairs.rejected / pairs.rejected_lengths
+
+
+def _log_odds(logprobs: torch.Tensor) -> torch.Tensor:
+    """log(p / (1 - p)); a p of 1, whose odds are infinite, counts as the largest number below 1."""
+    logprobs = logprobs.clamp(max=-torch.finfo(logprobs.dtype).eps)
+    return logprobs - torch.log(-torch.expm1(logprobs))
 
 
 def sft_loss(pairs: PairLogprobs) -> torch.Tensor:
@@ -140,6 +285,15 @@ LOSSES: dict[str, Callable[[PairLogprobs, float], torch.Tensor]] = {
     "hinge": hinge_loss,
     "ipo": ipo_loss,
     "ipo-length-normalised": ipo_length_normalised_loss,
+    "sigmoid-length-normalised": sigmoid_length_normalised_loss,
+    "apo-zero": apo_zero_loss,
+    "apo-down": apo_down_loss,
+    "nca": nca_loss,
+    "bco": bco_loss,
+    "sppo": sppo_loss,
+    "discopop": discopop_loss,
+    "cpo": cpo_loss,
+    "orpo": orpo_loss,
 }
 """The losses of `(pairs, beta)` by name."""
 
@@ -147,41 +301,128 @@ LOSSES: dict[str, Callable[[PairLogprobs, float], torch.Tensor]] = {
 SMOOTHED_LOSSES: dict[str, Callable[[PairLogprobs, float, float], torch.Tensor]] = {
     "conservative": conservative_loss,
     "robust": robust_loss,
+    "exo": exo_loss,
 }
 """The losses of `(pairs, beta, label_smoothing)` by name."""
+MARGIN_LOSSES: dict[str, Callable[[PairLogprobs, float, float], torch.Tensor]] = {"simpo": simpo_loss}
+"""The losses of `(pairs, beta, target_margin)` by name."""
+EVERY_LOSS = (*LOSSES, *SMOOTHED_LOSSES, *MARGIN_LOSSES)
+REFERENCE_FREE = frozenset({"simpo", "orpo", "cpo"})
+"""The losses that read no log-probability of a reference."""
+REWARDS_PER_TOKEN = frozenset({"simpo", "orpo"})
+"""The losses whose implicit reward is a mean over the answer's tokens, not a sum."""
+SFT_LOSSES = frozenset({"orpo", "cpo"})
+"""The losses whose papers add `sft_loss` with the weight 1."""
+BETAS = {"simpo": 2.0, "sigmoid-length-normalised": 5.0}
+"""Strengths that the papers use: a mean over tokens is smaller than a sum. The other losses take `BETA`."""
+BETA = 0.1
+TARGET_MARGIN = 0.5
+"""SimPO's margin, in the units of beta times nats per token; TRL's default."""
 
 
-def build_loss(name: str, beta: float, label_smoothing: float = 0.0, sft_weight: float = 0.0) -> PairLoss:
+@dataclass(frozen=True, kw_only=True)
+class PairLoss:
+    """A loss of pairs with its options; built by `build_loss`."""
+
+    compute: Callable[[PairLogprobs], torch.Tensor]
+    """`[B]`, the preference term."""
+    beta: float
+    sft_weight: float = 0.0
+    is_per_token: bool = False
+    """Whether the implicit rewards are means over tokens."""
+    is_weighted: bool = False
+    """Whether pairs come with `on_policy_weights`."""
+
+    def __call__(self, pairs: PairLogprobs) -> torch.Tensor:
+        """`[B]`, the loss of each pair; WPO's weights apply to the preference term alone."""
+        losses = self.compute(pairs)
+        if pairs.on_policy_weights is not None:
+            losses = losses * pairs.on_policy_weights
+        return losses + self.sft_weight * sft_loss(pairs) if self.sft_weight else losses
+
+    def metrics(self, pairs: PairLogprobs) -> dict[str, torch.Tensor]:
+        """`pair_metrics` by this loss's implicit reward."""
+        return pair_metrics(pairs, self.beta, is_per_token=self.is_per_token)
+
+
+def build_loss(
+    name: str,
+    beta: float,
+    label_smoothing: float = 0.0,
+    sft_weight: float = 0.0,
+    target_margin: float = TARGET_MARGIN,
+    *,
+    is_weighted: bool = False,
+) -> PairLoss:
     """The loss `name`, plus `sft_weight` times `sft_loss` unless that is 0.
 
     Args:
-        name: one of `LOSSES`, or of `SMOOTHED_LOSSES`; only these read `label_smoothing`.
-        beta: how strongly the policy is held to the reference, above 0; for IPO in 1 / nats.
-        label_smoothing: the fraction of labels that is assumed to be wrong, from 0 to below one half.
+        name: one of `EVERY_LOSS`.
+        beta: how strongly the policy is held to the reference, above 0; for IPO in 1 / nats; without a reference how
+            steep the loss is, and for ORPO the weight of its term.
+        label_smoothing: the fraction of labels that is assumed to be wrong, from 0 to below one half; only
+            `SMOOTHED_LOSSES` read it.
         sft_weight: at least 0.
+        target_margin: at least 0; only `MARGIN_LOSSES` read it.
+        is_weighted: whether pairs come with `on_policy_weights`.
     """
     assert beta > 0 and 0 <= label_smoothing < 0.5 and sft_weight >= 0, f"{beta=} {label_smoothing=} {sft_weight=}"
 
-    def loss(pairs: PairLogprobs) -> torch.Tensor:
+    def compute(pairs: PairLogprobs) -> torch.Tensor:
         if name in SMOOTHED_LOSSES:
             return SMOOTHED_LOSSES[name](pairs, beta, label_smoothing)
+        if name in MARGIN_LOSSES:
+            return MARGIN_LOSSES[name](pairs, beta, target_margin)
         return LOSSES[name](pairs, beta)
 
-    return (lambda pairs: loss(pairs) + sft_weight * sft_loss(pairs)) if sft_weight else loss
+    return PairLoss(
+        compute=compute,
+        beta=beta,
+        sft_weight=sft_weight,
+        is_per_token=name in REWARDS_PER_TOKEN,
+        is_weighted=is_weighted,
+    )
 
 
 @torch.no_grad()
-def pair_metrics(pairs: PairLogprobs, beta: float) -> dict[str, torch.Tensor]:
+def alignment(logprobs: torch.Tensor, sharper: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """How nearly the policy would have written each answer itself: the log of WPO's weight, around 0 if it did.
+
+        alignment = mean_t (log pi(y_t) - log sum_v pi(v)^2)
+
+    The second term needs no distribution: a temperature of one half squares the probabilities, pi_half(y) = pi(y)^2 /
+    sum_v pi(v)^2, so the difference is log pi_half(y) - log pi(y).
+
+    Args:
+        logprobs: `[B, T]`, of the answers' tokens.
+        sharper: `[B, T]`, the same at half the temperature.
+        mask: `[B, T]` bool, True on learned tokens, at least one in a row.
+
+    Returns:
+        `[B]`, without a gradient.
+
+    Source: Zhou et al., arXiv 2406.11827, with sampled alignment; TRL, `use_weighting`.
+    """
+    assert logprobs.shape == sharper.shape == mask.shape, f"{logprobs.shape=} {sharper.shape=} {mask.shape=}"
+    return torch.where(mask, sharper - logprobs, 0.0).sum(dim=1) / mask.sum(dim=1)
+
+
+@torch.no_grad()
+def pair_metrics(pairs: PairLogprobs, beta: float, *, is_per_token: bool = False) -> dict[str, torch.Tensor]:
     """DPO's implicit reward, beta * (log pi - log pi_ref), and its accuracy, for each pair.
+
+    Args:
+        pairs: of B pairs; without a reference its log-probabilities are 0.
+        beta: factor of the rewards.
+        is_per_token: whether a reward is divided by its answer's length, as in SimPO.
 
     Returns:
         `[B]` each: `chosen_reward`, `rejected_reward`, their difference `reward_margin`, and `accuracy`: 1 where the
         chosen answer has the higher reward, 0 where the rejected one has it, and one half for a tie. Where policy and
         reference agree it is one half, as for a coin, and carries no information.
     """
-    _check(pairs)
-    chosen = beta * (pairs.chosen - pairs.chosen_ref)
-    rejected = beta * (pairs.rejected - pairs.rejected_ref)
+    ratios = _log_ratios_per_token(pairs) if is_per_token else _log_ratios(pairs)
+    chosen, rejected = (beta * ratio for ratio in ratios)
     margin = chosen - rejected
     return {
         "chosen_reward": chosen,
@@ -192,7 +433,7 @@ def pair_metrics(pairs: PairLogprobs, beta: float) -> dict[str, torch.Tensor]:
 
 
 def _check(pairs: PairLogprobs) -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in pairs._asdict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in pairs._asdict().items() if tensor is not None}
     assert len(set(shapes.values())) == 1 and pairs.chosen.ndim == 1, f"{shapes=}"
 
 

@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from hybrid_engine.cli import cli
 from hybrid_engine.recipes import online_dpo
+from hybrid_engine.rlhf.planning.memory_plan import Setting, plan_memory
+from hybrid_engine.rlhf.planning.reading import read_run
 from hybrid_engine.rlhf.runs.run_folder import read_answers, read_metrics
 from hybrid_engine.rlhf.tasks import arithmetic
 from tests.support.answers import check_followed
@@ -110,6 +112,17 @@ def test_an_adapter_has_its_base_as_reference(tiny, tmp_path):
     result = json.loads((tmp_path / "lora" / "result.json").read_text())
     assert result["before"]["kl_per_sequence"] == pytest.approx(0, abs=1e-3)
     AutoModelForCausalLM.from_pretrained(tmp_path / "lora" / "actor")
+
+
+def test_a_loss_without_a_reference_keeps_none_in_memory_and_in_the_plan(tiny, tmp_path):
+    config = replace(tiny, loss="simpo", beta=None, steps=2, eval_every=0)
+    online_dpo.run(config)
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert "kl_per_sequence" not in result["after"] and "loss" in read_metrics(tmp_path / "run" / "metrics.jsonl")[0]
+    for loss, roles in (("sigmoid", ["actor", "reference"]), ("simpo", ["actor"])):
+        read, config = read_run("online-dpo", replace(tiny, loss=loss))
+        plan = plan_memory(read, Setting(recipe="online-dpo", config=config, num_processes=1, device="cpu"))
+        assert [role.name for role in plan.roles] == roles
 
 
 def test_one_answer_to_a_prompt_makes_no_pair_and_is_refused():

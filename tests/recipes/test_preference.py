@@ -2,7 +2,7 @@
 
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 import hybrid_engine
 from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.recipes import dpo, kto
-from hybrid_engine.rl.preferences import PairLogprobs, build_loss
+from hybrid_engine.rl.preferences import PairLogprobs, PairLoss, build_loss
 from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
 from hybrid_engine.rlhf.experience.answers import (
     LabelledAnswer,
@@ -96,16 +96,21 @@ def gradients_of_a_step(engine, take_step) -> dict[str, torch.Tensor]:
     return {name: (before[name] - after[name]) / LEARNING_RATE for name in before}
 
 
-def dpo_step(spread: Spread) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+def dpo_step(spread: Spread, loss_of: PairLoss = DPO_LOSS) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """The figures of one step of the recipe on all pairs, and the gradient that it stepped along."""
     engine = build_engine(tiny_llama(), spread)
     pairs = training_pairs()
     mine = (pairs[::-1] if spread.reverse else pairs)[get_rank() :: get_world_size()]
     figures = {}
     gradients = gradients_of_a_step(
-        engine, lambda: figures.update(dpo.update(engine, mine, NUM_ROWS - 1, DPO_LOSS, BETA, READING))
+        engine, lambda: figures.update(dpo.update(engine, mine, NUM_ROWS - 1, loss_of, READING))
     )
     return figures, gradients
+
+
+def wpo_step(spread: Spread) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """The same with WPO's weights."""
+    return dpo_step(spread, replace(DPO_LOSS, is_weighted=True))
 
 
 def kto_step(spread: Spread) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
@@ -125,12 +130,27 @@ def plain_logprob(model, answer: Encoded) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, torch.tensor(answer.response_ids)[:, None]).sum()
 
 
-def plain_dpo_loss(model) -> torch.Tensor:
+def plain_alignment(model, answer: Encoded) -> torch.Tensor:
+    """The mean over tokens of log p(token) - log sum p^2."""
+    ids = torch.tensor([[*answer.prompt_ids, *answer.response_ids]])
+    logprobs = model(ids).logits[0, len(answer.prompt_ids) - 1 : -1].log_softmax(-1)
+    taken = logprobs.gather(1, torch.tensor(answer.response_ids)[:, None]).squeeze(1)
+    return (taken - logprobs.exp().square().sum(dim=1).log()).mean()
+
+
+def plain_wpo_loss(model) -> torch.Tensor:
+    with torch.no_grad():
+        pairs = [pair.tokens for pair in training_pairs()[:-1]]
+        weights = torch.stack([sum(plain_alignment(model, answer) for answer in pair).exp() for pair in pairs])
+    return plain_dpo_loss(model, weights)
+
+
+def plain_dpo_loss(model, weights=None) -> torch.Tensor:
     pairs = training_pairs()[:-1]
     logprobs = torch.stack([plain_logprob(model, answer) for answer in answers_of([pair.tokens for pair in pairs])])
     references = torch.tensor([(pair.chosen_ref, pair.rejected_ref) for pair in pairs])
     lengths = torch.tensor([[len(answer.response_ids) for answer in pair.tokens] for pair in pairs])
-    return DPO_LOSS(PairLogprobs(*logprobs.chunk(2), *references.unbind(1), *lengths.unbind(1))).mean()
+    return DPO_LOSS(PairLogprobs(*logprobs.chunk(2), *references.unbind(1), *lengths.unbind(1), weights)).mean()
 
 
 def plain_kto_loss(model) -> torch.Tensor:
@@ -146,7 +166,7 @@ def plain_kto_loss(model) -> torch.Tensor:
     return torch.stack(losses).mean()
 
 
-STEPS = {"dpo": (dpo_step, plain_dpo_loss), "kto": (kto_step, plain_kto_loss)}
+STEPS = {"dpo": (dpo_step, plain_dpo_loss), "wpo": (wpo_step, plain_wpo_loss), "kto": (kto_step, plain_kto_loss)}
 
 
 def plain_step(loss_of) -> tuple[float, dict[str, torch.Tensor]]:
@@ -207,7 +227,7 @@ def test_under_a_disabled_adapter_a_model_is_its_own_reference():
 def test_held_out_figures_are_those_of_all_pairs_at_once():
     model = tiny_llama()
     pairs = refer_pairs(model, token_pairs(40), READING)
-    figures = held_out_figures(model, pairs, build_loss("sigmoid", BETA), BETA, READING)
+    figures = held_out_figures(model, pairs, build_loss("sigmoid", BETA), READING)
     assert figures["loss"] == pytest.approx(math.log(2)) and figures["accuracy"] == 0.5
     assert figures["chosen_reward"] == figures["rejected_reward"] == 0
     chosen = [plain_logprob(model, pair.chosen).item() for pair in token_pairs(40)]

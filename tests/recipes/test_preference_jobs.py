@@ -192,6 +192,9 @@ def test_two_equal_answers_are_refused_with_their_line_before_anything_is_loaded
         ({"label_smoothing": 0.1}, "--label-smoothing=0.1 does not fit --loss=sigmoid"),
         ({"loss": "robust", "label_smoothing": 0.5}, "--label-smoothing=0.5 must be at least 0 and below 0.5"),
         ({"beta": 0.0}, "--beta=0.0 must be above 0"),
+        ({"loss": "exo"}, "--label-smoothing=0.0 does not fit --loss=exo"),
+        ({"target_margin": 0.5}, "--target-margin=0.5 does not fit --loss=sigmoid, which ignores it"),
+        ({"loss": "simpo", "target_margin": -1.0}, "--target-margin=-1.0 must be at least 0"),
     ],
 )
 def test_options_that_cannot_work_are_refused_with_the_remedy(options, message):
@@ -199,6 +202,24 @@ def test_options_that_cannot_work_are_refused_with_the_remedy(options, message):
         dpo.Config(**options)
     with pytest.raises(ValueError, match="--batch-size=1 must be at least 2"):
         kto.Config(batch_size=1)
+
+
+def test_the_defaults_of_a_loss_are_its_papers():
+    found = {name: dpo.Config(loss=name) for name in ("sigmoid", "simpo", "orpo", "cpo", "sigmoid-length-normalised")}
+    assert [config.beta for config in found.values()] == [0.1, 2.0, 0.1, 0.1, 5.0]
+    assert [config.sft_weight for config in found.values()] == [0, 0, 1, 1, 0]
+    assert dpo.Config(loss="orpo", sft_weight=0.0).build_loss().sft_weight == 0
+
+
+@pytest.mark.parametrize("loss", ["simpo", "orpo", "cpo"])
+def test_a_loss_without_a_reference_learns_and_reads_no_reference(loss, model, pairs, tmp_path, monkeypatch):
+    monkeypatch.setattr(dpo, "refer_pairs", None)
+    config = tiny("dpo", tmp_path, model, pairs, loss=loss, wpo=loss == "simpo", eval_every=0)
+    dpo.run(config)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["after"]["loss"] < result["before"]["loss"]
+    assert result["after"]["reward_margin"] > result["before"]["reward_margin"]
+    assert ("on_policy_weight" in result["after"]) == config.wpo
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -62,7 +62,7 @@ def at_most_two_rows_of_logits(head):
 @pytest.mark.parametrize("family", sorted(BUILDERS))
 def test_values_entropy_and_gradients_are_those_of_the_logits(family):
     model, inputs = build_model(family).eval(), build_inputs()
-    for options in ({}, {"temperature": 0.7, "with_entropy": True}):
+    for options in ({}, {"temperature": 0.7, "with_entropy": True, "with_sharper": True}):
         asked = build_asked(**options)
         expected, expected_entropy = from_logits(model, asked, inputs)
         expected_gradients = gradients(model, expected)
@@ -71,6 +71,8 @@ def test_values_entropy_and_gradients_are_those_of_the_logits(family):
         torch.testing.assert_close(found.logprobs, expected, rtol=1e-5, atol=1e-5)
         if asked.with_entropy:
             torch.testing.assert_close(found.entropy, expected_entropy, rtol=1e-5, atol=1e-5)
+            sharper = from_logits(model, asked._replace(temperature=0.35), inputs)[0].detach()
+            torch.testing.assert_close(found.sharper, sharper, rtol=1e-5, atol=1e-5)  # without a gradient
         found_gradients = gradients(model, found.logprobs)
         assert found_gradients.keys() == expected_gradients.keys()
         for name, gradient in found_gradients.items():
@@ -93,9 +95,10 @@ def test_adapters_learn_what_they_learn_from_logits():
 
 def test_an_adapter_of_the_head_makes_logits_and_one_line_says_so(caplog):
     model = get_peft_model(build_model("llama"), LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False))
-    inputs, asked = build_inputs(), build_asked()
+    inputs, asked = build_inputs(), build_asked(with_sharper=True)
     found, (expected, _) = token_log_probs(model.eval(), asked, inputs), from_logits(model, asked, inputs)
     assert torch.equal(found.logprobs, expected)
+    assert torch.equal(found.sharper, from_logits(model, asked._replace(temperature=0.5), inputs)[0])
     assert caplog.text.count("log-probabilities are made from logits, which takes their memory") == 1
 
 
@@ -114,7 +117,7 @@ def test_a_head_that_is_trained_whole_beside_an_adapter_makes_no_logits(caplog):
 
     def compute(function):
         model.zero_grad()
-        logprobs, _ = function(model, asked, inputs)
+        logprobs = function(model, asked, inputs)[0]
         (logprobs * torch.linspace(0, 1, logprobs.numel()).view_as(logprobs)).sum().backward()
         found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
         return logprobs.detach(), found

@@ -103,7 +103,7 @@ def run_dpo(engine, num_rows):
     rows = [
         TrainingPair(EncodedPair.of_tokens(*tokens(row), tokens(row + 1)[1]), -9.0, -9.5) for row in range(num_rows)
     ]
-    return dpo.update(engine, rows, num_rows, build_loss("sigmoid", 0.1), 0.1, Reading(PAD))
+    return dpo.update(engine, rows, num_rows, build_loss("sigmoid", 0.1), Reading(PAD))
 
 
 def run_kto(engine, num_rows):

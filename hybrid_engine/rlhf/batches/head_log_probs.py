@@ -40,6 +40,7 @@ class AskedColumns(NamedTuple):
     temperature: float = 1.0
     with_entropy: bool = False
     cells: tuple[torch.Tensor, ...] | None = None  # rows and columns of the True cells; None: read from the device
+    with_sharper: bool = False
 
 
 class HeadLogProbs(NamedTuple):
@@ -47,6 +48,7 @@ class HeadLogProbs(NamedTuple):
 
     logprobs: torch.Tensor
     entropy: torch.Tensor | None  # in nats; None unless requested
+    sharper: torch.Tensor | None = None  # at half the temperature, without a gradient; None unless requested
 
 
 def token_log_probs(model: nn.Module, asked: AskedColumns, inputs: Mapping[str, torch.Tensor]) -> HeadLogProbs:
@@ -71,12 +73,17 @@ def token_log_probs(model: nn.Module, asked: AskedColumns, inputs: Mapping[str, 
 
     def compute(rows: torch.Tensor, head: nn.Linear, cells: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
         part = linear_log_prob(rows, head.weight, targets[cells], head.bias, shape, asked.with_entropy)
-        return {name: values for name, values in part._asdict().items() if values is not None}
+        found = {name: values for name, values in part._asdict().items() if values is not None}
+        if asked.with_sharper:
+            sharper = shape._replace(temperature=shape.temperature / 2)
+            with torch.no_grad():
+                found["sharper"] = linear_log_prob(rows, head.weight, targets[cells], head.bias, sharper).logprobs
+        return found
 
     found = _run_caught(model, head, shape, asked, inputs, compute)
     if found is None:
         return _from_logits(model, asked, inputs)
-    return HeadLogProbs(found["logprobs"], found.get("entropy"))
+    return HeadLogProbs(found["logprobs"], found.get("entropy"), found.get("sharper"))
 
 
 def token_divergences(
@@ -244,9 +251,13 @@ def _given(asked: AskedColumns, inputs: Mapping[str, torch.Tensor]) -> dict[str,
 
 def _from_logits(model: nn.Module, asked: AskedColumns, inputs: Mapping[str, torch.Tensor]) -> HeadLogProbs:
     logits = model(**_given(asked, inputs)).logits[:, -asked.mask.shape[1] - 1 : -1]
-    logprobs = token_logprobs(logits, inputs["input_ids"][:, -asked.mask.shape[1] :], asked.temperature)
+    targets, sharper = inputs["input_ids"][:, -asked.mask.shape[1] :], None
+    logprobs = token_logprobs(logits, targets, asked.temperature)
     entropy = token_entropy(logits.float() / asked.temperature) if asked.with_entropy else None
-    return HeadLogProbs(*(None if x is None else torch.where(asked.mask, x, 0.0) for x in (logprobs, entropy)))
+    if asked.with_sharper:
+        sharper = token_logprobs(logits.detach(), targets, asked.temperature / 2)
+    parts = (logprobs, entropy, sharper)
+    return HeadLogProbs(*(None if part is None else torch.where(asked.mask, part, 0.0) for part in parts))
 
 
 def _apart(logits: torch.Tensor, expected: torch.Tensor) -> float:

@@ -167,9 +167,18 @@ def response_logprobs_and_entropy(
     model: nn.Module, batch: Sequences, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`response_logprobs`, and the entropy in nats of each token's distribution, 0 on gaps; `[B, T]` fp32 each."""
-    logprobs, entropy = _log_probs(model, batch, AskedColumns(batch.response_mask, temperature, with_entropy=True))
-    assert entropy is not None
-    return logprobs, entropy
+    found = _log_probs(model, batch, AskedColumns(batch.response_mask, temperature, with_entropy=True))
+    assert found.entropy is not None
+    return found.logprobs, found.entropy
+
+
+def response_logprobs_and_sharper(
+    model: nn.Module, batch: Sequences, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`response_logprobs`, and the same at half the temperature without a gradient; `[B, T]` fp32 each, one pass."""
+    found = _log_probs(model, batch, AskedColumns(batch.response_mask, temperature, with_sharper=True))
+    assert found.sharper is not None
+    return found.logprobs, found.sharper
 
 
 def response_divergences(

@@ -6,7 +6,7 @@ B: answers, or pairs, of a forward pass.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -18,10 +18,15 @@ from torch import nn
 
 from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.distributed.processes import default_device, gather_objects
-from hybrid_engine.rl.preferences import PairLogprobs, PairLoss, pair_metrics
+from hybrid_engine.rl.preferences import PairLogprobs, PairLoss, alignment
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, read_figures
 from hybrid_engine.rlhf.batches.passes import RunPasses, turns
-from hybrid_engine.rlhf.batches.sequences import build_sequences, response_logprobs
+from hybrid_engine.rlhf.batches.sequences import (
+    Sequences,
+    build_sequences,
+    response_logprobs,
+    response_logprobs_and_sharper,
+)
 from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
 from hybrid_engine.rlhf.data.parts import load_parts, prompt_text
 from hybrid_engine.rlhf.data.reading import label_pairs, read_labelled_rows, read_preference_rows
@@ -44,24 +49,40 @@ class Reading:
 
 def answer_logprobs(model: Any, answers: Sequence[Encoded], reading: Reading) -> torch.Tensor:
     """`[B]` fp32: log pi(answer | prompt) in nats over the learned tokens; collective if the model is sharded."""
+    return response_logprobs(model, _sequences_of(answers, reading), reading.temperature).sum(dim=1)
+
+
+def answer_alignments(model: Any, answers: Sequence[Encoded], reading: Reading) -> torch.Tensor:
+    """`[B, 2]` fp32: `answer_logprobs`, and the answer's `alignment`, by one pass."""
+    sequences = _sequences_of(answers, reading)
+    logprobs, sharper = response_logprobs_and_sharper(model, sequences, reading.temperature)
+    return torch.stack([logprobs.sum(dim=1), alignment(logprobs, sharper, sequences.response_mask)], dim=1)
+
+
+def _sequences_of(answers: Sequence[Encoded], reading: Reading) -> Sequences:
     prompts, responses = [answer.prompt_ids for answer in answers], [answer.response_ids for answer in answers]
     learned = [answer.loss_mask for answer in answers]
-    sequences = build_sequences(prompts, responses, reading.pad_token, default_device(), learned)
-    return response_logprobs(model, sequences, reading.temperature).sum(dim=1)
+    return build_sequences(prompts, responses, reading.pad_token, default_device(), learned)
 
 
 @torch.no_grad()
-def all_logprobs(model: Any, answers: Sequence[Encoded], reading: Reading) -> list[float]:
+def all_logprobs(
+    model: Any,
+    answers: Sequence[Encoded],
+    reading: Reading,
+    compute: Callable[[Any, Sequence[Encoded], Reading], torch.Tensor] = answer_logprobs,
+) -> list[Any]:
     """log pi(answer | prompt) in nats of all `answers`, which are the same on every process; collective.
 
-    The processes divide the passes, and each makes as many: sharded weights are gathered together. The result does not
-    depend on their number, and is bitwise the same if the model is not sharded.
+    Another `compute` gives what it computes of each answer. The processes divide the passes, and each makes as many:
+    sharded weights are gathered together. The result does not depend on their number, and is bitwise the same if the
+    model is not sharded.
     """
     lengths = [len(answer) for answer in answers]
 
-    def of_part(turn: tuple[list[int], bool]) -> dict[int, float]:
+    def of_part(turn: tuple[list[int], bool]) -> dict[int, Any]:
         part, _ = turn
-        logprobs = answer_logprobs(model, [answers[index] for index in part], reading)
+        logprobs = compute(model, [answers[index] for index in part], reading)
         return dict(zip(part, logprobs.tolist(), strict=True))
 
     mine = reading.sizes.without_gradients(lambda rows: turns(split_by_length(lengths, rows)), of_part)
@@ -175,53 +196,70 @@ def refer_pairs(reference: Any, pairs: Sequence[EncodedPair], reading: Reading) 
     return [TrainingPair(pair, chosen, rejected) for pair, (chosen, rejected) in zip(pairs, both, strict=True)]
 
 
+def pairs_without_reference(pairs: Sequence[EncodedPair]) -> list[TrainingPair]:
+    """`pairs` for a loss that reads no reference, whose log-probabilities are 0."""
+    return [TrainingPair(pair, 0.0, 0.0) for pair in pairs]
+
+
 def answers_of(pairs: Sequence[EncodedPair]) -> list[Encoded]:
     """The chosen answers, and then the rejected ones."""
     return [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
 
 
-def pair_logprobs(policy: Any, pairs: Sequence[TrainingPair], reading: Reading) -> PairLogprobs:
-    """Log-probabilities of `pairs` under policy and reference, in one pass over 2 B rows; collective if sharded."""
-    logprobs = answer_logprobs(policy, answers_of([pair.tokens for pair in pairs]), reading)
-    return _beside_reference(logprobs, pairs)
+def pair_logprobs(
+    policy: Any, pairs: Sequence[TrainingPair], reading: Reading, *, is_weighted: bool = False
+) -> PairLogprobs:
+    """Log-probabilities of `pairs` under policy and reference, in one pass over 2 B rows; collective if sharded.
+
+    With `is_weighted` the pairs have their WPO weights.
+    """
+    compute = answer_alignments if is_weighted else answer_logprobs
+    return _beside_reference(compute(policy, answers_of([pair.tokens for pair in pairs]), reading), pairs)
 
 
-def _beside_reference(logprobs: torch.Tensor, pairs: Sequence[TrainingPair]) -> PairLogprobs:
-    """`logprobs` `[2 B]`, in the order of `answers_of`, with those of the reference."""
+def _beside_reference(numbers: torch.Tensor, pairs: Sequence[TrainingPair]) -> PairLogprobs:
+    """Log-probabilities `[2 B]`, or with alignments `[2 B, 2]`, in the order of `answers_of`, and the reference's."""
+    logprobs, weights = numbers, None
+    if numbers.ndim == 2:
+        logprobs, alignments = numbers.unbind(1)
+        weights = alignments.detach().view(2, -1).sum(dim=0).exp()
     references = torch.tensor([(pair.chosen_ref, pair.rejected_ref) for pair in pairs])
     lengths = torch.tensor([[answer.num_learned for answer in pair.tokens] for pair in pairs])
     sent = (send_to_device(numbers, logprobs.device).unbind(1) for numbers in (references, lengths))
-    return PairLogprobs(*logprobs.chunk(2), *chain.from_iterable(sent))
+    return PairLogprobs(*logprobs.chunk(2), *chain.from_iterable(sent))._replace(on_policy_weights=weights)
 
 
 @torch.no_grad()
-def pair_sums(pairs: PairLogprobs, losses: torch.Tensor, weights: torch.Tensor, beta: float) -> DeviceFigures:
+def pair_sums(pairs: PairLogprobs, losses: torch.Tensor, weights: torch.Tensor, loss_of: PairLoss) -> DeviceFigures:
     """(sum, count) of the usual figures of a step's pairs, not read from the device yet.
 
     Args:
         pairs: of B pairs.
-        losses: `[B]`.
+        losses: `[B]`, of `loss_of`.
         weights: `[B]`, 0 for pairs that are not counted.
-        beta: DPO's.
+        loss_of: the loss.
 
     Returns:
-        `loss`, the log-probabilities `chosen_logprob` and `rejected_logprob` of whole answers in nats, and the figures
-        of `rl.preferences.pair_metrics`.
+        `loss`, the log-probabilities `chosen_logprob` and `rejected_logprob` of whole answers in nats, the loss's own
+        metrics (`rl.preferences.pair_metrics`) and, if pairs are weighted, `on_policy_weight`.
     """
     figures = {"loss": losses, "chosen_logprob": pairs.chosen, "rejected_logprob": pairs.rejected}
-    figures |= pair_metrics(pairs, beta)
+    figures |= loss_of.metrics(pairs)
+    if pairs.on_policy_weights is not None:
+        figures["on_policy_weight"] = pairs.on_policy_weights
     count = weights.sum()
     return {name: ((values * weights).sum(), count) for name, values in figures.items()}
 
 
 def held_out_figures(
-    policy: Any, pairs: Sequence[TrainingPair], loss_of: PairLoss, beta: float, reading: Reading
+    policy: Any, pairs: Sequence[TrainingPair], loss_of: PairLoss, reading: Reading
 ) -> dict[str, float]:
     """Means of `pair_sums` over pairs that are not trained on, the same on every process; collective."""
-    logprobs = all_logprobs(policy, answers_of([pair.tokens for pair in pairs]), reading)
-    of_pairs = _beside_reference(torch.tensor(logprobs, device=default_device()), pairs)
+    compute = answer_alignments if loss_of.is_weighted else answer_logprobs
+    numbers = all_logprobs(policy, answers_of([pair.tokens for pair in pairs]), reading, compute)
+    of_pairs = _beside_reference(torch.tensor(numbers, device=default_device()), pairs)
     losses = loss_of(of_pairs)
-    (sums,) = read_figures([pair_sums(of_pairs, losses, torch.ones_like(losses), beta)])
+    (sums,) = read_figures([pair_sums(of_pairs, losses, torch.ones_like(losses), loss_of)])
     return {name: total / count for name, (total, count) in sums.items()}
 
 

@@ -35,7 +35,6 @@ class PreferenceOptions(DataOptions, AnswerOptions):
         "Hugging Face name or folder of the initial actor, which is also the reference; default: the run's sft, "
         "trained if missing",
     )
-    beta: float = option(0.1, "Strength of the constraint to the reference")
     epochs: int = 1
     batch_size: int = option(32, "Samples per optimizer step, over all processes")
     micro_batch_size: int = option(16, "Maximum samples per forward pass on each process")
@@ -58,8 +57,7 @@ class PreferenceOptions(DataOptions, AnswerOptions):
         DataOptions.__post_init__(self)
         for name in ("batch_size", "micro_batch_size", "eval_rows"):
             check_count(name, getattr(self, name), 1)
-        for name in ("beta", "learning_rate"):
-            check_above(name, getattr(self, name), 0)
+        check_above("learning_rate", self.learning_rate, 0)
         check_count("eval_every", self.eval_every, 0)
 
 
@@ -67,18 +65,47 @@ class PreferenceOptions(DataOptions, AnswerOptions):
 class PairLossOptions:
     """The loss of DPO's family for pairs (`rl/preferences.py`)."""
 
-    loss: str = option("sigmoid", "Loss: sigmoid, hinge, ipo, ipo-length-normalised, conservative or robust")
+    loss: str = option(
+        "sigmoid",
+        "Loss: sigmoid, sigmoid-length-normalised, hinge, ipo, ipo-length-normalised, conservative, robust, exo, "
+        "apo-zero, apo-down, nca, bco, sppo or discopop; without a reference simpo, orpo or cpo",
+    )
+    beta: float | None = option(
+        None,
+        "Strength of the constraint to the reference; of orpo the weight of its odds-ratio term, of simpo and cpo the "
+        "steepness; default: 0.1, simpo 2, sigmoid-length-normalised 5",
+    )
     label_smoothing: float = option(
         0.0,
-        "Assumed fraction of pairs with swapped labels, for conservative and robust; below 0.5",
+        "Assumed fraction of pairs with swapped labels, for conservative, robust and exo; below 0.5",
     )
-    sft_weight: float = option(0.0, "Weight of the chosen answer's negative log-likelihood per token in the loss")
+    target_margin: float | None = option(
+        None,
+        "Margin by which simpo's reward of the chosen answer should exceed the other; default: 0.5",
+    )
+    sft_weight: float | None = option(
+        None,
+        "Weight of the chosen answer's negative log-likelihood per token in the loss; default: 0, orpo and cpo 1",
+    )
+    wpo: bool = option(False, "Weigh each pair by how likely the policy is to write its answers (WPO)")
 
     def __post_init__(self) -> None:
-        from hybrid_engine.rl.preferences import LOSSES, SMOOTHED_LOSSES  # imports torch
+        from hybrid_engine.rl.preferences import BETA, BETAS, EVERY_LOSS, SFT_LOSSES  # imports torch
 
-        check_one_of("loss", self.loss, [*LOSSES, *SMOOTHED_LOSSES])
+        check_one_of("loss", self.loss, EVERY_LOSS)
+        if self.beta is None:
+            object.__setattr__(self, "beta", BETAS.get(self.loss, BETA))
+        if self.sft_weight is None:
+            object.__setattr__(self, "sft_weight", float(self.loss in SFT_LOSSES))
+        check_above("beta", self.beta, 0)
         check_at_least("sft_weight", self.sft_weight, 0)
+        check_at_least("target_margin", self.target_margin, 0)
+        self._check_owners()
+
+    def _check_owners(self) -> None:
+        """Raises ValueError for an option that the loss does not read, or needs."""
+        from hybrid_engine.rl.preferences import MARGIN_LOSSES, SMOOTHED_LOSSES
+
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(
                 f"--label-smoothing={self.label_smoothing} must be at least 0 and below 0.5, where labels carry no "
@@ -87,14 +114,28 @@ class PairLossOptions:
         if (self.label_smoothing > 0) != (self.loss in SMOOTHED_LOSSES):
             raise ValueError(
                 f"--label-smoothing={self.label_smoothing} does not fit --loss={self.loss}: "
-                f"{' and '.join(SMOOTHED_LOSSES)} need one above 0, the other losses ignore it; change one of them"
+                f"{', '.join(SMOOTHED_LOSSES)} need one above 0, the other losses ignore it; change one of them"
+            )
+        if self.target_margin is not None and self.loss not in MARGIN_LOSSES:
+            raise ValueError(
+                f"--target-margin={self.target_margin} does not fit --loss={self.loss}, which ignores it; give --loss "
+                "simpo, or leave it out"
             )
 
-    def build_loss(self, beta: float) -> "PairLoss":
-        """The loss of each pair."""
-        from hybrid_engine.rl.preferences import build_loss
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the policy with a reference."""
+        from hybrid_engine.rl.preferences import REFERENCE_FREE
 
-        return build_loss(self.loss, beta, self.label_smoothing, self.sft_weight)
+        return self.loss not in REFERENCE_FREE
+
+    def build_loss(self) -> "PairLoss":
+        """The loss of each pair."""
+        from hybrid_engine.rl.preferences import TARGET_MARGIN, build_loss
+
+        assert self.beta is not None and self.sft_weight is not None
+        margin = TARGET_MARGIN if self.target_margin is None else self.target_margin
+        return build_loss(self.loss, self.beta, self.label_smoothing, self.sft_weight, margin, is_weighted=self.wpo)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +187,7 @@ class KTOConfig(PreferenceOptions):
         '"completion" and "label", or preference pairs, each of which gives two; default: summaries of the standard '
         "library's functions",
     )
+    beta: float = option(0.1, "Strength of the constraint to the reference")
     epochs: int = option(1, "Passes over the answers")
     max_answers: int | None = option(
         None,
@@ -160,7 +202,7 @@ class KTOConfig(PreferenceOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("desirable_weight", "undesirable_weight"):
+        for name in ("beta", "desirable_weight", "undesirable_weight"):
             check_above(name, getattr(self, name), 0)
         check_count("epochs", self.epochs, 1)
         check_count("max_answers", self.max_answers, 0)
@@ -205,7 +247,6 @@ class OnlineDPOConfig(PairLossOptions, PromptRunOptions):
         'Prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt" and the '
         "columns that the rewards read; default: sums",
     )
-    beta: float = option(0.1, "Strength of the constraint to the reference")
     steps: int = 40
     group_size: int = option(4, "Answers per prompt, of which the best and the worst make a pair; at least 2")
     minibatch_size: int = option(
@@ -228,10 +269,14 @@ class OnlineDPOConfig(PairLossOptions, PromptRunOptions):
         PairLossOptions.__post_init__(self)
         derive_minibatch(self, self.rollout_size, 64)
         check_count("minibatch_size", self.minibatch_size, 1)
-        for name in ("beta", "learning_rate"):
-            check_above(name, getattr(self, name), 0)
+        check_above("learning_rate", self.learning_rate, 0)
         check_count("group_size", self.group_size, 2)
         check_answers(self.rollout_size, self.group_size)
         check_divides("rollout_size", self.rollout_size, self.minibatch_size)
         longest = self.max_prompt_tokens + self.max_new_tokens
         check_budget_holds(self.tokens_per_micro_batch, 2 * longest, longest)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares the actor with the first weights."""
+        return self.has_reference
