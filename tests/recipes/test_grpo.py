@@ -96,7 +96,16 @@ def test_a_run_learns_and_leaves_metrics_plot_samples_result_and_the_best_and_th
 
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tiny, tmp_path):
     algorithm = Algorithm(
-        dynamic_sampling=2, kl_place="loss", kl_coef=0.1, kl_target=0.5, kl_horizon=64.0, overlong_buffer=0.5
+        dynamic_sampling=2,
+        kl_place="loss",
+        kl_coef=0.1,
+        kl_target=0.5,
+        kl_horizon=64.0,
+        overlong_buffer=0.5,
+        entropy_target=4.0,
+        entropy_change=0.1,
+        top_entropy=0.5,
+        policy_loss="kl-cov",
     )
     whole, torn = (tiny(name, algorithm=algorithm, steps=5, save_every=1, epochs=2) for name in ("whole", "torn"))
     grpo.run(whole)
@@ -110,6 +119,54 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tiny, tmp_path):
     ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("torn", "whole"))
     assert list(map(without_times, ours)) == list(map(without_times, theirs))
     assert all(map(torch.equal, *(weights_in(tmp_path / name / "actor").values() for name in ("torn", "whole"))))
+
+
+TWO_REWARDS = """
+import zlib
+
+def small(responses):
+    return [float(text[-1:] in set("01234")) for text in responses]
+
+def large(prompts, responses):
+    noise = [zlib.crc32((prompt + text).encode()) % 1000 / 1000 - 0.5 for prompt, text in zip(prompts, responses)]
+    return [100 * ((text[:1] in set("13579")) + 3 * number) for text, number in zip(responses, noise)]
+"""
+
+
+def test_of_rewards_of_scales_1_and_100_a_sum_learns_the_second_and_decoupled_ones_both(tiny, tmp_path, monkeypatch):
+    # Half of the variance of the second reward is noise, which is 30 times as large as the first.
+    (tmp_path / "two_rewards.py").write_text(TWO_REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    sizes = {"steps": 20, "rollout_size": 8, "group_size": 8, "minibatch_size": 64, "micro_batch_size": 64}
+    sizes |= {"max_new_tokens": 4, "learning_rate": 1e-2, "eval_every": 0}
+    learned = {}
+    for aggregation in ("sum-then-normalize", "normalize-then-sum"):
+        algorithm, rewards = Algorithm(reward_aggregation=aggregation), ("two_rewards:small", "two_rewards:large")
+        grpo.run(tiny(aggregation, algorithm=algorithm, reward=rewards, **sizes))
+        last = read_metrics(tmp_path / aggregation / "metrics.jsonl")[-5:]
+        learned[aggregation] = [sum(line[f"reward_{name}"] for line in last) / 5 for name in ("small", "large")]
+    small, large = learned["sum-then-normalize"]
+    assert small < 0.6 and large > 70
+    small, large = learned["normalize-then-sum"]
+    assert small > 0.9 and large > 70
+
+
+def test_where_rewards_are_decoupled_a_group_teaches_if_any_of_them_varies(tiny, tmp_path, monkeypatch):
+    # The weighted sum of both, 2 * length - 2 * length, never varies; normalized they are 2 * z - z.
+    (tmp_path / "cancelling.py").write_text(
+        "def one(responses): return [float(len(text)) for text in responses]\n"
+        "def other(responses): return [-2.0 * len(text) for text in responses]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    rewards = ("cancelling:one", "cancelling:other")
+    for aggregation, learns in (("sum-then-normalize", False), ("normalize-then-sum", True)):
+        algorithm = Algorithm(reward_aggregation=aggregation, dynamic_sampling=1)
+        given = {"algorithm": algorithm, "reward": rewards, "reward_weights": (2.0, 1.0), "steps": 1, "eval_every": 0}
+        config = tiny(aggregation, **given)
+        grpo.run(config)
+        (line,) = read_metrics(tmp_path / aggregation / "metrics.jsonl")
+        assert (line["groups_without_variance"] < 1) == learns
+        assert (line["trained_share"] > 0) == learns
 
 
 def test_a_step_that_trains_nothing_logs_what_was_measured_last_also_after_an_interruption(tiny, tmp_path, monkeypatch):

@@ -1,16 +1,8 @@
-"""What choices do over several steps: coefficients that follow measurements, and rewards that compete."""
+"""Coefficients that follow what was measured, from step to step."""
 
 import pytest
-import torch
 
-from hybrid_engine.rl.losses import count_step
-from hybrid_engine.rlhf.algorithms import (
-    Coefficients,
-    PolicyBatch,
-    compute_advantages,
-    next_coefficients,
-    policy_objective,
-)
+from hybrid_engine.rlhf.algorithms import Coefficients, next_coefficients
 from hybrid_engine.rlhf.options.algorithm import Algorithm
 
 
@@ -29,35 +21,3 @@ def test_the_coefficients_follow_what_was_measured():
     assert next_coefficients(algorithm, low, {}, 8) == low
     fixed = Coefficients.first(Algorithm(entropy_coef=0.01))
     assert next_coefficients(Algorithm(entropy_coef=0.01), fixed, {"entropy": 0.0}, 8) == fixed == (0.0, 0.01, 0.01)
-
-
-def learn_two_bits(aggregation: str, steps: int = 60) -> tuple[float, float]:
-    """Probabilities of the two right bits after training a policy over four answers of one token, two bits each.
-
-    The first bit is worth 1, the second 100; a noise of 50 on the second reward never goes away.
-    """
-    generator, size = torch.Generator().manual_seed(0), 8
-    algorithm = Algorithm(reward_aggregation=aggregation, policy_loss="reinforce")
-    logits = torch.zeros(4, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.SGD([logits], lr=0.5)
-    mask = torch.ones(16 * size, 1).bool()
-    for _ in range(steps):
-        answers = torch.multinomial(logits.detach().softmax(dim=0), len(mask), replacement=True, generator=generator)
-        noise = torch.randn(len(mask), generator=generator, dtype=torch.float64)
-        rewards = torch.stack([(answers // 2).double(), 100 * (answers % 2) + 50 * noise], dim=1)
-        scores = rewards if algorithm.is_decoupled else rewards.sum(dim=1)
-        zeros = torch.zeros_like(mask, dtype=torch.float64)
-        advantages = compute_advantages(algorithm, scores, size, zeros, None, mask, 0.0)
-        logprobs = logits.log_softmax(dim=0)[answers][:, None]
-        batch = PolicyBatch(logprobs, logprobs.detach(), advantages, mask)
-        optimizer.zero_grad()
-        policy_objective(algorithm, batch, count_step(mask, 1), Coefficients.first(algorithm)).backward()
-        optimizer.step()
-    chances = logits.detach().softmax(dim=0)
-    return float(chances[2] + chances[3]), float(chances[1] + chances[3])
-
-
-def test_of_rewards_of_scales_1_and_100_a_sum_learns_the_second_and_decoupled_ones_both():
-    of_sum, decoupled = learn_two_bits("sum-then-normalize"), learn_two_bits("normalize-then-sum")
-    assert of_sum[1] > 0.9 and of_sum[0] < 0.7
-    assert min(decoupled) > 0.9
