@@ -1,4 +1,4 @@
-"""Divergence of a student's distribution over tokens from a teacher's, from hidden states and both heads.
+"""Divergence of a student's distribution over tokens from a teacher's, from hidden states and heads.
 
     forward KL, beta = 0:    D = sum_v p_v log(p_v / q_v)               p: teacher, q: student
     reverse KL, beta = 1:    D = sum_v q_v log(q_v / p_v)
@@ -13,7 +13,14 @@ Neither head's `[N, V]` logits ever exist: both are computed in the same tiles o
 KLs, whose sums over p and q are kept with a running maximum, and twice for a mixture, which needs both normalizers
 first. The backward pass computes the tiles again. The teacher is frozen.
 
-N tokens, V vocabulary, E and F the hidden sizes of student and teacher.
+`linear_top_divergence` compares K + 1 classes: K tokens that the teacher names, and the rest of the vocabulary as one.
+Merging classes lowers a divergence, so it is a lower bound of the one above; K = V gives that one. The probability of
+the rest is a sum over the tiles, not 1 minus the others, whose rounding would be most of a small one. Log-probability
+c_k of class k has
+
+    d c_k / d logit_v = [v in class k] q_v / q(class k) - q_v
+
+N tokens, K tokens of a teacher, V vocabulary, E and F the hidden sizes of student and teacher.
 """
 
 from collections.abc import Iterator
@@ -23,14 +30,32 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hybrid_engine.ops.dispatch import check_tensor
-from hybrid_engine.ops.linear_log_prob_tiles import PLAIN, Head, LogitShape, add_product, product_fp32, tile_width
+from hybrid_engine.ops.linear_log_prob_tiles import (
+    LEAST_LOGIT,
+    PLAIN,
+    Head,
+    LogitShape,
+    add_product,
+    product_fp32,
+    tile_width,
+)
 
-__all__ = ["Teacher", "divergence", "linear_divergence"]
+__all__ = [
+    "HeadStates",
+    "TopTokens",
+    "divergence",
+    "linear_divergence",
+    "linear_top_divergence",
+    "top_divergence",
+    "top_tokens",
+]
 
 ROWS_AT_ONCE = 2048
+LEAST_REST = 1e-7
+"""Least probability of the rest: rounding of the others' log-probabilities, which sum to 1 or more where it is 0."""
 
 
-class Teacher(NamedTuple):
+class HeadStates(NamedTuple):
     """A teacher's hidden states of the same tokens, and its head."""
 
     hidden: torch.Tensor
@@ -43,10 +68,21 @@ class Teacher(NamedTuple):
     """Temperature, scale and softcap of its logits."""
 
 
+class TopTokens(NamedTuple):
+    """A teacher's log-probabilities of K tokens at each position."""
+
+    ids: torch.Tensor
+    """`[N, K]` int64, different ones in a row; -1 where fewer are known."""
+    logprobs: torch.Tensor
+    """`[N, K]` fp32; ignored where the id is -1."""
+    log_rest: torch.Tensor | None = None
+    """`[N]` fp32, log of the probability of all other tokens; None: it is 1 minus the sum of those in `logprobs`."""
+
+
 def linear_divergence(
     hidden: torch.Tensor,
     weight: torch.Tensor,
-    teacher: Teacher,
+    teacher: HeadStates,
     beta: float,
     bias: torch.Tensor | None = None,
     shape: LogitShape = PLAIN,
@@ -66,20 +102,62 @@ def linear_divergence(
     Raises:
         ValueError: beta is not between 0 and 1, or shapes, dtypes or devices do not fit.
     """
-    if not 0 <= beta <= 1:
-        raise ValueError(f"beta={beta} must be between 0 (forward KL) and 1 (reverse KL)")
-    shape.check()
+    _check(hidden, weight, beta, bias, shape)
     teacher.shape.check()
-    check_tensor("hidden", hidden, shape=(None, None))
-    check_tensor("weight", weight, like=hidden, shape=(None, hidden.shape[1]))
-    if bias is not None:
-        check_tensor("bias", bias, like=hidden, shape=(len(weight),))
     if teacher.bias is not None:
         check_tensor("teacher.bias", teacher.bias, like=teacher.hidden, shape=(len(weight),))
     check_tensor("teacher.hidden", teacher.hidden, shape=(len(hidden), None))
     check_tensor("teacher.weight", teacher.weight, like=teacher.hidden, shape=(len(weight), teacher.hidden.shape[1]))
     with torch.autocast(hidden.device.type, enabled=False):
         return _LinearDivergence.apply(hidden, weight, bias, teacher, beta, shape)
+
+
+def linear_top_divergence(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher: TopTokens,
+    beta: float,
+    bias: torch.Tensor | None = None,
+    shape: LogitShape = PLAIN,
+) -> torch.Tensor:
+    """Returns `[N]` fp32, in nats, the divergence over the teacher's K tokens and the rest as one class.
+
+    Differentiable in hidden, weight and bias; a second derivative is an error. Ids from V on count as unknown. A rest
+    that has no token on one side is left out.
+
+    Args: as in `linear_divergence`, but for the teacher.
+
+    Raises:
+        ValueError: beta is not between 0 and 1, or shapes, dtypes or devices do not fit.
+    """
+    _check(hidden, weight, beta, bias, shape)
+    check_tensor("teacher.ids", teacher.ids, shape=(len(hidden), None))
+    check_tensor("teacher.logprobs", teacher.logprobs, shape=tuple(teacher.ids.shape))
+    if teacher.log_rest is not None:
+        check_tensor("teacher.log_rest", teacher.log_rest, shape=(len(hidden),))
+    ids = torch.where(teacher.ids < len(weight), teacher.ids, -1)
+    with torch.autocast(hidden.device.type, enabled=False):
+        student = _ClassLogProbs.apply(hidden, weight, bias, ids, shape)
+    return _over_classes(student, teacher._replace(ids=ids), beta)
+
+
+def top_divergence(student: torch.Tensor, teacher: TopTokens, beta: float) -> torch.Tensor:
+    """Returns `[N]`, the same of a student's log-probabilities `[N, V]` that are in memory; differentiable in them."""
+    ids = torch.where(teacher.ids < student.shape[1], teacher.ids, -1)
+    chosen = student.gather(1, ids.clamp(min=0))
+    is_outside = torch.ones_like(student, dtype=torch.bool).scatter_reduce_(1, ids.clamp(min=0), ids < 0, "amin")
+    rest = student.masked_fill(~is_outside, LEAST_LOGIT).logsumexp(1)
+    return _over_classes(torch.cat([chosen, rest[:, None]], dim=1), teacher._replace(ids=ids), beta)
+
+
+@torch.no_grad()
+def top_tokens(teacher: HeadStates, num_tokens: int) -> TopTokens:
+    """The `num_tokens` most likely tokens of each position, K; with a smaller vocabulary the last ids of a row are -1.
+
+    The logits exist in tiles.
+    """
+    parts = [_top_of_rows(teacher, rows, num_tokens) for rows in teacher.hidden.split(ROWS_AT_ONCE)]
+    return TopTokens(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
 
 def divergence(student: torch.Tensor, teacher: torch.Tensor, beta: float) -> torch.Tensor:
@@ -91,6 +169,18 @@ def divergence(student: torch.Tensor, teacher: torch.Tensor, beta: float) -> tor
     mixture = _log_mixture(student, teacher, beta)
     of_teacher = (teacher.exp() * (teacher - mixture)).sum(-1)
     return beta * of_teacher + (1 - beta) * (student.exp() * (student - mixture)).sum(-1)
+
+
+def _check(
+    hidden: torch.Tensor, weight: torch.Tensor, beta: float, bias: torch.Tensor | None, shape: LogitShape
+) -> None:
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta={beta} must be between 0 (forward KL) and 1 (reverse KL)")
+    shape.check()
+    check_tensor("hidden", hidden, shape=(None, None))
+    check_tensor("weight", weight, like=hidden, shape=(None, hidden.shape[1]))
+    if bias is not None:
+        check_tensor("bias", bias, like=hidden, shape=(len(weight),))
 
 
 class _Totals(NamedTuple):
@@ -124,28 +214,108 @@ class _LinearDivergence(torch.autograd.Function):
         (taught_hidden, taught_weight, taught_bias), totals = theirs[:3], _Totals(*theirs[3:])
         student = Head(weight, bias, ctx.shapes[0])
         taught = Head(taught_weight, taught_bias, ctx.shapes[1])
-        needs = ctx.needs_input_grad
-        of_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs[0] else None
-        of_weight, of_bias = (
-            torch.zeros_like(x, dtype=torch.float32) if needed else None
-            for x, needed in zip((weight, bias), needs[1:3], strict=True)
-        )
+        found = _Gradients(ctx.needs_input_grad, hidden, weight, bias)
         with torch.autocast(hidden.device.type, enabled=False):
             for columns, own, other in _tiles(student, taught, min(len(hidden), ROWS_AT_ONCE)):
-                for first in range(0, len(hidden), ROWS_AT_ONCE):
-                    rows = slice(first, first + ROWS_AT_ONCE)
-                    found = _Totals(*(part[rows] for part in totals))
-                    of_products = _gradient(own, other, hidden[rows], taught_hidden[rows], found, ctx.beta)
-                    of_products = of_products.mul_(above[rows, None]).to(weight.dtype)
-                    if of_hidden is not None:
-                        add_product(of_hidden[rows], of_products, own.weight)
-                    if of_weight is not None:
-                        of_weight[columns] += product_fp32(of_products.t(), hidden[rows])
-                    if of_bias is not None:
-                        of_bias[columns] += of_products.sum(0, dtype=torch.float32)
+                for rows in _row_parts(hidden):
+                    kept = _Totals(*(part[rows] for part in totals))
+                    of_products = _gradient(own, other, hidden[rows], taught_hidden[rows], kept, ctx.beta)
+                    found.add(columns, rows, own, of_products.mul_(above[rows, None]))
                     del of_products  # before the next tile is computed
-        gradients = zip((of_hidden, of_weight, of_bias), (hidden, weight, bias), strict=True)
-        return (*(None if made is None else made.to(x.dtype) for made, x in gradients), None, None, None)
+        return (*found.results(), None, None, None)
+
+
+class _ClassLogProbs(torch.autograd.Function):
+    """`[N, K + 1]` fp32: log-probabilities of the tokens `ids [N, K]`, and of all others together."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, ids, shape):
+        head = Head(weight, bias, shape)
+        parts = zip(hidden.split(ROWS_AT_ONCE), ids.split(ROWS_AT_ONCE), strict=True)
+        classes = torch.cat([_class_logits(head, *part) for part in parts])
+        log_total = classes.logsumexp(1)
+        ctx.shape = shape
+        ctx.save_for_backward(hidden, weight, bias, ids, log_total, classes[:, -1])
+        return classes - log_total[:, None]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, above):
+        hidden, weight, bias, ids, log_total, log_rest = ctx.saved_tensors
+        head = Head(weight, bias, ctx.shape)
+        found = _Gradients(ctx.needs_input_grad, hidden, weight, bias)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for columns, tile in head.tiles(min(len(hidden), ROWS_AT_ONCE)):
+                for rows in _row_parts(hidden):
+                    logits, places = tile.logits(hidden[rows]), _InTile.of(ids[rows] - columns.start, tile)
+                    slope = head.shape.slope(logits)
+                    of_products = logits.sub(log_total[rows, None]).exp_().mul_(-above[rows].sum(1)[:, None])
+                    of_rest = places.without(logits).sub_(log_rest[rows, None]).exp_()
+                    of_products.add_(of_rest.mul_(above[rows, -1:]))
+                    places.add_to(of_products, above[rows, :-1])
+                    found.add(columns, rows, tile, of_products.mul_(slope))
+                    del logits, of_products, of_rest  # before the next tile is computed
+        return (*found.results(), None, None)
+
+
+class _Gradients:
+    """Sums of the gradients of hidden states, head and bias over the tiles."""
+
+    def __init__(
+        self, needs: tuple[bool, ...], hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
+        self.of = (hidden, weight, bias)
+        self.hidden, self.weight, self.bias = (
+            torch.zeros_like(x, dtype=torch.float32) if x is not None and needed else None
+            for x, needed in zip(self.of, needs[:3], strict=True)
+        )
+
+    def add(self, columns: slice, rows: slice, tile: Head, of_products: torch.Tensor) -> None:
+        """Adds a tile: the gradient of its products, `[rows, columns]` fp32."""
+        hidden, of_products = self.of[0], of_products.to(tile.weight.dtype)
+        if self.hidden is not None:
+            add_product(self.hidden[rows], of_products, tile.weight)
+        if self.weight is not None:
+            self.weight[columns] += product_fp32(of_products.t(), hidden[rows])
+        if self.bias is not None:
+            self.bias[columns] += of_products.sum(0, dtype=torch.float32)
+
+    def results(self) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of hidden states, weight and bias, in their dtypes; None where none is needed."""
+        found = zip((self.hidden, self.weight, self.bias), self.of, strict=True)
+        return tuple(None if made is None else made.to(x.dtype) for made, x in found)
+
+
+class _InTile(NamedTuple):
+    """Tokens of each row in a tile."""
+
+    places: torch.Tensor
+    """`[N, K]`: their columns, arbitrary if they are in another tile."""
+    is_inside: torch.Tensor
+    """`[N, K]` bool."""
+
+    @classmethod
+    def of(cls, places: torch.Tensor, tile: Head) -> "_InTile":
+        """`places`: counted from the tile's first column."""
+        width = len(tile.weight)
+        return cls(places.clamp(0, width - 1), (places >= 0) & (places < width))
+
+    def take(self, logits: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        """`[N, K]`: the tokens' logits of the tile, `others` of tokens in another one."""
+        return torch.where(self.is_inside, logits.gather(1, self.places), others)
+
+    def without(self, logits: torch.Tensor) -> torch.Tensor:
+        """`logits` with `LEAST_LOGIT` in place of the tokens'; overwrites them."""
+        least = torch.where(self.is_inside, LEAST_LOGIT, torch.inf)
+        return logits.scatter_reduce_(1, self.places, least, "amin")
+
+    def add_to(self, gradient: torch.Tensor, values: torch.Tensor) -> None:
+        """Adds `values [N, K]` to the tokens' columns."""
+        gradient.scatter_add_(1, self.places, torch.where(self.is_inside, values, 0.0))
+
+
+def _row_parts(hidden: torch.Tensor) -> list[slice]:
+    return [slice(first, first + ROWS_AT_ONCE) for first in range(0, len(hidden), ROWS_AT_ONCE)]
 
 
 def _tiles(student: Head, teacher: Head, num_rows: int) -> Iterator[tuple[slice, Head, Head]]:
@@ -224,6 +394,45 @@ def _gradient(
     else:
         gradient = log_q.sub(_log_mixture(log_q, log_p, beta)).mul_(1 - beta).sub_(totals.slope[:, None]).mul_(q)
     return gradient.mul_(slope)
+
+
+def _class_logits(head: Head, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """`[N, K + 1]` fp32: the logits of `ids`, and the logsumexp of all others."""
+    chosen, rest = torch.full_like(ids, LEAST_LOGIT, dtype=torch.float32), _Running(hidden)
+    for columns, tile in head.tiles(len(hidden)):
+        logits, places = tile.logits(hidden), _InTile.of(ids - columns.start, tile)
+        chosen = places.take(logits, chosen)
+        rest.add(places.without(logits), None)
+        del logits  # before the next tile is computed
+    return torch.cat([chosen, rest.log_total[:, None]], dim=1)
+
+
+def _top_of_rows(teacher: HeadStates, hidden: torch.Tensor, num_tokens: int) -> TopTokens:
+    best = hidden.new_full((len(hidden), num_tokens), LEAST_LOGIT, dtype=torch.float32)
+    ids, rest = torch.full_like(best, -1, dtype=torch.int64), _Running(hidden)
+    for columns, tile in Head(teacher.weight, teacher.bias, teacher.shape).tiles(len(hidden)):
+        logits = torch.cat([best, tile.logits(hidden)], dim=1)
+        best, places = logits.topk(num_tokens, dim=1)
+        earlier = ids.gather(1, places.clamp(max=num_tokens - 1))
+        ids = torch.where(places < num_tokens, earlier, columns.start + places - num_tokens)
+        rest.add(logits.scatter_(1, places, LEAST_LOGIT), None)
+        del logits  # before the next tile is computed
+    log_total = torch.cat([best, rest.log_total[:, None]], dim=1).logsumexp(1)
+    return TopTokens(ids, best - log_total[:, None], rest.log_total - log_total)
+
+
+def _over_classes(student: torch.Tensor, teacher: TopTokens, beta: float) -> torch.Tensor:
+    """`[N]`: the divergence of log-probabilities `[N, K + 1]` of the teacher's tokens and the rest."""
+    is_known = teacher.ids >= 0
+    log_rest = teacher.log_rest
+    if log_rest is None:
+        total = teacher.logprobs.masked_fill(~is_known, -torch.inf).logsumexp(1)
+        log_rest = (-torch.expm1(total)).clamp(min=LEAST_REST).log()
+    has_rest = (student[:, -1] > LEAST_LOGIT / 2) & (log_rest > LEAST_LOGIT / 2)
+    is_class = torch.cat([is_known, has_rest[:, None]], dim=1)
+    taught = torch.cat([teacher.logprobs, log_rest[:, None]], dim=1).to(student.dtype)
+    # Classes without tokens get the same number on both sides, which adds 0.
+    return divergence(student.masked_fill(~is_class, 0.0), taught.masked_fill(~is_class, 0.0), beta)
 
 
 def _log_mixture(log_q: torch.Tensor, log_p: torch.Tensor, beta: float) -> torch.Tensor:

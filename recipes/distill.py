@@ -5,7 +5,7 @@
 
 For each step: prompts -> engine.eval() -> engine.generate() answers -> engine.train() -> the divergence of the model's
 distribution from the teacher's at every token of the answers, its mean over all tokens -> updates of the actor. The
-teacher is frozen and whole on every process. Rewards only say how good the answers are.
+teacher is frozen (`rlhf/experience/teachers.py`). Rewards only say how good the answers are.
 
 B: this process's prompts of a step, G: answers to each, N = B * G rows, T: response columns.
 
@@ -18,17 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from hybrid_engine.distributed.processes import default_device, gather_objects, get_rank, get_world_size
-from hybrid_engine.optim.build import cast_module
+from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size
 from hybrid_engine.recipes import reward as reward_stage
 from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.rl.losses import token_mean
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, Figures, TrainingPasses
-from hybrid_engine.rlhf.batches.packable import pack_where_exact
-from hybrid_engine.rlhf.batches.packing import Layout, layout_of, set_layout
 from hybrid_engine.rlhf.batches.sequences import Sequences, response_divergences
 from hybrid_engine.rlhf.data.prompts import select_prompts
 from hybrid_engine.rlhf.experience.evaluation import (
@@ -43,23 +38,19 @@ from hybrid_engine.rlhf.experience.evaluation import (
 from hybrid_engine.rlhf.experience.policy import TrainedPolicy, build_policy, evaluate_policy
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling, sample, warm_up
 from hybrid_engine.rlhf.experience.start import Stages, Start, prepare
+from hybrid_engine.rlhf.experience.teachers import StepAnswers, Teacher, check_teacher, load_teacher
 from hybrid_engine.rlhf.options.distillation import DistillConfig as Config
 from hybrid_engine.rlhf.options.shared import is_due, suitable_rate
 from hybrid_engine.rlhf.planning.comparison import follow_answers, write_result
 from hybrid_engine.rlhf.rewards.scores import reward_figures
 from hybrid_engine.rlhf.runs.checkpoints import SavedRun, begin_run, load_checkpoints, save_checkpoints
-from hybrid_engine.rlhf.runs.engine_config import Schedule, gradient_figures, torch_dtype
-from hybrid_engine.rlhf.runs.run_checks import check_positions
+from hybrid_engine.rlhf.runs.engine_config import Schedule, gradient_figures
 from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS, METRICS, read_metrics
 from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.rlhf.runs.stages import (
     Best,
     keep_highest,
-    load_config,
-    load_model,
-    load_tokenizer,
     mix_seed,
-    num_positions,
     save_stage,
     seed_everything,
 )
@@ -85,7 +76,7 @@ def run(config: Config) -> Path:
     rate = config.learning_rate or suitable_rate(config, small=3e-4, trained=1e-5, adapter=1e-4)
     policy = build_policy(config, start.source, rate, schedule)
     teacher = load_teacher(config, policy, start.answered.longest)
-    memory = follow_answers("distill", config, start, policy, teacher=teacher)
+    memory = follow_answers("distill", config, start, policy, teachers=teacher.modules)
     say(policy.actor.report())
     say(schedule.describe())
 
@@ -111,7 +102,7 @@ def run(config: Config) -> Path:
 
 def train_loop(
     policy: TrainedPolicy,
-    teacher: nn.Module,
+    teacher: Teacher,
     start: Start,
     config: Config,
     log: RunLog,
@@ -124,7 +115,8 @@ def train_loop(
     with log:
         for step in range(first_step, config.steps):
             chosen = select_prompts(len(start.train), step * config.rollout_size, config.rollout_size, config.seed)
-            mine = [start.train[index] for index in chosen[get_rank() :: get_world_size()]]
+            records = chosen[get_rank() :: get_world_size()]
+            mine = [start.train[index] for index in records]
             seed = mix_seed(config.seed, step)
 
             actor.eval()
@@ -133,7 +125,10 @@ def train_loop(
             scores = start.rewards(rollout.answers)
             actor.train()
 
-            figures = update(policy, teacher, rollout.sequences, config, seed)
+            records = [index for index in records for _ in range(config.group_size)]
+            answered = StepAnswers(rollout.sequences.numbered(), rollout.answers, records, scores)
+            teacher.begin_step(answered)
+            figures = update(policy, teacher, answered.sequences, config, seed)
             totals = torch.tensor(scores.total)
             figures |= global_means(answer_sums(rollout) | {"score": score_sum(totals)}) | reward_figures(scores)
             figures |= actor.latency_stats()  # before an evaluation, whose latencies are not training's
@@ -149,7 +144,7 @@ def train_loop(
 
 
 def update(
-    policy: TrainedPolicy, teacher: nn.Module, sequences: Sequences, config: Config, seed: int
+    policy: TrainedPolicy, teacher: Teacher, sequences: Sequences, config: Config, seed: int
 ) -> dict[str, float]:
     """An optimizer step on each minibatch of answers; returns the mean divergence over their tokens, and the gradient's
     norm and the learning rate of the last step.
@@ -170,54 +165,11 @@ def update(
 
 
 def micro_batch_loss(
-    actor: Any, teacher: nn.Module, minibatch: Sequences, config: Config, num_tokens: int, rows: list[int]
+    actor: Any, teacher: Teacher, minibatch: Sequences, config: Config, num_tokens: int, rows: list[int]
 ) -> tuple[torch.Tensor, DeviceFigures]:
     """The share of `rows` in the mean divergence over the minibatch's tokens, and its sum and the number of tokens."""
     sequences = minibatch.rows(torch.tensor(rows))
-    divergences = response_divergences(
-        actor, teacher, sequences, config.temperature, config.teacher_temperature, config.weight_of_teacher
-    )
+    taught = teacher.read(sequences)
+    divergences = response_divergences(actor, taught, sequences, config.temperature, config.weight_of_teacher)
     mask = sequences.response_mask
     return token_mean(divergences, mask, num_tokens), {"divergence": (divergences.detach().sum(), mask.sum())}
-
-
-def check_teacher(config: Config) -> None:
-    """Raises ValueError if there is no teacher, it cannot be loaded, or `--model` has other tokens."""
-    if config.teacher is None:
-        raise ValueError("--teacher is missing; give the Hugging Face name or folder of a model")
-    load_config(config.teacher, "teacher")
-    if config.model is not None:
-        check_same_tokens(load_tokenizer(config.teacher), load_tokenizer(config.model), config.teacher)
-
-
-def load_teacher(config: Config, policy: TrainedPolicy, longest: int) -> nn.Module:
-    """The frozen teacher, in the actor's dtype, whose passes have the actor's layout.
-
-    Raises:
-        ValueError: it has too few positions for a prompt of `longest` tokens with its answer, or other tokens.
-    """
-    assert config.teacher is not None
-    check_positions(config, longest, f"--teacher={config.teacher!r}", num_positions(load_config(config.teacher)))
-    check_same_tokens(load_tokenizer(config.teacher), policy.tokenizer, config.teacher)
-    teacher = load_model(AutoModelForCausalLM, config.teacher)
-    cast_module(teacher, torch_dtype(config.dtype))
-    teacher = teacher.to(default_device()).eval().requires_grad_(False)
-    pack_where_exact(teacher, config)
-    if layout_of(teacher) is not layout_of(policy.actor):
-        for model in (teacher, policy.actor):
-            set_layout(model, Layout.PADDED)
-    sizes = [model.get_output_embeddings().weight.shape[0] for model in (teacher, policy.actor.module)]
-    if sizes[0] != sizes[1]:
-        say(f"teacher: heads of {sizes[0]} and {sizes[1]} tokens; the divergence is over the first {min(sizes)}")
-    return teacher
-
-
-def check_same_tokens(teacher: PreTrainedTokenizerBase, actor: PreTrainedTokenizerBase, name: str) -> None:
-    """Raises ValueError unless both tokenizers give the same ids to the same tokens."""
-    theirs, ours = teacher.get_vocab(), actor.get_vocab()
-    if theirs != ours:
-        other = min((token for token in {*theirs, *ours} if theirs.get(token) != ours.get(token)), key=str)
-        raise ValueError(
-            f"--teacher={name!r} has other tokens than the actor ({other!r} is {theirs.get(other)} and "
-            f"{ours.get(other)}); a divergence needs one vocabulary, so give a teacher with the actor's tokenizer"
-        )

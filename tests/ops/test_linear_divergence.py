@@ -6,7 +6,7 @@ from trl.experimental.gkd import GKDTrainer
 
 from hybrid_engine.ops import linear_divergence as module
 from hybrid_engine.ops import linear_log_prob_tiles
-from hybrid_engine.ops.linear_divergence import Teacher, divergence, linear_divergence
+from hybrid_engine.ops.linear_divergence import HeadStates, divergence, linear_divergence
 from hybrid_engine.ops.linear_log_prob_tiles import LogitShape
 
 BETAS = pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
@@ -25,7 +25,9 @@ def draw(dtype=torch.float32, has_bias=True):
     """Hidden states, head and bias of the student, which are differentiable, and the teacher."""
     own = [torch.randn(N, E), torch.randn(V, E), torch.randn(V)]
     own = [(tensor / 2).to(dtype).requires_grad_() for tensor in own]
-    return own if has_bias else own[:2], Teacher((torch.randn(N, F) / 2).to(dtype), (torch.randn(V, F) / 2).to(dtype))
+    return own if has_bias else own[:2], HeadStates(
+        (torch.randn(N, F) / 2).to(dtype), (torch.randn(V, F) / 2).to(dtype)
+    )
 
 
 def logits_of(hidden, weight, bias, shape):
@@ -83,7 +85,7 @@ def test_in_16_bits_it_is_as_near_to_the_exact_value_as_the_logits_are(beta):
 def test_it_is_zero_for_the_teacher_itself_and_positive_elsewhere():
     own, teacher = draw(has_bias=False)
     for beta in (0.0, 0.5, 1.0):
-        same = linear_divergence(*own, Teacher(own[0].detach(), own[1].detach()), beta)
+        same = linear_divergence(*own, HeadStates(own[0].detach(), own[1].detach()), beta)
         torch.testing.assert_close(same, torch.zeros(N), atol=1e-6, rtol=0)
         assert linear_divergence(*own, teacher, beta).min() > 0.01
 

@@ -14,6 +14,7 @@ from hybrid_engine.recipes import distill
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
 from hybrid_engine.rlhf.batches.packing import Layout, set_layout
 from hybrid_engine.rlhf.batches.sequences import build_sequences, response_divergences
+from hybrid_engine.rlhf.experience.teachers import ModelTeacher
 from hybrid_engine.rlhf.options.shared import TrainingOptions
 from hybrid_engine.rlhf.runs.run_folder import read_metrics
 from hybrid_engine.rlhf.tasks import arithmetic
@@ -63,14 +64,20 @@ def test_a_run_comes_nearer_to_its_teacher(tiny, tmp_path, kind):
     assert load(tmp_path / "run" / "actor").config.hidden_size == 64
 
 
+def divergences_of(student, teacher, batch, beta, temperatures=(1.0, 1.0), num_top=0):
+    own, taught = temperatures
+    stated = ModelTeacher(model=teacher, temperature=taught).read(batch)
+    return response_divergences(student, stated, batch, own, beta, num_top)
+
+
 def batch_of(pad=0):
     prompts, responses = [[5, 6, 7], [8, 9], [5], [6, 7]], [[10, 11, 12, 4], [6, 4], [9, 9, 9], [4]]
     return build_sequences(prompts, responses, pad, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("layouts", [*((layout,) * 2 for layout in Layout), (Layout.SPANS, Layout.PADDED)])
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_divergences_are_those_of_whole_logits_in_every_layout(sources, layout, beta):
+def test_divergences_are_those_of_whole_logits_in_every_layout(sources, layouts, beta):
     student, teacher = load(sources["model"]), load(sources["teacher"]).requires_grad_(False)
     batch = batch_of()
     width = batch.response_mask.shape[1]
@@ -81,10 +88,10 @@ def test_divergences_are_those_of_whole_logits_in_every_layout(sources, layout, 
     logprobs = [(x[:, -width - 1 : -1] / t).log_softmax(-1) for x, t in zip(logits, (0.8, 1.2), strict=True)]
     expected = torch.where(batch.response_mask, divergence(*logprobs, beta), 0.0)
     gradients = torch.autograd.grad(expected.sum(), list(student.parameters()))
-    for model in (student, teacher):
+    for model, layout in zip((student, teacher), layouts, strict=True):
         pack_where_exact(model, TrainingOptions(tokens_per_micro_batch=600))
         set_layout(model, layout)
-    found = response_divergences(student, teacher, batch, 0.8, 1.2, beta)
+    found = divergences_of(student, teacher, batch, beta, (0.8, 1.2))
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
     for ours, theirs in zip(torch.autograd.grad(found.sum(), list(student.parameters())), gradients, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
@@ -93,9 +100,9 @@ def test_divergences_are_those_of_whole_logits_in_every_layout(sources, layout, 
 def test_heads_of_other_sizes_are_cut_to_the_common_tokens(sources):
     student, teacher = load(sources["model"]), load(sources["teacher"])
     batch = batch_of()
-    expected = response_divergences(student, teacher, batch, 1.0, 1.0, 1.0)
+    expected = divergences_of(student, teacher, batch, 1.0)
     teacher.resize_token_embeddings(teacher.config.vocab_size + 64, mean_resizing=False)
-    torch.testing.assert_close(response_divergences(student, teacher, batch, 1.0, 1.0, 1.0), expected)
+    torch.testing.assert_close(divergences_of(student, teacher, batch, 1.0), expected)
 
 
 def test_an_engine_in_exact_mode_has_its_divergences_from_logits(sources):
@@ -106,8 +113,8 @@ def test_an_engine_in_exact_mode_has_its_divergences_from_logits(sources):
     }
     engine, *_ = hybrid_engine.initialize(model=load(sources["model"]), config=config)
     teacher, batch = load(sources["teacher"]), batch_of()
-    expected = response_divergences(load(sources["model"]), teacher, batch, 1.0, 1.0, 0.5)
-    torch.testing.assert_close(response_divergences(engine, teacher, batch, 1.0, 1.0, 0.5), expected)
+    expected = divergences_of(load(sources["model"]), teacher, batch, 0.5)
+    torch.testing.assert_close(divergences_of(engine, teacher, batch, 0.5), expected)
 
 
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tiny, tmp_path):

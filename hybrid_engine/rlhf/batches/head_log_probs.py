@@ -10,7 +10,7 @@ B rows, T the last columns of the input, whose tokens are requested; E hidden si
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,7 +24,15 @@ from hybrid_engine.containers.quantised import is_quantised
 from hybrid_engine.distributed.groups import host_group
 from hybrid_engine.distributed.verdict import everyone
 from hybrid_engine.generation.rollout.generator import computes_by
-from hybrid_engine.ops.linear_divergence import Teacher, divergence, linear_divergence
+from hybrid_engine.ops.linear_divergence import (
+    HeadStates,
+    TopTokens,
+    divergence,
+    linear_divergence,
+    linear_top_divergence,
+    top_divergence,
+    top_tokens,
+)
 from hybrid_engine.ops.linear_log_prob import LogitShape, VocabularyShare, linear_log_prob
 from hybrid_engine.ops.sample import token_logprobs
 from hybrid_engine.rl.estimates import token_entropy
@@ -86,69 +94,156 @@ def token_log_probs(model: nn.Module, asked: AskedColumns, inputs: Mapping[str, 
     return HeadLogProbs(found["logprobs"], found.get("entropy"), found.get("sharper"))
 
 
+class StatesOfSameHead(NamedTuple):
+    """A teacher's hidden states of tokens, whose head is the one that the student's pass has."""
+
+    hidden: torch.Tensor  # [N, E]
+    shape: LogitShape
+
+
+class WholeLogProbs(NamedTuple):
+    """A teacher's log-probabilities of the whole vocabulary, where they cannot be made in tiles."""
+
+    logprobs: torch.Tensor  # [N, V] fp32
+
+
+Statement = HeadStates | StatesOfSameHead | WholeLogProbs | TopTokens
+"""A teacher's distributions of some tokens, in one of these forms."""
+
+
+class Taught(NamedTuple):
+    """Distributions of tokens that a teacher states."""
+
+    statement: Statement
+    tokens: torch.Tensor | None = None  # [n] int64: numbers of the tokens among all N; None: all of them, in order
+    weight: float = 1.0  # of these tokens' divergences
+
+
+def token_states(
+    model: nn.Module, asked: AskedColumns, inputs: Mapping[str, torch.Tensor]
+) -> HeadStates | WholeLogProbs:
+    """The distributions of the last T tokens of `inputs["input_ids"]`, in the order of the True cells of the mask.
+
+    Hidden states with the head's own weights, valid while those are; or all log-probabilities, of a model whose logits
+    `token_log_probs` needs. Without gradients; collective if the model's forward pass is.
+
+    Args: as in `token_log_probs`.
+    """
+    module = getattr(model, "module", model)
+    head = _plain_head(model, module)
+    if head is not None:
+        shape, states = logit_shape(module, asked.temperature), list[HeadStates]()
+
+        def note(rows: torch.Tensor, head: nn.Linear, cells: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+            states.append(HeadStates(rows, head.weight.detach(), _detached(head.bias), shape))
+            return {}
+
+        with torch.no_grad():
+            if _run_caught(model, head, shape, asked, inputs, note) is not None:
+                return states[-1]
+    with torch.no_grad():
+        return WholeLogProbs(_whole_log_probs(model, asked, inputs))
+
+
 def token_divergences(
     model: nn.Module,
-    teacher: nn.Module,
+    taught: Sequence[Taught],
     asked: AskedColumns,
-    teacher_temperature: float,
     beta: float,
+    num_top: int,
     inputs: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
     """`[B, T]` fp32: the divergence of the last T tokens' distributions from a teacher's, 0 where not requested.
 
-    Differentiable in the weights of `model`. The passes of both see the same tokens, and neither has all logits in
-    memory; a model of which `token_log_probs` needs the logits has them here too.
+    Differentiable in the weights of `model`. All logits never exist, unless `token_log_probs` needs those of the model
+    or a teacher states them. Ids that only one of the heads has are left out.
 
     Args:
         model: the student, as in `token_log_probs`.
-        teacher: a causal model with the same tokens; ids that only one of the heads has are left out.
+        taught: distributions of the requested tokens, in the order of the True cells of the mask; divergences of a
+            token that has several are added with their weights.
         asked: which tokens, and the student's temperature.
-        teacher_temperature: of the teacher's distribution.
         beta: see `ops/linear_divergence.py`.
-        inputs: arguments of both forwards.
+        num_top: divergences are over this number of the teacher's likeliest tokens, and the rest as one class; 0: over
+            the whole vocabulary.
+        inputs: arguments of the forward pass.
     """
-    module, taught = getattr(model, "module", model), getattr(teacher, "module", teacher)
-    head, taught_head = _plain_head(model, module), _plain_head(teacher, taught)
-    if head is None or taught_head is None:
-        return _divergences_from_logits(model, teacher, asked, teacher_temperature, beta, inputs)
-    shape, taught_shape = logit_shape(module, asked.temperature), logit_shape(taught, teacher_temperature)
-    states: dict[str, torch.Tensor] = {}
+    module = getattr(model, "module", model)
+    head = _plain_head(model, module)
+    if head is not None:
+        shape = logit_shape(module, asked.temperature)
 
-    def note(rows: torch.Tensor, head: nn.Linear, cells: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
-        states.update(hidden=rows, weight=head.weight, bias=head.bias)
-        return {}
+        def compute(rows: torch.Tensor, head: nn.Linear, cells: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+            student = HeadStates(rows, head.weight, head.bias, shape)
+            return {"divergence": _added(taught, rows, lambda part: _of_states(part, student, beta, num_top))}
 
-    def compute(rows: torch.Tensor, head: nn.Linear, cells: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
-        size = min(len(head.weight), len(states["weight"]))
-        biases = (None if bias is None else bias[:size] for bias in (head.bias, states["bias"]))
-        own_bias, taught_bias = biases
-        of_teacher = Teacher(states["hidden"], states["weight"][:size], taught_bias, taught_shape)
-        return {"divergence": linear_divergence(rows, head.weight[:size], of_teacher, beta, own_bias, shape)}
-
-    with torch.no_grad():
-        is_plain = _run_caught(teacher, taught_head, taught_shape, asked, inputs, note) is not None
-    found = _run_caught(model, head, shape, asked, inputs, compute) if is_plain else None
-    if found is None:
-        return _divergences_from_logits(model, teacher, asked, teacher_temperature, beta, inputs)
-    return found["divergence"]
+        found = _run_caught(model, head, shape, asked, inputs, compute)
+        if found is not None:
+            return found["divergence"]
+    logprobs = _whole_log_probs(model, asked, inputs)
+    values = _added(taught, logprobs, lambda part: _of_whole(part, logprobs, beta, num_top))
+    return torch.zeros(asked.mask.shape, device=values.device).masked_scatter(asked.mask, values)
 
 
-def _divergences_from_logits(
-    model: nn.Module,
-    teacher: nn.Module,
-    asked: AskedColumns,
-    teacher_temperature: float,
-    beta: float,
-    inputs: Mapping[str, torch.Tensor],
-) -> torch.Tensor:
-    def logprobs(of: nn.Module, temperature: float) -> torch.Tensor:
-        logits = of(**_given(asked, inputs)).logits[:, -asked.mask.shape[1] - 1 : -1][..., :size]
-        return (logits.float() / temperature).log_softmax(-1)
+def _added(taught: Sequence[Taught], tokens: torch.Tensor, of: Callable[[Taught], torch.Tensor]) -> torch.Tensor:
+    """`[N]`: the weighted divergences of each token, the sum where there are several."""
+    total = tokens.new_zeros(len(tokens), dtype=torch.float32)
+    for part in taught:
+        values = of(part) * part.weight
+        total = total + values if part.tokens is None else total.index_add(0, part.tokens, values)
+    return total
 
-    size = min(getattr(of, "module", of).get_output_embeddings().weight.shape[0] for of in (model, teacher))
-    with torch.no_grad():
-        of_teacher = logprobs(teacher, teacher_temperature)
-    return torch.where(asked.mask, divergence(logprobs(model, asked.temperature), of_teacher, beta), 0.0)
+
+def _of_states(part: Taught, student: HeadStates, beta: float, num_top: int) -> torch.Tensor:
+    """`[n]`: the divergences of a part's tokens from the student's hidden states."""
+    told, hidden = part.statement, student.hidden if part.tokens is None else student.hidden[part.tokens]
+    if isinstance(told, StatesOfSameHead):
+        told = HeadStates(told.hidden, student.weight.detach(), _detached(student.bias), told.shape)
+    if isinstance(told, WholeLogProbs):
+        return _of_whole(part._replace(tokens=None), _logprobs_of(student._replace(hidden=hidden)), beta, num_top)
+    if isinstance(told, HeadStates):
+        size = min(len(student.weight), len(told.weight))
+        told, student = _cut(told, size), _cut(student, size)
+        if not num_top:
+            return linear_divergence(hidden, student.weight, told, beta, student.bias, student.shape)
+        told = top_tokens(told, num_top)
+    return linear_top_divergence(hidden, student.weight, told, beta, student.bias, student.shape)
+
+
+def _of_whole(part: Taught, logprobs: torch.Tensor, beta: float, num_top: int) -> torch.Tensor:
+    """`[n]`: the divergences of a part's tokens from the student's log-probabilities `[N, V]`."""
+    told, student = part.statement, logprobs if part.tokens is None else logprobs[part.tokens]
+    assert not isinstance(told, StatesOfSameHead), "a model whose logits are needed does not state hidden states"
+    if isinstance(told, TopTokens):
+        return top_divergence(student, told, beta)
+    theirs = _logprobs_of(told) if isinstance(told, HeadStates) else told.logprobs
+    size = min(theirs.shape[1], student.shape[1])
+    theirs, student = (x if x.shape[1] == size else x[:, :size].log_softmax(1) for x in (theirs, student))
+    if not num_top:
+        return divergence(student, theirs, beta)
+    top = theirs.topk(min(num_top, size), dim=1)
+    return top_divergence(student, TopTokens(top.indices, top.values), beta)
+
+
+def _cut(states: HeadStates, size: int) -> HeadStates:
+    bias = states.bias
+    return states._replace(weight=states.weight[:size], bias=bias if bias is None else bias[:size])
+
+
+def _logprobs_of(states: HeadStates) -> torch.Tensor:
+    """`[N, V]` fp32."""
+    products = nn.functional.linear(states.hidden, states.weight, states.bias)
+    return states.shape.apply_(products).log_softmax(1)
+
+
+def _whole_log_probs(model: nn.Module, asked: AskedColumns, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """`[N, V]` fp32: the log-probabilities of the requested tokens' positions, from logits."""
+    logits = model(**_given(asked, inputs)).logits[:, -asked.mask.shape[1] - 1 : -1][asked.mask]
+    return (logits.float() / asked.temperature).log_softmax(1)
+
+
+def _detached(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else bias.detach()
 
 
 Compute = Callable[[torch.Tensor, nn.Linear, tuple[torch.Tensor, ...]], dict[str, torch.Tensor]]

@@ -323,14 +323,15 @@ class PackedRows(NamedTuple):
         places = self.places[:, self.places.shape[1] - mask.shape[1] :]
         return torch.where(mask, values.flatten()[places], 0.0)
 
-    def scatter(self, mask: torch.Tensor) -> torch.Tensor:
-        """`[R, W]` bool: True at the places of the last T columns of the padded batch where `mask [B, T]` is True.
+    def numbers(self, mask: torch.Tensor) -> torch.Tensor:
+        """`[R, W]` int64: the number of each token among the True cells of `mask [B, T]`, in their order; -1 elsewhere.
 
-        Mask and result are on the host.
+        The mask is that of the last T columns of the padded batch. Mask and result are on the host.
         """
         places = self.places if self.places_on_host is None else self.places_on_host
-        found = torch.zeros(self.input_ids.numel(), dtype=torch.bool)
-        found[places[:, places.shape[1] - mask.shape[1] :][mask]] = True
+        chosen = places[:, places.shape[1] - mask.shape[1] :][mask]
+        found = torch.full((self.input_ids.numel(),), -1)
+        found[chosen] = torch.arange(len(chosen))
         return found.view(self.input_ids.shape)
 
 

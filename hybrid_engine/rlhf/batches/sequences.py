@@ -6,7 +6,7 @@ pass needs logits only from there on. Padding is known from lengths, never from 
 B: rows, P: prompt columns, T: response columns, V: vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,7 +17,16 @@ from torch.nn.functional import pad
 
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers.device import send_to_device
-from hybrid_engine.rlhf.batches.head_log_probs import AskedColumns, HeadLogProbs, token_divergences, token_log_probs
+from hybrid_engine.ops.linear_divergence import HeadStates
+from hybrid_engine.rlhf.batches.head_log_probs import (
+    AskedColumns,
+    HeadLogProbs,
+    Taught,
+    WholeLogProbs,
+    token_divergences,
+    token_log_probs,
+    token_states,
+)
 from hybrid_engine.rlhf.batches.packing import Layout, PackedRows, layout_of, pack, prompts_of
 from hybrid_engine.rlhf.batches.passes import ROWS_PER_PASS, Items, RunPasses
 from hybrid_engine.rlhf.options.shared import RunOptions
@@ -53,11 +62,19 @@ class Sequences:
     """`[B, P+T]` int64, 1 on tokens."""
     response_mask: torch.Tensor
     """`[B, T]` bool, True on response tokens, the end-of-sequence token included; False on gaps and padding."""
+    numbers: torch.Tensor | None = None
+    """`[B]` int64 on the host: each row's number in the batch that it was chosen from; None unless `numbered`."""
+
+    def numbered(self) -> "Sequences":
+        """These rows, which keep their present numbers when `rows` chooses from them."""
+        numbers = torch.arange(len(self.response_mask))
+        return _with_host_rows(replace(self, numbers=numbers), self.on_host)
 
     def to(self, device: torch.device) -> "Sequences":
         """Copies rows on the host to `device`, without waiting for the copy."""
         ids, mask, responses = (send_to_device(part, device) for part in self.on_host)
-        return _with_host_rows(Sequences(input_ids=ids, attention_mask=mask, response_mask=responses), self.on_host)
+        moved = replace(self, input_ids=ids, attention_mask=mask, response_mask=responses)
+        return _with_host_rows(moved, self.on_host)
 
     @property
     def position_ids(self) -> torch.Tensor:
@@ -97,6 +114,7 @@ class Sequences:
             input_ids=self.input_ids[places, columns[0]],
             attention_mask=self.attention_mask[places, columns[0]],
             response_mask=self.response_mask[places, columns[1]],
+            numbers=None if self.numbers is None else self.numbers[index],
         )
         ids, mask, responses = self.on_host
         on_host = HostRows(ids[index, columns[0]], mask[index, columns[0]], responses[index, columns[1]])
@@ -181,35 +199,76 @@ def response_logprobs_and_sharper(
     return found.logprobs, found.sharper
 
 
-def response_divergences(
-    model: nn.Module, teacher: nn.Module, batch: Sequences, temperature: float, teacher_temperature: float, beta: float
-) -> torch.Tensor:
-    """`[B, T]` fp32: the divergence of each response token's distribution from the teacher's, 0 on gaps and padding.
+def response_states(model: nn.Module, batch: Sequences, temperature: float = 1.0) -> HeadStates | WholeLogProbs:
+    """The distributions of the response tokens under `model`, in the order of the True cells of the response mask.
 
-    The arguments are those of `token_divergences`; both models must have the same layout.
+    Without gradients; see `token_states`.
     """
-    asked = AskedColumns(batch.response_mask, temperature)
-    asked_cells, inputs, unpack = _asked_of(model, batch, asked)
-    return unpack(token_divergences(model, teacher, asked_cells, teacher_temperature, beta, inputs))
+    run = _pass_of(model, batch, AskedColumns(batch.response_mask, temperature))
+    stated = token_states(model, run.asked, run.inputs)
+    if run.order is None:
+        return stated
+    back = run.order.argsort()
+    if isinstance(stated, WholeLogProbs):
+        return WholeLogProbs(stated.logprobs[back])
+    return stated._replace(hidden=stated.hidden[back])
+
+
+def response_divergences(
+    model: nn.Module,
+    taught: Sequence[Taught],
+    batch: Sequences,
+    temperature: float,
+    beta: float,
+    num_top: int = 0,
+) -> torch.Tensor:
+    """`[B, T]` fp32: the divergence of each response token's distribution from a teacher's, 0 on gaps and padding.
+
+    `taught` are the teachers' distributions, whose tokens are numbered in the order of the True cells of the response
+    mask; the other arguments are those of `token_divergences`.
+    """
+    run = _pass_of(model, batch, AskedColumns(batch.response_mask, temperature))
+    if run.order is not None:
+        back = run.order.argsort()
+        taught = [part._replace(tokens=back if part.tokens is None else back[part.tokens]) for part in taught]
+    return run.unpack(token_divergences(model, taught, run.asked, beta, num_top, run.inputs))
 
 
 def _log_probs(model: nn.Module, batch: Sequences, asked: AskedColumns) -> HeadLogProbs:
-    asked_cells, inputs, unpack = _asked_of(model, batch, asked)
-    found = token_log_probs(model, asked_cells, inputs)
-    return HeadLogProbs(*(None if part is None else unpack(part) for part in found))
+    run = _pass_of(model, batch, asked)
+    found = token_log_probs(model, run.asked, run.inputs)
+    return HeadLogProbs(*(None if part is None else run.unpack(part) for part in found))
 
 
-def _asked_of(
-    model: nn.Module, batch: Sequences, asked: AskedColumns
-) -> tuple[AskedColumns, dict[str, torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
-    """Where the requested tokens are in a pass of `model`, the pass's arguments, and what makes `[B, T]` of results."""
+class _ForwardPass(NamedTuple):
+    """A forward pass in the layout of a model."""
+
+    asked: AskedColumns
+    """Where the requested tokens are in it."""
+    inputs: dict[str, torch.Tensor]
+    """The arguments of the model's forward."""
+    unpack: Callable[[torch.Tensor], torch.Tensor]
+    """Makes `[B, T]` of its results."""
+    order: torch.Tensor | None
+    """`[N]`: the number of each requested token of the pass among those of the padded batch; None: the same order."""
+
+
+def _pass_of(model: nn.Module, batch: Sequences, asked: AskedColumns) -> _ForwardPass:
     mask, packed, device = batch.on_host.response_mask, packed_for(model, batch), asked.mask.device
     if packed is None:
-        return asked._replace(cells=_cells(mask, device)), model_inputs(batch), lambda found: found
+        return _ForwardPass(asked._replace(cells=_cells(mask, device)), model_inputs(batch), lambda found: found, None)
     # A sequence begins with its prompt, so each requested token follows a token of its own sequence.
-    mask = packed.scatter(mask)[:, 1:]
-    asked_packed = asked._replace(mask=send_to_device(mask, device), cells=_cells(mask, device))
-    return asked_packed, packed.inputs, lambda found: packed.gather(pad(found, (1, 0)), asked.mask)
+    numbers = packed.numbers(mask)[:, 1:]
+    in_rows = numbers >= 0
+    asked_packed = asked._replace(mask=send_to_device(in_rows, device), cells=_cells(in_rows, device))
+    order = numbers[in_rows]
+    is_same = torch.equal(order, torch.arange(len(order)))
+    return _ForwardPass(
+        asked_packed,
+        packed.inputs,
+        lambda found: packed.gather(pad(found, (1, 0)), asked.mask),
+        None if is_same else send_to_device(order, device),
+    )
 
 
 def _cells(mask: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, ...]:

@@ -418,14 +418,17 @@ def follow_answers(
     start: Start,
     policy: TrainedPolicy,
     critic: Any = None,
-    teacher: nn.Module | None = None,
+    teachers: Sequence[nn.Module] = (),
 ) -> FollowedRun | None:
-    """Follows a run that learns from its own answers; `critic` is an engine, or a role of the actor's."""
+    """Follows a run that learns from its own answers; `critic` is an engine, or a role of the actor's.
+
+    `teachers`: frozen models that it learns from.
+    """
     specs, first = start.rewards.specs, policy.actor.module.config
     read = read_answers(config, specs, first, start.answered, start.source, has_critic=critic is not None)
     judges = [getattr(reward.judge, "model", None) for reward in start.rewards.rewards]
     engines = [policy.actor, *([critic] if hasattr(critic, "sharding") else [])]
-    frozen = [policy.reference, teacher, *(model for model in judges if isinstance(model, nn.Module))]
+    frozen = [policy.reference, *teachers, *(model for model in judges if isinstance(model, nn.Module))]
     return follow_memory(recipe, config, read, policy.sizes, engines, frozen)
 
 

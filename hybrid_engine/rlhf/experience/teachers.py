@@ -1,0 +1,140 @@
+"""Teachers of `hybrid-engine distill`: they state the distributions of the tokens of answers.
+
+In each step the recipe gives a teacher the step's answers by `begin_step`, and then asks it by `read` about the rows of
+each forward pass of the student. `response_divergences` takes what it states. To add a kind of teacher:
+
+1. Write a class with the members of `Teacher`. `read` returns a list of `Taught`: usually one for all tokens, or one
+   for the tokens of each of several teachers, with weights. The forms of a statement are `HeadStates` (hidden states
+   and the head, compared in tiles over the whole vocabulary), `StatesOfSameHead` (the same, if the head is the
+   student's), `WholeLogProbs` (for models whose logits are needed) and `TopTokens` (log-probabilities of K tokens).
+2. Add its options to `DistillConfig`, build it in `load_teacher`, and refuse in `check_teacher` what can be refused
+   before any model is loaded.
+
+A teacher that needs more than the student's tokens finds it by `sequences.numbers`: the number of each row among the
+answers that `begin_step` gave, whose prompts, columns, scores and rows of the data set are there.
+
+N: response tokens of some rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from hybrid_engine.distributed.processes import default_device
+from hybrid_engine.optim.build import cast_module
+from hybrid_engine.rlhf.batches.head_log_probs import Taught
+from hybrid_engine.rlhf.batches.packable import pack_where_exact
+from hybrid_engine.rlhf.batches.sequences import Sequences, response_states
+from hybrid_engine.rlhf.experience.policy import TrainedPolicy
+from hybrid_engine.rlhf.options.distillation import DistillConfig
+from hybrid_engine.rlhf.rewards.scores import Answers, Scores
+from hybrid_engine.rlhf.runs.engine_config import torch_dtype
+from hybrid_engine.rlhf.runs.run_checks import check_positions
+from hybrid_engine.rlhf.runs.run_log import say
+from hybrid_engine.rlhf.runs.stages import load_config, load_model, load_tokenizer, num_positions
+
+
+class StepAnswers(NamedTuple):
+    """The answers of this process that a step learns from."""
+
+    sequences: Sequences
+    """Their tokens, `numbered`."""
+    answers: Answers
+    """The same answers: prompts, texts, tokens, and the other columns of the data set."""
+    records: Sequence[int]
+    """The number of each answer's prompt among the training prompts of the run."""
+    scores: Scores
+    """Their rewards."""
+
+
+class Teacher(Protocol):
+    """States the distributions of the tokens of answers."""
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """Frozen models that it keeps in memory in addition to the actor, which the memory plan counts."""
+
+    def begin_step(self, step: StepAnswers) -> None:
+        """Tells it the answers of a step before any of them is read; the actor is in training mode. Collective."""
+
+    def read(self, sequences: Sequences) -> Sequence[Taught]:
+        """Its distributions of the response tokens of some rows of the step, without gradients.
+
+        Tokens are numbered in the order of the True cells of `sequences.response_mask`. Called once or more for rows
+        that the actor reads next, as often on every process; what it returns is valid until the next call. Meets other
+        processes only in forward passes.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelTeacher:
+    """A frozen model, whole on every process, which reads the tokens that the student reads."""
+
+    model: nn.Module
+    temperature: float
+    """Temperature of its distributions."""
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The model."""
+        return [self.model]
+
+    def begin_step(self, step: StepAnswers) -> None:
+        """Needs nothing of a step in advance."""
+
+    def read(self, sequences: Sequences) -> Sequence[Taught]:
+        """Hidden states of all tokens, and its head."""
+        return [Taught(response_states(self.model, sequences, self.temperature))]
+
+
+def check_teacher(config: DistillConfig) -> None:
+    """Raises ValueError if there is no teacher, it cannot be loaded, or `--model` has other tokens."""
+    if config.teacher is None:
+        raise ValueError("--teacher is missing; give the Hugging Face name or folder of a model")
+    load_config(config.teacher, "teacher")
+    if config.model is not None:
+        check_same_tokens(load_tokenizer(config.teacher), load_tokenizer(config.model), config.teacher)
+
+
+def load_teacher(config: DistillConfig, policy: TrainedPolicy, longest: int) -> Teacher:
+    """The teacher of a run. Collective.
+
+    Args:
+        config: of the run.
+        policy: its actor.
+        longest: tokens of the longest prompt.
+
+    Raises:
+        ValueError: the teacher has too few positions for the longest prompt with its answer, or other tokens.
+    """
+    assert config.teacher is not None
+    check_positions(config, longest, f"--teacher={config.teacher!r}", num_positions(load_config(config.teacher)))
+    check_same_tokens(load_tokenizer(config.teacher), policy.tokenizer, config.teacher)
+    model = load_frozen(config.teacher, config)
+    sizes = [module.get_output_embeddings().weight.shape[0] for module in (model, policy.actor.module)]
+    if sizes[0] != sizes[1]:
+        say(f"teacher: heads of {sizes[0]} and {sizes[1]} tokens; the divergence is over the first {min(sizes)}")
+    return ModelTeacher(model=model, temperature=config.teacher_temperature)
+
+
+def load_frozen(source: str, config: DistillConfig) -> nn.Module:
+    """The model in `source`, frozen, in the run's dtype, whose passes are packed if that is exact. Collective."""
+    model = load_model(AutoModelForCausalLM, source)
+    cast_module(model, torch_dtype(config.dtype))
+    model = model.to(default_device()).eval().requires_grad_(False)
+    pack_where_exact(model, config)
+    return model
+
+
+def check_same_tokens(teacher: PreTrainedTokenizerBase, actor: PreTrainedTokenizerBase, name: str) -> None:
+    """Raises ValueError unless both tokenizers give the same ids to the same tokens."""
+    theirs, ours = teacher.get_vocab(), actor.get_vocab()
+    if theirs != ours:
+        other = min((token for token in {*theirs, *ours} if theirs.get(token) != ours.get(token)), key=str)
+        raise ValueError(
+            f"--teacher={name!r} has other tokens than the actor ({other!r} is {theirs.get(other)} and "
+            f"{ours.get(other)}); a divergence needs one vocabulary, so give a teacher with the actor's tokenizer"
+        )
