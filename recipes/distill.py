@@ -1,17 +1,20 @@
-"""On-policy distillation: the model answers, and learns the distribution that a teacher gives to each of its tokens.
+"""Distillation: the model answers, and learns the distribution that a teacher gives to each token of its answers.
 
     hybrid-engine distill --teacher runs/sums/actor
     hybrid-engine distill --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-8B --dataset problems.jsonl --reward math
 
 For each step: prompts -> engine.eval() -> engine.generate() answers -> engine.train() -> the divergence of the model's
 distribution from the teacher's at every token of the answers, its mean over all tokens -> updates of the actor. The
-teacher is frozen (`rlhf/experience/teachers.py`). Rewards only say how good the answers are.
+teacher is frozen (`rlhf/experience/teachers.py`). Rewards only say how good the answers are. With --on-policy-share
+below 1 the other steps learn in the same way on the data set's answers, without a rollout.
 
 B: this process's prompts of a step, G: answers to each, N = B * G rows, T: response columns.
 
-Source: Agarwal et al., "On-Policy Distillation of Language Models", arXiv 2306.13649, algorithm 1 with lambda = 1.
+Source: Agarwal et al., "On-Policy Distillation of Language Models", arXiv 2306.13649, algorithm 1, whose lambda is
+--on-policy-share.
 """
 
+import random
 import time
 from functools import partial
 from pathlib import Path
@@ -36,7 +39,7 @@ from hybrid_engine.rlhf.experience.evaluation import (
     step_means,
 )
 from hybrid_engine.rlhf.experience.policy import TrainedPolicy, build_policy, evaluate_policy
-from hybrid_engine.rlhf.experience.rollout import AnswerSampling, sample, warm_up
+from hybrid_engine.rlhf.experience.rollout import AnswerSampling, given_answers, sample, warm_up
 from hybrid_engine.rlhf.experience.start import Stages, Start, prepare
 from hybrid_engine.rlhf.experience.teachers import StepAnswers, Teacher, check_teacher, load_teacher
 from hybrid_engine.rlhf.options.distillation import DistillConfig as Config
@@ -60,7 +63,16 @@ PLOT_PANELS = {
     "reward": ["score", "held_out_pass_at_1"],
     "response length (tokens)": ["length"],
 }
-SHOWN = ["divergence", "score", "length", "cut_off_share", "e2e_seconds", "generate_seconds", "training_seconds"]
+SHOWN = [
+    "divergence",
+    "on_policy",
+    "score",
+    "length",
+    "cut_off_share",
+    "e2e_seconds",
+    "generate_seconds",
+    "training_seconds",
+]
 
 
 def run(config: Config) -> Path:
@@ -110,28 +122,25 @@ def train_loop(
     best: Best,
     followed: FollowedAnswers,
 ) -> Best:
-    """Answers a step's prompts and learns the teacher's distributions on the answers."""
-    actor, options, out = policy.actor, AnswerSampling.of(config, config.group_size), Path(config.out)
+    """Learns the teacher's distributions on the model's own answers to a step's prompts, or on the data set's."""
+    actor, out = policy.actor, Path(config.out)
     with log:
         for step in range(first_step, config.steps):
             chosen = select_prompts(len(start.train), step * config.rollout_size, config.rollout_size, config.seed)
-            records = chosen[get_rank() :: get_world_size()]
-            mine = [start.train[index] for index in records]
-            seed = mix_seed(config.seed, step)
-
-            actor.eval()
-            start.rewards.begin_step(step, config.steps)
-            rollout = sample(actor, policy.tokenizer, mine, options, seed)
-            scores = start.rewards(rollout.answers)
+            records, seed = chosen[get_rank() :: get_world_size()], mix_seed(config.seed, step)
+            is_on_policy = draw_on_policy(config.on_policy_share, seed)
+            if is_on_policy:
+                actor.eval()
+                start.rewards.begin_step(step, config.steps)
+                answered, figures = own_answers(policy, start, records, config, seed)
+            else:
+                answered, figures = data_set_answers(policy, start, records, config)
             actor.train()
 
-            records = [index for index in records for _ in range(config.group_size)]
-            answered = StepAnswers(rollout.sequences.numbered(), rollout.answers, records, scores)
             teacher.begin_step(answered)
-            figures = update(policy, teacher, answered.sequences, config, seed)
-            totals = torch.tensor(scores.total)
-            figures |= global_means(answer_sums(rollout) | {"score": score_sum(totals)}) | reward_figures(scores)
-            figures |= actor.latency_stats()  # before an evaluation, whose latencies are not training's
+            figures |= update(policy, teacher, answered.sequences, config, seed)
+            if is_on_policy:
+                figures |= actor.latency_stats()  # before an evaluation, whose latencies are not training's
             if is_due(config.eval_every, step, config.steps):
                 evaluation = evaluate_policy(policy, start.held_out, start.rewards, config)
                 followed.keep(step + 1, evaluation)
@@ -141,6 +150,35 @@ def train_loop(
             if is_due(config.save_every, step, config.steps):
                 save_checkpoints({"actor": actor}, out / CHECKPOINTS, step + 1, config, best._asdict())
     return best
+
+
+def draw_on_policy(share: float, seed: int) -> bool:
+    """Whether the step with this seed learns from the model's own answers: GKD's algorithm 1, lambda = share."""
+    return random.Random(mix_seed(seed, 1)).random() < share
+
+
+def own_answers(
+    policy: TrainedPolicy, start: Start, records: list[int], config: Config, seed: int
+) -> tuple[StepAnswers, dict[str, float]]:
+    """The model's answers to the prompts `records` with their scores, and figures of them. Collective."""
+    options = AnswerSampling.of(config, config.group_size)
+    rollout = sample(policy.actor, policy.tokenizer, [start.train[index] for index in records], options, seed)
+    scores = start.rewards(rollout.answers)
+    figures = global_means(answer_sums(rollout) | {"score": score_sum(torch.tensor(scores.total))})
+    repeated = [index for index in records for _ in range(config.group_size)]
+    answered = StepAnswers(rollout.sequences.numbered(), rollout.answers, repeated, scores)
+    return answered, {"on_policy": 1.0} | figures | reward_figures(scores)
+
+
+def data_set_answers(
+    policy: TrainedPolicy, start: Start, records: list[int], config: Config
+) -> tuple[StepAnswers, dict[str, float]]:
+    """The answers that the rows `records` of the data set have, and figures of them. Collective."""
+    rows = [start.train[index] for index in records]
+    answers, sequences = given_answers(policy.actor, policy.tokenizer, rows, AnswerSampling.of(config))
+    length = float(sequences.response_mask.sum())
+    sums = {"length": (length, len(rows)), "cut_off_share": (sum(answers.is_cut_off), len(rows))}
+    return StepAnswers(sequences.numbered(), answers, records, None), {"on_policy": 0.0} | global_means(sums)
 
 
 def update(
@@ -170,6 +208,8 @@ def micro_batch_loss(
     """The share of `rows` in the mean divergence over the minibatch's tokens, and its sum and the number of tokens."""
     sequences = minibatch.rows(torch.tensor(rows))
     taught = teacher.read(sequences)
-    divergences = response_divergences(actor, taught, sequences, config.temperature, config.weight_of_teacher)
+    divergences = response_divergences(
+        actor, taught, sequences, config.temperature, config.weight_of_teacher, config.teacher_top_k
+    )
     mask = sequences.response_mask
     return token_mean(divergences, mask, num_tokens), {"divergence": (divergences.detach().sum(), mask.sum())}

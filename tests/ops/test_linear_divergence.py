@@ -1,12 +1,22 @@
 """The divergence of two heads' distributions, in tiles, against TRL's function of whole logits in fp64."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from trl.experimental.gkd import GKDTrainer
 
 from hybrid_engine.ops import linear_divergence as module
 from hybrid_engine.ops import linear_log_prob_tiles
-from hybrid_engine.ops.linear_divergence import HeadStates, divergence, linear_divergence
+from hybrid_engine.ops.linear_divergence import (
+    HeadStates,
+    TopTokens,
+    divergence,
+    linear_divergence,
+    linear_top_divergence,
+    top_divergence,
+    top_tokens,
+)
 from hybrid_engine.ops.linear_log_prob_tiles import LogitShape
 
 BETAS = pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
@@ -101,3 +111,88 @@ def test_what_does_not_fit_is_named():
         linear_divergence(*own, teacher._replace(bias=torch.zeros(3)), 1.0)
     with pytest.raises(ValueError, match=r"teacher.hidden has shape \[6, 6\]"):
         linear_divergence(*own, teacher._replace(hidden=teacher.hidden[:-1]), 1.0)
+
+
+def plain_top(student, teacher, num_top, beta):
+    """`[N]`: the divergence of whole probabilities, of which all but the teacher's top ones are added up."""
+
+    def classes(probs):
+        chosen = probs.gather(1, teacher.topk(num_top).indices)
+        return torch.cat([chosen, 1 - chosen.sum(1, keepdim=True)], dim=1)
+
+    q, p = classes(student.softmax(1)), classes(teacher.softmax(1))
+    if beta in (0, 1):
+        first, second = (p, q) if beta == 0 else (q, p)
+        return (first * (first / second).log()).sum(1)
+    m = beta * p + (1 - beta) * q
+    return beta * (p * (p / m).log()).sum(1) + (1 - beta) * (q * (q / m).log()).sum(1)
+
+
+@BETAS
+@pytest.mark.parametrize("num_top", [1, 20, 300])
+@pytest.mark.parametrize("shape", [LogitShape(), LogitShape(0.5, 3.0, 0.7)], ids=["plain", "softcap"])
+def test_top_tokens_and_the_rest_have_the_divergence_of_whole_probabilities(beta, num_top, shape):
+    own, teacher = draw()
+    found = linear_top_divergence(*own[:2], top_tokens(teacher, num_top), beta, own[2], shape)
+    exact = [tensor.detach().double().requires_grad_() for tensor in own]
+    student = exact[0] @ exact[1].t() + exact[2]
+    if shape.softcap is not None:
+        student = (student * shape.scale / shape.softcap).tanh() * shape.softcap / shape.temperature
+    theirs = teacher.hidden.double() @ teacher.weight.double().t()
+    expected = plain_top(student, theirs, num_top, beta)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    in_memory = theirs.log_softmax(1).topk(num_top)
+    of_memory = top_divergence(student.log_softmax(1), TopTokens(in_memory.indices, in_memory.values), beta)
+    torch.testing.assert_close(of_memory, expected)
+    above = torch.randn(N)
+    gradients = torch.autograd.grad((found * above).sum(), own)
+    for values in (expected, of_memory):
+        theirs = torch.autograd.grad((values * above.double()).sum(), exact, retain_graph=True)
+        for ours, exactly in zip(gradients, theirs, strict=True):
+            torch.testing.assert_close(ours.double(), exactly, atol=1e-5, rtol=1e-4)
+
+
+@BETAS
+def test_all_tokens_as_top_tokens_give_the_whole_divergence_and_fewer_a_lower_one(beta):
+    own, teacher = draw()
+    whole = linear_divergence(*own[:2], teacher, beta, own[2])
+    found = [linear_top_divergence(*own[:2], top_tokens(teacher, k), beta, own[2]) for k in (1, 10, 100, V, V + 3)]
+    for same in found[3:]:
+        torch.testing.assert_close(same, whole, atol=1e-6, rtol=1e-5)
+    for fewer, more in pairwise(found[:4]):
+        assert (fewer <= more + 1e-6).all()
+    gradients = (torch.autograd.grad(value.sum(), own) for value in (found[4], whole))
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
+
+
+@BETAS
+def test_unknown_tokens_belong_to_the_rest_wherever_they_stand(beta):
+    own, teacher = draw()
+    top = top_tokens(teacher, 8)
+    fewer = TopTokens(top.ids[:, :5], top.logprobs[:, :5])
+    is_known = torch.arange(8) < 5
+    order = torch.randperm(8)
+    unknown = torch.where(torch.arange(8) < 7, -1, V + 5)
+    ids, logprobs = (
+        torch.where(is_known, top.ids, unknown)[:, order],
+        torch.where(is_known, top.logprobs, 3.0)[:, order],
+    )
+    expected = linear_top_divergence(*own[:2], fewer, beta, own[2])
+    torch.testing.assert_close(linear_top_divergence(*own[:2], TopTokens(ids, logprobs), beta, own[2]), expected)
+    whole = (own[0] @ own[1].t() + own[2]).log_softmax(1)
+    torch.testing.assert_close(top_divergence(whole, TopTokens(ids, logprobs), beta), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_rest_of_small_probability_keeps_its_digits():
+    """The student's rest is 1e-9 of all: 1 minus the others would be 0 in fp32."""
+    logits = torch.zeros(1, V)
+    logits[0, :2] = 27.7
+    weight, hidden = logits.t().clone().requires_grad_(), torch.ones(1, 1)
+    top = TopTokens(torch.tensor([[0, 1]]), torch.tensor([[0.3, 0.3]]).log())
+    found = linear_top_divergence(hidden, weight, top, 0.0)
+    q = logits.double().softmax(1)
+    expected = 2 * 0.3 * (0.3 / q[0, 0]).log() + 0.4 * (0.4 / q[0, 2:].sum()).log()
+    torch.testing.assert_close(found.double(), expected[None], rtol=1e-6, atol=0)
+    (gradient,) = torch.autograd.grad(found.sum(), weight)
+    torch.testing.assert_close(gradient[2:].sum(), torch.tensor(-0.4), rtol=1e-5, atol=0)

@@ -72,6 +72,11 @@ def _read(source: DataSource | str, needs: Needs, build: Callable[[Table, bool],
     return [row for one in source.each() for row in wrap_rows(build(_table(one, needs), one.skips_bad_rows), one)]
 
 
+def read_given_answer(row: PromptRow) -> CompletionRow:
+    """`row` with the answer in its column `completion`; ValueError, naming the row, if it has none."""
+    return _completion_row(row.place, {**row.columns, "prompt": row.prompt})
+
+
 def _table(source: DataSource, needs: Needs) -> Table:
     """The rows of one dataset under our column names."""
     table, names = read_table(source), read_names(source.columns)

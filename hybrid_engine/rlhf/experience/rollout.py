@@ -18,9 +18,10 @@ from hybrid_engine.distributed.processes import gather_objects, get_rank
 from hybrid_engine.distributed.verdict import is_out_of_memory
 from hybrid_engine.generation.detokenize import answer_text, end_token_ids
 from hybrid_engine.rl.advantages import has_variance
-from hybrid_engine.rlhf.batches.sequences import Sequences, attach_responses, pad_prompts
-from hybrid_engine.rlhf.data.encoding import encode_prompt
+from hybrid_engine.rlhf.batches.sequences import Sequences, attach_responses, build_sequences, pad_prompts
+from hybrid_engine.rlhf.data.encoding import encode_completion, encode_prompt
 from hybrid_engine.rlhf.data.prompts import select_prompts
+from hybrid_engine.rlhf.data.reading import read_given_answer
 from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.options.shared import AnswerOptions
 from hybrid_engine.rlhf.rewards.rewards import Rewards
@@ -105,6 +106,30 @@ def sample(
         decode=partial(tokenizer.decode, skip_special_tokens=True),
     )
     return Rollout(answers=answers, sequences=sequences, logprobs=output.logprobs)
+
+
+def given_answers(
+    actor: Any, tokenizer: PreTrainedTokenizerBase, rows: Sequence[PromptRow], options: AnswerSampling
+) -> tuple[Answers, Sequences]:
+    """The answers that `rows`, at least one, have in the column `completion`, in the form of a rollout's.
+
+    As there, longer prompts lose their beginning. Longer answers lose their end, and count as cut off.
+    """
+    encoded = [encode_completion(tokenizer, read_given_answer(row)) for row in rows]
+    prompts = [row.prompt_ids[-options.max_prompt_tokens :] for row in encoded]
+    responses = [row.response_ids[: options.max_new_tokens] for row in encoded]
+    learned = [row.loss_mask and row.loss_mask[: options.max_new_tokens] for row in encoded]
+    ends = end_token_ids(actor.module, tokenizer)
+    answers = Answers(
+        prompts=[row.prompt for row in rows],
+        responses=[answer_text(tokenizer, ids, ends) for ids in responses],
+        prompt_ids=prompts,
+        response_ids=responses,
+        is_cut_off=[len(row.response_ids) > options.max_new_tokens for row in encoded],
+        columns=_columns(rows, 1),
+        decode=partial(tokenizer.decode, skip_special_tokens=True),
+    )
+    return answers, build_sequences(prompts, responses, tokenizer.pad_token_id, actor.device, learned)
 
 
 def _generate_options(tokenizer: PreTrainedTokenizerBase, options: AnswerSampling, ends: list[int]) -> dict[str, Any]:

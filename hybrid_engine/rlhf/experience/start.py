@@ -16,7 +16,7 @@ from hybrid_engine.config.checks import check_divides
 from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
 from hybrid_engine.rlhf.batches.sequences import recompute_activations
-from hybrid_engine.rlhf.data.encoding import Encoded, encode_prompt
+from hybrid_engine.rlhf.data.encoding import Encoded, encode_completion, encode_prompt
 from hybrid_engine.rlhf.data.parts import prompt_text
 from hybrid_engine.rlhf.data.prompts import (
     PromptTokens,
@@ -30,6 +30,7 @@ from hybrid_engine.rlhf.data.prompts import (
     long_one,
     settle_lengths,
 )
+from hybrid_engine.rlhf.data.reading import read_given_answer
 from hybrid_engine.rlhf.data.rows import LabelledRow, PreferenceRow, PromptRow, encode_each, told_together
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, evaluate
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling
@@ -273,7 +274,9 @@ def load_usable_prompts(
     train, held_out = load_prompt_rows(config.source, columns) if config.dataset else task.load_rows(config.seed)
     if rewards is not None:
         rewards.check_columns([*train, *held_out])
-    train, train_lengths = keep_usable(config, train, tokenizer, rewards)
+    if config.learns_given_answers:
+        check_given_answers(config, train)
+    train, train_lengths = keep_usable(config, train, tokenizer, rewards, has_answers=config.learns_given_answers)
     held_out, held_out_lengths = keep_usable(config, held_out, tokenizer, rewards)
     return UsablePrompts(train, held_out, [*train_lengths, *held_out_lengths])
 
@@ -299,10 +302,13 @@ def keep_usable(
     rows: Sequence[PromptRow],
     tokenizer: PreTrainedTokenizerBase | None,
     rewards: Rewards | None,
+    *,
+    has_answers: bool = False,
 ) -> tuple[list[PromptRow], list[int]]:
     """The rows whose prompts can be encoded and that the rewards can read, and the tokens of each prompt.
 
-    Without a tokenizer, which is still to be trained, a byte counts as one token.
+    Without a tokenizer, which is still to be trained, a byte counts as one token. With `has_answers` their answers must
+    be readable too.
 
     Raises:
         ValueError: there are other rows, and they may not be left out.
@@ -311,9 +317,22 @@ def keep_usable(
     def measure(row: PromptRow) -> int:
         if rewards is not None:
             rewards.check_row(row)
+        if has_answers:
+            answer = read_given_answer(row)
+            if tokenizer is not None:
+                encode_completion(tokenizer, answer)
         return num_bytes(row) if tokenizer is None else len(encode_prompt(tokenizer, row))
 
     return encode_each(config, rows, measure)
+
+
+def check_given_answers(config: PromptRunOptions, rows: Sequence[PromptRow]) -> None:
+    """Raises ValueError if no row has the column `completion`."""
+    if not any("completion" in row.columns for row in rows):
+        raise ValueError(
+            f"{config.source.shown} has no column 'completion' with the answers that the run learns from; rename the "
+            "column that has them: --columns THEIRS=completion, or learn from the model's own answers alone"
+        )
 
 
 def check_longest(config: PromptRunOptions, source: str | None, longest: int, critics: Sequence[str]) -> None:

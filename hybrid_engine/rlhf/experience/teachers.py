@@ -46,8 +46,8 @@ class StepAnswers(NamedTuple):
     """The same answers: prompts, texts, tokens, and the other columns of the data set."""
     records: Sequence[int]
     """The number of each answer's prompt among the training prompts of the run."""
-    scores: Scores
-    """Their rewards."""
+    scores: Scores | None
+    """Their rewards; None for answers of the data set."""
 
 
 class Teacher(Protocol):
@@ -91,10 +91,15 @@ class ModelTeacher:
 
 
 def check_teacher(config: DistillConfig) -> None:
-    """Raises ValueError if there is no teacher, it cannot be loaded, or `--model` has other tokens."""
+    """Raises ValueError if there is no teacher, it cannot be loaded, or it has other or too few tokens."""
     if config.teacher is None:
         raise ValueError("--teacher is missing; give the Hugging Face name or folder of a model")
-    load_config(config.teacher, "teacher")
+    num_tokens = load_config(config.teacher, "teacher").get_text_config().vocab_size
+    if config.teacher_top_k > num_tokens:
+        raise ValueError(
+            f"--teacher-top-k={config.teacher_top_k} must not exceed the {num_tokens} tokens of --teacher="
+            f"{config.teacher!r}; lower it, or leave it out for the whole vocabulary"
+        )
     if config.model is not None:
         check_same_tokens(load_tokenizer(config.teacher), load_tokenizer(config.model), config.teacher)
 

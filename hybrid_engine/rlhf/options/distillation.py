@@ -23,9 +23,10 @@ class DistillConfig(PromptRunOptions):
         hybrid-engine distill --teacher runs/sums/actor
         hybrid-engine distill --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-8B --dataset problems.jsonl --reward math
 
-    On-policy distillation: the divergence of the two models' distributions is minimized over the model's own answers.
-    Without --model, a small model that adds numbers and forgets the carry is trained first. Rewards are not learned
-    from: they say how good the answers are. Writes to --out what grpo writes.
+    On-policy distillation: the divergence of the two models' distributions is minimized over the model's own answers,
+    or with --on-policy-share below 1 also over those of the dataset. Without --model, a small model that adds numbers
+    and forgets the carry is trained first. Rewards are not learned from: they say how good the answers are. Writes to
+    --out what grpo writes.
     """
 
     HAS_RATIOS = False
@@ -55,6 +56,15 @@ class DistillConfig(PromptRunOptions):
         "With --divergence jsd: weight of the teacher in the mixture, above 0 and below 1; default: 0.5",
     )
     teacher_temperature: float = option(1.0, "Temperature of the teacher's distributions")
+    teacher_top_k: int = option(
+        0,
+        "Divergence over the teacher's K likeliest tokens, and all others as one class; 0: over the whole vocabulary",
+    )
+    on_policy_share: float = option(
+        1.0,
+        "Probability that a step learns from the model's own answers, and not from those of the dataset's column "
+        '"completion": 1 never reads these, 0 samples none in training',
+    )
     group_size: int = option(1, "Answers per prompt")
     minibatch_size: int = option(
         0,
@@ -87,6 +97,23 @@ class DistillConfig(PromptRunOptions):
             name = "forward-kl" if self.beta == 0 else "reverse-kl"
             raise ValueError(f"--beta={self.beta:g} is --divergence {name}; pass that")
         check_minibatch(self.rollout_size, self.group_size, self.minibatch_size)
+        check_count("teacher_top_k", self.teacher_top_k, 0)
+        check_between("on_policy_share", self.on_policy_share, 0, 1)
+        if self.learns_given_answers and self.dataset is None:
+            raise ValueError(
+                f"--on-policy-share={self.on_policy_share:g} learns from a dataset's answers; give --dataset with a "
+                'column "completion", or leave it at 1'
+            )
+        if self.learns_given_answers and self.group_size > 1:
+            raise ValueError(
+                f"--group-size={self.group_size} applies to the model's own answers, and --on-policy-share="
+                f"{self.on_policy_share:g} learns from the single answer that a row has; leave it at 1"
+            )
+
+    @property
+    def learns_given_answers(self) -> bool:
+        """Whether some steps learn from the answers of the dataset."""
+        return self.on_policy_share < 1
 
     @property
     def needs_reference(self) -> bool:

@@ -568,6 +568,11 @@ class PromptRunOptions(RewardOptions, DataOptions, RolloutRunOptions):
         """Whether the run compares its actor with the first weights."""
         return True
 
+    @property
+    def learns_given_answers(self) -> bool:
+        """Whether the run learns from the answers that its prompts have in the column `completion`."""
+        return False
+
 
 def derive_minibatch(config: RolloutRunOptions, num_samples: int, most: int) -> None:
     """Fills in a `minibatch_size` of 0 of a new `Config`: the largest divisor of `num_samples` up to `most`.
