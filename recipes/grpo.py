@@ -24,7 +24,7 @@ import torch
 from hybrid_engine.distributed.processes import all_processes, get_world_size
 from hybrid_engine.recipes import reward as reward_stage
 from hybrid_engine.recipes import sft as sft_stage
-from hybrid_engine.rl.advantages import overlong_penalty, without_cut_off
+from hybrid_engine.rl.advantages import overlong_penalty, teacher_advantages, without_cut_off
 from hybrid_engine.rl.losses import StepCounts, count_step
 from hybrid_engine.rlhf.algorithms import (
     Coefficients,
@@ -63,6 +63,7 @@ from hybrid_engine.rlhf.experience.policy import (
 )
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling, GroupSource, ScoredGroups, warm_up
 from hybrid_engine.rlhf.experience.start import Stages, Start, prepare
+from hybrid_engine.rlhf.experience.teachers import ModelTeacher, check_model_teacher, load_model_teacher
 from hybrid_engine.rlhf.options.reinforcement import GRPOConfig as Config
 from hybrid_engine.rlhf.options.shared import (
     is_due,
@@ -81,6 +82,7 @@ PLOT_PANELS = {
     "response length (tokens)": ["length"],
     "entropy (nats a token)": ["entropy_estimate"],
 }
+TEACHER_PANEL = {"KL to the teacher (nats a token)": ["teacher_kl_per_token"]}
 SHOWN = [
     "score",
     "groups_without_variance",
@@ -108,6 +110,8 @@ def run(config: Config) -> Path:
     """Trains missing stages and then the actor; returns the folder of the final actor. Collective."""
     out = Path(config.out)
     config = begin_run(config, "grpo")
+    if config.teacher is not None:
+        check_model_teacher(config.teacher, config.model)
     start = prepare(config, Stages(sft_stage.run, reward_stage.run))
     config = start.config
     seed_everything(config.seed)
@@ -115,10 +119,14 @@ def run(config: Config) -> Path:
     schedule = Schedule.of(config, num_updates, "grpo")
     rate = config.learning_rate or suitable_rate(config, small=7e-4)
     policy = build_policy(config, start.source, rate, schedule)
-    memory = follow_answers("grpo", config, start, policy)
+    longest = start.answered.longest
+    teacher = load_model_teacher(config, policy, longest, config.temperature) if config.teacher is not None else None
+    memory = follow_answers("grpo", config, start, policy, teachers=teacher.modules if teacher else ())
     say(policy.actor.report())
     say(schedule.describe())
     say("\n".join(describe(config.algorithm)))
+    if config.teacher_alone:
+        say("--teacher-alone: baseline and scale of the rewards have no effect, which are not learned from")
 
     options = AnswerSampling.of(config, config.group_size)
     num_prompts = config.rollout_size // get_world_size()
@@ -132,20 +140,27 @@ def run(config: Config) -> Path:
         carried = RunState(**state)._replace(coefficients=coefficients, best=best)
     started = time.perf_counter()
     log = RunLog(out, "GRPO", config.steps, config, carried.step)
-    carried = train_loop(policy, start, config, log, carried, followed)
+    carried = train_loop(policy, teacher, start, config, log, carried, followed)
     seconds = time.perf_counter() - started
     after = followed.after(config.steps, partial(evaluate_policy, policy, start.held_out, start.rewards, config))
 
     show_comparison(before, after, out)
     result = {"before": before.figures, "after": after.figures, "seconds": seconds}
     write_result(out / "result.json", result | carried.best.result("score"), memory)
-    plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
+    panels = PLOT_PANELS if teacher is None else PLOT_PANELS | TEACHER_PANEL
+    plot_metrics(read_metrics(out / METRICS), panels, out / "plot.png")
     save_stage(policy.actor, policy.tokenizer, out / "actor")
     return out / "actor"
 
 
 def train_loop(
-    policy: TrainedPolicy, start: Start, config: Config, log: RunLog, carried: RunState, followed: FollowedAnswers
+    policy: TrainedPolicy,
+    teacher: ModelTeacher | None,
+    start: Start,
+    config: Config,
+    log: RunLog,
+    carried: RunState,
+    followed: FollowedAnswers,
 ) -> RunState:
     """GRPO: groups of answers to a step's prompts, their advantages, and the updates from them."""
     actor, options = policy.actor, AnswerSampling.of(config, config.group_size)
@@ -157,6 +172,7 @@ def train_loop(
         options=options,
         seed=config.seed,
         is_decoupled=config.algorithm.is_decoupled,
+        learns_from_scores=teacher is None,
     )
     with log:
         for step in range(carried.step, config.steps):
@@ -166,7 +182,7 @@ def train_loop(
                 config.rollout_size // get_world_size(), config.algorithm.dynamic_sampling, carried.num_drawn, step
             )
             actor.train()
-            experience, figures = build_experience(policy, groups, config, carried.coefficients.kl)
+            experience, figures = build_experience(policy, groups, config, carried.coefficients.kl, teacher=teacher)
             figures |= update(policy, experience, config, carried.coefficients, seed=mix_seed(config.seed, step))
             num_answers = config.rollout_size * config.group_size
             coefficients = next_coefficients(config.algorithm, carried.coefficients, figures, num_answers)
@@ -189,9 +205,9 @@ def train_loop(
 
 @torch.no_grad()
 def build_experience(
-    policy: TrainedPolicy, groups: ScoredGroups, config: Config, kl_coef: float
+    policy: TrainedPolicy, groups: ScoredGroups, config: Config, kl_coef: float, teacher: ModelTeacher | None = None
 ) -> tuple[Experience, dict[str, float]]:
-    """Old and reference log-probabilities and advantages of a step's groups."""
+    """Old, reference and teacher's log-probabilities and advantages of a step's groups."""
     algorithm, rollout, scores = config.algorithm, groups.rollout, groups.scores
     sequences, mask = rollout.sequences, rollout.sequences.response_mask
     if groups.step_rewards is not None:
@@ -214,6 +230,11 @@ def build_experience(
         advantages = compute_advantages(algorithm, rewards, *told, all_processes(), reward_weights)
     else:
         advantages = compute_advantages(algorithm, scores, *told, all_processes())
+    logprobs_teacher = teacher.logprobs(sequences, policy.sizes) if teacher is not None else None
+    if logprobs_teacher is not None:
+        judged = mask  # the teacher judges every answer
+        taught = teacher_advantages(logprobs_old, logprobs_teacher, mask, config.weight_of_teacher)
+        advantages = taught if config.teacher_alone else advantages + taught
     is_cut_off = torch.tensor(rollout.answers.is_cut_off, device=mask.device)
     learned = without_cut_off(judged, is_cut_off) if algorithm.mask_cut_off else judged
     weights = correction_weights(algorithm, difference, logprobs_old, rollout.logprobs, mask)
@@ -232,6 +253,9 @@ def build_experience(
     sums = answer_sums(rollout) | {"score": score_sum(groups.scores), "shaped_score": score_sum(scores)}
     if logprobs_ref is not None:
         sums |= reference_sums(rollout, logprobs_ref)
+    if logprobs_teacher is not None:
+        difference_of_logs = torch.where(mask, rollout.logprobs - logprobs_teacher, 0.0).sum().item()
+        sums["teacher_kl_per_token"] = (difference_of_logs, float(mask.sum()))
     if weights is not None:
         sums["correction_weight"] = (torch.where(mask, weights, 0.0).sum().item(), float(mask.sum()))
     return Experience(sequences, rollout.logprobs, batch), global_means(sums)

@@ -44,6 +44,30 @@ def token_rewards(scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, kl
 
 
 @torch.no_grad()
+def teacher_advantages(
+    logprobs_old: torch.Tensor, logprobs_teacher: torch.Tensor, mask: torch.Tensor, coef: float
+) -> torch.Tensor:
+    """The advantage of each token from a teacher: minus `coef` times the estimated reverse KL of its distribution.
+
+        A_t = -coef * (log pi_old(y_t) - log pi_teacher(y_t))
+
+    It is neither discounted nor normalised: a token answers for its own distribution alone. Source: Thinking Machines
+    Lab, "On-Policy Distillation", 2025; verl's `distillation_ppo_loss` with `use_policy_gradient` and the estimator k1.
+
+    Args:
+        logprobs_old: `[B, T]`, of the policy that sampled.
+        logprobs_teacher: `[B, T]`.
+        mask: `[B, T]` bool.
+        coef: weight of the teacher, per nat.
+
+    Returns:
+        `[B, T]`, 0 outside the mask.
+    """
+    _check_mask(mask, logprobs_old)
+    return torch.where(mask, coef * (logprobs_teacher - logprobs_old), 0.0)
+
+
+@torch.no_grad()
 def gae(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ from hybrid_engine.rlhf.options.algorithm import Algorithm
 from hybrid_engine.rlhf.rewards.loading import load_rewards
 from hybrid_engine.rlhf.runs.run_folder import read_answers, read_metrics
 from hybrid_engine.rlhf.tasks import arithmetic
+from hybrid_engine.rlhf.tasks.corpus import build_small_llama
 from tests.support.answers import check_followed
 from tests.support.distributed import run_distributed
 from tests.support.interrupted_runs import stopped_after
@@ -431,3 +432,85 @@ def test_two_processes_learn_from_steps_as_one_does_also_where_only_one_draws_ag
         assert ours["prompts_drawn"] > 4
         for figure in (FIGURES - {"reward_regex"}) | {"reward_score", "prompts_drawn"}:
             assert ours[figure] == pytest.approx(theirs[figure], rel=1e-3, abs=1e-4), figure
+
+
+def save_teacher(folder, tokenizer):
+    """A small model that is sure of its tokens."""
+    torch.manual_seed(1)
+    teacher = build_small_llama(tokenizer, hidden_size=64, num_layers=1)
+    with torch.no_grad():
+        teacher.get_output_embeddings().weight.mul_(8)
+    teacher.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    return save_teacher(tmp_path_factory.mktemp("teacher"), arithmetic.build_tokenizer())
+
+
+def test_a_teacher_alone_needs_no_group_and_no_scores_that_differ(tiny, teacher, tmp_path):
+    options = {"group_size": 1, "rollout_size": 16, "eval_every": 0, "reward": ("regex:nothing",)}
+    grpo.run(tiny(teacher=teacher, teacher_alone=True, steps=12, learning_rate=1e-2, **options))
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert all(line["trained_share"] == 1 and line["score"] == 0 for line in lines)
+    assert lines[-1]["teacher_kl_per_token"] < 0.7 * lines[0]["teacher_kl_per_token"]
+
+
+def test_a_teacher_is_added_to_the_advantages_of_scores(tiny, teacher, tmp_path, monkeypatch):
+    found = []
+
+    def build_experience(*given, teacher):
+        experience, figures = real(*given, teacher=teacher)
+        found.append((given, experience))
+        return experience, figures
+
+    real = grpo.build_experience
+    monkeypatch.setattr(grpo, "build_experience", build_experience)
+    grpo.run(tiny(teacher=teacher, teacher_coef=0.25, steps=1, eval_every=0))
+    given, experience = found[0]
+    alone, _ = real(*given)
+    logits = load_logits(teacher, experience.sequences)
+    mask = experience.sequences.response_mask
+    of_teacher = logits.log_softmax(-1).gather(2, experience.sequences.responses[:, :, None]).squeeze(2)
+    expected = alone.batch.advantages + 0.25 * (of_teacher - experience.batch.logprobs_old)
+    torch.testing.assert_close(experience.batch.advantages, torch.where(mask, expected, 0.0), atol=1e-4, rtol=1e-4)
+
+
+def load_logits(folder, sequences):
+    """`[N, T, V]`: the logits of the response tokens."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    positions = {"attention_mask": sequences.attention_mask, "position_ids": sequences.position_ids}
+    with torch.no_grad():
+        logits = model(sequences.input_ids, **positions).logits
+    return logits[:, -sequences.response_mask.shape[1] - 1 : -1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"teacher_coef": 0.5}, "--teacher-coef applies to a run with a teacher; give --teacher"),
+        ({"teacher_alone": True}, "--teacher-alone applies to a run with a teacher; give --teacher"),
+        ({"teacher": "t", "teacher_coef": 0.0}, "--teacher-coef=0"),
+        (
+            {"teacher": "t", "teacher_alone": True, "algorithm": Algorithm(dynamic_sampling=2)},
+            "--dynamic-sampling=2 acts on rewards, but --teacher-alone",
+        ),
+        (
+            {"teacher": "t", "teacher_alone": True, "algorithm": Algorithm(kl_place="reward", kl_coef=0.1)},
+            "--kl-place=reward puts the KL into rewards",
+        ),
+    ],
+)
+def test_options_of_a_teacher_that_do_not_go_together_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        grpo.Config(**options)
+
+
+def test_a_teacher_with_other_tokens_is_refused_before_training(tiny, tmp_path):
+    tokenizer = arithmetic.build_tokenizer()
+    tokenizer.add_tokens(["other"])
+    with pytest.raises(ValueError, match="has other tokens than the actor"):
+        grpo.run(tiny(teacher=save_small_actor(tmp_path / "other", tokenizer)))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -26,6 +26,7 @@ from hybrid_engine.rl.advantages import (
     normalised_steps,
     returns_to_go,
     scaled_difference,
+    teacher_advantages,
     token_rewards,
     whiten,
     whitening_deviation_biased,
@@ -375,3 +376,11 @@ def test_whitening_over_a_group_does_not_depend_on_how_rows_are_spread():
     assert torch.equal(second[2], torch.zeros(4, 6))
     # Without a group each process whitens its own rows, which is another result.
     assert not torch.allclose(torch.cat([first[3], second[3]]), whiten(values, mask), atol=1e-2)
+
+
+def test_a_teachers_advantages_are_minus_the_reverse_kl_of_each_token():
+    old = torch.tensor([[-1.2, -0.7, -2.0], [-0.4, -1.1, 9.0]])
+    teacher = torch.tensor([[-0.9, -1.5, -1.0], [-0.4, -3.0, NAN]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
+    found = teacher_advantages(old, teacher, mask, 0.5)
+    torch.testing.assert_close(found, torch.tensor([[0.15, -0.4, 0.5], [0.0, -0.95, 0.0]]))

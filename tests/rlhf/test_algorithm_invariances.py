@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybrid_engine.rl.advantages import teacher_advantages
 from hybrid_engine.rl.losses import StepCounts, count_step
 from hybrid_engine.rlhf.algorithms import (
     CLIPPED,
@@ -281,3 +282,27 @@ def test_tokens_of_low_entropy_have_no_policy_gradient_but_that_of_a_bonus():
         torch.testing.assert_close(
             logprobs.grad[low], torch.full_like(logprobs.grad[low], -0.01 * bonus / counts.num_tokens)
         )
+
+
+@pytest.mark.parametrize(
+    ("scores", "coef", "expected"),
+    [
+        # max(-A r, -A clip(r, 0.8, 1.2)) with A = advantage of the score - coef (log p_old - log p_teacher), the mean
+        # over the five tokens; verl's distillation_ppo_loss with use_policy_gradient, k1 and "vanilla". In fp64.
+        ([0.0, 0.0], 1.0, 0.16),
+        ([0.0, 0.0], 0.5, 0.08),
+        ([1.0, 0.0], 1.0, 0.05051709180756481),
+        ([1.0, 0.0], 0.5, -0.026889309113147998),
+    ],
+)
+def test_the_loss_of_a_teachers_advantages_alone_and_added_to_those_of_scores(scores, coef, expected):
+    old = torch.tensor([[-1.2, -0.7, -2.0], [-0.4, -1.1, 0.0]], dtype=torch.float64)
+    teacher = torch.tensor([[-0.9, -1.5, -1.0], [-0.4, -3.0, 0.0]], dtype=torch.float64)
+    present = old + torch.tensor([[0.3, -0.4, 0.0], [0.1, -0.25, 0.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
+    algorithm = Algorithm(scale="none", clip_low=0.2, clip_high=0.2, aggregation="token-mean")
+    of_scores = compute_advantages(algorithm, torch.tensor(scores, dtype=torch.float64), 2, old, None, mask, 0.0)
+    advantages = of_scores + teacher_advantages(old, teacher, mask, coef)
+    batch = PolicyBatch(present, old, advantages, mask)
+    loss = policy_objective(algorithm, batch, count_step(mask, 3), Coefficients.first(algorithm))
+    assert loss.item() == pytest.approx(expected, abs=1e-9)

@@ -246,6 +246,8 @@ class GroupSource:
     seed: int
     is_decoupled: bool = False
     """Whether each reward is normalized by itself, so that a group teaches if any of them varies in it."""
+    learns_from_scores: bool = True
+    """Whether a group needs scores that differ to be learned from."""
 
     def draw(self, num_prompts: int, max_redraws: int, num_drawn: int, step: int) -> ScoredGroups:
         """Groups for `num_prompts` prompts of this process, from the prompts after the first `num_drawn`; collective.
@@ -295,7 +297,7 @@ class GroupSource:
             num_missing -= int(is_kept.sum())
         figures["prompts_drawn"] = num_drawn - first_drawn
         figures["groups_without_variance"] = num_worthless / (num_drawn - first_drawn)
-        if num_worthless == num_drawn - first_drawn:
+        if self.learns_from_scores and num_worthless == num_drawn - first_drawn:
             say(
                 f"Step {step + 1}: all answers to each of {num_worthless} prompts have the same score, so nothing is "
                 "learned from them"

@@ -1,4 +1,4 @@
-"""Teachers of `hybrid-engine distill`: they state the distributions of the tokens of answers.
+"""Teachers of `hybrid-engine distill` and `grpo`: they state the distributions of the tokens of answers.
 
 In each step the recipe gives a teacher the step's answers by `begin_step`, and then asks it by `read` about the rows of
 each forward pass of the student. `response_divergences` takes what it states. To add a kind of teacher:
@@ -18,8 +18,10 @@ N: response tokens of some rows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
@@ -27,9 +29,12 @@ from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.optim.build import cast_module
 from hybrid_engine.rlhf.batches.head_log_probs import Taught
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
-from hybrid_engine.rlhf.batches.sequences import Sequences, response_states
+from hybrid_engine.rlhf.batches.passes import RunPasses
+from hybrid_engine.rlhf.batches.sequences import Sequences, in_parts, response_logprobs, response_states
 from hybrid_engine.rlhf.experience.policy import TrainedPolicy
 from hybrid_engine.rlhf.options.distillation import DistillConfig
+from hybrid_engine.rlhf.options.reinforcement import GRPOConfig
+from hybrid_engine.rlhf.options.shared import TrainingOptions
 from hybrid_engine.rlhf.rewards.scores import Answers, Scores
 from hybrid_engine.rlhf.runs.engine_config import torch_dtype
 from hybrid_engine.rlhf.runs.run_checks import check_positions
@@ -89,28 +94,47 @@ class ModelTeacher:
         """Hidden states of all tokens, and its head."""
         return [Taught(response_states(self.model, sequences, self.temperature))]
 
+    @torch.no_grad()
+    def logprobs(self, sequences: Sequences, sizes: RunPasses) -> torch.Tensor:
+        """`[N, T]` fp32: its log-probabilities of the response tokens, 0 on padding; in passes of `sizes`."""
+        return in_parts(partial(response_logprobs, temperature=self.temperature), self.model, sequences, sizes)
+
 
 def check_teacher(config: DistillConfig) -> None:
     """Raises ValueError if there is no teacher, it cannot be loaded, or it has other or too few tokens."""
     if config.teacher is None:
         raise ValueError("--teacher is missing; give the Hugging Face name or folder of a model")
+    check_model_teacher(config.teacher, config.model)
     num_tokens = load_config(config.teacher, "teacher").get_text_config().vocab_size
     if config.teacher_top_k > num_tokens:
         raise ValueError(
             f"--teacher-top-k={config.teacher_top_k} must not exceed the {num_tokens} tokens of --teacher="
             f"{config.teacher!r}; lower it, or leave it out for the whole vocabulary"
         )
-    if config.model is not None:
-        check_same_tokens(load_tokenizer(config.teacher), load_tokenizer(config.model), config.teacher)
+
+
+def check_model_teacher(teacher: str, actor: str | None) -> None:
+    """Raises ValueError if the model `teacher` cannot be loaded, or the model `actor` has other tokens."""
+    load_config(teacher, "teacher")
+    if actor is not None:
+        check_same_tokens(load_tokenizer(teacher), load_tokenizer(actor), teacher)
 
 
 def load_teacher(config: DistillConfig, policy: TrainedPolicy, longest: int) -> Teacher:
-    """The teacher of a run. Collective.
+    """The teacher of a run. Collective; arguments and errors are those of `load_model_teacher`."""
+    return load_model_teacher(config, policy, longest, config.teacher_temperature)
+
+
+def load_model_teacher(
+    config: DistillConfig | GRPOConfig, policy: TrainedPolicy, longest: int, temperature: float
+) -> ModelTeacher:
+    """The model that `--teacher` names. Collective.
 
     Args:
         config: of the run.
         policy: its actor.
         longest: tokens of the longest prompt.
+        temperature: of the teacher's distributions.
 
     Raises:
         ValueError: the teacher has too few positions for the longest prompt with its answer, or other tokens.
@@ -122,10 +146,10 @@ def load_teacher(config: DistillConfig, policy: TrainedPolicy, longest: int) -> 
     sizes = [module.get_output_embeddings().weight.shape[0] for module in (model, policy.actor.module)]
     if sizes[0] != sizes[1]:
         say(f"teacher: heads of {sizes[0]} and {sizes[1]} tokens; the divergence is over the first {min(sizes)}")
-    return ModelTeacher(model=model, temperature=config.teacher_temperature)
+    return ModelTeacher(model=model, temperature=temperature)
 
 
-def load_frozen(source: str, config: DistillConfig) -> nn.Module:
+def load_frozen(source: str, config: TrainingOptions) -> nn.Module:
     """The model in `source`, frozen, in the run's dtype, whose passes are packed if that is exact. Collective."""
     model = load_model(AutoModelForCausalLM, source)
     cast_module(model, torch_dtype(config.dtype))

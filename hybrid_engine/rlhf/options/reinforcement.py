@@ -27,6 +27,8 @@ from hybrid_engine.rlhf.options.shared import (
 if TYPE_CHECKING:
     from hybrid_engine.serving.sessions import Size
 
+OF_SCORES = ("dynamic_sampling", "overlong_buffer")
+"""Choices of an algorithm that act on the scores of answers, besides baselines and scales."""
 NOT_OF_EPISODES = ("dynamic_sampling", "overlong_buffer", "mask_cut_off")
 """Choices of an algorithm that concern single answers to prompts."""
 MAX_TURNS = 3
@@ -77,6 +79,16 @@ class GRPOConfig(RolloutOptions, PromptRunOptions):
         "Report the KL to the initial weights even if the algorithm uses none; costs a forward pass per answer and, "
         "without an adapter, a second model",
     )
+    teacher: str | None = option(
+        None,
+        "Hugging Face name or folder of a model with the actor's tokens; the log of its probability of a token over "
+        "the actor's is added to the token's advantage (docs/distillation.md)",
+    )
+    teacher_coef: float | None = option(None, "With --teacher: weight of that, per nat; default: 1")
+    teacher_alone: bool = option(
+        False,
+        "With --teacher: learn from it alone; rewards only say how good the answers are",
+    )
     eval_prompts: int = 128
     eval_samples: int = option(8, "Answers per held-out prompt, the k of pass@k")
     pass_score: float = option(1.0, "Minimum score of a correct answer in pass@k")
@@ -91,13 +103,47 @@ class GRPOConfig(RolloutOptions, PromptRunOptions):
         check_finite("pass_score", self.pass_score)
         check_above("learning_rate", self.learning_rate, 0)
         check_answers(self.rollout_size, self.group_size)
-        self.algorithm.check_group_size("group_size", self.group_size)
+        check_teacher_options(self)
+        if not self.teacher_alone:
+            self.algorithm.check_group_size("group_size", self.group_size)
         check_minibatch(self.rollout_size, self.group_size, self.minibatch_size)
 
     @property
     def needs_reference(self) -> bool:
         """Whether the run compares its actor with the first weights."""
         return self.measure_kl or self.algorithm.needs_reference
+
+    @property
+    def learns_from(self) -> str | None:
+        """The teacher."""
+        return self.teacher
+
+    @property
+    def weight_of_teacher(self) -> float:
+        """Weight of the teacher's log-probabilities in advantages."""
+        return 1.0 if self.teacher_coef is None else self.teacher_coef
+
+
+def check_teacher_options(config: GRPOConfig) -> None:
+    """Raises ValueError for options of a teacher without one, and for those of rewards that are not learned from."""
+    for name, is_given in (("teacher_coef", config.teacher_coef is not None), ("teacher_alone", config.teacher_alone)):
+        if is_given and config.teacher is None:
+            raise ValueError(f"{flag(name)} applies to a run with a teacher; give --teacher, or leave it out")
+    if config.teacher_coef is not None:
+        check_above("teacher_coef", config.teacher_coef, 0)
+    if not config.teacher_alone:
+        return
+    for name in OF_SCORES:
+        if value := getattr(config.algorithm, name):
+            raise ValueError(
+                f"{flag(name)}={value} acts on rewards, but --teacher-alone does not learn from them; leave it out, or "
+                f"with --preset set it to {getattr(Algorithm, name)}"
+            )
+    if config.algorithm.kl_place in ("reward", "token-reward"):
+        raise ValueError(
+            f"--kl-place={config.algorithm.kl_place} puts the KL into rewards, but --teacher-alone does not learn from "
+            "them; use --kl-place loss or none"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
