@@ -214,10 +214,14 @@ def take_trl_steps(job: Job, turns: Connection) -> None:
     trainer.train()
 
 
-def take_turns(job: Job) -> list[tuple[Step, Step]]:
+Side = Callable[[Job, Connection], None]
+"""Takes a step at each turn."""
+
+
+def take_turns(job: Job, taken_by: tuple[Side, Side] = (take_our_steps, take_trl_steps)) -> list[tuple[Step, Step]]:
     """`job.num_steps` steps of both, ours before TRL's each time; while one works, the other waits."""
     context, sides = multiprocessing.get_context("spawn"), []
-    for side in (take_our_steps, take_trl_steps):
+    for side in taken_by:
         ours, theirs = context.Pipe()
         process = context.Process(target=_run, args=(side, job, theirs), daemon=True)
         process.start()

@@ -168,6 +168,12 @@ def test_preference_pairs_give_a_good_and_a_bad_answer_each(tmp_path):
     ]
 
 
+def test_a_text_that_answers_a_conversation_is_a_turn_of_the_assistant(tmp_path):
+    path = write(tmp_path / "data.jsonl", [{"prompt": QUESTION, "responses": ["yes", "no"]}])
+    (row,) = read_learned_rows(DataSource(name=path, columns=("responses.0=completion",)))
+    assert (row.prompt, row.completion) == (QUESTION, [assistant("yes")])
+
+
 def test_keys_that_datasets_adds_to_messages_are_dropped(tmp_path):
     turns = [user("a"), {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}, assistant("b")]
     Dataset.from_list([{"messages": turns}]).to_parquet(tmp_path / "data.parquet")
@@ -188,7 +194,6 @@ BAD = [
         {"prompt": "a", "completion": YES},
         "text in prompt and a conversation in completion; use the same",
     ),
-    (read_learned_rows, {"prompt": QUESTION, "completion": "b"}, "a conversation in prompt and text in completion"),
     (
         read_preference_rows,
         {"prompt": "a", "chosen": "b", "rejected": "b"},

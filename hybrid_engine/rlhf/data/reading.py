@@ -188,6 +188,8 @@ def _conversation_row(place: str, row: dict[str, Any]) -> ConversationRow:
 
 def _completion_row(place: str, row: dict[str, Any]) -> CompletionRow:
     prompt, completion = _turns(place, "prompt", row), _turns(place, "completion", row)
+    if isinstance(completion, str) and not isinstance(prompt, str):  # as `generate` writes it
+        completion = [{"role": "assistant", "content": completion}]
     _check_alike(place, prompt, completion, "completion")
     return CompletionRow(prompt=prompt, completion=completion, **_rest(place, row, "prompt", "completion"))
 
