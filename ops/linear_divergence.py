@@ -43,6 +43,7 @@ from hybrid_engine.ops.linear_log_prob_tiles import (
 __all__ = [
     "HeadStates",
     "TopTokens",
+    "class_entropy",
     "divergence",
     "linear_divergence",
     "linear_top_divergence",
@@ -148,6 +149,14 @@ def top_divergence(student: torch.Tensor, teacher: TopTokens, beta: float) -> to
     is_outside = torch.ones_like(student, dtype=torch.bool).scatter_reduce_(1, ids.clamp(min=0), ids < 0, "amin")
     rest = student.masked_fill(~is_outside, LEAST_LOGIT).logsumexp(1)
     return _over_classes(torch.cat([chosen, rest[:, None]], dim=1), teacher._replace(ids=ids), beta)
+
+
+def class_entropy(teacher: TopTokens) -> torch.Tensor:
+    """Returns `[N]`, the entropy in nats of a teacher's K tokens and the rest as one class."""
+    logprobs = torch.cat([teacher.logprobs, _log_rest(teacher)[:, None]], dim=1)
+    is_class = torch.cat([teacher.ids >= 0, logprobs[:, -1:] > LEAST_LOGIT / 2], dim=1)
+    logprobs = logprobs.masked_fill(~is_class, 0.0)
+    return -(logprobs.exp() * logprobs).sum(1)
 
 
 @torch.no_grad()
@@ -421,13 +430,17 @@ def _top_of_rows(teacher: HeadStates, hidden: torch.Tensor, num_tokens: int) -> 
     return TopTokens(ids, best - log_total[:, None], rest.log_total - log_total)
 
 
+def _log_rest(teacher: TopTokens) -> torch.Tensor:
+    """`[N]`: log of the probability of all tokens that the teacher does not name."""
+    if teacher.log_rest is not None:
+        return teacher.log_rest
+    total = teacher.logprobs.masked_fill(teacher.ids < 0, -torch.inf).logsumexp(1)
+    return (-torch.expm1(total)).clamp(min=LEAST_REST).log()
+
+
 def _over_classes(student: torch.Tensor, teacher: TopTokens, beta: float) -> torch.Tensor:
     """`[N]`: the divergence of log-probabilities `[N, K + 1]` of the teacher's tokens and the rest."""
-    is_known = teacher.ids >= 0
-    log_rest = teacher.log_rest
-    if log_rest is None:
-        total = teacher.logprobs.masked_fill(~is_known, -torch.inf).logsumexp(1)
-        log_rest = (-torch.expm1(total)).clamp(min=LEAST_REST).log()
+    is_known, log_rest = teacher.ids >= 0, _log_rest(teacher)
     has_rest = (student[:, -1] > LEAST_LOGIT / 2) & (log_rest > LEAST_LOGIT / 2)
     is_class = torch.cat([is_known, has_rest[:, None]], dim=1)
     taught = torch.cat([teacher.logprobs, log_rest[:, None]], dim=1).to(student.dtype)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size
+from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size, on_rank_zero
 from hybrid_engine.recipes import reward as reward_stage
 from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.rl.losses import token_mean
@@ -41,14 +41,14 @@ from hybrid_engine.rlhf.experience.evaluation import (
 from hybrid_engine.rlhf.experience.policy import TrainedPolicy, build_policy, evaluate_policy
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling, given_answers, sample, warm_up
 from hybrid_engine.rlhf.experience.start import Stages, Start, prepare
-from hybrid_engine.rlhf.experience.teachers import StepAnswers, Teacher, check_teacher, load_teacher
+from hybrid_engine.rlhf.experience.teachers import StepAnswers, Teacher, check_teacher, compare, load_teacher
 from hybrid_engine.rlhf.options.distillation import DistillConfig as Config
 from hybrid_engine.rlhf.options.shared import is_due, suitable_rate
 from hybrid_engine.rlhf.planning.comparison import follow_answers, write_result
 from hybrid_engine.rlhf.rewards.scores import reward_figures
 from hybrid_engine.rlhf.runs.checkpoints import SavedRun, begin_run, load_checkpoints, save_checkpoints
 from hybrid_engine.rlhf.runs.engine_config import Schedule, gradient_figures
-from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS, METRICS, read_metrics
+from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS, METRICS, read_metrics, write_teacher_figures
 from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.rlhf.runs.stages import (
     Best,
@@ -60,6 +60,8 @@ from hybrid_engine.rlhf.runs.stages import (
 
 PLOT_PANELS = {
     "divergence from the teacher (nats a token)": ["divergence"],
+    "agreement with the teacher": ["agreement"],
+    "entropy (nats a token)": ["entropy", "teacher_entropy"],
     "reward": ["score", "held_out_pass_at_1"],
     "response length (tokens)": ["length"],
 }
@@ -138,6 +140,10 @@ def train_loop(
             actor.train()
 
             teacher.begin_step(answered)
+            if is_due(config.eval_every, step, config.steps) or (config.eval_every and step == 0):
+                agreement, compared = compare(policy, teacher, answered, config)
+                figures |= agreement
+                on_rank_zero(partial(write_teacher_figures, out, step, compared))
             figures |= update(policy, teacher, answered.sequences, config, seed)
             if is_on_policy:
                 figures |= actor.latency_stats()  # before an evaluation, whose latencies are not training's

@@ -12,7 +12,12 @@ import pytest
 
 from hybrid_engine.cli import cli
 from hybrid_engine.rlhf import reports
-from hybrid_engine.rlhf.runs.run_folder import PromptAnswers, write_answers
+from hybrid_engine.rlhf.runs.run_folder import (
+    PromptAnswers,
+    TeacherFigures,
+    write_answers,
+    write_teacher_figures,
+)
 from tests.support.browser import Browser, find_browser
 from tests.support.paths import ROOT
 
@@ -38,6 +43,11 @@ def write_run(folder, score):
         watched = {"tokens": [["an", "swer"], ["7"]], "logprobs": [[-1.0 - step, -2.0], [-0.5 + step / 10]]}
         prompts = [HOSTILE, "x" * 300]
         write_answers(folder, step, [PromptAnswers(prompt=prompt, **answers, **watched) for prompt in prompts])
+    for step in (1, 4):
+        means = {"agreement": 0.25 * step, "divergence": score, "entropy": 1.0, "teacher_entropy": 2.0}
+        positions = [{"first": 0, "last": 0, "tokens": 3, **means}, {"first": 1, "last": 4, "tokens": 9, **means}]
+        token = {"divergence": 3.5, "before": HOSTILE, "token": "\n", "top": HOSTILE, "teacher_top": f"step {step}"}
+        write_teacher_figures(folder, step, TeacherFigures(positions, [token]))
 
 
 @pytest.fixture
@@ -168,6 +178,19 @@ def test_the_page_fits_its_window_and_its_text_stands_out_in_both_schemes(size, 
         "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
     )
     assert contrast(ink, paper) > 7 and (luminance(paper) > 0.5) == (scheme == "light")
+    assert browser.messages == []
+
+
+def test_the_figures_of_a_teacher_are_those_of_the_last_comparison_up_to_the_step(runs, browser):
+    cli.main(["report", *runs, "--out", "page.html"])
+    browser.messages.clear()
+    browser.open(Path("page.html"), *DESK)
+    text = "document.getElementById('teachers').innerText"
+    assert "step 4" in browser.evaluate(text) and "100.0 %" in browser.evaluate(text)
+    assert browser.evaluate("document.querySelector('#teachers tbody td').textContent") == "1"
+    assert "2–5" in browser.evaluate(text) and HOSTILE in browser.evaluate(text) and "⏎" in browser.evaluate(text)
+    browser.evaluate("byId('step').value = 2; byId('step').dispatchEvent(new Event('input'))")
+    assert "step 1" in browser.evaluate(text) and "25.0 %" in browser.evaluate(text)
     assert browser.messages == []
 
 

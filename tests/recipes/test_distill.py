@@ -18,13 +18,14 @@ from hybrid_engine.recipes import distill
 from hybrid_engine.rlhf.batches.head_log_probs import StatesOfSameHead, Taught, WholeLogProbs
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
 from hybrid_engine.rlhf.batches.packing import Layout, set_layout
-from hybrid_engine.rlhf.batches.sequences import build_sequences, response_divergences
+from hybrid_engine.rlhf.batches.sequences import build_sequences, response_comparison, response_divergences
 from hybrid_engine.rlhf.data.encoding import encode_completion
 from hybrid_engine.rlhf.data.rows import CompletionRow, PromptRow
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling, given_answers
 from hybrid_engine.rlhf.experience.teachers import ModelTeacher
 from hybrid_engine.rlhf.options.shared import TrainingOptions
-from hybrid_engine.rlhf.runs.run_folder import read_metrics
+from hybrid_engine.rlhf.reports import build_page, read_run
+from hybrid_engine.rlhf.runs.run_folder import read_metrics, read_teacher_figures
 from hybrid_engine.rlhf.tasks import arithmetic
 from hybrid_engine.rlhf.tasks.corpus import build_small_llama
 from tests.support.distributed import run_distributed
@@ -35,7 +36,7 @@ SIZES = {
     "steps": 4, "rollout_size": 8, "minibatch_size": 8, "micro_batch_size": 4, "max_new_tokens": 6, "eval_samples": 1,
     "learning_rate": 3e-3, "eval_every": 2, "eval_prompts": 4, "save_every": 0,
 }  # fmt: skip
-SAME = ("on_policy", "score", "length", "divergence", "grad_norm", "held_out_score")
+SAME = ("agreement", "teacher_entropy", "on_policy", "score", "length", "divergence", "grad_norm", "held_out_score")
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +182,56 @@ def test_a_teacher_whose_logits_are_needed_gives_the_same_divergences(sources, n
     in_memory = Taught(WholeLogProbs((logits / 1.3).log_softmax(1)))
     found = response_divergences(student, [in_memory], batch, 1.0, 1.0, num_top)
     torch.testing.assert_close(found, response_divergences(student, [whole], batch, 1.0, 1.0, num_top))
+
+
+@pytest.mark.parametrize("layouts", [(Layout.PADDED, Layout.PADDED), (Layout.SPANS, Layout.ROWS)])
+def test_the_comparison_with_a_teacher_is_that_of_whole_logits(sources, layouts):
+    student, teacher = load(sources["model"]), load(sources["teacher"])
+    batch = batch_of()
+    width, mask = batch.response_mask.shape[1], batch.response_mask
+    logits = [
+        model(batch.input_ids, attention_mask=batch.attention_mask, position_ids=batch.position_ids).logits
+        for model in (student, teacher)
+    ]
+    own, theirs = (x[:, -width - 1 : -1].detach().log_softmax(-1) for x in logits)
+    expected = {
+        "divergence": divergence(own, theirs, 1.0),
+        "top": own.argmax(-1).float(),
+        "teacher_top": theirs.argmax(-1).float(),
+        "entropy": -(own.exp() * own).sum(-1),
+        "teacher_entropy": -(theirs.exp() * theirs).sum(-1),
+    }
+    for model, layout in zip((student, teacher), layouts, strict=True):
+        pack_where_exact(model, TrainingOptions(tokens_per_micro_batch=600))
+        set_layout(model, layout)
+    whole = ModelTeacher(model=teacher, temperature=1.0).read(batch)
+    in_memory = [Taught(WholeLogProbs(theirs[mask]))]
+    in_ids = theirs[mask].topk(theirs.shape[2])
+    as_tokens = [Taught(TopTokens(in_ids.indices, in_ids.values))]
+    for stated in (whole, in_memory, as_tokens):
+        found = response_comparison(student, stated, batch, 1.0, 1.0)
+        assert found.keys() == expected.keys()
+        for name, values in expected.items():
+            torch.testing.assert_close(found[name], torch.where(mask, values, 0.0), atol=1e-4, rtol=1e-4)
+
+
+def test_a_run_says_where_it_and_its_teacher_differ(tiny, tmp_path):
+    distill.run(replace(tiny, eval_every=2))
+    lines = {line["step"]: line for line in read_metrics(tmp_path / "run" / "metrics.jsonl")}
+    compared = read_teacher_figures(tmp_path / "run" / "teacher.jsonl")
+    assert [entry["step"] for entry in compared] == [0, 1, 3]
+    for entry in compared:
+        line, positions = lines[entry["step"]], entry["positions"]
+        num_tokens = sum(position["tokens"] for position in positions)
+        assert num_tokens == pytest.approx(line["length"] * tiny.rollout_size)
+        for name in ("agreement", "entropy", "teacher_entropy", "divergence"):
+            mean = sum(position[name] * position["tokens"] for position in positions) / num_tokens
+            assert mean == pytest.approx(line[name], rel=1e-4), name
+        divergences = [token["divergence"] for token in entry["tokens"]]
+        assert divergences == sorted(divergences, reverse=True) and divergences[0] >= line["divergence"]
+        assert entry["tokens"][0]["before"].count("=") == 1
+    page = build_page([read_run(str(tmp_path / "run"))], 4)
+    assert '"teacher_top"' in page and "teacher-section" in page
 
 
 def test_rows_of_a_batch_keep_their_numbers():

@@ -27,6 +27,7 @@ from hybrid_engine.generation.rollout.generator import computes_by
 from hybrid_engine.ops.linear_divergence import (
     HeadStates,
     TopTokens,
+    class_entropy,
     divergence,
     linear_divergence,
     linear_top_divergence,
@@ -183,6 +184,74 @@ def token_divergences(
     logprobs = _whole_log_probs(model, asked, inputs)
     values = _added(taught, logprobs, lambda part: _of_whole(part, logprobs, beta, num_top))
     return torch.zeros(asked.mask.shape, device=values.device).masked_scatter(asked.mask, values)
+
+
+def token_comparison(
+    model: nn.Module,
+    taught: Sequence[Taught],
+    asked: AskedColumns,
+    beta: float,
+    num_top: int,
+    inputs: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """How the last T tokens' distributions compare with a teacher's; `[B, T]` fp32 each, 0 where not requested.
+
+    `divergence` as in `token_divergences`, whose arguments these are; `entropy` and `teacher_entropy` in nats, the
+    latter over its K tokens and the rest where it states no more; `top` and `teacher_top`, the ids of the likeliest
+    tokens. Without gradients. Where several teachers state a token, the last of them counts, but in the divergence.
+    """
+    module = getattr(model, "module", model)
+    head = _plain_head(model, module)
+    with torch.no_grad():
+        if head is not None:
+            shape = logit_shape(module, asked.temperature)
+
+            def compute(
+                rows: torch.Tensor, head: nn.Linear, cells: tuple[torch.Tensor, ...]
+            ) -> dict[str, torch.Tensor]:
+                return _compared(taught, HeadStates(rows, head.weight, head.bias, shape), beta, num_top)
+
+            found = _run_caught(model, head, shape, asked, inputs, compute)
+            if found is not None:
+                return found
+        whole = WholeLogProbs(_whole_log_probs(model, asked, inputs))
+        zeros = torch.zeros(asked.mask.shape, device=asked.mask.device)
+        found = _compared(taught, whole, beta, num_top)
+        return {name: zeros.masked_scatter(asked.mask, values) for name, values in found.items()}
+
+
+def _compared(
+    taught: Sequence[Taught], student: HeadStates | WholeLogProbs, beta: float, num_top: int
+) -> dict[str, torch.Tensor]:
+    """`[N]` each."""
+    if isinstance(student, HeadStates):
+        divergences = _added(taught, student.hidden, lambda part: _of_states(part, student, beta, num_top))
+    else:
+        divergences = _added(taught, student.logprobs, lambda part: _of_whole(part, student.logprobs, beta, num_top))
+    top, entropy = _top_and_entropy(student)
+    teacher_top, teacher_entropy = torch.zeros_like(top), torch.zeros_like(entropy)
+    for part in taught:
+        told = part.statement
+        if isinstance(told, StatesOfSameHead):
+            assert isinstance(student, HeadStates), "a model whose logits are needed does not state hidden states"
+            told = HeadStates(told.hidden, student.weight, student.bias, told.shape)
+        places = slice(None) if part.tokens is None else part.tokens
+        teacher_top[places], teacher_entropy[places] = _top_and_entropy(told)
+    found = {"top": top, "entropy": entropy, "teacher_top": teacher_top, "teacher_entropy": teacher_entropy}
+    return {"divergence": divergences, **found}
+
+
+def _top_and_entropy(told: HeadStates | WholeLogProbs | TopTokens) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[N]` fp32 each: the likeliest token of each distribution, and its entropy in nats."""
+    if isinstance(told, HeadStates):
+        top = top_tokens(told, 1).ids[:, 0]
+        entropy = linear_log_prob(told.hidden, told.weight, top, told.bias, told.shape, True).entropy
+        assert entropy is not None
+        return top.float(), entropy
+    if isinstance(told, WholeLogProbs):
+        return told.logprobs.argmax(1).float(), -(told.logprobs.exp() * told.logprobs).sum(1)
+    likeliest = told.logprobs.masked_fill(told.ids < 0, -torch.inf).argmax(1, keepdim=True)
+    return told.ids.gather(1, likeliest).squeeze(1).float(), class_entropy(told)
 
 
 def _added(taught: Sequence[Taught], tokens: torch.Tensor, of: Callable[[Taught], torch.Tensor]) -> torch.Tensor:

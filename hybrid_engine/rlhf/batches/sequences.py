@@ -23,6 +23,7 @@ from hybrid_engine.rlhf.batches.head_log_probs import (
     HeadLogProbs,
     Taught,
     WholeLogProbs,
+    token_comparison,
     token_divergences,
     token_log_probs,
     token_states,
@@ -228,10 +229,16 @@ def response_divergences(
     mask; the other arguments are those of `token_divergences`.
     """
     run = _pass_of(model, batch, AskedColumns(batch.response_mask, temperature))
-    if run.order is not None:
-        back = run.order.argsort()
-        taught = [part._replace(tokens=back if part.tokens is None else back[part.tokens]) for part in taught]
-    return run.unpack(token_divergences(model, taught, run.asked, beta, num_top, run.inputs))
+    return run.unpack(token_divergences(model, run.in_order(taught), run.asked, beta, num_top, run.inputs))
+
+
+def response_comparison(
+    model: nn.Module, taught: Sequence[Taught], batch: Sequences, temperature: float, beta: float, num_top: int = 0
+) -> dict[str, torch.Tensor]:
+    """`token_comparison` of the response tokens, `[B, T]` fp32 each; the arguments of `response_divergences`."""
+    run = _pass_of(model, batch, AskedColumns(batch.response_mask, temperature))
+    found = token_comparison(model, run.in_order(taught), run.asked, beta, num_top, run.inputs)
+    return {name: run.unpack(values) for name, values in found.items()}
 
 
 def _log_probs(model: nn.Module, batch: Sequences, asked: AskedColumns) -> HeadLogProbs:
@@ -251,6 +258,13 @@ class _ForwardPass(NamedTuple):
     """Makes `[B, T]` of its results."""
     order: torch.Tensor | None
     """`[N]`: the number of each requested token of the pass among those of the padded batch; None: the same order."""
+
+    def in_order(self, taught: Sequence[Taught]) -> Sequence[Taught]:
+        """`taught`, whose tokens are numbered in the padded batch, with the numbers that they have in the pass."""
+        if self.order is None:
+            return taught
+        back = self.order.argsort()
+        return [part._replace(tokens=back if part.tokens is None else back[part.tokens]) for part in taught]
 
 
 def _pass_of(model: nn.Module, batch: Sequences, asked: AskedColumns) -> _ForwardPass:

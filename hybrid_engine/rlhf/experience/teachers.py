@@ -19,18 +19,26 @@ N: response tokens of some rows.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from itertools import zip_longest
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from hybrid_engine.distributed.processes import default_device
+from hybrid_engine.distributed.processes import default_device, gather_objects
 from hybrid_engine.optim.build import cast_module
 from hybrid_engine.rlhf.batches.head_log_probs import Taught
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
 from hybrid_engine.rlhf.batches.passes import RunPasses
-from hybrid_engine.rlhf.batches.sequences import Sequences, in_parts, response_logprobs, response_states
+from hybrid_engine.rlhf.batches.sequences import (
+    Sequences,
+    in_parts,
+    response_comparison,
+    response_logprobs,
+    response_states,
+)
 from hybrid_engine.rlhf.experience.policy import TrainedPolicy
 from hybrid_engine.rlhf.options.distillation import DistillConfig
 from hybrid_engine.rlhf.options.reinforcement import GRPOConfig
@@ -38,8 +46,19 @@ from hybrid_engine.rlhf.options.shared import TrainingOptions
 from hybrid_engine.rlhf.rewards.scores import Answers, Scores
 from hybrid_engine.rlhf.runs.engine_config import torch_dtype
 from hybrid_engine.rlhf.runs.run_checks import check_positions
+from hybrid_engine.rlhf.runs.run_folder import TeacherFigures
 from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.rlhf.runs.stages import load_config, load_model, load_tokenizer, num_positions
+
+AGREEMENT = ("agreement", "entropy", "teacher_entropy", "divergence")
+"""Figures of `compare`; entropies and divergence in nats a token."""
+NO_SUMS = [0.0] * (1 + len(AGREEMENT))
+MOST_POSITIONS = 24
+"""Lines of the table by position."""
+NUM_WORST = 24
+"""Tokens that are listed with their divergences."""
+TOKENS_BEFORE = 24
+"""Tokens of the text that is shown before such a token."""
 
 
 class StepAnswers(NamedTuple):
@@ -167,3 +186,80 @@ def check_same_tokens(teacher: PreTrainedTokenizerBase, actor: PreTrainedTokeniz
             f"--teacher={name!r} has other tokens than the actor ({other!r} is {theirs.get(other)} and "
             f"{ours.get(other)}); a divergence needs one vocabulary, so give a teacher with the actor's tokenizer"
         )
+
+
+def compare(
+    policy: TrainedPolicy, teacher: Teacher, step: StepAnswers, config: DistillConfig
+) -> tuple[dict[str, float], TeacherFigures]:
+    """Figures of how far the model agrees with its teacher on a step's answers, and where it does not. Collective.
+
+    A token agrees if both have the same likeliest token at its place. The teacher has begun the step.
+    """
+    found = _compare_all(policy, teacher, step.sequences, config)
+    mask = step.sequences.on_host.response_mask
+    found["agreement"] = (found["top"] == found["teacher_top"]).float()
+    size = -(-max(gather_objects(mask.shape[1])) // MOST_POSITIONS)  # columns of a line of the table
+    sums = [
+        [float(part.sum()) for part in (cells, *(found[name] * cells for name in AGREEMENT))]
+        for cells in _by_columns(mask, size)
+    ]
+    everyones = gather_objects(sums)
+    totals = [
+        [sum(column) for column in zip(*rows, strict=True)] for rows in zip_longest(*everyones, fillvalue=NO_SUMS)
+    ]
+    lines = [
+        {"first": size * index, "last": size * (index + 1) - 1, "tokens": count}
+        | {name: total / count for name, total in zip(AGREEMENT, rest, strict=True)}
+        for index, (count, *rest) in enumerate(totals)
+        if count
+    ]
+    worst = [token for part in gather_objects(_worst(policy.tokenizer, step, found)) for token in part]
+    worst.sort(key=lambda token: -token["divergence"])
+    num_tokens = max(1.0, sum(row[0] for row in totals))
+    figures = {name: sum(row[1 + index] for row in totals) / num_tokens for index, name in enumerate(AGREEMENT)}
+    del figures["divergence"]  # the update measures it too
+    return figures, TeacherFigures(lines, worst[:NUM_WORST])
+
+
+def _compare_all(
+    policy: TrainedPolicy, teacher: Teacher, sequences: Sequences, config: DistillConfig
+) -> dict[str, torch.Tensor]:
+    """`token_comparison` of all rows, `[N, T]` on the host."""
+    num_rows, num_columns = sequences.response_mask.shape
+
+    def compute(rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        part = sequences.rows(rows)
+        choices = config.temperature, config.weight_of_teacher, config.teacher_top_k
+        found = response_comparison(policy.actor, teacher.read(part), part, *choices)
+        return {name: pad(values, (0, num_columns - values.shape[1])).cpu() for name, values in found.items()}
+
+    parts = policy.sizes.without_gradients(lambda rows: torch.arange(num_rows).split(rows), compute)
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _by_columns(mask: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """`mask [N, T]` in parts of `size` columns, each as wide as all."""
+    place = torch.arange(mask.shape[1]) // size
+    return [mask & (place == index) for index in range(int(place[-1]) + 1)]
+
+
+def _worst(
+    tokenizer: PreTrainedTokenizerBase, step: StepAnswers, found: dict[str, torch.Tensor]
+) -> list[dict[str, Any]]:
+    """The tokens of this process with the largest divergences, with the text before them."""
+    mask = step.sequences.on_host.response_mask
+    divergences = found["divergence"].masked_fill(~mask, -1.0).flatten()
+    worst = []
+    for place in divergences.topk(min(NUM_WORST, int(mask.sum()))).indices.tolist():
+        row, column = divmod(place, mask.shape[1])
+        width = step.sequences.input_ids.shape[1] - mask.shape[1]
+        ids = step.sequences.on_host.input_ids[row, : width + column][
+            step.sequences.on_host.attention_mask[row, : width + column].bool()
+        ]
+        tokens = {name: int(found[name][row, column]) for name in ("top", "teacher_top")}
+        tokens["token"] = int(step.sequences.on_host.input_ids[row, width + column])
+        worst.append(
+            {"divergence": float(divergences[place]), "before": tokenizer.decode(ids[-TOKENS_BEFORE:])}
+            | {name: tokenizer.decode([token]) for name, token in tokens.items()}
+        )
+    return worst

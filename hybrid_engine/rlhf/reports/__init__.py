@@ -22,7 +22,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from hybrid_engine.rlhf.runs.run_folder import ANSWERS, METRICS, read_answers, read_config, read_metrics
+from hybrid_engine.rlhf.runs.run_folder import (
+    ANSWERS,
+    METRICS,
+    TEACHER,
+    read_answers,
+    read_config,
+    read_metrics,
+    read_teacher_figures,
+)
 
 DIFF_DESCRIPTION = """Compares two runs: different options, and the first step and metric that differ.
 
@@ -53,6 +61,8 @@ class RunData:
     samples: list[dict[str, Any]]
     answers: list[dict[str, Any]]
     """Lines of `answers.jsonl`, by step."""
+    teacher: list[dict[str, Any]]
+    """Lines of `teacher.jsonl`, by step."""
 
 
 def read_run(name: str) -> RunData:
@@ -73,6 +83,7 @@ def read_run(name: str) -> RunData:
         result=_read_json(folder / "result.json", dict),
         samples=_read_samples(folder / "samples.json"),
         answers=read_answers(folder / ANSWERS),
+        teacher=read_teacher_figures(folder / TEACHER),
     )
 
 
@@ -275,6 +286,7 @@ def run_content(run: RunData, num_prompts: int) -> dict[str, Any]:
         "result": _flatten(run.result),
         "samples": [{str(name): _plain(cell) for name, cell in row.items()} for row in run.samples],
         "answers": [_plain(answer) for answer in run.answers if answer["prompt"] in prompts],
+        "teacher": [_plain(line) for line in run.teacher],
     }
 
 

@@ -36,6 +36,8 @@ function showStep() {
   for (const curve of curves.values()) curve.show(step, shown);
   showAnswers();
   byId("histograms").replaceChildren(...buildHistograms(shown.filter((run) => run.answers.length), step));
+  const taught = shown.filter((run) => run.teacher.length);
+  byId("teachers").replaceChildren(...taught.map((run) => buildTeacher(run, entryAt(run.teacher, step))));
   byId("times").replaceChildren(...shown.map((run) => buildTimes(run, step)).filter((card) => card !== null));
 }
 
@@ -87,6 +89,7 @@ function buildPage() {
   byId("step").max = Math.max(steps.length - 1, 0);
   byId("step").value = byId("step").max;
   byId("answers-section").hidden = byId("histograms-section").hidden = prompts.length === 0;
+  byId("teacher-section").hidden = !runs.some((run) => run.teacher.length);
   byId("samples-section").hidden = !runs.some((run) => run.samples.length);
   byId("time-section").hidden = !figures.some(isTimeOrMemory);
   byId("only-label").hidden = runs.length < 2;

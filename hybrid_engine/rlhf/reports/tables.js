@@ -53,3 +53,22 @@ function buildSamples(run) {
   return element("details", {}, element("summary", {}, chip(run, `${run.name}: ${run.samples.length} samples`)),
     element("div", { class: "scroll", tabindex: "0" }, table([headings, ...rows])));
 }
+
+/** A card on how a run's answers compare with its teacher's distributions: by position, and where they differ most. */
+function buildTeacher(run, entry) {
+  const rows = entry.positions.map((line) => [
+    line.first === line.last ? `${line.first + 1}` : `${line.first + 1}–${line.last + 1}`, format(line.tokens),
+    `${(100 * line.agreement).toFixed(1)} %`, ...["divergence", "entropy", "teacher_entropy"].map((name) => format(line[name])),
+  ]);
+  const shown = (token) => String(token).replaceAll("\n", "⏎");
+  const tokens = entry.tokens.map((token) => [
+    format(token.divergence), element("span", { class: "text" }, `…${token.before}`),
+    ...["token", "top", "teacher_top"].map((name) => element("span", { class: "text" }, shown(token[name]))),
+  ]);
+  const scroll = (made) => element("div", { class: "scroll", tabindex: "0" }, made);
+  return element("article", { class: "card" }, element("h3", {}, chip(run, `${run.name}, step ${entry.step}`)),
+    element("p", { class: "note" }, "By position in the answer; a token agrees if both find the same one likeliest. In nats a token."),
+    scroll(table([["position", "tokens", "agreement", "divergence", "entropy", "teacher's entropy"], ...rows])),
+    element("p", { class: "note" }, "Where they differ most."),
+    scroll(table([["divergence", "text before", "token", "model's likeliest", "teacher's likeliest"], ...tokens])));
+}

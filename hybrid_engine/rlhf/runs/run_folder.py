@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 """The file among a run's checkpoints that names the complete one; see `checkpoints.py`."""
-BESIDE = ("config.yaml", "answers.jsonl", "tensorboard", "dvclive")
+BESIDE = ("config.yaml", "answers.jsonl", "teacher.jsonl", "tensorboard", "dvclive")
 """Files that a run writes before its first step, which are not a result by themselves."""
 RUN_RESULTS = ("metrics.jsonl", CHECKPOINTS, "actor", "best", "plot.png", "samples.json", "result.json", *BESIDE)
 """Files and folders in the run's folder of a recipe that is not a stage of another."""
@@ -74,6 +74,7 @@ TABLE: dict[str, tuple[str | None, str | None, str | None]] = {
 TRACKER_PREFIX = {"trl": "train/", "openrlhf": "train/"}
 """Prefixes that these frameworks put before each name for a tracker."""
 ANSWERS = "answers.jsonl"
+TEACHER = "teacher.jsonl"
 
 
 def checkpoints_of(recipe: str) -> str:
@@ -294,12 +295,41 @@ def write_answers(folder: Path, step: int, answers: Sequence[PromptAnswers]) -> 
 
     The lines of other steps stay: a resumed run keeps what it had written. For one process.
     """
-    kept = [line for line in read_answers(folder / ANSWERS) if line["step"] != step]
     fresh = [{"step": step} | {k: v for k, v in asdict(entry).items() if v is not None} for entry in answers]
+    _write_step(folder / ANSWERS, step, read_answers(folder / ANSWERS), fresh)
+
+
+def _write_step(path: Path, step: int, existing: Sequence[dict[str, Any]], fresh: Sequence[dict[str, Any]]) -> None:
+    kept = [line for line in existing if line["step"] != step]
     lines = sorted([*kept, *fresh], key=lambda line: line["step"])
-    unfinished = folder / f".{ANSWERS}"
+    unfinished = path.with_name(f".{path.name}")
     unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    unfinished.replace(folder / ANSWERS)
+    unfinished.replace(path)
+
+
+class TeacherFigures(NamedTuple):
+    """How a model compares with its teacher on the answers of a step."""
+
+    positions: list[dict[str, float]]
+    """Means over the tokens from position `first` to `last` of the answers: agreement, entropies, divergence."""
+    tokens: list[dict[str, Any]]
+    """The tokens with the largest divergences: the text before, the token, and the likeliest token of both."""
+
+
+def write_teacher_figures(folder: Path, step: int, figures: TeacherFigures) -> None:
+    """Writes the figures of a step to `teacher.jsonl`, in place of existing ones of it. For one process."""
+    _write_step(folder / TEACHER, step, read_teacher_figures(folder / TEACHER), [{"step": step, **figures._asdict()}])
+
+
+def read_teacher_figures(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `teacher.jsonl`, by step; empty if there is no file.
+
+    Raises:
+        ValueError: a line does not have a step, and lists of positions and tokens.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    kinds = {"step": int, "positions": list, "tokens": list}
+    return sorted((_read_line(path, n, line, kinds) for n, line in enumerate(lines, 1)), key=lambda line: line["step"])
 
 
 def read_answers(path: Path) -> list[dict[str, Any]]:
@@ -315,15 +345,21 @@ def read_answers(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_answers_line(path: Path, number: int, text: str) -> dict[str, Any]:
+    kinds = {"step": int, "prompt": str, "responses": list, "rewards": list}
+    line = _read_line(path, number, text, kinds)
+    if len(line["rewards"]) != len(line["responses"]):
+        place = f"{str(path)!r}, line {number},"
+        raise ValueError(f"{place} needs a reward, or null, for each response; restore or remove it")
+    return line
+
+
+def _read_line(path: Path, number: int, text: str, kinds: Mapping[str, type]) -> dict[str, Any]:
     place = f"{str(path)!r}, line {number},"
     try:
         line = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{place} is not JSON: {error}; restore or remove it") from error
-    kinds = {"step": int, "prompt": str, "responses": list, "rewards": list}
     for name, kind in kinds.items():
         if not isinstance(line, dict) or not isinstance(line.get(name), kind):
             raise ValueError(f"{place} needs a {name} of type {kind.__name__}; restore or remove it")
-    if len(line["rewards"]) != len(line["responses"]):
-        raise ValueError(f"{place} needs a reward, or null, for each response; restore or remove it")
     return line
