@@ -182,8 +182,8 @@ def data_set_answers(
     """The answers that the rows `records` of the data set have, and figures of them. Collective."""
     rows = [start.train[index] for index in records]
     answers, sequences = given_answers(policy.actor, policy.tokenizer, rows, AnswerSampling.of(config))
-    length = float(sequences.response_mask.sum())
-    sums = {"length": (length, len(rows)), "cut_off_share": (sum(answers.is_cut_off), len(rows))}
+    length, num_rows = float(sequences.response_mask.sum()), float(len(rows))
+    sums = {"length": (length, num_rows), "cut_off_share": (float(sum(answers.is_cut_off)), num_rows)}
     return StepAnswers(sequences.numbered(), answers, records, None), {"on_policy": 0.0} | global_means(sums)
 
 

@@ -170,7 +170,7 @@ def test_preference_pairs_give_a_good_and_a_bad_answer_each(tmp_path):
 
 def test_a_text_that_answers_a_conversation_is_a_turn_of_the_assistant(tmp_path):
     path = write(tmp_path / "data.jsonl", [{"prompt": QUESTION, "responses": ["yes", "no"]}])
-    (row,) = read_learned_rows(DataSource(name=path, columns=("responses.0=completion",)))
+    (row,) = read_learned_rows(DataSource(datasets=(path,), columns=("responses.0=completion",)))
     assert (row.prompt, row.completion) == (QUESTION, [assistant("yes")])
 
 

@@ -329,7 +329,7 @@ def read_teacher_figures(path: Path) -> list[dict[str, Any]]:
     """
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     kinds = {"step": int, "positions": list, "tokens": list}
-    return sorted((_read_line(path, n, line, kinds) for n, line in enumerate(lines, 1)), key=lambda line: line["step"])
+    return sorted((_read_entry(path, n, line, kinds) for n, line in enumerate(lines, 1)), key=lambda line: line["step"])
 
 
 def read_answers(path: Path) -> list[dict[str, Any]]:
@@ -346,14 +346,14 @@ def read_answers(path: Path) -> list[dict[str, Any]]:
 
 def _read_answers_line(path: Path, number: int, text: str) -> dict[str, Any]:
     kinds = {"step": int, "prompt": str, "responses": list, "rewards": list}
-    line = _read_line(path, number, text, kinds)
+    line = _read_entry(path, number, text, kinds)
     if len(line["rewards"]) != len(line["responses"]):
         place = f"{str(path)!r}, line {number},"
         raise ValueError(f"{place} needs a reward, or null, for each response; restore or remove it")
     return line
 
 
-def _read_line(path: Path, number: int, text: str, kinds: Mapping[str, type]) -> dict[str, Any]:
+def _read_entry(path: Path, number: int, text: str, kinds: Mapping[str, type]) -> dict[str, Any]:
     place = f"{str(path)!r}, line {number},"
     try:
         line = json.loads(text)
