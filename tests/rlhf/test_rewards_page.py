@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hybrid_engine.rlhf.rewards.built_in import BUILT_IN
+from hybrid_engine.rlhf.rewards.judges import RULES
 from hybrid_engine.rlhf.rewards.loading import GIVEN, load_rewards
 from tests.support.answers import answers_of
 from tests.support.paths import DOCS
@@ -38,7 +38,7 @@ def test_the_process_reward_of_the_page_puts_its_numbers_at_the_ends_of_lines(ex
 
 
 def test_the_tables_name_every_rule_and_every_list_that_a_function_gets():
-    for name in BUILT_IN:
+    for name in RULES:
         assert re.search(rf"^\| `{name}[`:]", PAGE, re.MULTILINE), name
     for name in GIVEN:
         assert re.search(rf"^\| .*`{name}`", PAGE, re.MULTILINE), name

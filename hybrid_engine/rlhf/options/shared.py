@@ -539,8 +539,9 @@ class RewardOptions:
 
     reward: tuple[str, ...] = option(
         (),
-        "Rewards: exact, number, math, regex:PATTERN, length:..., reasoning_gym, the folder of a reward model, or "
-        "module:function; several are summed (docs/rewards.md); default: that of the recipe's own task",
+        "Rewards: exact, number, math, regex:PATTERN, length:..., reasoning_gym, the judges ruler:... and "
+        "pairwise:..., the folder of a reward model, or module:function; several are summed (docs/rewards.md); "
+        "default: that of the recipe's own task",
     )
     reward_weights: tuple[float, ...] = option((), "Weight of each --reward; default: 1 each")
     reward_time_limit: float = option(300.0, "Time limit of one reward call, in seconds")

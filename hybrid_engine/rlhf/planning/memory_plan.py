@@ -345,6 +345,8 @@ def _roles(read: Read, setting: Setting, largest: Pass) -> tuple[list[RolePlan],
     frozen = [_frozen("reference", _shapes(actor), setting)] if config.keeps_reference else []
     if read.teacher is not None:
         frozen.append(_frozen("teacher", _shapes(_build(AutoModelForCausalLM, read.teacher, setting.weight)), setting))
+    for judge in read.judges:
+        frozen.append(_frozen("judge", _shapes(_build(AutoModelForCausalLM, judge, setting.weight)), setting))
     actor = add_adapter(recompute_activations(actor, config), config)
     roles = [trained("model" if setting.recipe == "sft" else "actor", actor)]
     if config.shared_base:  # the base counts as the actor's, and the others add their adapters and heads

@@ -32,6 +32,7 @@ from hybrid_engine.rlhf.options.preference import DPOConfig, KTOConfig, Preferen
 from hybrid_engine.rlhf.options.reinforcement import AgentConfig
 from hybrid_engine.rlhf.options.shared import AdapterOptions, PromptRunOptions, TrainingOptions
 from hybrid_engine.rlhf.options.supervised import RewardConfig, SFTConfig
+from hybrid_engine.rlhf.rewards.judges import judge_model
 from hybrid_engine.rlhf.rewards.learned import (
     check_reward_adapter,
     critic_source,
@@ -64,6 +65,8 @@ class Read:
     """Config of a critic that has a body of its own."""
     rewards: list[PretrainedConfig] = field(default_factory=list)
     """Configs of reward models that have a body of their own."""
+    judges: list[PretrainedConfig] = field(default_factory=list)
+    """Configs of language models that judge answers in this process."""
     teacher: PretrainedConfig | None = None
     """Config of a model that is learned from."""
     adapters: list[AdapterOptions] = field(default_factory=list)
@@ -132,11 +135,12 @@ def read_answers(
         has_critic: whether there is a critic.
     """
     models = [spec for spec in specs or () if names_model(spec)]
+    judges = [load_config(folder, "reward") for folder in map(judge_model, specs or ()) if folder]
     if config.shared_base:
         adapters: list[AdapterOptions] = [config]
         if specs is not None:
             adapters = [AdapterOptions(lora_rank=read_reward_adapter(spec).config.r) for spec in models]
-        return Read(first=first, adapters=adapters, answered=answered)
+        return Read(first=first, adapters=adapters, judges=judges, answered=answered)
     rewards = [first] if specs is None else [load_config(spec, "reward") for spec in models]
     critic = critic_source(specs, source) if specs and source and has_critic else None
     of_critic = load_config(critic, "reward") if critic else first
@@ -144,6 +148,7 @@ def read_answers(
         first=first,
         critic=of_critic if has_critic else None,
         rewards=rewards,
+        judges=judges,
         teacher=load_config(config.learns_from, "teacher") if config.learns_from else None,
         answered=answered,
     )

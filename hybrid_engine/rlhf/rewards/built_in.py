@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from hybrid_engine.rlhf.data.data_files import LIBRARY, require_library
 from hybrid_engine.rlhf.rewards.rewards import OutOfTime, within
-from hybrid_engine.rlhf.rewards.scores import Answers, UnusableReference
+from hybrid_engine.rlhf.rewards.scores import Answers, Judge, UnusableReference
 
 GROUND_TRUTH = "ground_truth"
 """The key of a reference answer within verl's column `reward_model`."""
@@ -132,7 +132,7 @@ class SpecOptions:
 class Rule:
     """A reward that does not need a model."""
 
-    judge: Callable[[Answers], list[float]]
+    judge: Judge
     columns: frozenset[str] = frozenset()
     """The columns of the data that it reads."""
     references: frozenset[str] = frozenset()

@@ -24,7 +24,7 @@ from hybrid_engine.rlhf.batches.passes import RunPasses, split
 from hybrid_engine.rlhf.batches.sequences import Sequences, ValueModel, build_sequences, last_token_scores
 from hybrid_engine.rlhf.data.encoding import encode_scored
 from hybrid_engine.rlhf.data.rows import CompletionRow, Turns
-from hybrid_engine.rlhf.rewards.built_in import BUILT_IN
+from hybrid_engine.rlhf.rewards.judges import RULES
 from hybrid_engine.rlhf.rewards.scores import Answers, UnusableReference
 from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.rlhf.runs.stages import (
@@ -132,7 +132,7 @@ def save_normalised(
 
 def names_model(spec: str) -> bool:
     """Whether `--reward=spec` is the folder or the hub name of a model."""
-    return Path(spec).exists() or (":" not in spec and spec not in BUILT_IN)
+    return Path(spec).exists() or (":" not in spec and spec not in RULES)
 
 
 class LearnedReward:

@@ -2,8 +2,8 @@
 
     rewards = load_rewards(["number", "my_rewards:style"], weights=[1.0, 0.2])
 
-A spec is the name of a rule (`built_in.py`), the folder or hub name of a classifier (`learned.py`) or `module:function`
-(a function of the user).
+A spec is the name of a rule (`built_in.py`) or of a judge (`judges.py`), the folder or hub name of a classifier
+(`learned.py`) or `module:function` (a function of the user).
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_engine.config.checks import check_weights
-from hybrid_engine.rlhf.rewards.built_in import BUILT_IN
+from hybrid_engine.rlhf.rewards.judges import RULES
 from hybrid_engine.rlhf.rewards.learned import LearnedReward, names_model
 from hybrid_engine.rlhf.rewards.rewards import TIME_LIMIT_SECONDS, Rewards
 from hybrid_engine.rlhf.rewards.scores import Answers, Judge, Reward, RunView
@@ -77,14 +77,14 @@ def _short_name(spec: str) -> str:
     if names_model(spec):
         return Path(spec).name or spec
     before, _, behind = spec.partition(":")
-    return before if before in BUILT_IN else behind
+    return before if before in RULES else behind
 
 
 def _load(spec: str, name: str, weight: float, load_model: Callable[[str], Judge], view: RunView) -> Reward:
     build = partial(Reward, spec=spec, name=name, weight=weight)
     kind, _, given = spec.partition(":")
-    if kind in BUILT_IN and not Path(spec).exists():
-        rule = BUILT_IN[kind](spec, given)
+    if kind in RULES and not Path(spec).exists():
+        rule = RULES[kind](spec, given)
         return build(judge=rule.judge, columns=rule.columns, references=rule.references, check=rule.check)
     if names_model(spec):
         _check_not_misspelt(spec)
@@ -98,11 +98,11 @@ def _load(spec: str, name: str, weight: float, load_model: Callable[[str], Judge
 
 
 def _check_not_misspelt(spec: str) -> None:
-    near = difflib.get_close_matches(spec, BUILT_IN, n=1, cutoff=0.75)
+    near = difflib.get_close_matches(spec, RULES, n=1, cutoff=0.75)
     if near and not Path(spec).exists():
         raise ValueError(
             f"--reward={spec!r} is not a rule, a folder or module:function; did you mean {near[0]!r}? The rules are "
-            f"{', '.join(BUILT_IN)}"
+            f"{', '.join(RULES)}"
         )
 
 

@@ -27,6 +27,7 @@ from hybrid_engine.rlhf.rewards.scores import (
     RewardError,
     RunView,
     Scores,
+    UnreachableJudge,
     UnusableReference,
     Value,
     WrongCount,
@@ -160,7 +161,7 @@ def judge(reward: Reward, answers: Answers, seconds: float) -> list[Value]:
     """The checked values of one reward; an error names the prompt that it comes from."""
     try:
         returned = within(seconds, lambda: reward.judge(answers))
-    except UnusableReference:
+    except (UnusableReference, UnreachableJudge):
         raise
     except OutOfTime as error:
         raise RewardError(

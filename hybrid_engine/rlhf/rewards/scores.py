@@ -127,6 +127,10 @@ class RewardError(RuntimeError):
     """A reward raised an error, which is the cause of this one, or timed out; the message names the prompt."""
 
 
+class UnreachableJudge(RewardError):
+    """A judge's server does not answer, or refuses a request; the message names its address."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scores:
     """The rewards of B answers."""
