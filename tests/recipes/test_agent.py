@@ -286,6 +286,11 @@ def test_steps_of_the_first_stage_see_those_who_ask_and_those_who_guess(tmp_path
         ({"learning_rate": -1.0}, "--learning-rate"),
         ({"temperature": 0.0}, "--temperature"),
         ({"algorithm": Algorithm(kl_place="loss", kl_coef=0.1)}, "--kl-place"),
+        ({"algorithm": Algorithm(entropy_target=0.2)}, "--entropy-target=0.2: agent keeps"),
+        (
+            {"algorithm": Algorithm(reward_aggregation="normalize-then-sum")},
+            "--reward-aggregation=normalize-then-sum: an episode of agent has one reward",
+        ),
         ({"algorithm": Algorithm(dynamic_sampling=2)}, "--dynamic-sampling=2"),
         ({"algorithm": Algorithm(overlong_buffer=0.5)}, "--overlong-buffer=0.5"),
         ({"algorithm": Algorithm(mask_cut_off=True)}, "--mask-cut-off=True"),

@@ -16,6 +16,7 @@ from tests.support.small_actors import save_small_actor
 NUM_ROWS = 8
 VARIED = [1.0, -1.0, 0.0, 0.0, 0.5, -0.5, 0.0, 0.0]
 NOTHING = [0.0] * NUM_ROWS
+MEANS = ("token-mean", "sequence-mean-token-mean")
 KL = Algorithm(kl_place="loss", kl_coef=0.1)
 
 
@@ -95,8 +96,17 @@ def test_where_a_term_of_the_loss_depends_on_them_all_rows_are_trained_on(model,
     assert not is_same(before, state_of(policy.actor))
 
 
-@pytest.mark.parametrize("policy_loss", ["clip", "gspo", "cispo", "reinforce", "sequence-clip"])
-@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean-token-mean"])
+@pytest.mark.parametrize(
+    ("policy_loss", "aggregation"),
+    [
+        *(
+            (word, aggregation)
+            for word in ("clip", "gspo", "cispo", "reinforce", "sequence-clip")
+            for aggregation in MEANS
+        ),
+        *((word, MEANS[0]) for word in ("sapo", "gmpo", "dppo", "dppo-kl", "vespo")),
+    ],
+)
 def test_gradients_are_those_of_all_rows(model, monkeypatch, policy_loss, aggregation):
     config = config_of(model, algorithm=Algorithm(policy_loss=policy_loss, aggregation=aggregation))
     found = []
@@ -119,6 +129,19 @@ def test_masked_rows_and_rows_of_weight_0_have_no_gradient(model):
     batch = batch._replace(weights=weights, mask=mask)
     assert has_gradient(Algorithm(), batch).tolist() == [False] * 4 + [True, True, False, False]
     assert has_gradient(KL, batch).tolist() == [True, False] + [True] * 6
+
+
+def test_chosen_tokens_give_rows_a_gradient_or_take_it_away(model):
+    batch = experience_of(policy_of(config_of(model)), VARIED).batch
+    chosen = torch.zeros_like(batch.mask)
+    chosen[:3] = batch.mask[:3]
+    varied = [value != 0 for value in VARIED]
+    of_high_entropy = batch._replace(high_entropy=chosen)
+    assert has_gradient(Algorithm(top_entropy=0.2), of_high_entropy).tolist() == [True, True] + [False] * 6
+    covariant = batch._replace(covariant=chosen)  # the third row has no advantage
+    assert has_gradient(Algorithm(policy_loss="kl-cov"), covariant).tolist() == [True, True, True, *varied[3:]]
+    assert has_gradient(Algorithm(policy_loss="clip-cov"), covariant).tolist() == varied
+    assert has_gradient(Algorithm(sampler_coef=0.1), batch).all()
 
 
 def _two(rank, world_size, model, zero_stage):

@@ -179,7 +179,8 @@ def has_gradient(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
     """`[N]` bool: whether the loss of a row depends on the policy by construction.
 
     A row whose advantages are all 0, as in a group whose answers have the same reward, has no gradient unless a KL, the
-    distance to the sampler or an entropy in the loss gives it one. A row whose tokens are all masked never has one.
+    distance to the sampler or an entropy in the loss, or kl-cov's penalty on its chosen tokens, gives it one. A row
+    whose tokens are all masked, or none of which is among those of high entropy, never has one.
     """
     if algorithm.kl_place == "loss" or algorithm.sampler_coef or algorithm.has_entropy_bonus:
         return batch.mask.any(dim=1)
