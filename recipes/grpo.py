@@ -15,6 +15,7 @@ Source: Shao et al., "DeepSeekMath", arXiv 2402.03300, algorithm 1; other source
 """
 
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ from hybrid_engine.rlhf.algorithms import (
 )
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, Figures, TrainingPasses
 from hybrid_engine.rlhf.batches.sequences import note_rows
+from hybrid_engine.rlhf.data.prompts import Curriculum
 from hybrid_engine.rlhf.experience.evaluation import (
     FollowedAnswers,
     answer_sums,
@@ -104,6 +106,8 @@ class RunState(NamedTuple):
     """Number of prompts taken so far."""
     best: Best = Best()
     """The highest held-out score of an evaluation."""
+    curriculum: Mapping[str, torch.Tensor] | None = None
+    """The state of a `Curriculum`; None without one."""
 
 
 def run(config: Config) -> Path:
@@ -173,6 +177,8 @@ def train_loop(
         seed=config.seed,
         is_decoupled=config.algorithm.is_decoupled,
         learns_from_scores=teacher is None,
+        curriculum=build_curriculum(config, len(start.train), carried),
+        pass_score=config.pass_score,
     )
     with log:
         for step in range(carried.step, config.steps):
@@ -186,7 +192,8 @@ def train_loop(
             figures |= update(policy, experience, config, carried.coefficients, seed=mix_seed(config.seed, step))
             num_answers = config.rollout_size * config.group_size
             coefficients = next_coefficients(config.algorithm, carried.coefficients, figures, num_answers)
-            carried = carried._replace(coefficients=coefficients, step=step + 1, num_drawn=groups.num_drawn)
+            curriculum = None if source.curriculum is None else source.curriculum.state()
+            carried = RunState(coefficients, step + 1, groups.num_drawn, carried.best, curriculum)
             # Before an evaluation, whose latencies do not belong to training.
             figures = groups.figures | figures | actor.latency_stats()
             if is_due(config.eval_every, step, config.steps):
@@ -201,6 +208,17 @@ def train_loop(
                 state = carried._asdict() | {"best": tuple(carried.best), "coefficients": tuple(coefficients)}
                 save_checkpoints({"actor": actor}, Path(config.out) / CHECKPOINTS, step + 1, config, state)
     return carried
+
+
+def build_curriculum(config: Config, num_prompts: int, carried: RunState) -> Curriculum | None:
+    """The run's selection of prompts by pass rate, where `carried` left it; None if all are drawn."""
+    if not config.pass_window:
+        return None
+    low, high = config.pass_window
+    curriculum = Curriculum(num_prompts, low, high, config.revisit_after)
+    if carried.curriculum is not None:
+        curriculum.load(carried.curriculum)
+    return curriculum
 
 
 @torch.no_grad()

@@ -170,6 +170,41 @@ def test_where_rewards_are_decoupled_a_group_teaches_if_any_of_them_varies(tiny,
         assert (line["trained_share"] > 0) == learns
 
 
+WINDOW = {
+    "rollout_size": 40,
+    "group_size": 2,
+    "minibatch_size": 80,
+    "steps": 4,
+    "eval_every": 0,
+    "pass_window": (0.5, 0.5),
+    "revisit_after": 1,
+    "save_every": 1,
+}
+"""Draws of 40 of the 80 prompts, many of which have a rate outside from the third step on."""
+
+
+def test_a_window_of_pass_rates_skips_prompts_and_continues_after_an_interruption(tiny, tmp_path):
+    whole, torn = (tiny(name, **WINDOW) for name in ("whole", "torn"))
+    grpo.run(whole)
+    with stopped_after(3):
+        grpo.run(torn)
+    grpo.run(replace(torn, resume=True))
+    ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("torn", "whole"))
+    assert list(map(without_times, ours)) == list(map(without_times, theirs))
+    assert ours[0]["prompts_skipped"] == 0 < ours[2]["prompts_skipped"]
+    assert all(line["prompts_drawn"] == 40 for line in ours)
+
+
+def test_two_processes_skip_the_prompts_that_one_skips(tiny, tmp_path):
+    config = tiny("one", **WINDOW | {"steps": 3})
+    grpo.run(config)
+    run_distributed(run_with_adapter_and_without, 2, [replace(config, out=str(tmp_path / "two"))])
+    one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    for ours, theirs in zip(one, two, strict=True):
+        for name in ("prompts_skipped", "prompts_outside", "score", "groups_without_variance"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3), name
+
+
 def test_a_step_that_trains_nothing_logs_what_was_measured_last_also_after_an_interruption(tiny, tmp_path, monkeypatch):
     (tmp_path / "first_two.py").write_text(
         "def score(responses, trainer_state):\n"
@@ -320,6 +355,9 @@ def test_rollouts_that_are_chosen_from_and_joined_keep_every_answer_with_its_log
         ("--reward number:column=solution", "reads the column 'solution'"),
         ("--learning-rate 0", "--learning-rate=0.0 must be above 0"),
         ("--pass-score nan", "--pass-score=nan must be finite"),
+        ("--pass-window 0.9 0.1", "--pass-window=0.9 0.1 must be two rates from 0 to 1, the lower one first"),
+        ("--pass-window 0.5", "--pass-window=0.5 must be two rates"),
+        ("--revisit-after 1", "--revisit-after=1 needs prompts that are skipped; give --pass-window"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_made(options, message, tmp_path, capsys):

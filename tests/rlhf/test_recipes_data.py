@@ -3,13 +3,14 @@
 import csv
 import json
 import re
+from itertools import chain
 
 import pytest
 from datasets import Dataset, DatasetDict
 
 from hybrid_engine.recipes import dpo
 from hybrid_engine.rlhf.data.parts import is_held_out
-from hybrid_engine.rlhf.data.prompts import fit_prompts, load_prompt_rows, select_prompts
+from hybrid_engine.rlhf.data.prompts import Curriculum, fit_prompts, load_prompt_rows, select_prompts
 from hybrid_engine.rlhf.data.reading import read_prompt_rows
 from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.options.columns import DataSource
@@ -310,3 +311,58 @@ def test_prompts_are_chosen_without_repetition_and_alike_however_they_are_asked_
     assert [sorted(series[start : start + 10]) for start in (0, 10, 20)] == [list(range(10))] * 3
     assert series[:10] != series[10:20]
     assert series == [index for first in range(0, 30, 6) for index in select_prompts(10, first, 6, seed=1)]
+
+
+def drawn_by(curriculum, count, num_draws, first=0):
+    """The prompts of each draw of `count` prompts, and the position after the last."""
+    draws = []
+    for _ in range(num_draws):
+        draw = curriculum.select(first, count, seed=1)
+        first = draw.position
+        draws.append(draw.indices)
+    return draws, first
+
+
+def test_without_pass_rates_a_curriculum_draws_the_series():
+    draws, position = drawn_by(Curriculum(10, 0.2, 0.8, 0), 4, 6)
+    assert [*chain(*draws)] == select_prompts(10, 0, 24, seed=1) and position == 24
+
+
+def test_a_curriculum_skips_prompts_outside_its_window_in_the_order_of_the_series():
+    curriculum = Curriculum(10, 0.25, 0.75, 0)
+    curriculum.note([(0, 0.0), (1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0), (5, float("nan")), (6, 0.2)])
+    draws, position = drawn_by(curriculum, 7, 3)
+    series = select_prompts(10, 0, position, seed=1)
+    assert [*chain(*draws)] == [index for index in series if index not in (0, 4, 6)] and len([*chain(*draws)]) == 21
+
+
+def test_a_prompt_is_drawn_again_after_it_was_skipped_as_often_as_allowed():
+    curriculum = Curriculum(10, 0.25, 0.75, 2)
+    curriculum.note([(3, 0.0)])
+    draws, position = drawn_by(curriculum, 3, 12)
+    series = select_prompts(10, 0, position, seed=1)
+    skipped = [place for place, index in enumerate(series) if index == 3][:2]
+    assert len(skipped) == 2 and [*chain(*draws)].count(3) >= 1
+    assert [*chain(*draws)] == [index for place, index in enumerate(series) if place not in skipped]
+    curriculum.note([(3, 1.0)])
+    assert curriculum.skips[3] == 0
+
+
+def test_where_too_few_prompts_are_left_the_first_that_were_skipped_are_drawn():
+    curriculum = Curriculum(6, 0.5, 0.5, 0)
+    curriculum.note((index, 1.0) for index in range(5))
+    draw, order = curriculum.select(0, 4, seed=1), select_prompts(6, 0, 6, seed=1)
+    assert draw.indices == [5, *[index for index in order if index != 5][:3]]
+    assert (draw.position, draw.num_outside) == (6, 3)
+    assert curriculum.skips.tolist() == [int(index not in draw.indices) for index in range(6)]
+    assert len(curriculum.select(6, 20, seed=1).indices) == 20  # more than there are
+
+
+def test_a_curriculum_continues_where_its_state_was_saved():
+    curriculum, other = Curriculum(10, 0.25, 0.75, 2), Curriculum(10, 0.25, 0.75, 2)
+    curriculum.note((index, index / 10) for index in range(10))
+    _, position = drawn_by(curriculum, 3, 5)
+    state = curriculum.state()
+    expected = drawn_by(curriculum, 3, 5, position)
+    other.load(state)
+    assert drawn_by(other, 3, 5, position) == expected

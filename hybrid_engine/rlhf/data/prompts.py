@@ -5,9 +5,9 @@ with other bad rows, or left out and counted under `--skip-too-long`.
 """
 
 import sys
-from collections.abc import Collection, Sequence
-from dataclasses import replace
-from math import ceil
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil, isnan, nan
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -109,6 +109,83 @@ def select_prompts(num_prompts: int, first: int, count: int, seed: int) -> list[
             order = torch.randperm(num_prompts, generator=torch.Generator().manual_seed(mix_seed(seed, epoch)))
         indices.append(int(order[offset]))
     return indices
+
+
+class SelectedPrompts(NamedTuple):
+    """Prompts that a `Curriculum` selected."""
+
+    indices: list[int]
+    position: int
+    """The position of the series after the last prompt that was selected or skipped."""
+    num_outside: int
+    """Number of selected prompts that are outside the window, because too few others were left."""
+
+
+@dataclass
+class Curriculum:
+    """Selects from the series of prompts those that are neither too hard nor too easy for the policy of the moment.
+
+    A prompt is drawn if it has no pass rate yet, if its last one is within the window, or if it was skipped `revisit`
+    times since: a pass rate grows old as the policy learns. The state is the same on every process.
+
+    Source: Kimi k1.5, arXiv 2501.12599, section 2.3, which samples by difficulty and by the success rates seen so far;
+    DAPO, arXiv 2503.14476, section 3.2, leaves out the rates 0 and 1 after the answers were sampled.
+    """
+
+    num_prompts: int
+    low: float
+    """The lowest pass rate of a prompt that is drawn, from 0."""
+    high: float
+    """The highest, up to 1."""
+    revisit: int
+    """Times that a prompt is skipped before it is drawn again; 0: it never is."""
+    rates: torch.Tensor = field(init=False)
+    """`[num_prompts]` fp64: the share of the last group's judged answers that passed; nan before the first."""
+    skips: torch.Tensor = field(init=False)
+    """`[num_prompts]` int64: times that a prompt was skipped since it was drawn."""
+
+    def __post_init__(self) -> None:
+        self.rates = torch.full((self.num_prompts,), nan, dtype=torch.float64)
+        self.skips = torch.zeros(self.num_prompts, dtype=torch.int64)
+
+    def select(self, first: int, count: int, seed: int) -> SelectedPrompts:
+        """`count` prompts from position `first` of the series of `select_prompts` on; notes those that it skips.
+
+        After a whole pass the prompts that are still missing are the first that it skipped.
+        """
+        indices: list[int] = []
+        skipped: list[int] = []
+        end = first + max(count, self.num_prompts)
+        for index in self._series(first, end, count, seed):
+            (indices if self._is_due(index) else skipped).append(index)
+            if len(indices) == count:
+                break
+        outside = skipped[: count - len(indices)]
+        for index in skipped[len(outside) :]:
+            self.skips[index] += 1
+        return SelectedPrompts(indices + outside, first + len(indices) + len(skipped), len(outside))
+
+    def _series(self, first: int, end: int, at_once: int, seed: int) -> Iterator[int]:
+        for position in range(first, end, at_once):
+            yield from select_prompts(self.num_prompts, position, min(at_once, end - position), seed)
+
+    def _is_due(self, index: int) -> bool:
+        rate = float(self.rates[index])
+        is_old = 0 < self.revisit <= int(self.skips[index])
+        return isnan(rate) or self.low <= rate <= self.high or is_old
+
+    def note(self, rates: Iterable[tuple[int, float]]) -> None:
+        """Notes the pass rates of prompts that were drawn, by index; nan for a group without a judged answer."""
+        for index, rate in rates:
+            self.rates[index], self.skips[index] = rate, 0
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The state for a checkpoint, as `load` takes it."""
+        return {"rates": self.rates.clone(), "skips": self.skips.clone()}
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Continues from the `state` of an interrupted run over as many prompts."""
+        self.rates, self.skips = state["rates"].clone(), state["skips"].clone()
 
 
 class Tokens(Protocol):

@@ -20,7 +20,7 @@ from hybrid_engine.generation.detokenize import answer_text, end_token_ids
 from hybrid_engine.rl.advantages import has_variance
 from hybrid_engine.rlhf.batches.sequences import Sequences, attach_responses, build_sequences, pad_prompts
 from hybrid_engine.rlhf.data.encoding import encode_completion, encode_prompt
-from hybrid_engine.rlhf.data.prompts import select_prompts
+from hybrid_engine.rlhf.data.prompts import Curriculum, SelectedPrompts, select_prompts
 from hybrid_engine.rlhf.data.reading import read_given_answer
 from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.options.shared import AnswerOptions
@@ -248,6 +248,10 @@ class GroupSource:
     """Whether each reward is normalized by itself, so that a group teaches if any of them varies in it."""
     learns_from_scores: bool = True
     """Whether a group needs scores that differ to be learned from."""
+    curriculum: Curriculum | None = None
+    """Which prompts are left out; None: none are."""
+    pass_score: float = 1.0
+    """Score at which an answer passes, for the curriculum."""
 
     def draw(self, num_prompts: int, max_redraws: int, num_drawn: int, step: int) -> ScoredGroups:
         """Groups for `num_prompts` prompts of this process, from the prompts after the first `num_drawn`; collective.
@@ -264,18 +268,25 @@ class GroupSource:
         steps: list[torch.Tensor] = []
         has_steps = False
         figures: dict[str, float] = {}
-        num_missing, first_drawn, num_worthless = num_prompts, num_drawn, 0
+        num_missing, num_asked, num_worthless = num_prompts, 0, 0
+        skips = {"prompts_skipped": 0.0, "prompts_outside": 0.0}
         for round_number in range(1 + max_redraws):
             missing = gather_objects(num_missing)
             if not any(missing):
                 break
-            rows = self._next_rows(num_drawn, missing)
-            num_drawn += sum(missing)
+            drawn = self._select(num_drawn, sum(missing))
+            indices = self._mine(drawn.indices, missing)
+            num_asked += len(drawn.indices)
+            skips["prompts_skipped"] += drawn.position - num_drawn - len(drawn.indices)
+            skips["prompts_outside"] += drawn.num_outside
+            num_drawn = drawn.position
+            rows = [self.rows[index] for index in indices]
             rollout = sample(self.actor, self.tokenizer, rows, self.options, self._noise_seed(step, round_number))
             scored = self.rewards(rollout.answers)
             figures = figures or reward_figures(scored)
             found = torch.tensor(scored.total, dtype=torch.float32).view(-1, self.options.num_samples)  # [B, G]
             each = rewards_by_name(scored)  # [B * G, K]
+            self._note_rates(indices, found)
             found_steps = steps_on_tokens(scored, rollout)  # [B * G, T]
             has_steps |= any(gather_objects(scored.per_token is not None))
             of_steps = found_steps.unflatten(0, found.shape).flatten(
@@ -295,9 +306,10 @@ class GroupSource:
                 rewards.append(each[kept_rows])
                 steps.append(found_steps[kept_rows])
             num_missing -= int(is_kept.sum())
-        figures["prompts_drawn"] = num_drawn - first_drawn
-        figures["groups_without_variance"] = num_worthless / (num_drawn - first_drawn)
-        if self.learns_from_scores and num_worthless == num_drawn - first_drawn:
+        figures["prompts_drawn"] = num_asked
+        figures["groups_without_variance"] = num_worthless / num_asked
+        figures |= skips if self.curriculum is not None else {}
+        if self.learns_from_scores and num_worthless == num_asked:
             say(
                 f"Step {step + 1}: all answers to each of {num_worthless} prompts have the same score, so nothing is "
                 "learned from them"
@@ -315,11 +327,24 @@ class GroupSource:
             figures=figures,
         )
 
-    def _next_rows(self, num_drawn: int, missing: Sequence[int]) -> list[PromptRow]:
-        """This process's share of the next prompts, of which each process takes `missing[rank]`."""
-        chosen = select_prompts(len(self.rows), num_drawn, sum(missing), self.seed)
+    def _select(self, first: int, count: int) -> SelectedPrompts:
+        """The next prompts of all processes, by index."""
+        if self.curriculum is not None:
+            return self.curriculum.select(first, count, self.seed)
+        return SelectedPrompts(select_prompts(len(self.rows), first, count, self.seed), first + count, 0)
+
+    def _mine(self, chosen: Sequence[int], missing: Sequence[int]) -> Sequence[int]:
+        """This process's share of the `chosen` prompts, of which each process takes `missing[rank]`."""
         first = sum(missing[: get_rank()])
-        return [self.rows[index] for index in chosen[first : first + missing[get_rank()]]]
+        return chosen[first : first + missing[get_rank()]]
+
+    def _note_rates(self, indices: Sequence[int], scores: torch.Tensor) -> None:
+        """Notes the pass rates of this process's groups, with `[B, G]` scores, and of all others; collective."""
+        if self.curriculum is None:
+            return
+        passed = torch.where(scores.isnan(), nan, (scores >= self.pass_score).double())
+        for rates in gather_objects(list(zip(indices, passed.nanmean(dim=1).tolist(), strict=True))):
+            self.curriculum.note(rates)
 
     def _noise_seed(self, step: int, round_number: int) -> int:
         seed = mix_seed(self.seed, step)

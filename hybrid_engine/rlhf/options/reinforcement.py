@@ -91,7 +91,16 @@ class GRPOConfig(RolloutOptions, PromptRunOptions):
     )
     eval_prompts: int = 128
     eval_samples: int = option(8, "Answers per held-out prompt, the k of pass@k")
-    pass_score: float = option(1.0, "Minimum score of a correct answer in pass@k")
+    pass_score: float = option(1.0, "Minimum score of a correct answer in pass@k and in pass rates")
+    pass_window: tuple[float, ...] = option(
+        (),
+        "Lowest and highest pass rate of the prompts to draw again, such as 0.1 0.9; prompts without a rate yet are "
+        "always drawn; default: draw all",
+    )
+    revisit_after: int = option(
+        4,
+        "Times that a prompt outside of --pass-window is skipped before it is drawn again; 0: it never is",
+    )
     algorithm: Algorithm = Algorithm()  # noqa: RUF009  frozen
 
     def __post_init__(self) -> None:
@@ -101,12 +110,29 @@ class GRPOConfig(RolloutOptions, PromptRunOptions):
         for name in ("group_size", "minibatch_size", "epochs", "eval_samples"):
             check_count(name, getattr(self, name), 1)
         check_finite("pass_score", self.pass_score)
+        self._check_window()
         check_above("learning_rate", self.learning_rate, 0)
         check_answers(self.rollout_size, self.group_size)
         check_teacher_options(self)
         if not self.teacher_alone:
             self.algorithm.check_group_size("group_size", self.group_size)
         check_minibatch(self.rollout_size, self.group_size, self.minibatch_size)
+
+    def _check_window(self) -> None:
+        """Raises ValueError for a window that is no range of pass rates, or `revisit_after` without one."""
+        check_count("revisit_after", self.revisit_after, 0)
+        shown = " ".join(f"{rate:g}" for rate in self.pass_window)
+        if self.pass_window and not (
+            len(self.pass_window) == 2 and 0 <= self.pass_window[0] <= self.pass_window[1] <= 1
+        ):
+            raise ValueError(
+                f"--pass-window={shown} must be two rates from 0 to 1, the lower one first; write --pass-window 0.1 0.9"
+            )
+        if not self.pass_window and self.revisit_after != GRPOConfig.revisit_after:
+            raise ValueError(
+                f"--revisit-after={self.revisit_after} needs prompts that are skipped; give --pass-window, or leave it "
+                "out"
+            )
 
     @property
     def needs_reference(self) -> bool:
