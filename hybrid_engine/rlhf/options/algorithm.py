@@ -263,8 +263,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregation": "token-mean",
         "kl_place": "none",
     },
-    # Tajwar et al., "MaxRL", arXiv 2602.02710: rewards 0 and 1, over the group's mean. The rest is verl's, on which
-    # their code is built.
+    # Tajwar et al., "MaxRL", arXiv 2602.02710: rewards 0 and 1, over the group's mean. Clip and aggregation are verl's.
     "maxrl": {
         "baseline": "group-mean",
         "scale": "group-mean",
