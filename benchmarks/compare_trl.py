@@ -287,7 +287,7 @@ def of_algorithm(
     return loss.detach(), gradients(model)
 
 
-def of_pair_loss(found: Models, name: str, **options: float) -> tuple[torch.Tensor, torch.Tensor]:
+def of_pair_loss(found: Models, name: str, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss and gradients as `recipes/dpo.py` has them."""
     model = copy.deepcopy(found.policy)
     prompts, chosen, rejected = zip(*pairs(), strict=True)

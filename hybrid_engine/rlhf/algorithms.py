@@ -121,22 +121,6 @@ def _one(algorithm: Algorithm, rewards: torch.Tensor, group: dist.ProcessGroup |
     return rewards.new_ones(())
 
 
-def _group_std(algorithm: Algorithm, rewards: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    return group_std(rewards, algorithm.scale_divisor, algorithm.scale_eps)
-
-
-def _leave_one_out_std(algorithm: Algorithm, rewards: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    return leave_one_out_std(rewards, algorithm.scale_divisor, algorithm.scale_eps)
-
-
-def _group_mean(algorithm: Algorithm, rewards: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    return group_mean_scale(rewards)
-
-
-def _batch_std(algorithm: Algorithm, rewards: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    return batch_std(rewards, algorithm.scale_eps, group)
-
-
 BASELINES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "group-mean": group_mean,
     "leave-one-out": leave_one_out_mean,
@@ -148,10 +132,10 @@ BASELINES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 SCALES: dict[str, Callable[[Algorithm, torch.Tensor, dist.ProcessGroup | None], torch.Tensor]] = {
-    "group-std": _group_std,
-    "leave-one-out-std": _leave_one_out_std,
-    "group-mean": _group_mean,
-    "batch-std": _batch_std,
+    "group-std": lambda a, rewards, _: group_std(rewards, a.scale_divisor, a.scale_eps),
+    "leave-one-out-std": lambda a, rewards, _: leave_one_out_std(rewards, a.scale_divisor, a.scale_eps),
+    "group-mean": lambda a, rewards, _: group_mean_scale(rewards),
+    "batch-std": lambda a, rewards, group: batch_std(rewards, a.scale_eps, group),
     "batch-whiten": _one,
     "batch-whiten-biased": _one,
     "none": _one,
@@ -314,77 +298,36 @@ class PolicyBatch(NamedTuple):
         """`[N, T]`: the log-probabilities that the tokens were drawn by."""
         return self.logprobs_old if self.logprobs_sampler is None else self.logprobs_sampler
 
+    @property
+    def from_sampler(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The first three fields with the sampler's log-probabilities in place of the old ones."""
+        return self.logprobs, self.sampled, self.advantages
 
-def _clip(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
-    bounds = algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip or None
-    return ppo_policy_loss(batch.logprobs, batch.logprobs_old, batch.advantages, *bounds)
-
-
-def _gspo(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
-    return gspo_loss(*batch[:4], algorithm.clip_low, algorithm.clip_high)
-
-
-def _cispo(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
-    return cispo_loss(*batch[:3], algorithm.clip_low, algorithm.clip_high)
+    @property
+    def chosen(self) -> torch.Tensor:
+        """`covariant`, where the policy loss needs it."""
+        assert self.covariant is not None, "a loss of covariant tokens without choose_tokens"
+        return self.covariant
 
 
-def _reinforce(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
-    return reinforce_loss(batch.logprobs, batch.advantages)
-
-
-def _sequence_clip(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
-    return sequence_clip_loss(*batch[:4], algorithm.clip_low, algorithm.clip_high)
-
-
-def _sapo(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
-    return sapo_loss(*batch[:3], algorithm.sapo_temperature_pos, algorithm.sapo_temperature_neg)
-
-
-def _gmpo(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
-    return gmpo_loss(*batch[:4], algorithm.clip_low, algorithm.clip_high)
-
-
-def _dppo(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
-    bounds = algorithm.clip_low, algorithm.clip_high, algorithm.ratio_cap or inf
-    return dppo_tv_loss(batch.logprobs, batch.sampled, batch.advantages, *bounds)
-
-
-def _dppo_kl(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
-    bounds = algorithm.clip_low, algorithm.clip_high, algorithm.ratio_cap or inf
-    return dppo_kl_loss(batch.logprobs, batch.sampled, batch.advantages, *bounds)
-
-
-def _vespo(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
-    shape = VespoShape(
-        algorithm.vespo_k_pos, algorithm.vespo_lambda_pos, algorithm.vespo_k_neg, algorithm.vespo_lambda_neg
-    )
-    return vespo_loss(batch.logprobs, batch.sampled, batch.advantages, batch.mask, shape)
-
-
-def _clip_cov(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
-    assert batch.covariant is not None, "clip-cov without chosen tokens"
-    return clip_cov_loss(*batch[:3], batch.covariant, algorithm.clip_low, algorithm.clip_high)
-
-
-def _kl_cov(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
-    assert batch.covariant is not None, "kl-cov without chosen tokens"
-    return kl_cov_loss(*batch[:3], batch.covariant, algorithm.cov_kl_coef)
-
-
-POLICY_LOSSES: dict[str, Callable[[Algorithm, PolicyBatch], torch.Tensor]] = {
-    "clip": _clip,
-    "gspo": _gspo,
-    "cispo": _cispo,
-    "reinforce": _reinforce,
-    "sequence-clip": _sequence_clip,
-    "sapo": _sapo,
-    "gmpo": _gmpo,
-    "dppo": _dppo,
-    "dppo-kl": _dppo_kl,
-    "vespo": _vespo,
-    "clip-cov": _clip_cov,
-    "kl-cov": _kl_cov,
+TokenValues = Callable[[Algorithm, PolicyBatch], torch.Tensor]
+POLICY_LOSSES: dict[str, TokenValues] = {
+    "clip": lambda a, b: ppo_policy_loss(*b[:3], a.clip_low, a.clip_high, a.dual_clip or None),
+    "gspo": lambda a, b: gspo_loss(*b[:4], a.clip_low, a.clip_high),
+    "cispo": lambda a, b: cispo_loss(*b[:3], a.clip_low, a.clip_high),
+    "reinforce": lambda a, b: reinforce_loss(b.logprobs, b.advantages),
+    "sequence-clip": lambda a, b: sequence_clip_loss(*b[:4], a.clip_low, a.clip_high),
+    "sapo": lambda a, b: sapo_loss(*b[:3], a.sapo_temperature_pos, a.sapo_temperature_neg),
+    "gmpo": lambda a, b: gmpo_loss(*b[:4], a.clip_low, a.clip_high),
+    "dppo": lambda a, b: dppo_tv_loss(*b.from_sampler, a.clip_low, a.clip_high, a.ratio_cap or inf),
+    "dppo-kl": lambda a, b: dppo_kl_loss(*b.from_sampler, a.clip_low, a.clip_high, a.ratio_cap or inf),
+    "vespo": lambda a, b: vespo_loss(
+        *b.from_sampler, b.mask, VespoShape(a.vespo_k_pos, a.vespo_lambda_pos, a.vespo_k_neg, a.vespo_lambda_neg)
+    ),
+    "clip-cov": lambda a, b: clip_cov_loss(*b[:3], b.chosen, a.clip_low, a.clip_high),
+    "kl-cov": lambda a, b: kl_cov_loss(*b[:3], b.chosen, a.cov_kl_coef),
 }
+"""`[N, T]`: the loss of each token by the algorithm's choices and the tokens of a batch."""
 
 
 @torch.no_grad()
@@ -545,59 +488,33 @@ def _clipped_ratios(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
     return is_clipped(ratio, batch.advantages, algorithm.clip_low, algorithm.clip_high)
 
 
-def _clipped_means(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
-    ratio = mean_ratio(batch.logprobs, batch.logprobs_old, batch.mask)
-    return is_clipped(ratio, batch.advantages, algorithm.clip_low, algorithm.clip_high)
-
-
-def _clipped_products(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
-    ratio = product_ratio(batch.logprobs, batch.logprobs_old, batch.mask)
-    return is_clipped(ratio, batch.advantages, algorithm.clip_low, algorithm.clip_high)
-
-
 def _clipped_weights(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
     ratio = torch.exp(batch.logprobs - batch.logprobs_old)
     return ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high) != ratio
 
 
 def _clipped_logarithms(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
-    log_ratio, is_positive = batch.logprobs - batch.logprobs_old, batch.advantages > 0
-    return torch.where(
-        is_positive, log_ratio > algorithm.clip_high, (batch.advantages < 0) & (log_ratio < -algorithm.clip_low)
-    )
-
-
-def _masked_tv(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
-    bounds = algorithm.clip_low, algorithm.clip_high
-    return dppo_tv_masked(batch.logprobs, batch.sampled, batch.advantages, *bounds)
-
-
-def _masked_kl(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
-    bounds = algorithm.clip_low, algorithm.clip_high
-    return dppo_kl_masked(batch.logprobs, batch.sampled, batch.advantages, *bounds)
-
-
-def _chosen_or_clipped(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
-    clipped = _clipped_ratios(algorithm, batch)
-    return clipped if batch.covariant is None else clipped | batch.covariant
+    log_ratio = batch.logprobs - batch.logprobs_old
+    is_low = (batch.advantages < 0) & (log_ratio < -algorithm.clip_low)
+    return torch.where(batch.advantages > 0, log_ratio > algorithm.clip_high, is_low)
 
 
 def _nowhere(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
     return torch.zeros_like(batch.mask)
 
 
-CLIPPED: dict[str, Callable[[Algorithm, PolicyBatch], torch.Tensor]] = {
+CLIPPED: dict[str, TokenValues] = {
     "clip": _clipped_ratios,
-    "gspo": _clipped_means,
+    "gspo": lambda a, b: is_clipped(mean_ratio(*b[:2], b.mask), b.advantages, a.clip_low, a.clip_high),
     "cispo": _clipped_weights,
     "reinforce": _nowhere,
-    "sequence-clip": _clipped_products,
+    "sequence-clip": lambda a, b: is_clipped(product_ratio(*b[:2], b.mask), b.advantages, a.clip_low, a.clip_high),
     "sapo": _nowhere,
     "gmpo": _clipped_logarithms,
-    "dppo": _masked_tv,
-    "dppo-kl": _masked_kl,
+    "dppo": lambda a, b: dppo_tv_masked(*b.from_sampler, a.clip_low, a.clip_high),
+    "dppo-kl": lambda a, b: dppo_kl_masked(*b.from_sampler, a.clip_low, a.clip_high),
     "vespo": _nowhere,
-    "clip-cov": _chosen_or_clipped,
+    "clip-cov": lambda a, b: _clipped_ratios(a, b) | b.chosen,
     "kl-cov": _nowhere,
 }
 """`[N, T]` bool: the tokens whose loss, or whose weight under cispo, is clipped, or 0 under dppo."""
