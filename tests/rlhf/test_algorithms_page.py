@@ -1,14 +1,17 @@
 """docs/algorithms.md has the presets as they are, every choice with its words, and figures that were measured."""
 
 import csv
+import re
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from hybrid_engine.rlhf.algorithms import describe
 from hybrid_engine.rlhf.options.algorithm import CHOICES, PRESETS, Algorithm
 from tests.tools.write_algorithms_page import BEGIN, END, PAGE, preset_table
 
+ARXIV = re.compile(r"\b\d{4}\.\d{5}\b")
 TEXT = PAGE.read_text()
 RESULTS = PAGE.parents[1] / "benchmarks" / "results" / "trl.csv"
 
@@ -23,6 +26,34 @@ def test_every_word_of_a_choice_has_a_row_with_formula_and_source_and_no_other_h
     rows = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("| `")]
     assert tuple(row[0].strip(" `") for row in rows) == CHOICES[name]
     assert all(len(row) == 3 and all(cell.strip() for cell in row) for row in rows)
+
+
+def paper_rows() -> list[list[str]]:
+    section = TEXT.partition("## Papers")[2].partition("\n## ")[0]
+    return [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+
+
+def test_the_options_of_each_paper_make_an_algorithm():
+    kinds = {field.name: type(field.default) for field in fields(Algorithm)}
+    commands = [command for row in paper_rows() for command in re.findall("`([^`]+)`", row[2])]
+    assert len(commands) > 20
+    for command in commands:
+        given = {}
+        for option in command.split("--")[1:]:
+            name, _, value = option.strip().partition(" ")
+            kind = kinds[name.replace("-", "_")]
+            given[name.replace("-", "_")] = (
+                True if kind is bool else value if kind in (str, type(None)) else kind(value)
+            )
+        algorithm = Algorithm.from_options(given)
+        assert not [line for line in describe(algorithm) if "no effect" in line], command
+
+
+def test_every_paper_that_an_option_names_is_in_the_index():
+    listed = {number for row in paper_rows() for number in ARXIV.findall(row[0])}
+    named = {number for field in fields(Algorithm) for number in ARXIV.findall(field.metadata["text"])}
+    assert named <= listed
+    assert all(len(row) == 4 and all(cell.strip() for cell in row) for row in paper_rows())
 
 
 def test_every_option_of_an_algorithm_is_named():
