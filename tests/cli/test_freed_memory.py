@@ -1,4 +1,4 @@
-"""A recipe's process keeps the memory that it frees, unless its user says otherwise; nothing is fetched twice."""
+"""A recipe's process keeps the memory that it frees, and its threads do not spin, unless its user says otherwise."""
 
 import os
 import subprocess
@@ -65,3 +65,38 @@ def test_a_c_library_without_such_a_setting_is_left_alone(monkeypatch):
     for name in cli.SETTINGS:
         monkeypatch.delenv(name, raising=False)
     assert not cli.keep_freed_memory()
+
+
+WAITING = """
+import importlib.util, subprocess, sys
+
+spec = importlib.util.spec_from_file_location("command", sys.argv[1])
+command = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(command)
+is_changed = command.share_processors()
+import torch
+a = torch.ones(2**20)
+torch.set_num_threads(2)
+(a + a).sum()
+print(is_changed, command.share_processors())
+"""
+
+
+def settings_of_openmp(**environment):
+    """What the program prints, and what GNU OpenMP says that it read, which it tells on stderr when it is loaded."""
+    clean = {name: value for name, value in os.environ.items() if name not in cli.WAIT_SETTINGS}
+    command, told = [sys.executable, "-c", WAITING, cli.__file__], {"OMP_DISPLAY_ENV": "VERBOSE"}
+    done = subprocess.run(command, env=clean | told | environment, capture_output=True, text=True, check=True)
+    return done.stdout.split(), done.stderr
+
+
+def test_threads_that_wait_for_each_other_sleep_soon():
+    printed, read = settings_of_openmp()
+    assert printed == ["True", "False"]  # torch has read it by the second call
+    assert f"GOMP_SPINCOUNT = '{cli.MOST_SPINS}'" in read
+
+
+def test_how_threads_wait_stays_as_the_user_has_set_it():
+    printed, read = settings_of_openmp(OMP_WAIT_POLICY="PASSIVE")
+    assert printed == ["False", "False"]
+    assert "GOMP_SPINCOUNT = '0'" in read
