@@ -6,7 +6,8 @@ response tokens) and the bounds `low` and `high`, and returns weights `[B, T]`, 
 gradient. A weight outside the bounds is moved onto them (truncated) or set to 0 (masked).
 
 The tokens that count are chosen once for a rollout, from the log-probabilities of the policy that sampled and over all
-processes, so that neither micro-batches nor processes change the choice.
+processes, so that neither micro-batches nor processes change the choice. Answers to one prompt begin with equal
+distributions, so values that only rounding tells apart are common: they are chosen together.
 """
 
 import math
@@ -16,6 +17,11 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.rl.advantages import gather_values, masked_mean, moments
+
+ROUNDING = 1e-5
+"""Nats by which equal log-probabilities and entropies may differ, computed in fp32 among other rows."""
+HASHED_DIGITS = 1e-4
+"""Nats to which log-probabilities are rounded before they are hashed."""
 
 
 @torch.no_grad()
@@ -152,7 +158,7 @@ def of_high_entropy(
         return torch.zeros_like(mask)
     place = (1 - share) * (len(values) - 1)
     below, above = values[math.floor(place)], values[math.ceil(place)]
-    return mask & (entropy.double() >= torch.lerp(below, above, place - math.floor(place)))
+    return mask & (entropy.double() >= torch.lerp(below, above, place - math.floor(place)) - ROUNDING)
 
 
 @torch.no_grad()
@@ -180,7 +186,7 @@ def most_covariant(
     Tokens that are equal to the last of them count too. Collective over `group` unless that is None. Source: as
     `covariances`; verl, `core_algos.py`, "kl_cov" (share 2e-4).
     """
-    return _first_of(-covariance, mask, _share_of(mask, share, group), group)
+    return _first_of(-covariance, mask, _share_of(mask, share, group), group, ROUNDING)
 
 
 @torch.no_grad()
@@ -195,27 +201,29 @@ def drawn_covariant(
 ) -> torch.Tensor:
     """`[B, T]` bool: True on this share of all tokens, drawn from those with low < covariance < high (Clip-Cov).
 
-    A share of the tokens is at least one, and all where fewer are within the bounds. The draw hashes the bits of the
+    A share of the tokens is at least one, and all where fewer are within the bounds. The draw hashes the
     log-probabilities: it is the same however the tokens are split. Collective over `group` unless that is None.
     Source: as `covariances`; verl, `core_algos.py`, "clip_cov" (share 2e-4, bounds 1 and 5).
     """
     within = mask & (covariance > low) & (covariance < high)
-    return _first_of(_hashed(logprobs), within, _share_of(mask, share, group), group)
+    return _first_of(_hashed(logprobs / HASHED_DIGITS), within, _share_of(mask, share, group), group, 0)
 
 
 def _share_of(mask: torch.Tensor, share: float, group: dist.ProcessGroup | None) -> int:
     return max(1, int(share * int(moments(mask.double(), mask, group).count)))
 
 
-def _first_of(keys: torch.Tensor, mask: torch.Tensor, number: int, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Bool: True where the mask is and the key is one of the `number` smallest of all processes."""
+def _first_of(
+    keys: torch.Tensor, mask: torch.Tensor, number: int, group: dist.ProcessGroup | None, rounding: float
+) -> torch.Tensor:
+    """Bool: True where the mask is and the key is one of the `number` smallest of all processes, up to rounding."""
     smallest = gather_values(keys[mask], group).sort().values[:number]
-    return mask & (keys <= smallest[-1]) if len(smallest) else torch.zeros_like(mask)
+    return mask & (keys <= smallest[-1] + rounding) if len(smallest) else torch.zeros_like(mask)
 
 
 def _hashed(values: torch.Tensor) -> torch.Tensor:
-    """int64 of the shape of `values`: well mixed bits of each (the finalizer of MurmurHash3, 32 bits)."""
-    bits = values.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    """int64 of the shape of `values`: mixed bits of each, rounded to an integer (the finalizer of MurmurHash3)."""
+    bits = values.nan_to_num().round().long() & 0xFFFFFFFF
     for factor, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
         bits = ((bits ^ (bits >> shift)) * factor) & 0xFFFFFFFF
     return bits ^ (bits >> 16)

@@ -234,15 +234,26 @@ def test_two_processes_under_zero_3_train_as_one_does(tiny, tmp_path):
     )
     whole = tiny("whole-1", steps=2, algorithm=algorithm)
     adapter = tiny("adapter-1", steps=2, lora_rank=2, algorithm=Algorithm(baseline="batch-mean", scale="batch-whiten"))
-    run_with_adapter_and_without(0, 1, [whole, adapter])
+    choosing = Algorithm(
+        reward_aggregation="normalize-then-sum",
+        policy_loss="clip-cov",
+        cov_share=0.1,
+        cov_low=0.1,
+        top_entropy=0.5,
+        entropy_target=9.0,
+    )
+    chosen = tiny("chosen-1", steps=2, algorithm=choosing, reward=("regex:[0-4]$", "regex:^[13579]"))
+    run_with_adapter_and_without(0, 1, [whole, adapter, chosen])
     sharded = [
-        replace(config, out=f"{config.out[:-1]}2", zero_stage=stage) for config, stage in ((whole, 3), (adapter, 2))
+        replace(config, out=f"{config.out[:-1]}2", zero_stage=stage)
+        for config, stage in ((whole, 3), (adapter, 2), (chosen, 0))
     ]
     run_distributed(run_with_adapter_and_without, 2, sharded)
-    for name in ("whole", "adapter"):
+    assert {"counted_share", "covariant_share"} < read_metrics(tmp_path / "chosen-1" / "metrics.jsonl")[0].keys()
+    for name in ("whole", "adapter", "chosen"):
         one, two = (read_metrics(tmp_path / f"{name}-{number}" / "metrics.jsonl") for number in (1, 2))
         for ours, theirs in zip(one, two, strict=True):
-            for figure in (FIGURES | {"held_out_score"}) & ours.keys():
+            for figure in (FIGURES | {"held_out_score", "counted_share", "covariant_share"}) & ours.keys():
                 assert ours[figure] == pytest.approx(theirs[figure], rel=1e-3, abs=1e-4), (name, figure)
 
 
