@@ -17,6 +17,7 @@ Source: Shao et al., "DeepSeekMath", arXiv 2402.03300, algorithm 1; other source
 import time
 from collections.abc import Mapping
 from functools import partial
+from math import nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,7 +64,7 @@ from hybrid_engine.rlhf.experience.policy import (
     present_batch,
     trained_rows,
 )
-from hybrid_engine.rlhf.experience.rollout import AnswerSampling, GroupSource, ScoredGroups, warm_up
+from hybrid_engine.rlhf.experience.rollout import AnswerSampling, GroupSource, Replay, ScoredGroups, warm_up
 from hybrid_engine.rlhf.experience.start import Stages, Start, prepare
 from hybrid_engine.rlhf.experience.teachers import ModelTeacher, check_model_teacher, load_model_teacher
 from hybrid_engine.rlhf.options.reinforcement import GRPOConfig as Config
@@ -108,6 +109,8 @@ class RunState(NamedTuple):
     """The highest held-out score of an evaluation."""
     curriculum: Mapping[str, torch.Tensor] | None = None
     """The state of a `Curriculum`; None without one."""
+    replay: Mapping[int, Mapping[str, Any]] | None = None
+    """The state of a `Replay`; None without one."""
 
 
 def run(config: Config) -> Path:
@@ -179,6 +182,7 @@ def train_loop(
         learns_from_scores=teacher is None,
         curriculum=build_curriculum(config, len(start.train), carried),
         pass_score=config.pass_score,
+        replay=build_replay(config, carried),
     )
     with log:
         for step in range(carried.step, config.steps):
@@ -193,7 +197,8 @@ def train_loop(
             num_answers = config.rollout_size * config.group_size
             coefficients = next_coefficients(config.algorithm, carried.coefficients, figures, num_answers)
             curriculum = None if source.curriculum is None else source.curriculum.state()
-            carried = RunState(coefficients, step + 1, groups.num_drawn, carried.best, curriculum)
+            replay = None if source.replay is None else source.replay.state()
+            carried = RunState(coefficients, step + 1, groups.num_drawn, carried.best, curriculum, replay)
             # Before an evaluation, whose latencies do not belong to training.
             figures = groups.figures | figures | actor.latency_stats()
             if is_due(config.eval_every, step, config.steps):
@@ -221,6 +226,15 @@ def build_curriculum(config: Config, num_prompts: int, carried: RunState) -> Cur
     return curriculum
 
 
+def build_replay(config: Config, carried: RunState) -> Replay | None:
+    """The run's best answers so far, where `carried` left them; None if none are replayed."""
+    if not config.replay_best:
+        return None
+    replay = Replay()
+    replay.load(carried.replay or {})
+    return replay
+
+
 @torch.no_grad()
 def build_experience(
     policy: TrainedPolicy, groups: ScoredGroups, config: Config, kl_coef: float, teacher: ModelTeacher | None = None
@@ -232,7 +246,7 @@ def build_experience(
         check_steps(algorithm)
     logprobs_ref = policy.reference_logprobs(sequences, config.temperature) if policy.has_reference else None
     logprobs_old, difference = policy.old_logprobs(
-        sequences, rollout.logprobs, config.temperature, config.logprob_bound
+        sequences, rollout.logprobs, config.temperature, config.logprob_bound, groups.is_replayed
     )
     if algorithm.overlong_buffer:
         buffer = max(1, round(algorithm.overlong_buffer * config.max_new_tokens))
@@ -268,7 +282,10 @@ def build_experience(
     entropy = policy.entropies(sequences, config.temperature) if algorithm.top_entropy < 1 else None
     batch = choose_tokens(algorithm, batch, entropy, all_processes())
 
-    sums = answer_sums(rollout) | {"score": score_sum(groups.scores), "shaped_score": score_sum(scores)}
+    of_step = [groups.scores, scores]
+    if groups.is_replayed is not None:
+        of_step = [torch.where(groups.is_replayed, nan, part) for part in of_step]
+    sums = answer_sums(rollout) | {"score": score_sum(of_step[0]), "shaped_score": score_sum(of_step[1])}
     if logprobs_ref is not None:
         sums |= reference_sums(rollout, logprobs_ref)
     if logprobs_teacher is not None:
@@ -276,7 +293,7 @@ def build_experience(
         sums["teacher_kl_per_token"] = (difference_of_logs, float(mask.sum()))
     if weights is not None:
         sums["correction_weight"] = (torch.where(mask, weights, 0.0).sum().item(), float(mask.sum()))
-    return Experience(sequences, rollout.logprobs, batch), global_means(sums)
+    return Experience(sequences, rollout.logprobs, batch, groups.is_replayed), global_means(sums)
 
 
 def update(
@@ -286,9 +303,9 @@ def update(
 
     Returns:
         Means over the tokens that went through the model: loss, clip fraction, KL(old || new), ratio. `first_ratio` is
-        the ratio before any weight changed, which should be 1. Gradient norm and learning rate are those of the last
-        optimizer step. `trained_share` is the share of answers that went through the model; if it is 0, the other
-        figures are absent and no weight changed.
+        the ratio before any weight changed, which should be 1 but for replayed answers. Gradient norm and learning rate
+        are those of the last optimizer step. `trained_share` is the share of answers that went through the model; if it
+        is 0, the other figures are absent and no weight changed.
     """
     actor, generator = policy.actor, torch.Generator().manual_seed(seed)
     parts: list[Figures] = []
@@ -313,7 +330,7 @@ def update(
             actor.step()
             found = passes.figures()
             if not parts:  # with the weights that sampled
-                actor.observe_logprobs(chosen.logprobs, present, chosen.sequences.response_mask)
+                actor.observe_logprobs(chosen.logprobs, present, chosen.sampled_mask)
             parts += found
     figures = {**gradient_figures(actor), "learning_rate": rate}
     figures["trained_share"] = num_trained / num_rows

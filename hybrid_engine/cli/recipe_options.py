@@ -42,7 +42,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("dataset", "prompts", "task", "split", "dataset_config", "columns", "prompt_template", "system_prompt"),
         *("as_conversation", "held_out", "held_out_share", "held_out_dataset", "held_out_split", "row_key"),
         *("dataset_weights", "deduplicate", "skip_bad_rows", "skip_too_long", "max_tokens", "max_examples"),
-        *("max_pairs", "max_answers", "max_prompts", "pass_window", "revisit_after"),
+        *("max_pairs", "max_answers", "max_prompts", "pass_window", "revisit_after", "replay_best"),
     ),
     "rewards": ("reward", "reward_weights", "reward_time_limit", "missing_eos_penalty", "missing_eos_score"),
     "rollout": (

@@ -10,7 +10,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hybrid_engine.cli import cli
 from hybrid_engine.recipes import grpo, online_dpo
 from hybrid_engine.rlhf import algorithms
-from hybrid_engine.rlhf.experience.rollout import AnswerSampling, GroupSource, choose_groups, join, sample
+from hybrid_engine.rlhf.data.prompts import select_prompts
+from hybrid_engine.rlhf.experience.rollout import (
+    AnswerSampling,
+    BestAnswer,
+    GroupSource,
+    Replay,
+    choose_groups,
+    join,
+    sample,
+)
 from hybrid_engine.rlhf.options.algorithm import Algorithm
 from hybrid_engine.rlhf.rewards.loading import load_rewards
 from hybrid_engine.rlhf.runs.run_folder import read_answers, read_metrics
@@ -195,13 +204,72 @@ def test_a_window_of_pass_rates_skips_prompts_and_continues_after_an_interruptio
     assert all(line["prompts_drawn"] == 40 for line in ours)
 
 
-def test_two_processes_skip_the_prompts_that_one_skips(tiny, tmp_path):
-    config = tiny("one", **WINDOW | {"steps": 3})
+def stored(score, ids, logprobs):
+    return BestAnswer(score, [score], "earlier", ids, logprobs, False)
+
+
+def test_a_better_answer_of_an_earlier_step_takes_the_place_of_the_worst(actor):
+    tokenizer = arithmetic.build_tokenizer()
+    options = AnswerSampling(max_prompt_tokens=16, max_new_tokens=3, temperature=1.0, num_samples=3)
+    rewards = load_rewards(["length:most=100"])  # 0 for every answer
+    long, plain = [5, 6, 7, 8, 9, 10], GroupSource(
+        actor=actor, tokenizer=tokenizer, rewards=rewards, rows=rows_of(8), options=options, seed=0
+    )  # fmt: skip
+    replay = Replay()
+    (first, *_) = select_prompts(8, 0, 4, seed=0)
+    replay.note([(first, stored(0.5, long, [-1.0] * 6)), (first, stored(0.25, [5], [-2.0]))])
+    given = plain.draw(num_prompts=4, max_redraws=0, num_drawn=0, step=0)
+    groups = replace(plain, replay=replay).draw(num_prompts=4, max_redraws=0, num_drawn=0, step=0)
+    assert groups.is_replayed.tolist() == [True] + [False] * 11 and groups.scores.tolist() == [0.5] + [0.0] * 11
+    assert groups.rewards[:, 0].tolist() == groups.scores.tolist() and groups.figures["replayed_share"] == 1 / 12
+    mask = groups.rollout.sequences.response_mask
+    assert groups.rollout.sequences.responses[0][mask[0]].tolist() == long == groups.rollout.answers.response_ids[0]
+    assert groups.rollout.logprobs[0].tolist() == [-1.0] * 6 and groups.rollout.answers.responses[0] == "earlier"
+    assert groups.figures["groups_without_variance"] == 3 / 4
+    for row in range(1, 12):  # the others stay as they were sampled
+        theirs = given.rollout.sequences.response_mask[row]
+        assert groups.rollout.answers.response_ids[row] == given.rollout.answers.response_ids[row]
+        assert torch.equal(groups.rollout.logprobs[row][mask[row]], given.rollout.logprobs[row][theirs])
+    assert replay.answers.keys() == set(select_prompts(8, 0, 4, seed=0)) and replay.answers[first].score == 0.5
+    other = Replay()
+    other.load(replay.state())
+    assert other.answers == replay.answers
+
+
+def test_an_answer_that_is_no_better_is_not_replayed():
+    replay = Replay()
+    replay.note([(3, stored(0.5, [5], [-1.0])), (3, stored(0.5, [6], [-2.0]))])
+    assert replay.answers[3].response_ids == [6]  # of two equally good ones the newer
+    nan = float("nan")
+    for scores, is_better in (([0.5, 0.0], False), ([nan, 0.25], True), ([nan, nan], False), ([1.0, 0.0], False)):
+        assert (replay.better(3, torch.tensor(scores)) is not None) == is_better
+    assert replay.better(4, torch.tensor([0.0])) is None
+
+
+def test_a_run_that_replays_continues_after_an_interruption_and_corrects_by_the_ratio(tiny, tmp_path):
+    given = {
+        **WINDOW, "pass_window": (), "revisit_after": 4, "replay_best": True, "learning_rate": 1e-2, "steps": 5,
+        "reward": ("regex:^[0-1]",),
+    }  # fmt: skip
+    whole, torn = (tiny(name, **given) for name in ("whole", "torn"))
+    grpo.run(whole)
+    with stopped_after(3):
+        grpo.run(torn)
+    grpo.run(replace(torn, resume=True))
+    ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("torn", "whole"))
+    assert list(map(without_times, ours)) == list(map(without_times, theirs))
+    assert ours[0]["replayed_share"] == 0 < ours[-1]["replayed_share"] < 0.5
+    assert ours[0]["first_ratio"] == pytest.approx(1, abs=1e-5)
+    assert abs(ours[-1]["first_ratio"] - 1) > 1e-3 > ours[-1]["logprob_difference_mean"]
+
+
+def test_two_processes_skip_the_prompts_that_one_skips_and_replay_the_same_answers(tiny, tmp_path):
+    config = tiny("one", **WINDOW | {"steps": 3, "replay_best": True})
     grpo.run(config)
     run_distributed(run_with_adapter_and_without, 2, [replace(config, out=str(tmp_path / "two"))])
     one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     for ours, theirs in zip(one, two, strict=True):
-        for name in ("prompts_skipped", "prompts_outside", "score", "groups_without_variance"):
+        for name in ("prompts_skipped", "prompts_outside", "replayed_share", "score", "groups_without_variance"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3), name
 
 
@@ -368,6 +436,7 @@ def test_rollouts_that_are_chosen_from_and_joined_keep_every_answer_with_its_log
         ("--pass-score nan", "--pass-score=nan must be finite"),
         ("--pass-window 0.9 0.1", "--pass-window=0.9 0.1 must be two rates from 0 to 1, the lower one first"),
         ("--pass-window 0.5", "--pass-window=0.5 must be two rates"),
+        ("--preset rloo --replay-best", "--replay-best needs a policy loss with a ratio"),
         ("--revisit-after 1", "--revisit-after=1 needs prompts that are skipped; give --pass-window"),
     ],
 )

@@ -81,18 +81,26 @@ class TrainedPolicy:
 
     @torch.no_grad()
     def old_logprobs(
-        self, sequences: Sequences, sampled: torch.Tensor, temperature: float, bound: float
+        self,
+        sequences: Sequences,
+        sampled: torch.Tensor,
+        temperature: float,
+        bound: float,
+        is_replayed: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, float]:
         """`[N, T]`, the trainer's log-probabilities of answers, and their mean distance to the sampler's (`sampled`).
 
-        If the last measured difference, in nats per token, is at most `bound`, returns the sampler's own without a pass
-        and 0 as the difference. Collective.
+        Answers of earlier steps (`is_replayed`, `[N]` bool) keep those of the sampler of their time. If the last
+        measured difference, in nats per token, is at most `bound`, returns the sampler's own without a pass and 0 as
+        the difference. Collective.
         """
         measured = self.actor.logprob_difference
         if measured is not None and measured.mean <= bound:
             return sampled, 0.0
         logprobs = in_parts(partial(response_logprobs, temperature=temperature), self.actor, sequences, self.sizes)
         mask = sequences.response_mask
+        if is_replayed is not None:
+            logprobs = torch.where(is_replayed[:, None], sampled, logprobs)
         distance = measure_difference(logprobs, sampled, mask).absolute
         count = float(mask.sum())
         return logprobs, global_means({"difference": (float(distance) * count if count else 0.0, count)})["difference"]
@@ -166,13 +174,22 @@ class Experience(NamedTuple):
     """Log-probabilities of the sampler, `[N, T]` fp32."""
     batch: PolicyBatch
     """`[N, T]` each; its `logprobs` are the old ones until an update computes them again."""
+    is_replayed: torch.Tensor | None = None
+    """`[N]` bool: True for answers of earlier steps; None: all are of this step."""
+
+    @property
+    def sampled_mask(self) -> torch.Tensor:
+        """`[N, T]` bool: True on the tokens that the policy has just sampled."""
+        mask = self.sequences.response_mask
+        return mask if self.is_replayed is None else mask & ~self.is_replayed[:, None]
 
     def rows(self, index: torch.Tensor) -> "Experience":
         """The rows `index`, a tensor on the host, without the columns that are padding in all of them."""
         sequences = self.sequences.rows(index)
         columns, places = sequences.response_mask.shape[1], send_to_device(index, self.logprobs.device)
         parts = (None if value is None else value[places, :columns] for value in self.batch)
-        return Experience(sequences, self.logprobs[places, :columns], PolicyBatch(*parts))
+        is_replayed = None if self.is_replayed is None else self.is_replayed[places]
+        return Experience(sequences, self.logprobs[places, :columns], PolicyBatch(*parts), is_replayed)
 
 
 def has_gradient(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:

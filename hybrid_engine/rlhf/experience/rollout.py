@@ -4,11 +4,12 @@ B: this process's prompts, G: samples of each, N = B * G answers (those of a pro
 response columns.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from math import nan
-from typing import Any
+from math import inf, nan
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -18,7 +19,13 @@ from hybrid_engine.distributed.processes import gather_objects, get_rank
 from hybrid_engine.distributed.verdict import is_out_of_memory
 from hybrid_engine.generation.detokenize import answer_text, end_token_ids
 from hybrid_engine.rl.advantages import has_variance
-from hybrid_engine.rlhf.batches.sequences import Sequences, attach_responses, build_sequences, pad_prompts
+from hybrid_engine.rlhf.batches.sequences import (
+    Sequences,
+    attach_responses,
+    build_sequences,
+    pad_numbers,
+    pad_prompts,
+)
 from hybrid_engine.rlhf.data.encoding import encode_completion, encode_prompt
 from hybrid_engine.rlhf.data.prompts import Curriculum, SelectedPrompts, select_prompts
 from hybrid_engine.rlhf.data.reading import read_given_answer
@@ -170,7 +177,11 @@ def warm_up(
 def choose_groups(rollout: Rollout, is_chosen: torch.Tensor) -> Rollout:
     """The groups of a rollout whose entry in `is_chosen`, `[B]` bool, is True."""
     size = len(rollout.answers) // len(is_chosen)
-    index = is_chosen.repeat_interleave(size).nonzero().squeeze(1)
+    return choose_answers(rollout, is_chosen.repeat_interleave(size).nonzero().squeeze(1))
+
+
+def choose_answers(rollout: Rollout, index: torch.Tensor) -> Rollout:
+    """The answers `index` of a rollout, in that order."""
     sequences = rollout.sequences.rows(index)
     return Rollout(
         answers=rollout.answers.choose(index.tolist()),
@@ -213,6 +224,106 @@ def _columns(rows: Sequence[PromptRow], times: int) -> Mapping[str, list[Any]]:
     return {name: _repeat([row.columns[name] for row in rows], times) for name in sorted(names)}
 
 
+class BestAnswer(NamedTuple):
+    """An answer of an earlier step."""
+
+    score: float
+    """The weighted sum of its rewards."""
+    rewards: list[float]
+    """Each reward without its weight; nan where it does not judge the answer."""
+    response: str
+    response_ids: list[int]
+    logprobs: list[float]
+    """Log-probabilities of the sampler at that time, of each token."""
+    is_cut_off: bool
+
+
+@dataclass(kw_only=True)
+class Replay:
+    """The best answer to each prompt so far, by the prompt's index; the same on every process.
+
+    A group whose answers all score lower gets it in place of its first answer with the lowest score. Its old
+    log-probabilities are those with which it was sampled, so the ratio of a policy loss corrects for its age.
+
+    Source: after Lu et al., "ARPO", arXiv 2505.16282, which replays a success where a whole group fails.
+    """
+
+    answers: dict[int, BestAnswer] = field(default_factory=dict)
+
+    def note(self, answers: Iterable[tuple[int, BestAnswer]]) -> None:
+        """Keeps each of `answers` that is at least as good as the one before: a newer one is closer to the policy."""
+        for index, answer in answers:
+            if index not in self.answers or answer.score >= self.answers[index].score:
+                self.answers[index] = answer
+
+    def better(self, index: int, scores: torch.Tensor) -> BestAnswer | None:
+        """The best answer to a prompt if it beats all of a group's `scores` `[G]`, of which one must not be nan."""
+        stored = self.answers.get(index)
+        is_better = stored is not None and bool((scores < stored.score).logical_or(scores.isnan()).all())
+        return stored if is_better and not bool(scores.isnan().all()) else None
+
+    def state(self) -> dict[int, dict[str, Any]]:
+        """The state for a checkpoint, as `load` takes it."""
+        return {index: answer._asdict() for index, answer in self.answers.items()}
+
+    def load(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+        """Continues from the `state` of an interrupted run."""
+        self.answers = {index: BestAnswer(**answer) for index, answer in state.items()}
+
+
+def best_answers(
+    rollout: Rollout, indices: Sequence[int], scores: torch.Tensor, rewards: torch.Tensor
+) -> list[tuple[int, BestAnswer]]:
+    """The first answer of each group with its highest score; a group without a judged answer has none.
+
+    Args:
+        rollout: N = B * G answers.
+        indices: B, of the prompts.
+        scores: `[B, G]`, nan for an answer that no reward judged.
+        rewards: `[N, K]`.
+    """
+    found = []
+    for group, index in enumerate(indices):
+        if scores[group].isnan().all():
+            continue
+        column = int(scores[group].nan_to_num(nan=-inf).argmax())
+        row = group * scores.shape[1] + column
+        ids = rollout.answers.response_ids[row]
+        answer = BestAnswer(
+            score=float(scores[group, column]),
+            rewards=rewards[row].tolist(),
+            response=rollout.answers.responses[row],
+            response_ids=list(ids),
+            logprobs=rollout.logprobs[row, : len(ids)].tolist(),
+            is_cut_off=rollout.answers.is_cut_off[row],
+        )
+        found.append((index, answer))
+    return found
+
+
+def with_replayed(rollout: Rollout, replayed: Mapping[int, BestAnswer], pad_token: int) -> Rollout:
+    """`rollout` with the answers `replayed` in place of those in their rows."""
+    rows, answers = list(replayed), list(replayed.values())
+    replaced = rollout.answers.choose(rows)
+    ids = [answer.response_ids for answer in answers]
+    sequences = build_sequences(list(replaced.prompt_ids), ids, pad_token, rollout.logprobs.device)
+    earlier = Rollout(
+        answers=replace(
+            replaced,
+            responses=[answer.response for answer in answers],
+            response_ids=ids,
+            is_cut_off=[answer.is_cut_off for answer in answers],
+        ),
+        sequences=sequences,
+        logprobs=pad_numbers(
+            [answer.logprobs for answer in answers], sequences.response_mask.shape[1], rollout.logprobs.device
+        ),
+    )
+    order = torch.arange(len(rollout.answers))
+    order[rows] = len(order) + torch.arange(len(rows))
+    return choose_answers(join([rollout, earlier], pad_token), order)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScoredGroups:
     """Inputs of a training step: a rollout with its scores."""
@@ -226,6 +337,8 @@ class ScoredGroups:
     """`[K]`"""
     step_rewards: torch.Tensor | None = None
     """`[N, T]` fp32 if a reward scored steps: each number on the token that ends its step, nan on the others."""
+    is_replayed: torch.Tensor | None = None
+    """`[N]` bool: True for answers of earlier steps; None without a `Replay`."""
     num_drawn: int
     """Prompts that the run has taken so far, over all processes: its position in the endless series of them."""
     figures: dict[str, float]
@@ -252,6 +365,8 @@ class GroupSource:
     """Which prompts are left out; None: none are."""
     pass_score: float = 1.0
     """Score at which an answer passes, for the curriculum."""
+    replay: Replay | None = None
+    """The best answers so far; None: none are replayed."""
 
     def draw(self, num_prompts: int, max_redraws: int, num_drawn: int, step: int) -> ScoredGroups:
         """Groups for `num_prompts` prompts of this process, from the prompts after the first `num_drawn`; collective.
@@ -266,6 +381,7 @@ class GroupSource:
         scores: list[torch.Tensor] = []
         rewards: list[torch.Tensor] = []
         steps: list[torch.Tensor] = []
+        replays: list[torch.Tensor] = []
         has_steps = False
         figures: dict[str, float] = {}
         num_missing, num_asked, num_worthless = num_prompts, 0, 0
@@ -289,6 +405,7 @@ class GroupSource:
             self._note_rates(indices, found)
             found_steps = steps_on_tokens(scored, rollout)  # [B * G, T]
             has_steps |= any(gather_objects(scored.per_token is not None))
+            rollout, is_replayed = self._replay_best(rollout, indices, found, each, has_steps=has_steps)
             of_steps = found_steps.unflatten(0, found.shape).flatten(
                 1
             )  # [B, G * T]; a process without prompts has none of it
@@ -305,10 +422,14 @@ class GroupSource:
                 scores.append(found[is_kept].flatten())
                 rewards.append(each[kept_rows])
                 steps.append(found_steps[kept_rows])
+                replays.append(is_replayed[kept_rows])
             num_missing -= int(is_kept.sum())
         figures["prompts_drawn"] = num_asked
         figures["groups_without_variance"] = num_worthless / num_asked
         figures |= skips if self.curriculum is not None else {}
+        all_replayed = torch.cat(replays).to(self.actor.device) if self.replay is not None else None
+        if all_replayed is not None:
+            figures["replayed_share"] = statistics.fmean(gather_objects(float(all_replayed.double().mean())))
         if self.learns_from_scores and num_worthless == num_asked:
             say(
                 f"Step {step + 1}: all answers to each of {num_worthless} prompts have the same score, so nothing is "
@@ -323,9 +444,37 @@ class GroupSource:
             rewards=torch.cat(rewards).to(self.actor.device),
             reward_weights=self.rewards.weights,
             step_rewards=torch.cat(fitted).to(self.actor.device) if has_steps else None,
+            is_replayed=all_replayed,
             num_drawn=num_drawn,
             figures=figures,
         )
+
+    def _replay_best(
+        self, rollout: Rollout, indices: Sequence[int], scores: torch.Tensor, rewards: torch.Tensor, *, has_steps: bool
+    ) -> tuple[Rollout, torch.Tensor]:
+        """The rollout with replayed answers, and `[N]` bool where they are; collective.
+
+        Writes their numbers into `scores` `[B, G]` and `rewards` `[N, K]`.
+
+        Raises:
+            ValueError: a reward scored steps, which a replayed answer does not have.
+        """
+        is_replayed = torch.zeros(scores.numel(), dtype=torch.bool)
+        if self.replay is None:
+            return rollout, is_replayed
+        if has_steps:
+            raise ValueError("--replay-best does not replay answers whose single steps are scored; leave it out")
+        newest = best_answers(rollout, indices, scores, rewards)
+        replayed: dict[int, BestAnswer] = {}
+        for group, index in enumerate(indices):
+            if (answer := self.replay.better(index, scores[group])) is not None:
+                column = int(scores[group].nan_to_num(nan=inf).argmin())
+                row = group * scores.shape[1] + column
+                replayed[row], is_replayed[row] = answer, True
+                scores[group, column], rewards[row] = answer.score, torch.tensor(answer.rewards)
+        for part in gather_objects(newest):
+            self.replay.note(part)
+        return (with_replayed(rollout, replayed, self.tokenizer.pad_token_id) if replayed else rollout), is_replayed
 
     def _select(self, first: int, count: int) -> SelectedPrompts:
         """The next prompts of all processes, by index."""

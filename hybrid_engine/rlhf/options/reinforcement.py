@@ -101,6 +101,10 @@ class GRPOConfig(RolloutOptions, PromptRunOptions):
         4,
         "Times that a prompt outside of --pass-window is skipped before it is drawn again; 0: it never is",
     )
+    replay_best: bool = option(
+        False,
+        "Put the best answer to a prompt so far into a group whose answers all score lower, in place of its worst",
+    )
     algorithm: Algorithm = Algorithm()  # noqa: RUF009  frozen
 
     def __post_init__(self) -> None:
@@ -111,6 +115,11 @@ class GRPOConfig(RolloutOptions, PromptRunOptions):
             check_count(name, getattr(self, name), 1)
         check_finite("pass_score", self.pass_score)
         self._check_window()
+        if self.replay_best and self.algorithm.policy_loss == "reinforce":
+            raise ValueError(
+                "--replay-best needs a policy loss with a ratio, which corrects for the age of an answer, and "
+                "--policy-loss=reinforce has none; use clip, or leave it out"
+            )
         check_above("learning_rate", self.learning_rate, 0)
         check_answers(self.rollout_size, self.group_size)
         check_teacher_options(self)
