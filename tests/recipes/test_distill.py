@@ -319,13 +319,17 @@ def run_it(rank, world_size, config):
 
 
 def test_two_processes_under_zero_3_learn_what_one_does(tiny, tmp_path):
-    config = replace(tiny, steps=2, eval_every=0)
+    config = replace(tiny, steps=2, eval_every=2)
     distill.run(config)
     run_distributed(run_it, 2, replace(config, out=str(tmp_path / "two"), zero_stage=3))
     lines = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("run", "two")]
     for one, two in zip(*lines, strict=True):
-        for name in ("divergence", "length", "grad_norm"):
+        for name in ("divergence", "length", "grad_norm", "agreement", "entropy", "teacher_entropy"):
             assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
+    compared = [read_teacher_figures(tmp_path / name / "teacher.jsonl") for name in ("run", "two")]
+    for one, two in zip(*compared, strict=True):
+        assert [line["tokens"] for line in two["positions"]] == [line["tokens"] for line in one["positions"]]
+        assert [token["before"] for token in two["tokens"][:3]] == [token["before"] for token in one["tokens"][:3]]
 
 
 def test_an_adapter_learns_and_the_plan_counts_the_teacher(tiny, tmp_path):
@@ -383,3 +387,19 @@ def test_a_teacher_that_is_missing_or_has_other_tokens_is_refused_before_trainin
     with pytest.raises(ValueError, match=r"more than the 8 positions of --teacher="):
         distill.run(replace(tiny, teacher=str(tmp_path / "short")))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_the_answers_of_the_teacher_are_what_sft_and_distill_learn_from(tiny, tmp_path):
+    """The commands of docs/distillation.md: sequence-level distillation."""
+    answers = tmp_path / "answers.jsonl"
+    generate = f"generate --model {tiny.teacher} --prompts {tiny.dataset} --out {answers} --max-new-tokens 5"
+    assert cli.main(generate.split()) == 0
+    rows = f"--dataset {answers} --columns responses.0=completion --skip-bad-rows"
+    given = f"{rows} --model {tiny.model} --out {tmp_path / 'run'}"
+    assert cli.main(f"sft {given} --epochs 1 --batch-size 8 --micro-batch-size 8".split()) == 0
+    sizes = "--steps 2 --rollout-size 8 --eval-every 0 --eval-prompts 2 --eval-samples 1 --max-new-tokens 6"
+    learn = f"distill {given} --teacher {tiny.teacher} --on-policy-share 0 --reward regex:1 {sizes}"
+    assert cli.main(learn.split()) == 0
+    rows = [json.loads(line) for line in answers.read_text().splitlines()]
+    lengths = {len(row["responses"][0]) + 1 for row in rows}
+    assert all(min(lengths) <= line["length"] <= 6 for line in read_metrics(tmp_path / "run" / "metrics.jsonl"))
