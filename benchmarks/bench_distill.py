@@ -4,9 +4,9 @@
 
 Both train one Llama in fp32 by the reverse KL from a teacher of the same size, with AdamW in micro-batches of as many
 rows; TRL by its own `DistillationTrainer`, which like ours never has all logits, we by the functions of
-`recipes/distill.py`. The model counts down (countdown.py) and its teacher is the same one with noise in its head: at
-fixed lengths both sample the very same tokens, with long tails both draw lengths of one log-normal distribution. The
-learning rate is so small that it goes on counting. The steps are taken in turns, each side's in a process of its own
+`recipes/distill.py`. The model counts down (countdown.py), and its teacher is the same one with a head that is less
+sure: at fixed lengths both sample the very same tokens, with long tails both draw lengths of one log-normal
+distribution. The learning rate is so small that it goes on counting. The steps are taken in turns, each side's in a process of its own
 (`step_sides.py`). At fixed lengths the losses of both must agree before a time is reported.
 """
 
@@ -42,8 +42,8 @@ from hybrid_engine.rlhf.rewards.loading import load_rewards
 from hybrid_engine.rlhf.runs.engine_config import Schedule
 
 ROWS = 32
-NOISE = 0.02
-"""Deviation of the noise in the teacher's head."""
+SURENESS, NOISE = 0.25, 0.02
+"""Factor of the teacher's head, which makes it less sure of its tokens, and the deviation of the noise in it."""
 
 
 def reward(completions: list[str], **others: Any) -> list[float]:
@@ -153,6 +153,7 @@ def main() -> None:
         word_tokenizer(shape.vocab).save_pretrained(folder)
         with torch.no_grad():
             head = model.get_output_embeddings().weight
+            head *= SURENESS
             head += NOISE * torch.randn(head.shape, generator=torch.Generator().manual_seed(1))
         model.save_pretrained(Path(folder) / "teacher")
         word_tokenizer(shape.vocab).save_pretrained(Path(folder) / "teacher")
@@ -177,15 +178,20 @@ def report(case: str, pairs: list[tuple[Step, Step]]) -> list[dict[str, Any]]:
     """Prints one case; its rows."""
     sides = {"ours": [ours for ours, _ in pairs], "TRL": [theirs for _, theirs in pairs]}
     ratio = statistics.median(theirs.seconds["whole"] / ours.seconds["whole"] for ours, theirs in pairs)
-    table = Table("side", "generation s", "whole s", "answer tokens", title=f"{case}: TRL's step / ours = {ratio:.2f}")
+    title = f"{case}: TRL's step / ours = {ratio:.2f}"
+    table = Table("side", "generation s", "whole s", "answer tokens", "loss", title=title)
     rows = []
     for side, steps in sides.items():
-        found = {name: statistics.median(step.seconds[name] for step in steps) for name in ("generation", "whole")}
+        names = ("generation", "whole", "loss")
+        found = {name: statistics.median(step.seconds[name] for step in steps) for name in names}
         tokens = statistics.mean(sum(step.lengths) for step in steps)
-        table.add_row(side, f"{found['generation']:.3f}", f"{found['whole']:.3f}", f"{tokens:.0f}")
+        table.add_row(
+            side, f"{found['generation']:.3f}", f"{found['whole']:.3f}", f"{tokens:.0f}", f"{found['loss']:.4f}"
+        )
         rows.append(
             {"case": case, "side": side, "generation_seconds": round(found["generation"], 4),
-             "seconds": round(found["whole"], 4), "tokens": round(tokens), "step_ratio": round(ratio, 3)}
+             "seconds": round(found["whole"], 4), "tokens": round(tokens), "loss": round(found["loss"], 6),
+             "step_ratio": round(ratio, 3)}
         )  # fmt: skip
     Console(width=100).print(table)
     return rows
