@@ -6,8 +6,8 @@ Both train one Llama in fp32 by the reverse KL from a teacher of the same size, 
 rows; TRL by its own `DistillationTrainer`, which like ours never has all logits, we by the functions of
 `recipes/distill.py`. The model counts down (countdown.py), and its teacher is the same one with a head that is less
 sure: at fixed lengths both sample the very same tokens, with long tails both draw lengths of one log-normal
-distribution. The learning rate is so small that it goes on counting. The steps are taken in turns, each side's in a process of its own
-(`step_sides.py`). At fixed lengths the losses of both must agree before a time is reported.
+distribution. The learning rate is so small that it goes on counting. The steps are taken in turns, each side's in a
+process of its own (`step_sides.py`). At fixed lengths the losses of both must agree before a time is reported.
 """
 
 import dataclasses

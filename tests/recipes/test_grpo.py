@@ -632,3 +632,13 @@ def test_a_teacher_with_other_tokens_is_refused_before_training(tiny, tmp_path):
     with pytest.raises(ValueError, match="has other tokens than the actor"):
         grpo.run(tiny(teacher=save_small_actor(tmp_path / "other", tokenizer)))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_the_plan_counts_the_teacher(model, dataset, teacher, capsys):
+    command = f"plan grpo --model {model} --dataset {dataset} --reward regex:1 --json"
+    peaks = []
+    for more in ("", f" --teacher {teacher}"):
+        assert cli.main((command + more).split()) == 0
+        peaks.append(json.loads(capsys.readouterr().out)["training_peak_bytes"])
+    num_bytes = sum(weight.numel() * 4 for weight in weights_in(teacher).values())
+    assert peaks[1] - peaks[0] == pytest.approx(num_bytes, rel=0.05)
