@@ -209,6 +209,25 @@ def test_an_error_names_the_address_and_asks_no_further(answer, message, num_req
     assert num_requests <= len(stub.requests) <= 2 * num_requests  # the other order may have been on its way
 
 
+def test_after_an_error_no_other_request_is_tried_again(monkeypatch):
+    monkeypatch.setattr(judges, "FIRST_PAUSE", 0.2)
+    may_refuse = threading.Event()
+
+    def answer(path, body, number):
+        if number == 2:
+            may_refuse.set()
+            return 503, "busy"
+        return (may_refuse.wait(5) and 400), "refused"
+
+    with served(answer) as stub:
+        with pytest.raises(RewardError, match="refuses a request: status 400"):
+            load_rewards([f"pairwise:address={stub.url}#m,in_flight=2"])(answers_of(["p", "p"], ["a", "b"]))
+        for thread in threading.enumerate():
+            if thread.name.startswith("judge"):
+                thread.join(5)
+        assert len(stub.requests) == 2
+
+
 def test_a_server_that_is_not_there_or_does_not_answer_in_time_is_named():
     with served(lambda *_: (200, "")) as stub:
         pass

@@ -12,7 +12,6 @@ models; the environment variable `HYBRID_ENGINE_JUDGE_KEY` has its key. A reply 
 import http.client
 import json
 import os
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from functools import cached_property, partial
 from itertools import combinations, groupby
 from pathlib import Path
 from statistics import fmean
+from threading import Event
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -101,15 +101,16 @@ class JudgeServer:
 
     def ask(self, conversations: Sequence[Messages]) -> list[str]:
         """The replies; raises UnreachableJudge, with the address, if one does not come."""
-        pool = ThreadPoolExecutor(self.most_requests, thread_name_prefix="judge")
+        pool, has_ended = ThreadPoolExecutor(self.most_requests, thread_name_prefix="judge"), Event()
         try:
-            return list(pool.map(partial(self._ask_one, self._model_name), conversations))
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # at an error, or out of time, no further request begins
+            return list(pool.map(partial(self._ask_one, self._model_name, has_ended), conversations))
+        finally:  # at an error, or out of time, no further try begins
+            has_ended.set()
+            pool.shutdown(wait=False, cancel_futures=True)
 
-    def _ask_one(self, name: str, messages: Messages) -> str:
+    def _ask_one(self, name: str, has_ended: Event, messages: Messages) -> str:
         body = {"model": name, "messages": messages, "temperature": 0.0, "max_tokens": self.num_tokens}
-        answer = self._exchange("chat/completions", body)
+        answer = self._exchange("chat/completions", body, has_ended)
         try:
             return answer["choices"][0]["message"]["content"] or ""
         except (KeyError, IndexError, TypeError) as error:
@@ -119,7 +120,7 @@ class JudgeServer:
     def _model_name(self) -> str:
         if self.name:
             return self.name
-        answer = self._exchange("models", None)
+        answer = self._exchange("models", None, Event())
         try:
             names = [str(entry["id"]) for entry in answer["data"]]
         except (KeyError, TypeError) as error:
@@ -128,12 +129,12 @@ class JudgeServer:
             raise self._unreachable(f"has {len(names)} models ({', '.join(names)}); name one of them after a #")
         return names[0]
 
-    def _exchange(self, path: str, body: Mapping[str, Any] | None) -> Any:
-        """The JSON that the server answers; tries again while it is busy or does not answer."""
+    def _exchange(self, path: str, body: Mapping[str, Any] | None, has_ended: Event) -> Any:
+        """The JSON that the server answers; tries again while it is busy or does not answer, until `has_ended`."""
         reason, requested = "", 0.0
         for number in range(self.num_tries):
-            if number:
-                time.sleep(min(max(FIRST_PAUSE * 2 ** (number - 1), requested), LONGEST_PAUSE))
+            if number and has_ended.wait(min(max(FIRST_PAUSE * 2 ** (number - 1), requested), LONGEST_PAUSE)):
+                break
             try:
                 return self._try_once(path, body)
             except urllib.error.HTTPError as error:
