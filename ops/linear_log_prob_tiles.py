@@ -49,7 +49,8 @@ class LogitShape(NamedTuple):
         slope = self.scale / self.temperature
         if self.softcap is None:
             return slope
-        return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1).mul_(slope)
+        # Beyond the softcap there is only `LEAST_LOGIT`, which stands for no logit.
+        return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1).clamp_min_(0).mul_(slope)
 
 
 PLAIN = LogitShape()
@@ -61,6 +62,7 @@ class Head(NamedTuple):
     weight: torch.Tensor  # [V, E]
     bias: torch.Tensor | None  # [V]
     shape: LogitShape
+    kept: torch.Tensor | None = None  # [N, V] bool: False for a token that has no logit in that row; None: all have
 
     def tiles(self, num_rows: int) -> Iterator[tuple[slice, "Head"]]:
         """Parts of the vocabulary and the head of each, such that the fp32 logits of `num_rows` rows fit into a tile.
@@ -74,13 +76,15 @@ class Head(NamedTuple):
 
     def part(self, columns: slice) -> "Head":
         """The head of a part of the vocabulary."""
-        bias = None if self.bias is None else self.bias[columns]
-        return self._replace(weight=self.weight[columns], bias=bias)
+        bias, kept = (None if self.bias is None else self.bias[columns]), self.kept
+        return self._replace(weight=self.weight[columns], bias=bias, kept=None if kept is None else kept[:, columns])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[N, V]` fp32; -inf from a bias becomes `LEAST_LOGIT`."""
+        """`[N, V]` fp32; -inf from a bias, and what is not kept, becomes `LEAST_LOGIT`."""
         logits = self.shape.apply_(product(hidden, self.weight.t(), self.bias))
-        return logits if self.bias is None else logits.clamp_min_(LEAST_LOGIT)
+        if self.bias is not None:
+            logits.clamp_min_(LEAST_LOGIT)
+        return logits if self.kept is None else logits.masked_fill_(~self.kept, LEAST_LOGIT)
 
 
 def tile_width(num_rows: int, is_on_gpu: bool) -> int:
