@@ -59,6 +59,7 @@ class Sequence:
     begins_from: "Sequence | None" = None  # kept sequence whose tokens are a prefix of the prompt
     processors: Any = None  # logits processors, if its rules read its tokens; built at its first draw
     tops: list[list[tuple[int, float]]] = field(default_factory=list)  # likeliest tokens at each position, if requested
+    supports: list[bytes] = field(default_factory=list)  # records of `ops/support_log_prob.py`, if requested
     share: str = ""  # name of the client's share of the places, if client keys have names
     adapter: str | None = None  # peft adapter in a live batch that serves several; None: base model, or fused adapter
     error: Exception | None = None  # error of one of its own rules, which ended it
@@ -72,7 +73,7 @@ class Sequence:
         """Drops everything of a finished sequence that only drawing and reporting needed; tokens and blocks stay."""
         self.prompt, self.options = Prompt(self.prompt.tokens), _FINISHED
         self.processors = self.begins_from = None
-        self.tops = []
+        self.tops, self.supports = [], []
 
     @property
     def most_fed(self) -> int:
@@ -131,6 +132,7 @@ class Drawn(NamedTuple):
     logprobs: list[float]
     ends: list[int]  # the rows whose token ends their sequence
     tops: list[list[tuple[int, float]]] | None = None  # likeliest tokens of each row; None if no row requests them
+    supports: list[bytes] | None = None  # record of each row; None if no row requests them
 
 
 @dataclass(frozen=True)

@@ -180,6 +180,7 @@ class DecodeStep:
             tables.note_seen()  # before a graph holds the address
         self._mixed: MixedRows | None = None  # rows of the last step if their options differ from `sample`'s
         self._tops: torch.Tensor | None = None  # likeliest tokens of the last draw
+        self._supports: torch.Tensor | None = None  # what the last draw's tokens were drawn from
 
     def run(self, sequences: list[Sequence], changed: list[Sequence], layers: Layers) -> Draw:
         """Feeds each sequence's newest token and draws the next one; `changed` is that of `SlotTables.send`."""
@@ -194,7 +195,7 @@ class DecodeStep:
         numbers = tables.numbers.index_select(1, slots)
         drawn_before = numbers[_DRAW] - 1
         self._draw_mixed(self._mixed, logits[:num_rows], slots, numbers[_KEY], drawn_before)
-        return send_to_host(self._results[:, :num_rows], self._tops)
+        return send_to_host(self._results[:, :num_rows], self._tops, self._supports)
 
     def run_beside(
         self, prefill: PrefillBatch, sequences: list[Sequence], changed: list[Sequence], layers: Layers
@@ -209,7 +210,7 @@ class DecodeStep:
         self._draw_by(self._mixed, logits[:num_rows], rows.slots, rows.numbers[_KEY], rows.numbers[_DRAW])
         self._advance(rows)
         tables.advance()
-        return send_to_host(self._results[:, :num_rows], self._tops), logits[num_rows:]
+        return send_to_host(self._results[:, :num_rows], self._tops, self._supports), logits[num_rows:]
 
     def draw(self, sequences: list[Sequence], logits: torch.Tensor) -> Draw:
         """Draws the first token of sequences that start, from `logits [S, V]` fp32 of a prefill."""
@@ -218,7 +219,7 @@ class DecodeStep:
         numbers = [[s.slot for s in sequences], [s.key for s in sequences], [len(s.tokens) for s in sequences]]
         slots, keys, draws = send_to_device(torch.tensor(numbers, dtype=torch.int64), logits.device)
         self._draw_by(self._mix(sequences), logits, slots, keys, draws)
-        return send_to_host(self._results[:, : len(sequences)], self._tops)
+        return send_to_host(self._results[:, : len(sequences)], self._tops, self._supports)
 
     @property
     def can_be_recorded(self) -> bool:
@@ -298,7 +299,7 @@ class DecodeStep:
             self.tables.seen[slots, drawn.tokens] = torch.ones_like(drawn.tokens, dtype=torch.bool)
         if self.tables.counts is not None:
             self.tables.counts[slots, drawn.tokens] += 1
-        self._tops = drawn.tops
+        self._tops, self._supports = drawn.tops, drawn.supports
         for row, values in enumerate(drawn[:3]):
             self._results[row, : len(slots)] = values
 

@@ -52,6 +52,7 @@ RULE_DEFAULTS: dict[str, Any] = {
     "logprobs": "scaled",
     "top_logprobs": 0,
     "prompt_logprobs": None,
+    "record_supports": False,
 }
 # Options that the native backend serves, with transformers' defaults
 # (`GenerationConfig._get_default_generation_params`).
@@ -148,6 +149,8 @@ class Rules:
     """Number of likeliest tokens reported at each position."""
     prompt_logprobs: int | None = None
     """Number of likeliest tokens reported at each prompt position, with its log-probabilities; None: not reported."""
+    record_supports: bool = False
+    """Whether the tokens that each token was drawn from are recorded (`ops/support_log_prob.py`)."""
     tokenizer: Any = field(default=None, compare=False)
     """Tokenizer that stop strings and guides need."""
 
@@ -183,6 +186,7 @@ class Rules:
             or self.eta_cutoff
             or self.logprobs != "scaled"
             or self.top_logprobs
+            or self.record_supports
         )
 
 
@@ -266,7 +270,8 @@ def _check_numbers(values: dict[str, Any]) -> None:
         check_number(name, values.get(name, 0.0), 0, 1)
     if values.get("typical_p") == 0:
         raise ValueError("typical_p=0 must be above 0; pass 1.0 to switch it off")
-    check_flag("trim_stop", values.get("trim_stop", False))
+    for name in ("trim_stop", "record_supports"):
+        check_flag(name, values.get(name, False))
     check_choice("logprobs", values.get("logprobs", "scaled"), LOGPROBS)
     for name in ("top_logprobs", "prompt_logprobs"):
         check_integer(name, values.get(name, 0), 0, MOST_TOP_LOGPROBS)
@@ -388,6 +393,8 @@ class GenerationOptions:
             check_number("top_p", self.top_p, 0, 1)
             _check(self.top_p > 0, "top_p", self.top_p, "be above 0", "pass 1.0 to switch it off")
             check_number("min_p", self.min_p, 0, 1)
+        greedy = self.rules.record_supports and not self.do_sample
+        _check(not greedy, "record_supports", True, "have do_sample=True", "a greedy token is not drawn from a support")
         many = self.num_return_sequences
         differ = many == 1 or self.do_sample or self.num_beams > 1
         _check(differ, "num_return_sequences", many, "be 1 with do_sample=False", "pass do_sample=True")

@@ -20,6 +20,7 @@ from hybrid_engine.generation.core import Prompt, Sequence
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.sampling import num_before_stop
 from hybrid_engine.ops import Context, PrefillBatch, token_logprobs
+from hybrid_engine.ops.support_log_prob import Supports
 
 MAX_LOGITS = 2**27
 """Maximum number of logits of one pass; more are computed in several passes."""
@@ -51,6 +52,8 @@ class GenerateOutput(ModelOutput):
     """`[B*G, T, n]` int64 with `top_logprobs=n`: the likeliest tokens at each position, the likeliest first."""
     top_logprobs: torch.Tensor | None = None
     """`[B*G, T, n]` fp32: their log-probabilities, of the same distribution as `logprobs`; 0 after the response."""
+    supports: Supports | None = None
+    """`[B*G, T]` with `record_supports=True`: the tokens that each token was drawn from, on the host."""
     prompt_logprobs: torch.Tensor | None = None
     """`[B, P]` fp32 with `prompt_logprobs=n`: log-probabilities of the prompts' own tokens under softmax(logits).
 
@@ -96,17 +99,19 @@ def collect_output(input_ids: torch.Tensor, sequences: list[Sequence], options: 
     tokens, logprobs = tokens.view(len(rows), width), logprobs.view(len(rows), width)  # also without rows
     device = input_ids.device
     prompts = input_ids.repeat_interleave(options.num_return_sequences, 0)
+    has_supports = options.rules.record_supports or any(row.options.rules.record_supports for row in rows)
     return GenerateOutput(
         sequences=torch.cat([prompts, tokens.to(device, prompts.dtype)], dim=1),
         logprobs=logprobs.to(device),
         lengths=torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64, device=device),
         finish_reason=[str(row.finish_reason) for row in rows],
         **_tops(rows, width, options.pad_token_id, device),
+        supports=Supports.of([row.supports for row in rows]) if has_supports else None,
     )
 
 
 def _cut(row: Sequence, length: int) -> None:
-    del row.tokens[length:], row.logprobs[length:], row.tops[length:]
+    del row.tokens[length:], row.logprobs[length:], row.tops[length:], row.supports[length:]
 
 
 def _tops(rows: list[Sequence], width: int, pad: int, device: torch.device) -> dict[str, torch.Tensor]:

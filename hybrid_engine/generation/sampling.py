@@ -37,6 +37,7 @@ from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.ops import SamplingOptions
 from hybrid_engine.ops.sample import sampled_logprobs, token_logprobs
 from hybrid_engine.ops.sample_rows import adjust_rows, build_row_options, count_penalties, filter_rows, pick_rows
+from hybrid_engine.ops.support_log_prob import pack_support, read_records
 
 Result = TypeVar("Result")
 
@@ -207,6 +208,8 @@ class DrawnRows(NamedTuple):
     """`[S]` bool: whether the token ends its sequence."""
     tops: torch.Tensor | None = None
     """`[2, S, k]` fp64: ids and log-probabilities of the likeliest tokens; None if no row requests them."""
+    supports: torch.Tensor | None = None
+    """`[S, B]` uint8 of `pack_support`: what each token was drawn from; None if no row requests it."""
 
 
 class RowState(NamedTuple):
@@ -253,6 +256,7 @@ class MixedRows:
         kinds = [("scaled" if rule.logprobs == "scaled" else rule.logprobs) for rule in rules]
         self._raw, self._processed = (self._indices([k == kind for k in kinds]) for kind in ("raw", "processed"))
         self._num_tops = min(vocab, max((rule.top_logprobs for rule in rules), default=0))
+        self._has_supports = any(rule.record_supports for rule in rules)
         self._warped = self._group_warped()
 
     def _column(self, numbers: list[float]) -> torch.Tensor | None:
@@ -292,9 +296,11 @@ class MixedRows:
             scores = scores.index_copy(0, rows, warp(scores[rows], sequence.options))
         tokens = pick_rows(adjusted, scores, self.options, state.keys, state.draws)
         ends = (tokens[:, None] == self.options.ends).any(1)
-        reported = self._reported(logits, adjusted, scores)
+        final = self._drawn_from(adjusted, scores)
+        reported = self._reported(logits, final)
         measure = token_logprobs if self.is_exact else sampled_logprobs
-        return DrawnRows(tokens, measure(reported, tokens), ends, self._tops(reported))
+        supports = pack_support(final) if self._has_supports else None
+        return DrawnRows(tokens, measure(reported, tokens), ends, self._tops(reported), supports)
 
     def _apply_rules(self, logits: torch.Tensor, state: RowState) -> torch.Tensor:
         """Returns the logits `[S, V]` after the rules and penalties of the rows, before temperature and filters."""
@@ -332,13 +338,19 @@ class MixedRows:
     def _tokens(self, sequence: Sequence) -> torch.Tensor:
         return torch.tensor([sequence.prompt.tokens + sequence.tokens], device=self.device)
 
-    def _reported(self, logits: torch.Tensor, adjusted: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Returns the scores `[S, V]` whose log-softmax is reported."""
+    def _drawn_from(self, adjusted: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Returns `adjusted [S, V]` with the filtered `scores [n, V]` of the sampled rows."""
+        rows = self.options.sampled
+        if rows is None or len(rows) == len(adjusted):
+            return adjusted if rows is None else scores
+        return adjusted.index_copy(0, rows, scores)
+
+    def _reported(self, logits: torch.Tensor, final: torch.Tensor) -> torch.Tensor:
+        """Returns the scores `[S, V]` whose log-softmax is reported; `final` are those that were drawn from."""
         reported = logits if self.options.temperature is None else logits / self.options.temperature
         if self._raw is not None:
             reported = reported.index_copy(0, self._raw, logits[self._raw])
         if self._processed is not None:
-            final = adjusted if self.options.sampled is None else adjusted.index_copy(0, self.options.sampled, scores)
             reported = reported.index_copy(0, self._processed, final[self._processed])
         return reported
 
@@ -353,27 +365,34 @@ def _with_row(scores: torch.Tensor, row: int, changed: torch.Tensor | None) -> t
     return scores if changed is None else torch.cat((scores[:row], changed, scores[row + 1 :]))
 
 
-def send_to_host(results: torch.Tensor, tops: torch.Tensor | None = None) -> Draw:
-    """Returns a Draw of `results [3, S]` fp64 and `tops [2, S, k]`; the device may overwrite them at once."""
+def send_to_host(results: torch.Tensor, tops: torch.Tensor | None = None, supports: torch.Tensor | None = None) -> Draw:
+    """Returns a Draw of `results [3, S]` fp64, `tops [2, S, k]` and `supports [S, B]`.
 
-    def drawn(values: torch.Tensor, tops: torch.Tensor | None) -> Drawn:
+    The device may overwrite the results at once.
+    """
+
+    def drawn(values: torch.Tensor, tops: torch.Tensor | None, supports: torch.Tensor | None) -> Drawn:
         tokens, logprobs, ends = values.numpy()
         likeliest = None
         if tops is not None:
             ids, of_ids = tops
             pairs = zip(ids.long().tolist(), of_ids.tolist(), strict=True)
             likeliest = [list(zip(*row, strict=True)) for row in pairs]
-        return Drawn(tokens.astype(np.int64).tolist(), logprobs.tolist(), ends.nonzero()[0].tolist(), likeliest)
+        records = None if supports is None else read_records(supports.numpy())
+        return Drawn(
+            tokens.astype(np.int64).tolist(), logprobs.tolist(), ends.nonzero()[0].tolist(), likeliest, records
+        )
 
     if not results.is_cuda:
         copied = results.clone()
-        return Draw(lambda: drawn(copied, tops))
-    sent, sent_tops = _to_pinned(results), None if tops is None else _to_pinned(tops)
+        return Draw(lambda: drawn(copied, tops, supports))
+    sent = _to_pinned(results)
+    sent_tops, sent_supports = (None if part is None else _to_pinned(part) for part in (tops, supports))
     event = record_event(results.device)
 
     def read() -> Drawn:
         event.synchronize()
-        return drawn(sent, sent_tops)
+        return drawn(sent, sent_tops, sent_supports)
 
     return Draw(read)
 
@@ -470,7 +489,9 @@ class InStep:
         if self.functions.streamer is not None:
             self.functions.streamer.put(tokens.cpu())
         results = torch.stack((drawn.tokens.double(), drawn.logprobs.double(), is_done.double()))[:, places]
-        return send_to_host(results, None if drawn.tops is None else drawn.tops[:, places]).read()
+        tops = None if drawn.tops is None else drawn.tops[:, places]
+        supports = None if drawn.supports is None else drawn.supports[places]
+        return send_to_host(results, tops, supports).read()
 
     def _state(self) -> RowState:
         said = self.input_ids[:, self.width :]

@@ -225,7 +225,7 @@ class ContinuousBatch:
         """Fills in the tokens of all steps but the last `lag`; finishes the rows that drew an end."""
         while len(self._under_way) > lag:
             rows, draw = self._under_way.popleft()
-            tokens, logprobs, ends, tops = draw.read()
+            tokens, logprobs, ends, tops, supports = draw.read()
             going_on = [row.finish_reason != "stop" for row in rows]  # the other rows had ended before this draw
             for row, token, logprob, goes_on in zip(rows, tokens, logprobs, going_on, strict=True):
                 if goes_on:
@@ -236,6 +236,10 @@ class ContinuousBatch:
                 for row, likeliest, goes_on in zip(rows, tops, going_on, strict=True):
                     if goes_on and row.options.rules.top_logprobs:
                         row.tops.append(likeliest[: row.options.rules.top_logprobs])
+            if supports is not None:
+                for row, record, goes_on in zip(rows, supports, going_on, strict=True):
+                    if goes_on and row.options.rules.record_supports:
+                        row.supports.append(record)
             ended = [rows[index] for index in ends]
             ended += [row for row in rows if row.options.rules.has_ends and is_ended(row)]
             failed = [row for row in rows if row.error is not None]

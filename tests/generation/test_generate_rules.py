@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 import hybrid_engine
 from tests.support.chat import build_chat_tokenizer
@@ -124,6 +124,42 @@ def test_what_is_drawn_from_is_what_transformers_draws_from(engine, model, optio
     assert torch.equal(ours.isinf(), theirs.isinf()) and theirs.isinf().any()
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(output.logprobs, ours.gather(1, output.sequences[:, 9:]), atol=1e-6, rtol=0)
+
+
+FILTERS = [
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.5, "top_p": 0.6, "top_k": 0},
+    {"top_k": 9, "top_p": 0.9, "min_p": 0.05, "typical_p": 0.8},
+]
+
+
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+@torch.no_grad()
+def test_recorded_supports_are_the_tokens_that_transformers_leaves(engine, model, options):
+    """Also after preemption, and where functions of the user keep rows in step."""
+    input_ids, mask = padded_prompts()
+    given = {"do_sample": True, "max_new_tokens": 8, "pad_token_id": PAD, "seed": 5, "eos_token_id": [7, 13]} | options
+    given |= {"attention_mask": mask, "return_dict_in_generate": True}
+    recorded = {"logprobs": "processed", "record_supports": True}
+    output = engine.generate(input_ids, **given, **recorded)
+    full = torch.cat([mask, torch.ones(6, output.logprobs.shape[1], dtype=mask.dtype)], 1)
+    logits = model(output.sequences, attention_mask=full, position_ids=(full.cumsum(1) - 1).clamp(min=0)).logits
+    warpers = model._get_logits_processor(GenerationConfig(**{"do_sample": True, "top_k": 0} | options))
+    is_drawn = torch.arange(output.logprobs.shape[1]) < output.lengths[:, None]
+    left = warpers(torch.empty(0), logits[:, 8:-1][is_drawn])
+    found = output.supports[is_drawn.numpy()]
+    assert torch.equal(found.mask(VOCAB, left.device), left.isfinite()) and not left.isfinite().all()
+    assert (output.supports.lengths > 0).tolist() == is_drawn.tolist()
+    chosen = left.log_softmax(-1).gather(1, output.sequences[:, 9:][is_drawn][:, None]).squeeze(1)
+    torch.testing.assert_close(output.logprobs[is_drawn], chosen, atol=1e-4, rtol=1e-4)
+    assert engine.generate(input_ids, **given).supports is None
+    few = build_engine(max_running=4, kv_block_size=4, max_kv_blocks=9)
+    in_step = {"stopping_criteria": [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]}
+    for other, more in ((few, {}), (build_engine(), in_step)):
+        again = other.generate(input_ids, **given, **recorded, **more)
+        assert torch.equal(again.sequences, output.sequences)
+        assert again.supports.sizes.tolist() == output.supports.sizes.tolist()
+    assert few.latency_stats()["preemptions"] > 0
 
 
 def penalised(model, options, steps=8):
@@ -469,6 +505,9 @@ def test_guided_text_follows_a_grammar(guided, tokenizer):
         ({"top_logprobs": 101}, ["top_logprobs=101", "100"]),
         ({"prompt_logprobs": -1}, ["prompt_logprobs=-1"]),
         ({"prompt_logprobs": 1}, ["prompt_logprobs", "return_dict_in_generate=True"]),
+        ({"record_supports": True}, ["record_supports=True must have do_sample=True"]),
+        ({"record_supports": True, "do_sample": True}, ["record_supports", "return_dict_in_generate=True"]),
+        ({"record_supports": 1}, ["record_supports=1 must be true or false"]),
         ({"guided_choice": [""]}, ["guided_choice=['']"]),
         ({"guided_regex": "a", "guided_json": {}}, ["guided_regex", "one of them"]),
         ({"row_options": [{}] * 5 + [{"presence_penalty": 3}]}, ["row_options[5]: presence_penalty=3"]),

@@ -216,6 +216,7 @@ def _check_scores(sequences: list[Sequence]) -> None:
         for name, is_wanted in (
             ("top_logprobs", rules.top_logprobs > 0),
             ("prompt_logprobs", rules.prompt_logprobs is not None),
+            ("record_supports", rules.record_supports),
         ):
             if is_wanted:
                 raise ValueError(

@@ -30,6 +30,7 @@ from hybrid_engine.generation.output import (
     score_by_module,
 )
 from hybrid_engine.generation.sampling import MixedRows, RowState, is_ended
+from hybrid_engine.ops.support_log_prob import read_records
 from hybrid_engine.zero.passes import GatheringOrder
 from hybrid_engine.zero.sharding import Sharding
 
@@ -107,6 +108,8 @@ class _Drawing(LogitsProcessor):
         if drawn.tops is not None:
             ids, logprobs = drawn.tops[:, 0].tolist()
             sequence.tops.append([(int(number), value) for number, value in zip(ids, logprobs, strict=True)])
+        if drawn.supports is not None:
+            sequence.supports += read_records(drawn.supports.cpu().numpy())
         if bool(drawn.ends[0]) or is_ended(sequence):
             sequence.finish_reason = "stop"
         elif len(sequence.tokens) >= sequence.options.max_new_tokens:

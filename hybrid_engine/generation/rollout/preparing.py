@@ -309,8 +309,7 @@ def read_call(generator: Generator, call: GenerateCall) -> LocalRequest:
     functions = read_functions(merged)
     if functions is not None and row_options is not None:
         raise ValueError("row_options cannot be combined with functions that handle all rows at once")
-    if any(of_prompt.rules.prompt_logprobs is not None for of_prompt in of_prompts):
-        _check_can_score(options)
+    _check_result(generator, options, of_prompts)
     kwargs = {name: value for name, value in kwargs.items() if name not in OWN_OPTIONS}
     local = LocalRequest(
         input_ids=input_ids,
@@ -424,9 +423,15 @@ def _max_positions(generator: Generator) -> int | None:
     return getattr(generator.module.config.get_text_config(), "max_position_embeddings", None)
 
 
-def _check_can_score(options: GenerationOptions) -> None:
-    if not options.return_dict:
-        raise ValueError("prompt_logprobs needs return_dict_in_generate=True")
+def _check_result(generator: Generator, options: GenerationOptions, of_prompts: list[GenerationOptions]) -> None:
+    """Raises ValueError for figures of rows that the result cannot have."""
+    has_scores = any(of_prompt.rules.prompt_logprobs is not None for of_prompt in of_prompts)
+    has_supports = any(of_prompt.rules.record_supports for of_prompt in of_prompts)
+    for name, is_wanted in (("prompt_logprobs", has_scores), ("record_supports", has_supports)):
+        if is_wanted and not options.return_dict:
+            raise ValueError(f"{name} needs return_dict_in_generate=True")
+    if has_supports and generator.group.stage is not None:
+        raise ValueError("record_supports=True is not supported with pipeline stages; leave it out")
 
 
 def _reason_to_fall_back(

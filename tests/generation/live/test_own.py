@@ -14,6 +14,7 @@ from hybrid_engine.generation.live import batches as live_own
 from hybrid_engine.generation.live.asynchronous import Carried, start_async
 from hybrid_engine.generation.live.opening import live_batch
 from hybrid_engine.generation.options import read_options
+from hybrid_engine.ops.support_log_prob import Supports
 from hybrid_engine.recipes.serve import Config as ServeConfig
 from hybrid_engine.rlhf.experience.answering import load_shared
 from tests.support.chat import build_chat_tokenizer
@@ -85,6 +86,17 @@ def test_options_of_the_models_own_config_do_not_change_what_is_drawn():
         repetition_penalty=3.0, suppress_tokens=[expected[0].tokens[1]], do_sample=True
     )
     assert [row.tokens for row in _answers(engine.generator, {"max_new_tokens": 8})] == [row.tokens for row in expected]
+
+
+def test_supports_are_recorded_of_the_models_own_answers():
+    sampled = {"do_sample": True, "max_new_tokens": 6, "eos_token_id": None, "top_k": 3}
+    recorded = sampled | {"logprobs": "processed", "record_supports": True}
+    generator = _engine(MODELS["mamba"]).generator
+    rows, plain = _answers(generator, recorded), _answers(generator, sampled)
+    assert [row.tokens for row in rows] == [row.tokens for row in plain] and not any(row.supports for row in plain)
+    for row in rows:
+        kept = Supports.of([row.supports])[0].mask(VOCAB, torch.device("cpu"))
+        assert kept.sum(1).tolist() == [3] * 6 and kept[torch.arange(6), row.tokens].all()
 
 
 def test_an_answer_comes_in_parts_and_may_be_given_up_between_them():
