@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from hybrid_engine.distributed.processes import all_processes
+from hybrid_engine.ops.support_log_prob import Supports
 from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.rl.losses import count_step
 from hybrid_engine.rlhf.algorithms import (
@@ -53,10 +54,17 @@ from hybrid_engine.rlhf.planning.comparison import follow_memory, write_result
 from hybrid_engine.rlhf.planning.reading import read_episodes
 from hybrid_engine.rlhf.runs.checkpoints import begin_run, load_checkpoints, save_checkpoints
 from hybrid_engine.rlhf.runs.engine_config import Schedule, gradient_figures
-from hybrid_engine.rlhf.runs.run_checks import check_folder, check_model
+from hybrid_engine.rlhf.runs.run_checks import check_folder, check_model, check_top_k
 from hybrid_engine.rlhf.runs.run_folder import CHECKPOINTS, METRICS, RUN_RESULTS, read_metrics
 from hybrid_engine.rlhf.runs.run_log import RunLog, plot_metrics, say
-from hybrid_engine.rlhf.runs.stages import load_tokenizer, mix_seed, move_aside, save_stage, seed_everything
+from hybrid_engine.rlhf.runs.stages import (
+    load_config,
+    load_tokenizer,
+    mix_seed,
+    move_aside,
+    save_stage,
+    seed_everything,
+)
 from hybrid_engine.rlhf.tasks.calculator import (
     MAX_TURNS,
     Problem,
@@ -100,6 +108,7 @@ def run(config: Config) -> Path:
     # A pupil who asks writes more than one who guesses: a step must contain both.
     first_stage = character_stage("calculator", config, group_by_length=False)
     source = config.model or str(sft_stage.run(first_stage))
+    check_top_k(config, load_config(source), source)
     seed_everything(config.seed)
     rate = config.learning_rate or suitable_rate(config, small=1.5e-3)
     schedule = Schedule.of(config, config.steps, "agent")
@@ -157,6 +166,7 @@ def play(
     policy.actor.eval()
     ids = [secrets.token_urlsafe() for _ in drawn]
     options = {"api_key": secrets.token_urlsafe(), "session_ids": ids, "max_sessions": len(ids)}
+    options["record_supports"] = config.is_filtered
     with (
         policy.actor.serving(policy.tokenizer, model_name="policy", **options, **(limits or {})) as server,
         server.client() as client,
@@ -181,8 +191,9 @@ def solve(client: Any, problem: Problem, session_id: str, config: Config, seed: 
             messages=messages,
             max_tokens=config.max_new_tokens,
             temperature=config.temperature,
+            top_p=config.top_p,
             seed=seed + turn,
-            extra_body={"session_id": session_id},
+            extra_body={"session_id": session_id, "top_k": config.top_k, "min_p": config.min_p},
         )
         said = answer.choices[0].message.content
         num_cut_off += answer.choices[0].finish_reason == "length"
@@ -222,6 +233,8 @@ def build_experience(policy: TrainedPolicy, episodes: list[Episode], config: Con
         device,
         [row.written[begin:] for row, begin in parts],
     )
+    if config.is_filtered:
+        sequences = replace(sequences, supports=Supports.of([row.supports[begin:] for row, begin in parts]))
     algorithm, mask = config.algorithm, sequences.response_mask
     sampled = pad_numbers([row.logprobs[begin:] for row, begin in parts], mask.shape[1], device)
     logprobs, difference = policy.old_logprobs(sequences, sampled, config.temperature, config.logprob_bound)

@@ -26,7 +26,7 @@ from hybrid_engine.recipes import reward as reward_stage
 from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.recipes.dpo import update
 from hybrid_engine.rl.preferences import best_and_worst
-from hybrid_engine.rlhf.data.encoding import EncodedPair
+from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
 from hybrid_engine.rlhf.experience.answers import Reading, TrainingPair
 from hybrid_engine.rlhf.experience.evaluation import (
     Evaluation,
@@ -157,17 +157,24 @@ def choose_pairs(policy: TrainedPolicy, groups: ScoredGroups, config: Config) ->
     if policy.has_reference:
         found = policy.reference_logprobs(rollout.sequences.rows(rows), config.temperature)
         logprobs = found.sum(dim=1).tolist()
-    prompts, responses = rollout.answers.prompt_ids, rollout.answers.response_ids
     columns = zip(rows.tolist()[: len(best)], rows.tolist()[len(best) :], differs.tolist(), strict=True)
     return [
         TrainingPair(
-            EncodedPair.of_tokens(prompts[chosen], responses[chosen], responses[rejected]),
+            EncodedPair(encoded(rollout, chosen), encoded(rollout, rejected)),
             chosen_ref=logprobs[index],
             rejected_ref=logprobs[len(best) + index],
             weight=float(is_pair),
         )
         for index, (chosen, rejected, is_pair) in enumerate(columns)
     ]
+
+
+def encoded(rollout: Rollout, row: int) -> Encoded:
+    """An answer of a rollout, of which every token is learned."""
+    answers, supports = rollout.answers, rollout.sequences.supports
+    response = answers.response_ids[row]
+    kept = None if supports is None else supports[row, : len(response)]
+    return Encoded(prompt_ids=answers.prompt_ids[row], response_ids=response, supports=kept)
 
 
 def update_on_pairs(policy: TrainedPolicy, pairs: Sequence[TrainingPair], config: Config) -> dict[str, float]:

@@ -155,6 +155,8 @@ class ServedModel:
     """Maps the names that clients use to peft's adapters; each is served as a separate model."""
     max_answers: int = MAX_ANSWERS
     """Maximum number of answers of one request."""
+    record_supports: bool = False
+    """Whether sampled tokens have records of what they were drawn from, and log-probabilities over that."""
 
     @functools.cached_property
     def longest_token(self) -> int:
@@ -411,6 +413,8 @@ def _options(request: SamplingFields, num_new: int, model: ServedModel) -> Gener
     if is_sampled:
         named |= {"temperature": request.temperature, "top_p": request.top_p, "min_p": request.min_p}
         named["top_k"] = max(0, request.top_k)
+    if is_sampled and model.record_supports:
+        named |= {"logprobs": "processed", "record_supports": True}
     try:
         return read_options(named, 0, model.vocab_size)  # no option of `named` counts prompts
     except ValueError as error:

@@ -22,7 +22,7 @@ import uvicorn
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from hybrid_engine.config.checks import check_integer, check_number
+from hybrid_engine.config.checks import check_flag, check_integer, check_number
 from hybrid_engine.generation.detokenize import end_token_ids
 from hybrid_engine.generation.live.asynchronous import LiveThread
 from hybrid_engine.generation.live.batches import LiveBatch
@@ -80,6 +80,8 @@ class Server:
         version: version of the weights, which is recorded for tokens.
         link: link to the processes that share the model and follow this one.
         adapters: maps names for clients to peft's adapters of the model, each served as a separate model.
+        record_supports: whether the sampler's supports are recorded in trajectories, whose log-probabilities are then
+            of the filtered distributions, as are those that clients are sent; otherwise they are unfiltered.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Server:
         version: int = 0,
         link: LiveLink | None = None,
         adapters: Mapping[str, str] | None = None,
+        record_supports: bool = False,
     ):
         check_integer("port", port, 0, 65535)
         check_integer("max_waiting", max_waiting, 1)
@@ -117,6 +120,7 @@ class Server:
         check_number("stall_seconds", stall_seconds, 0.1)
         check_number("finish_seconds", finish_seconds, 0)
         check_session_ids(session_ids, max_sessions)
+        check_flag("record_supports", record_supports)
         self.keys, self._pages = Keys(api_key, api_key_file), Pages(allow_hosts, allow_origins)
         check_address(host, has_keys=bool(self.keys))
         self._pages.check_needed(has_keys=bool(self.keys))
@@ -130,6 +134,7 @@ class Server:
             "end_tokens": end_tokens,
             "suppressed": suppressed,
             "adapters": dict(adapters or {}),
+            "record_supports": record_supports,
         }
         self._facts["tool_call_parser"] = choose_parser(tool_call_parser, tokenizer)
         self._link = link

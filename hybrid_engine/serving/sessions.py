@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.generation.core import Sequence as BatchSequence
+from hybrid_engine.ops.support_log_prob import record_bytes
 from hybrid_engine.serving.errors import RequestError
 from hybrid_engine.serving.protocol import MAX_SESSION_ID, ChatRequest
 from hybrid_engine.serving.request_parsing import ParsedRequest, ServedModel, chat_text, chat_tokens
@@ -29,8 +30,10 @@ MAX_SESSION_TOKENS = 2**25
 """Default limit for the tokens of all conversations together."""
 MAX_SESSION_BYTES = 2**31
 """Default limit for the memory of all conversations together."""
-TOKEN_BYTES = 112
-"""Bytes of a remembered token: in lists of ids, log-probabilities, versions, and authorship."""
+TOKEN_BYTES = 120
+"""Bytes of a remembered token: in lists of ids, log-probabilities, records, versions, and authorship."""
+LARGEST_VOCABULARY = 2**18
+"""Tokens of the largest vocabularies of current models, for the memory of records."""
 NODE_BYTES = 4096
 """Bytes of a remembered answer in addition to its tokens and messages."""
 MAX_VALUES = 2**16
@@ -77,6 +80,8 @@ class Trajectory:
     """True for tokens that the policy drew; False for prompts, users and tool results."""
     logprobs: list[float]
     """As the sampler recorded them; 0 for tokens that were not drawn."""
+    supports: list[bytes]
+    """Records (`ops/support_log_prob.py`) of what tokens were drawn from; empty for others, or if none are recorded."""
     versions: list[int]
     """Version of the weights that drew the token; -1 for tokens that were not drawn."""
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -186,11 +191,14 @@ class Sessions:
         tokens, num_drawn = choice.prompt + choice.tokens, len(choice.tokens)
         num_known = 0 if node is None else len(node.tokens)
         num_new = len(choice.prompt) - num_known
+        recorded = [] if choice.sequence is None else choice.sequence.supports[:num_drawn]
+        supports = recorded or [b""] * num_drawn
         new = Trajectory(
             session.id,
             tokens,
             ([] if node is None else node.written) + [False] * num_new + [True] * num_drawn,
             ([] if node is None else node.logprobs) + [0.0] * num_new + choice.logprobs,
+            ([] if node is None else node.supports) + [b""] * num_new + supports,
             ([] if node is None else node.versions) + [-1] * num_new + [self.version] * num_drawn,
             messages,
             inputs or {},
@@ -198,7 +206,7 @@ class Sessions:
             _kept(choice.sequence, len(tokens)),
             session.key,
         )
-        size = size_of(1, len(tokens), num_bytes)
+        size = size_of(1, len(tokens), num_bytes + sum(map(sys.getsizeof, recorded)))
         with self._lock:
             self._nodes.setdefault(session, []).append(new)
             self._sizes[session] = self._sizes.get(session, Size()).plus(size)
@@ -270,6 +278,11 @@ def check_session_ids(session_ids: Collection[str] | None, max_sessions: int) ->
 def size_of(num_answers: int, num_tokens: int, num_bytes: int) -> Size:
     """The memory of answers with `num_tokens` tokens together, whose messages take `num_bytes`."""
     return Size(num_tokens, num_answers * NODE_BYTES + num_tokens * TOKEN_BYTES + num_bytes)
+
+
+def support_bytes(top_k: int) -> int:
+    """Memory of the record of a token's support, at most; with `top_k` 0 of any support."""
+    return sys.getsizeof(b"") + record_bytes(top_k or LARGEST_VOCABULARY, LARGEST_VOCABULARY)
 
 
 def count_bytes(values: Any) -> int:

@@ -84,7 +84,11 @@ def few_problems(monkeypatch):
     monkeypatch.setattr(agent, "is_right", lambda problem, said: sum(map(ord, said)) % 2 == 0)
 
 
-@pytest.mark.parametrize("options", [{"num_clients": 1}, {"exact": True}], ids=["one client", "exact mode"])
+@pytest.mark.parametrize(
+    "options",
+    [{"num_clients": 1}, {"exact": True, "top_k": 6}],
+    ids=["one client", "exact mode, filtered"],
+)
 def test_an_interrupted_run_goes_on_to_the_bit(tiny, tmp_path, few_problems, options):
     whole = replace(tiny, **options)
     torn = replace(whole, out=str(tmp_path / "torn"))
@@ -170,6 +174,28 @@ def test_rows_learn_from_what_the_policy_wrote_alone(tiny):
         assert len(written) == sum(episode.trajectory.written) > 0
         logprobs = experience.logprobs[row][mask]
         assert (logprobs < 0).all()
+
+
+def test_filtered_answers_are_learned_over_the_supports_of_their_own_turns(tiny):
+    seed_everything(0)
+    policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"))
+    config = replace(tiny, group_size=4, top_k=5, top_p=0.7, temperature=0.8)
+    episodes = agent.play(policy, [PROBLEM] * 4, config, seed=0)
+    assert max(episode.num_turns for episode in episodes) > 1
+    policy.actor.train()
+    sequences, sampled, _ = agent.build_experience(policy, episodes, config)
+    mask, vocab = sequences.response_mask, policy.actor.module.config.vocab_size
+    sizes = sequences.supports.sizes
+    assert ((sizes > 0) == mask.numpy()).all() and 1 < sizes[mask.numpy()].mean() < 5
+    kept = sequences.supports[mask.numpy()].mask(vocab, mask.device)
+    with torch.no_grad():
+        logits = policy.actor.module(sequences.input_ids, attention_mask=sequences.attention_mask,
+                                     position_ids=sequences.position_ids).logits  # fmt: skip
+        logprobs = (logits[:, -mask.shape[1] - 1 : -1][mask] / 0.8).masked_fill(~kept, -torch.inf).log_softmax(-1)
+        found = response_logprobs(policy.actor, sequences, 0.8)
+    expected = logprobs.gather(1, sequences.responses[mask][:, None]).squeeze(1)
+    torch.testing.assert_close(sampled[mask], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found[mask], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_old_log_probabilities_are_the_trainers_where_the_bound_asks_for_them(tiny):

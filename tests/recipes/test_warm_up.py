@@ -49,7 +49,7 @@ def order(monkeypatch):
 
 
 def config_of(recipe, sources, out):
-    group = {} if recipe is ppo else {"group_size": 2}
+    group = {"top_k": 5} if recipe is ppo else {"group_size": 2}
     teacher = {"teacher": sources["model"]} if recipe is distill else {}
     return recipe.Config(**SIZES, **PROMPTED, **group, **teacher, **sources, out=out)
 

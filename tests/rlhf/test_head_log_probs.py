@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 
 import hybrid_engine
 from hybrid_engine.ops.sample import token_logprobs
+from hybrid_engine.ops.support_log_prob import Supports, pack_support, read_records
 from hybrid_engine.rl.estimates import token_entropy
 from hybrid_engine.rlhf.batches import head_log_probs
 from hybrid_engine.rlhf.batches.head_log_probs import AskedColumns, token_log_probs
@@ -80,6 +81,40 @@ def test_values_entropy_and_gradients_are_those_of_the_logits(family):
             bound = 5e-6 * max(1.0, largest)
             torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-4, atol=bound, msg=name)
     assert not head_log_probs._tried[model.get_output_embeddings()].differs
+
+
+def draw_supports(asked, targets, vocab):
+    """Some tokens for each requested one, itself among them: recorded, and as a mask `[N, V]`."""
+    kept = torch.rand(int(asked.mask.sum()), vocab, generator=torch.Generator().manual_seed(3)) < 0.1
+    kept[torch.arange(len(kept)), targets[asked.mask]] = True
+    records = read_records(pack_support(torch.where(kept, 0.0, -torch.inf)).numpy())
+    return Supports.of([records])[0], kept
+
+
+def from_masked_logits(model, asked, inputs, kept):
+    logits = model(**inputs, use_cache=False).logits[:, -T - 1 : -1][asked.mask] / asked.temperature
+    logprobs = logits.masked_fill(~kept, -1e9).log_softmax(-1)
+    chosen = logprobs.gather(1, inputs["input_ids"][:, -T:][asked.mask][:, None]).squeeze(1)
+    zeros = torch.zeros(asked.mask.shape)
+    return [zeros.masked_scatter(asked.mask, part) for part in (chosen, -(logprobs.exp() * logprobs).sum(1))]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_over_supports_values_entropy_and_gradients_are_those_of_masked_logits(family):
+    model, inputs = build_model(family).eval(), build_inputs()
+    asked, vocab = build_asked(temperature=0.7, with_entropy=True), model.get_output_embeddings().weight.shape[0]
+    supports, kept = draw_supports(asked, inputs["input_ids"][:, -T:], vocab)
+    asked = asked._replace(supports=supports)
+    expected, expected_entropy = from_masked_logits(model, asked, inputs, kept)
+    expected_gradients = gradients(model, expected + 0.3 * expected_entropy)
+    with at_most_two_rows_of_logits(model.get_output_embeddings()):
+        of_states = token_log_probs(model, asked, inputs)
+    for found in (of_states, head_log_probs._from_logits(model, asked, inputs)):
+        torch.testing.assert_close(found.logprobs, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.entropy, expected_entropy, rtol=1e-5, atol=1e-5)
+        for name, gradient in gradients(model, found.logprobs + 0.3 * found.entropy).items():
+            bound = 5e-6 * max(1.0, float(expected_gradients[name].abs().max()))
+            torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-4, atol=bound, msg=name)
 
 
 def test_adapters_learn_what_they_learn_from_logits():

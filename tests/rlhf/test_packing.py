@@ -6,12 +6,14 @@ import random
 import re
 import weakref
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import hybrid_engine
+from hybrid_engine.ops.support_log_prob import Supports, pack_support, read_records
 from hybrid_engine.rlhf.batches import micro_batches
 from hybrid_engine.rlhf.batches import packing as data_spans
 from hybrid_engine.rlhf.batches.micro_batches import check_budget, deal, fill_evenly
@@ -90,6 +92,20 @@ def test_losses_and_gradients_in_rows_equal_the_padded_ones(family):
     packed = pack(batch.input_ids, batch.attention_mask, Layout.ROWS)
     assert packed.input_ids.numel() < 0.6 * batch.input_ids.numel()
     assert_equal_to_padded(model, lambda model: response_logprobs(model, batch, 0.7))
+
+
+@pytest.mark.parametrize(("family", "layout"), [("mistral-window", Layout.ROWS), ("llama", Layout.SPANS)])
+def test_packed_tokens_keep_their_own_supports(family, layout):
+    model, batch = build_model(family), sampled(num_rows=8, vocab=40, group=4)
+    assert pack_where_exact(model, BUDGET) is layout
+    kept = torch.rand((*batch.responses.shape, 60), generator=torch.Generator().manual_seed(2)) < 0.2
+    kept.scatter_(2, batch.responses[..., None], True)
+    records = [read_records(pack_support(torch.where(row, 0.0, -torch.inf)).numpy()) for row in kept]
+    batch = replace(batch, supports=Supports.of(records))
+    assert_equal_to_padded(model, lambda model: response_logprobs(model, batch, 0.7))
+    rows = torch.tensor([5, 2, 0])
+    found, expected = (response_logprobs(model, part, 0.7) for part in (batch.rows(rows), batch))
+    torch.testing.assert_close(found, expected[rows][:, : found.shape[1]], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt-neox-parallel", "qwen3-moe", "opt"])

@@ -34,8 +34,10 @@ from hybrid_engine.ops.linear_divergence import (
     top_divergence,
     top_tokens,
 )
-from hybrid_engine.ops.linear_log_prob import LogitShape, VocabularyShare, linear_log_prob
+from hybrid_engine.ops.linear_log_prob import LinearLogProbs, LogitShape, VocabularyShare, linear_log_prob
+from hybrid_engine.ops.linear_log_prob_tiles import LEAST_LOGIT
 from hybrid_engine.ops.sample import token_logprobs
+from hybrid_engine.ops.support_log_prob import Supports, support_log_prob
 from hybrid_engine.rl.estimates import token_entropy
 
 TRIAL_PRODUCT = 200.0
@@ -50,6 +52,7 @@ class AskedColumns(NamedTuple):
     with_entropy: bool = False
     cells: tuple[torch.Tensor, ...] | None = None  # rows and columns of the True cells; None: read from the device
     with_sharper: bool = False
+    supports: Supports | None = None  # of the True cells in their order: what each distribution is over; None: all
 
 
 class HeadLogProbs(NamedTuple):
@@ -81,12 +84,16 @@ def token_log_probs(model: nn.Module, asked: AskedColumns, inputs: Mapping[str, 
     targets = inputs["input_ids"][:, -asked.mask.shape[1] :]
 
     def compute(rows: torch.Tensor, head: nn.Linear, cells: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
-        part = linear_log_prob(rows, head.weight, targets[cells], head.bias, shape, asked.with_entropy)
+        def log_probs(shape: LogitShape, with_entropy: bool) -> LinearLogProbs:
+            if asked.supports is None:
+                return linear_log_prob(rows, head.weight, targets[cells], head.bias, shape, with_entropy)
+            return support_log_prob(rows, head.weight, targets[cells], asked.supports, head.bias, shape, with_entropy)
+
+        part = log_probs(shape, asked.with_entropy)
         found = {name: values for name, values in part._asdict().items() if values is not None}
         if asked.with_sharper:
-            sharper = shape._replace(temperature=shape.temperature / 2)
             with torch.no_grad():
-                found["sharper"] = linear_log_prob(rows, head.weight, targets[cells], head.bias, sharper).logprobs
+                found["sharper"] = log_probs(shape._replace(temperature=shape.temperature / 2), False).logprobs
         return found
 
     found = _run_caught(model, head, shape, asked, inputs, compute)
@@ -416,12 +423,30 @@ def _given(asked: AskedColumns, inputs: Mapping[str, torch.Tensor]) -> dict[str,
 def _from_logits(model: nn.Module, asked: AskedColumns, inputs: Mapping[str, torch.Tensor]) -> HeadLogProbs:
     logits = model(**_given(asked, inputs)).logits[:, -asked.mask.shape[1] - 1 : -1]
     targets, sharper = inputs["input_ids"][:, -asked.mask.shape[1] :], None
+    if asked.supports is not None:
+        return _from_supports(logits, asked, targets)
     logprobs = token_logprobs(logits, targets, asked.temperature)
     entropy = token_entropy(logits.float() / asked.temperature) if asked.with_entropy else None
     if asked.with_sharper:
         sharper = token_logprobs(logits.detach(), targets, asked.temperature / 2)
     parts = (logprobs, entropy, sharper)
     return HeadLogProbs(*(None if part is None else torch.where(asked.mask, part, 0.0) for part in parts))
+
+
+def _from_supports(logits: torch.Tensor, asked: AskedColumns, targets: torch.Tensor) -> HeadLogProbs:
+    """From logits `[B, T, V]` over the supports, computed as the sampler does: divided, then filtered."""
+    assert asked.supports is not None
+    kept = asked.supports.mask(logits.shape[-1], logits.device)  # [N, V]
+    # By a tensor, as the sampler: a GPU divides by a number with other rounding.
+    scaled = logits[asked.mask].float() / logits.new_tensor([asked.temperature], dtype=torch.float32)
+    filtered, chosen = scaled.masked_fill(~kept, -torch.inf), targets[asked.mask]
+    has_mass = scaled.detach().gather(1, chosen[:, None]).squeeze(1) > LEAST_LOGIT / 2
+    logprobs = torch.where(has_mass, token_logprobs(filtered, chosen), LEAST_LOGIT)
+    entropy = token_entropy(filtered) if asked.with_entropy else None
+    sharper = token_logprobs(filtered.detach(), chosen, 0.5) if asked.with_sharper else None
+    zeros = torch.zeros(asked.mask.shape, dtype=torch.float32, device=logits.device)
+    parts = (logprobs, entropy, sharper)
+    return HeadLogProbs(*(None if part is None else zeros.masked_scatter(asked.mask, part) for part in parts))
 
 
 def _apart(logits: torch.Tensor, expected: torch.Tensor) -> float:

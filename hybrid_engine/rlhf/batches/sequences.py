@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.ops.linear_divergence import HeadStates
+from hybrid_engine.ops.support_log_prob import Supports
 from hybrid_engine.rlhf.batches.head_log_probs import (
     AskedColumns,
     HeadLogProbs,
@@ -65,6 +66,10 @@ class Sequences:
     """`[B, T]` bool, True on response tokens, the end-of-sequence token included; False on gaps and padding."""
     numbers: torch.Tensor | None = None
     """`[B]` int64 on the host: each row's number in the batch that it was chosen from; None unless `numbered`."""
+    supports: Supports | None = None
+    """`[B, T]`: the tokens that each response token was drawn from, over which every model's distribution of it is
+    renormalised; None: all tokens.
+    """
 
     def numbered(self) -> "Sequences":
         """These rows, which keep their present numbers when `rows` chooses from them."""
@@ -116,6 +121,7 @@ class Sequences:
             attention_mask=self.attention_mask[places, columns[0]],
             response_mask=self.response_mask[places, columns[1]],
             numbers=None if self.numbers is None else self.numbers[index],
+            supports=None if self.supports is None else self.supports[index.numpy(), columns[1]],
         )
         ids, mask, responses = self.on_host
         on_host = HostRows(ids[index, columns[0]], mask[index, columns[0]], responses[index, columns[1]])
@@ -160,13 +166,16 @@ def build_sequences(
     return replace(batch, response_mask=batch.response_mask & is_learned).to(device)
 
 
-def attach_responses(prompt_mask: torch.Tensor, sequences: torch.Tensor, lengths: torch.Tensor) -> Sequences:
+def attach_responses(
+    prompt_mask: torch.Tensor, sequences: torch.Tensor, lengths: torch.Tensor, supports: Supports | None = None
+) -> Sequences:
     """The result of `engine.generate()` with its masks.
 
     Args:
         prompt_mask: `[B, P]`, as given to `generate()`.
         sequences: `[B, P+T]`, as returned.
         lengths: `[B]`, response tokens of each row.
+        supports: `[B, T]`, as returned.
     """
     num_columns = sequences.shape[1] - prompt_mask.shape[1]
     response_mask = torch.arange(num_columns, device=sequences.device) < lengths[:, None]  # [B, T]
@@ -174,11 +183,15 @@ def attach_responses(prompt_mask: torch.Tensor, sequences: torch.Tensor, lengths
         input_ids=sequences,
         attention_mask=torch.cat([prompt_mask, response_mask.to(prompt_mask.dtype)], dim=1),
         response_mask=response_mask,
+        supports=supports,
     )
 
 
 def response_logprobs(model: nn.Module, batch: Sequences, temperature: float = 1.0) -> torch.Tensor:
-    """`[B, T]` fp32: the log-probability of each response token, 0 on gaps and padding."""
+    """`[B, T]` fp32: the log-probability of each response token, 0 on gaps and padding.
+
+    It is renormalised over `batch.supports`, if the batch has them.
+    """
     return _log_probs(model, batch, AskedColumns(batch.response_mask, temperature)).logprobs
 
 
@@ -269,13 +282,19 @@ class _ForwardPass(NamedTuple):
 
 def _pass_of(model: nn.Module, batch: Sequences, asked: AskedColumns) -> _ForwardPass:
     mask, packed, device = batch.on_host.response_mask, packed_for(model, batch), asked.mask.device
+    supports = None if batch.supports is None else batch.supports[mask.numpy()]
     if packed is None:
-        return _ForwardPass(asked._replace(cells=_cells(mask, device)), model_inputs(batch), lambda found: found, None)
+        asked = asked._replace(cells=_cells(mask, device), supports=supports)
+        return _ForwardPass(asked, model_inputs(batch), lambda found: found, None)
     # A sequence begins with its prompt, so each requested token follows a token of its own sequence.
     numbers = packed.numbers(mask)[:, 1:]
     in_rows = numbers >= 0
-    asked_packed = asked._replace(mask=send_to_device(in_rows, device), cells=_cells(in_rows, device))
     order = numbers[in_rows]
+    asked_packed = asked._replace(
+        mask=send_to_device(in_rows, device),
+        cells=_cells(in_rows, device),
+        supports=None if supports is None else supports[order.numpy()],
+    )
     is_same = torch.equal(order, torch.arange(len(order)))
     return _ForwardPass(
         asked_packed,

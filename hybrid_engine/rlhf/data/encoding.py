@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_engine.config.checks import flag
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.generation.detokenize import answer_ends
+from hybrid_engine.ops.support_log_prob import Supports
 from hybrid_engine.rlhf.batches.packing import SharedPrompt
 from hybrid_engine.rlhf.data.rows import (
     CompletionRow,
@@ -50,6 +51,8 @@ class Encoded:
     """At least one, the end-of-sequence token included."""
     loss_mask: list[bool] | None = None
     """True on the response tokens that are learned; None: all of them."""
+    supports: Supports | None = None
+    """`[T]`: the tokens that each response token was drawn from, of an answer that a run sampled with filters."""
 
     @property
     def prompts(self) -> tuple[SharedPrompt, ...]:

@@ -18,6 +18,7 @@ from torch import nn
 
 from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.distributed.processes import default_device, gather_objects
+from hybrid_engine.ops.support_log_prob import Supports
 from hybrid_engine.rl.preferences import PairLogprobs, PairLoss, alignment
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, read_figures
 from hybrid_engine.rlhf.batches.passes import RunPasses, turns
@@ -62,7 +63,9 @@ def answer_alignments(model: Any, answers: Sequence[Encoded], reading: Reading) 
 def _sequences_of(answers: Sequence[Encoded], reading: Reading) -> Sequences:
     prompts, responses = [answer.prompt_ids for answer in answers], [answer.response_ids for answer in answers]
     learned = [answer.loss_mask for answer in answers]
-    return build_sequences(prompts, responses, reading.pad_token, default_device(), learned)
+    sequences = build_sequences(prompts, responses, reading.pad_token, default_device(), learned)
+    supports = [answer.supports[None] for answer in answers if answer.supports is not None]
+    return replace(sequences, supports=Supports.join(supports)) if supports else sequences
 
 
 @torch.no_grad()

@@ -114,10 +114,14 @@ def mean_sums(means: Mapping[str, torch.Tensor], mask: torch.Tensor) -> DeviceFi
 
 
 def answer_sums(rollout: Rollout) -> Sums:
-    """Sums for the figures of a rollout alone: tokens of a response, share that was cut off, entropy in nats."""
-    mask = rollout.sequences.response_mask
+    """Sums for the figures of a rollout alone: tokens of a response, share that was cut off, entropy in nats.
+
+    With recorded supports the entropy is that of the distributions over them, and their number of tokens is a figure.
+    """
+    mask, supports = rollout.sequences.response_mask, rollout.sequences.supports
     rows, num_tokens = mask.shape[0], float(mask.sum())
-    return {
+    sizes = {} if supports is None else {"support_size": (float(supports.sizes.sum()), num_tokens)}
+    return sizes | {
         "length": (num_tokens, rows),
         "cut_off_share": (sum(rollout.answers.is_cut_off), rows),
         "entropy_estimate": (-rollout.logprobs.sum().item(), num_tokens),

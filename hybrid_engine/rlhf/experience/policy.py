@@ -62,7 +62,10 @@ class TrainedPolicy:
 
     @torch.no_grad()
     def reference_logprobs(self, sequences: Sequences, temperature: float) -> torch.Tensor:
-        """`[N, T]` fp32 under the first weights, 0 on padding; collective if the actor is sharded."""
+        """`[N, T]` fp32 under the first weights, 0 on padding; collective if the actor is sharded.
+
+        Over the supports of `sequences`, if there are any, as the actor's own.
+        """
         compute = partial(response_logprobs, temperature=temperature)
         if self.refers_to_base:
             with playing(self.actor.module, None):

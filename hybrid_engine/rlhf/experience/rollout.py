@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_engine.distributed.processes import gather_objects, get_rank
 from hybrid_engine.distributed.verdict import is_out_of_memory
 from hybrid_engine.generation.detokenize import answer_text, end_token_ids
+from hybrid_engine.ops.support_log_prob import Supports
 from hybrid_engine.rl.advantages import has_variance
 from hybrid_engine.rlhf.batches.sequences import (
     Sequences,
@@ -47,14 +48,27 @@ class AnswerSampling:
     max_prompt_tokens: int
     max_new_tokens: int
     temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
     num_samples: int = 1
     """Answers to each prompt, G."""
 
+    @property
+    def is_filtered(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary, which is recorded with each of them."""
+        return self.temperature > 0 and (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
+
     def drawing(self) -> dict[str, Any]:
-        """Arguments of `generate()`: samples from all tokens at the temperature; greedy at 0."""
+        """Arguments of `generate()`: samples at the temperature; greedy at 0.
+
+        If a filter is on, the log-probabilities are of the filtered distribution, whose supports are recorded.
+        """
         if self.temperature == 0:
             return {"do_sample": False}
-        return {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
+        filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+        recording = {"logprobs": "processed", "record_supports": True} if self.is_filtered else {}
+        return {"do_sample": True, "temperature": self.temperature, **filters, **recording}
 
     @classmethod
     def of(cls, config: AnswerOptions, num_samples: int = 1) -> "AnswerSampling":
@@ -63,6 +77,9 @@ class AnswerSampling:
             max_prompt_tokens=config.max_prompt_tokens,
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
             num_samples=num_samples,
         )
 
@@ -74,7 +91,7 @@ class Rollout:
     answers: Answers
     sequences: Sequences
     logprobs: torch.Tensor
-    """Log-probabilities of the sampler, `[N, T]` fp32; 0 on padding."""
+    """Log-probabilities of the sampler, `[N, T]` fp32; 0 on padding. Over `sequences.supports`, if there are any."""
 
 
 def sample(
@@ -97,11 +114,10 @@ def sample(
         prompt_ids,
         attention_mask=prompt_mask,
         **_generate_options(tokenizer, options, ends),
-        return_dict_in_generate=True,
         seed=seed,
     )
     repeated_mask = prompt_mask.repeat_interleave(options.num_samples, dim=0)
-    sequences = attach_responses(repeated_mask, output.sequences, output.lengths)
+    sequences = attach_responses(repeated_mask, output.sequences, output.lengths, output.supports)
     responses = [row[mask].tolist() for row, mask in zip(sequences.responses, sequences.response_mask, strict=True)]
     answers = Answers(
         prompts=_repeat([row.prompt for row in rows], options.num_samples),
@@ -147,6 +163,7 @@ def _generate_options(tokenizer: PreTrainedTokenizerBase, options: AnswerSamplin
         "num_return_sequences": options.num_samples,
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": ends,
+        "return_dict_in_generate": True,
     }
 
 
@@ -203,12 +220,14 @@ def join(rollouts: Sequence[Rollout], pad_token: int) -> Rollout:
         return torch.cat([pad(tensor, side, value=value) for tensor, side in zip(tensors, sides, strict=True)])
 
     parts = [rollout.sequences for rollout in rollouts]
+    supports = [part.supports for part in parts if part.supports is not None]
     return Rollout(
         answers=Answers.join([rollout.answers for rollout in rollouts]),
         sequences=Sequences(
             input_ids=joined([part.input_ids for part in parts], True, pad_token),
             attention_mask=joined([part.attention_mask for part in parts], True, 0),
             response_mask=joined([part.response_mask for part in parts], False, 0),
+            supports=Supports.join(supports) if supports else None,
         ),
         logprobs=joined([rollout.logprobs for rollout in rollouts], False, 0),
     )

@@ -42,7 +42,14 @@ from hybrid_engine.rlhf.rewards.loading import load_rewards
 from hybrid_engine.rlhf.rewards.rewards import Rewards
 from hybrid_engine.rlhf.rewards.scores import Answers, Judge, Scores
 from hybrid_engine.rlhf.runs.engine_config import Schedule, build_engine_config, largest_micro_batch, torch_dtype
-from hybrid_engine.rlhf.runs.run_checks import add_adapter, check_folder, check_model, check_positions, check_stage
+from hybrid_engine.rlhf.runs.run_checks import (
+    add_adapter,
+    check_folder,
+    check_model,
+    check_positions,
+    check_stage,
+    check_top_k,
+)
 from hybrid_engine.rlhf.runs.run_folder import RUN_RESULTS
 from hybrid_engine.rlhf.runs.stages import load_config, load_model, load_tokenizer, move_aside, num_positions
 from hybrid_engine.rlhf.tasks import arithmetic
@@ -185,6 +192,7 @@ def prepare(config: RunT, stages: Stages, task: OwnTask = SUMS, *, has_critic: b
     if config.restart:
         move_aside(folder, RUN_RESULTS)
     actor = config.model or str(stages.train_actor(task.actor_stage(config)))
+    check_top_k(config, load_config(actor), actor)
     if rewards is None:
         is_shared = config.shared_base
         adapter = {option.name: getattr(config, option.name) for option in fields(AdapterOptions)} if is_shared else {}

@@ -120,6 +120,11 @@ class GRPOConfig(RolloutOptions, PromptRunOptions):
                 "--replay-best needs a policy loss with a ratio, which corrects for the age of an answer, and "
                 "--policy-loss=reinforce has none; use clip, or leave it out"
             )
+        if self.replay_best and self.is_filtered:
+            raise ValueError(
+                "--replay-best does not keep the supports that --top-k, --top-p and --min-p record; leave it or the "
+                "filters out"
+            )
         check_above("learning_rate", self.learning_rate, 0)
         check_answers(self.rollout_size, self.group_size)
         check_teacher_options(self)
@@ -273,11 +278,12 @@ class AgentConfig(RolloutOptions, RolloutRunOptions):
     @property
     def largest_step(self) -> "Size":
         """Memory of a step's conversations, or an evaluation's, with answers of the maximum length."""
-        from hybrid_engine.serving.sessions import size_of
+        from hybrid_engine.serving.sessions import size_of, support_bytes
 
         num_answers = MAX_TURNS * max(self.minibatch_size, self.eval_prompts)
         num_tokens = num_answers * (self.max_prompt_tokens + self.max_new_tokens)
-        return size_of(num_answers, num_tokens, num_answers * MESSAGES_BYTES)
+        record = support_bytes(self.top_k) if self.is_filtered else 0
+        return size_of(num_answers, num_tokens, num_answers * (MESSAGES_BYTES + self.max_new_tokens * record))
 
     @property
     def server_options(self) -> dict[str, Any]:

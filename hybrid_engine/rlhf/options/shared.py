@@ -423,6 +423,9 @@ class AnswerOptions(TrainingOptions):
     """`max_prompt_tokens` and `max_new_tokens` for the small model that is trained without `--model`."""
     ANSWERS_IN_PASS = 1
     """Number of answers, each with its prompt, that a pass of `--tokens-per-micro-batch` must hold together."""
+    top_k = 0
+    top_p = 1.0
+    min_p = 0.0
 
     max_prompt_tokens: int = option(
         0,
@@ -505,10 +508,45 @@ class RolloutRunOptions(LoopOptions, AnswerOptions):
 
     UPDATE = "minibatch_size"
 
+    top_k: int = option(
+        0,
+        "Sample from the K likeliest tokens only; log-probabilities of the run are then renormalised over the tokens "
+        "that the sampler kept, recorded with each token; 0 keeps all",
+    )
+    top_p: float = option(
+        1.0,
+        "Sample from the likeliest tokens that reach this probability together, recorded as with --top-k; 1 keeps all",
+    )
+    min_p: float = option(
+        0.0,
+        "Sample from tokens with at least this fraction of the likeliest one's probability, recorded as with --top-k; "
+        "0 keeps all",
+    )
+
     def __post_init__(self) -> None:
         LoopOptions.__post_init__(self)
         AnswerOptions.__post_init__(self)
         check_rollout_budget(self)
+        check_filters(self.top_k, self.top_p, self.min_p)
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether answers are sampled from a part of the vocabulary, which is recorded with each token."""
+        return (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
+
+
+def check_filters(top_k: int, top_p: float, min_p: float) -> None:
+    """Raises ValueError for filters that leave one token, or none: its log-probability is 0 under every policy."""
+    check_count("top_k", top_k, 0)
+    check_above("top_p", top_p, 0)
+    check_between("top_p", top_p, 0, 1)
+    check_between("min_p", min_p, 0, 1)
+    for name, value, example in (("top_k", top_k, 20), ("min_p", min_p, 0.05)):
+        if value == 1:
+            raise ValueError(
+                f"{flag(name)}={value} leaves one token, whose log-probability is 0 under every policy; give another "
+                f"number, such as {example}, or leave it out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,13 @@ from transformers.pytorch_utils import Conv1D
 
 from hybrid_engine.checkpoint.export import without_renamed_attribute_warning
 from hybrid_engine.distributed.processes import get_world_size
-from hybrid_engine.rlhf.options.shared import AdapterOptions, DataOptions, RewardOptions, TrainingOptions
+from hybrid_engine.rlhf.options.shared import (
+    AdapterOptions,
+    DataOptions,
+    RewardOptions,
+    RolloutRunOptions,
+    TrainingOptions,
+)
 from hybrid_engine.rlhf.runs.checkpoints import check_resume
 from hybrid_engine.rlhf.runs.run_folder import RUN_RESULTS, check_nothing_is_lost, check_out
 from hybrid_engine.rlhf.runs.stages import load_config, load_tokenizer
@@ -144,10 +150,21 @@ def check_trainable(options: AdapterOptions, config: PretrainedConfig, source: s
             f"--model={str(source)!r} is quantized, and packed weights cannot be trained; give --lora-rank, such as 8, "
             "or the model in full precision"
         )
+    check_top_k(options, config, source)
     hidden_size = getattr(config.get_text_config(), "hidden_size", rank)
     if rank > hidden_size:
         raise ValueError(f"--lora-rank={rank} exceeds the width of --model={str(source)!r}, {hidden_size}; lower it")
     check_targets(options.lora_targets, config, f"--model={str(source)!r}")
+
+
+def check_top_k(options: AdapterOptions, config: PretrainedConfig, source: str | Path) -> None:
+    """Raises ValueError if the run samples from more tokens than the model of `config` has."""
+    vocab_size = config.get_text_config().vocab_size
+    if isinstance(options, RolloutRunOptions) and options.top_k > vocab_size:
+        raise ValueError(
+            f"--top-k={options.top_k} exceeds the {vocab_size} tokens of --model={str(source)!r}; lower it, or leave "
+            "it out to sample from all"
+        )
 
 
 def check_targets(targets: Sequence[str], config: PretrainedConfig, model: str) -> None:
