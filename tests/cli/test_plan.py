@@ -26,6 +26,7 @@ from hybrid_engine.cli.commands import PLANNED
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.generation.memory import count_blocks
 from hybrid_engine.metrics.memory import LiveBytes, read_bytes
+from hybrid_engine.ops.support_log_prob import Supports, pack_support, read_records
 from hybrid_engine.optim.state_offload import count_bytes
 from hybrid_engine.recipes import agent, dpo, grpo, kto, ppo, reward, sft
 from hybrid_engine.rlhf.batches.micro_batches import deal, fill_evenly
@@ -152,6 +153,37 @@ def test_a_pass_counted_on_shapes_has_the_bytes_of_a_real_one(family, accumulate
         empty = type(model)(model.config).train()
     counted = count_pass(empty, shape, accumulates=accumulates, device="cpu")
     assert counted.peak == pytest.approx(live.peak_bytes, rel=0.1)
+
+
+def test_a_pass_over_recorded_supports_is_counted_with_what_they_need_at_most():
+    shape, model = PassShape(8, 24, 40), build_model("llama").train()
+    ids = torch.randint(1, 30, (shape.rows, shape.prompt + shape.response))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    record = read_records(pack_support(torch.zeros(1, model.config.vocab_size)).numpy())
+    sequences = Sequences(
+        input_ids=ids, attention_mask=mask, response_mask=mask[:, shape.prompt :].bool(),
+        supports=Supports.of([record * shape.response] * shape.rows),
+    )  # fmt: skip
+    response_logprobs(model, sequences).sum().backward()  # tries the head, once for a model
+    with LiveBytes() as live:
+        response_logprobs(model, sequences).sum().backward()
+    with torch.device("meta"):
+        empty = type(model)(model.config).train()
+    counted = count_pass(empty, shape, accumulates=True, device="cpu", has_supports=True)
+    assert counted.peak == pytest.approx(live.peak_bytes, rel=0.1)
+
+
+def test_records_of_supports_are_planned_on_the_host_alone():
+    config = grpo.Config(top_p=0.9, top_k=20, max_new_tokens=10, rollout_size=4, group_size=2)
+    filtered = memory_plan.Setting(recipe="grpo", config=config, num_processes=1, device="cpu")
+    part = memory_plan._records(filtered, 1000)
+    assert part.num_bytes == 81 * 80 and part.formula == "at most 81 bytes x 80 tokens"
+    assert memory_plan._records(filtered, 160).num_bytes == 21 * 80  # bits take less than 20 ids
+    assert memory_plan._records(replace(filtered, device="cuda"), 1000) == memory_plan.NO_RECORDS
+    assert memory_plan._records(replace(filtered, config=grpo.Config()), 1000) == memory_plan.NO_RECORDS
+    plan = MemoryPlan(roles=[], accumulates=False, generation=[], records=part)
+    assert plan.kept_bytes == part.num_bytes and any("81 bytes x 80 tokens" in line for line in plan.lines())
 
 
 @pytest.mark.parametrize("family", ["mistral-window", "gpt-oss", "gpt2"])

@@ -23,7 +23,9 @@ from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.generation.memory import count_blocks
 from hybrid_engine.generation.scheduler import MAX_PREFILL_TOKENS
 from hybrid_engine.metrics.memory import format_bytes
+from hybrid_engine.ops.support_log_prob import record_bytes
 from hybrid_engine.rlhf.batches.sequences import ValueModel, recompute_activations
+from hybrid_engine.rlhf.options.reinforcement import MAX_TURNS
 from hybrid_engine.rlhf.options.shared import AdapterOptions, AnswerOptions, RolloutRunOptions, TrainingOptions
 from hybrid_engine.rlhf.planning.reading import Read
 from hybrid_engine.rlhf.planning.training_passes import Pass, base_of, count_pass, widest_passes
@@ -59,6 +61,7 @@ class MemoryPart(NamedTuple):
 
 
 NO_WORKSPACES = MemoryPart("matrix products", 0, "")
+NO_RECORDS = MemoryPart("supports", 0, "")
 
 
 class Shape(NamedTuple):
@@ -122,6 +125,8 @@ class MemoryPlan:
     """Parts that generation needs in addition to the kept ones; empty if nothing is generated."""
     workspaces: MemoryPart = NO_WORKSPACES
     """Workspaces of the GPU's library of matrix products, which it keeps from its first call on."""
+    records: MemoryPart = NO_RECORDS
+    """Recorded supports of a step's tokens, on a device that is the host."""
     has_state: bool = True
     """Whether the optimizer has its state in the largest pass; it does not in the first step."""
     fuses_at_once: bool = True
@@ -130,7 +135,8 @@ class MemoryPlan:
     @property
     def kept_bytes(self) -> int:
         """Bytes of the parts that exist during the whole run."""
-        return self.workspaces.num_bytes + sum(part.num_bytes for role in self.roles for part in role.kept)
+        kept = sum(part.num_bytes for role in self.roles for part in role.kept)
+        return self.workspaces.num_bytes + self.records.num_bytes + kept
 
     @property
     def training_peak_bytes(self) -> int:
@@ -174,6 +180,9 @@ class MemoryPlan:
         if self.workspaces.num_bytes:
             yield "cuBLAS, during the whole run"
             yield from _lines([self.workspaces])
+        if self.records.num_bytes:
+            yield "sampling, from a rollout to the end of its step"
+            yield from _lines([self.records])
         if self.generation:
             yield "generating, in addition to what is kept"
             yield from _lines(self.generation)
@@ -195,6 +204,7 @@ class MemoryPlan:
         return {
             "roles": roles,
             "workspaces": [self.workspaces._asdict()] if self.workspaces.num_bytes else [],
+            "records": [self.records._asdict()] if self.records.num_bytes else [],
             "generation": [part._asdict() for part in self.generation],
             "training_peak_bytes": self.training_peak_bytes,
             "generation_peak_bytes": self.generation_peak_bytes,
@@ -301,6 +311,7 @@ def _plan_of(read: Read, setting: Setting, largest: Pass) -> MemoryPlan:
             accumulates=largest.has_gradients,
             generation=[],
             workspaces=_workspaces(setting.device, read.answered is not None),
+            records=_records(setting, base_of(actor).config.get_text_config().vocab_size),
             has_state=largest.has_state,
         )
         if read.answered is None:
@@ -332,6 +343,24 @@ def _workspaces(device: str, generates: bool) -> MemoryPart:
         ", of recorded steps" if generates else ""
     )
     return NO_WORKSPACES._replace(num_bytes=number * size, formula=formula)
+
+
+def has_supports(config: TrainingOptions) -> bool:
+    """Whether a run records what its tokens are drawn from."""
+    return isinstance(config, RolloutRunOptions) and config.is_filtered
+
+
+def _records(setting: Setting, vocab_size: int) -> MemoryPart:
+    """The records of all tokens of a rollout, if all answers are long and all supports as large as they can be."""
+    config = setting.config
+    if not has_supports(config) or setting.device != "cpu":
+        return NO_RECORDS
+    assert isinstance(config, RolloutRunOptions)
+    most = record_bytes(config.top_k or vocab_size, vocab_size)
+    turns = MAX_TURNS if setting.recipe == "agent" else 1
+    tokens = config.rollout_size // setting.num_processes * config.group_size * turns * config.max_new_tokens
+    formula = f"at most {most:,} bytes x {tokens:,} tokens"
+    return NO_RECORDS._replace(num_bytes=most * tokens, formula=formula)
 
 
 def _roles(read: Read, setting: Setting, largest: Pass) -> tuple[list[RolePlan], nn.Module]:
@@ -441,7 +470,10 @@ def _trained(name: str, model: Any, *, setting: Setting, largest: Pass) -> RoleP
     packed = (math.prod(one.dims) for one in shapes if one.packed_bytes is not None)
     dequantised = sharded.dtype_bytes * max(packed, default=0)
     keeps_shards = sharded.rules.shards_gradients  # they are reduced as they are computed
-    found = count_pass(model, shape, accumulates=largest.has_gradients or keeps_shards, device=setting.device)
+    accumulates = largest.has_gradients or keeps_shards
+    found = count_pass(
+        model, shape, accumulates=accumulates, device=setting.device, has_supports=has_supports(setting.config)
+    )
     note = ", layers computed again" if setting.config.activation_checkpointing else ""
     cells = f"{shape.rows} rows x {shape.prompt + shape.response} tokens"
     per_cell = f"{cells} x {found.activations / shape.num_cells:,.0f} bytes, as counted on shapes{note}"

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid_engine.metrics.memory import LiveBytes
 from hybrid_engine.ops.linear_log_prob import PieceBytes, piece_bytes
+from hybrid_engine.ops.support_log_prob import support_piece_bytes
 from hybrid_engine.rlhf.batches.head_log_probs import logit_shape
 from hybrid_engine.rlhf.batches.micro_batches import check_budget, deal_by_number, fill_evenly, filling
 from hybrid_engine.rlhf.batches.packable import expected_layout, takes_spans
@@ -208,7 +209,9 @@ def base_of(model: nn.Module) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def count_pass(model: nn.Module, shape: PassShape, *, accumulates: bool, device: str) -> PassBytes:
+def count_pass(
+    model: nn.Module, shape: PassShape, *, accumulates: bool, device: str, has_supports: bool = False
+) -> PassBytes:
     """Counts a pass of `model`, which cannot be used for anything else afterwards.
 
     Args:
@@ -217,6 +220,7 @@ def count_pass(model: nn.Module, shape: PassShape, *, accumulates: bool, device:
         shape: rows of padded prompts and responses.
         accumulates: whether gradients exist already.
         device: its type; on a GPU the head's kernels store nothing.
+        has_supports: whether log-probabilities are over recorded supports.
     """
     base = base_of(model)
     body: Callable[..., Any] = model.backbone if isinstance(model, ValueModel) else base.base_model
@@ -230,7 +234,8 @@ def count_pass(model: nn.Module, shape: PassShape, *, accumulates: bool, device:
             hidden = body(**inputs, use_cache=False)[0]
             activations, pieces = live.num_bytes, 0
             if head.out_features > 1:
-                result, pieces = _log_probs(hidden, head, shape, device, logit_shape(base, 1.0).softcap is not None)
+                has_softcap = logit_shape(base, 1.0).softcap is not None
+                result, pieces = _log_probs(hidden, head, shape, device, has_softcap, has_supports)
             else:
                 result = head(hidden)
             result.backward(torch.ones_like(result))
@@ -261,13 +266,16 @@ def _spans(base: Any, shape: PassShape) -> dict[str, Spans]:
 
 
 def _log_probs(
-    hidden: torch.Tensor, head: nn.Linear, shape: PassShape, device: str, has_softcap: bool
+    hidden: torch.Tensor, head: nn.Linear, shape: PassShape, device: str, has_softcap: bool, has_supports: bool
 ) -> tuple[torch.Tensor, int]:
     """The log-probabilities of the tokens that the head reads, and the bytes of the head's pieces."""
     places = torch.arange(shape.num_asked)
     rows = hidden[:, -shape.response - 1 : -1][places // shape.response, places % shape.response]
-    sizes = len(rows), rows.shape[1], len(head.weight)
-    pieces = piece_bytes(*sizes, head.weight.requires_grad, device, has_softcap)
+    sizes = len(rows), rows.shape[1], len(head.weight), head.weight.requires_grad
+    if has_supports:
+        pieces = support_piece_bytes(*sizes, head.weight.itemsize, device)
+    else:
+        pieces = piece_bytes(*sizes, device, has_softcap)
     return _HeadPieces.apply(rows, head.weight, pieces), pieces.kept + pieces.tile + rows.nbytes
 
 
