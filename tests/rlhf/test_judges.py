@@ -14,10 +14,10 @@ import hybrid_engine
 from hybrid_engine.recipes import grpo
 from hybrid_engine.rlhf.planning.memory_plan import Setting, plan_memory
 from hybrid_engine.rlhf.planning.reading import read_run
-from hybrid_engine.rlhf.rewards import judges
 from hybrid_engine.rlhf.rewards.judges import KEY_VARIABLE, Pairwise, Ruler, read_better, read_scores, verdict_of
 from hybrid_engine.rlhf.rewards.loading import load_rewards
 from hybrid_engine.rlhf.rewards.scores import RewardError
+from hybrid_engine.rlhf.runs import server_requests
 from hybrid_engine.rlhf.runs.run_folder import read_metrics
 from hybrid_engine.rlhf.tasks import arithmetic
 from tests.support.answers import answers_of
@@ -28,7 +28,7 @@ from tests.support.small_actors import save_small_actor, save_sums
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(judges, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(server_requests, "FIRST_PAUSE", 0.01)
 
 
 GROUPS = answers_of(["p", "p", "p", "q", "q"], ["bb", "a", "bb", "cccc", "ddd"], answer=["x"] * 3 + ["yyyyy"] * 2)
@@ -210,7 +210,7 @@ def test_an_error_names_the_address_and_asks_no_further(answer, message, num_req
 
 
 def test_after_an_error_no_other_request_is_tried_again(monkeypatch):
-    monkeypatch.setattr(judges, "FIRST_PAUSE", 0.2)
+    monkeypatch.setattr(server_requests, "FIRST_PAUSE", 0.2)
     may_refuse = threading.Event()
 
     def answer(path, body, number):
@@ -223,7 +223,7 @@ def test_after_an_error_no_other_request_is_tried_again(monkeypatch):
         with pytest.raises(RewardError, match="refuses a request: status 400"):
             load_rewards([f"pairwise:address={stub.url}#m,in_flight=2"])(answers_of(["p", "p"], ["a", "b"]))
         for thread in threading.enumerate():
-            if thread.name.startswith("judge"):
+            if thread.name.startswith("asks"):
                 thread.join(5)
         assert len(stub.requests) == 2
 

@@ -9,13 +9,8 @@ models; the environment variable `HYBRID_ENGINE_JUDGE_KEY` has its key. A reply 
 (None); a server that does not answer ends the run, whose last checkpoint stays.
 """
 
-import http.client
 import json
-import os
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import combinations, groupby
@@ -38,17 +33,11 @@ from hybrid_engine.rlhf.data.rows import PromptRow, Turns
 from hybrid_engine.rlhf.rewards.built_in import BUILT_IN, Rule, SpecOptions
 from hybrid_engine.rlhf.rewards.scores import Answers, UnreachableJudge
 from hybrid_engine.rlhf.runs.engine_config import choose_dtype
+from hybrid_engine.rlhf.runs.server_requests import NoReply, OpenAIServer, RefusedRequest, ask_all
 from hybrid_engine.rlhf.runs.stages import load_config, load_model, load_tokenizer, num_positions
 
 KEY_VARIABLE = "HYBRID_ENGINE_JUDGE_KEY"
 """Environment variable with the key that is sent to the address."""
-FIRST_PAUSE = 0.5
-"""Seconds before the second try; each further pause is twice as long."""
-LONGEST_PAUSE = 30.0
-BUSY = frozenset({408, 429, 500, 502, 503, 504})
-"""Statuses of a server that may answer the same request later."""
-MOST_BYTES = 16 * 2**20
-"""Largest body of an answer."""
 ROWS_AT_ONCE = 32
 """Conversations that a model of this process answers at once."""
 RUBRIC = (
@@ -101,16 +90,11 @@ class JudgeServer:
 
     def ask(self, conversations: Sequence[Messages]) -> list[str]:
         """The replies; raises UnreachableJudge, with the address, if one does not come."""
-        pool, has_ended = ThreadPoolExecutor(self.most_requests, thread_name_prefix="judge"), Event()
-        try:
-            return list(pool.map(partial(self._ask_one, self._model_name, has_ended), conversations))
-        finally:  # at an error, or out of time, no further try begins
-            has_ended.set()
-            pool.shutdown(wait=False, cancel_futures=True)
+        return ask_all(partial(self._ask_one, self._model_name), conversations, self.most_requests)
 
     def _ask_one(self, name: str, has_ended: Event, messages: Messages) -> str:
         body = {"model": name, "messages": messages, "temperature": 0.0, "max_tokens": self.num_tokens}
-        answer = self._exchange("chat/completions", body, has_ended)
+        answer = self._of_server(partial(self._server.exchange, "chat/completions", body, has_ended))
         try:
             return answer["choices"][0]["message"]["content"] or ""
         except (KeyError, IndexError, TypeError) as error:
@@ -118,69 +102,20 @@ class JudgeServer:
 
     @cached_property
     def _model_name(self) -> str:
-        if self.name:
-            return self.name
-        answer = self._exchange("models", None, Event())
+        return self.name or self._of_server(self._server.only_model)
+
+    @property
+    def _server(self) -> OpenAIServer:
+        return OpenAIServer(url=self.url, key_variable=KEY_VARIABLE, seconds=self.seconds, num_tries=self.num_tries)
+
+    def _of_server(self, request: Callable[[], Any]) -> Any:
         try:
-            names = [str(entry["id"]) for entry in answer["data"]]
-        except (KeyError, TypeError) as error:
-            raise self._unreachable("does not list its models; name one after a #") from error
-        if len(names) != 1:
-            raise self._unreachable(f"has {len(names)} models ({', '.join(names)}); name one of them after a #")
-        return names[0]
-
-    def _exchange(self, path: str, body: Mapping[str, Any] | None, has_ended: Event) -> Any:
-        """The JSON that the server answers; tries again while it is busy or does not answer, until `has_ended`."""
-        reason, requested = "", 0.0
-        for number in range(self.num_tries):
-            if number and has_ended.wait(min(max(FIRST_PAUSE * 2 ** (number - 1), requested), LONGEST_PAUSE)):
-                break
-            try:
-                return self._try_once(path, body)
-            except urllib.error.HTTPError as error:
-                reason, requested = _status_of(error), _requested_pause(error)
-                if error.code not in BUSY:
-                    raise self._unreachable(f"refuses a request: {reason}") from error
-            except (OSError, http.client.HTTPException) as error:  # refused, timed out, or ended early
-                cause = getattr(error, "reason", None) or error
-                reason, requested = f"{type(cause).__name__}: {cause}", 0.0
-            except ValueError as error:
-                raise self._unreachable("answers something that is not JSON") from error
-        raise self._unreachable(f"did not answer in {self.num_tries} tries ({reason}); start its server")
-
-    def _try_once(self, path: str, body: Mapping[str, Any] | None) -> Any:
-        key = os.environ.get(KEY_VARIABLE)
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url}/{path}", data, headers)
-        with urllib.request.build_opener(_NoRedirects).open(request, timeout=self.seconds) as answer:
-            return json.loads(answer.read(MOST_BYTES))
+            return request()
+        except (RefusedRequest, NoReply) as error:
+            raise self._unreachable(str(error)) from error
 
     def _unreachable(self, what: str) -> UnreachableJudge:
         return UnreachableJudge(f"--reward={self.spec!r}: {self.url} {what}")
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """The key is for the address that the user named."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-def _status_of(error: urllib.error.HTTPError) -> str:
-    try:
-        text = error.read(10_000).decode(errors="replace")
-    except OSError:
-        text = ""
-    return " ".join(f"status {error.code} {text or error.reason}".split())[:300]
-
-
-def _requested_pause(error: urllib.error.HTTPError) -> float:
-    """Seconds of the header `Retry-After`; 0 without it."""
-    try:
-        return max(0.0, float(error.headers.get("Retry-After", 0)))
-    except ValueError:
-        return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
