@@ -79,6 +79,13 @@ class TopTokens(NamedTuple):
     log_rest: torch.Tensor | None = None
     """`[N]` fp32, log of the probability of all other tokens; None: it is 1 minus the sum of those in `logprobs`."""
 
+    def all_but_listed(self) -> torch.Tensor:
+        """`log_rest`, computed if it is None."""
+        if self.log_rest is not None:
+            return self.log_rest
+        total = self.logprobs.masked_fill(self.ids < 0, -torch.inf).logsumexp(1)
+        return (-torch.expm1(total)).clamp(min=LEAST_REST).log()
+
 
 def linear_divergence(
     hidden: torch.Tensor,
@@ -153,7 +160,7 @@ def top_divergence(student: torch.Tensor, teacher: TopTokens, beta: float) -> to
 
 def class_entropy(teacher: TopTokens) -> torch.Tensor:
     """Returns `[N]`, the entropy in nats of a teacher's K tokens and the rest as one class."""
-    logprobs = torch.cat([teacher.logprobs, _log_rest(teacher)[:, None]], dim=1)
+    logprobs = torch.cat([teacher.logprobs, teacher.all_but_listed()[:, None]], dim=1)
     is_class = torch.cat([teacher.ids >= 0, logprobs[:, -1:] > LEAST_LOGIT / 2], dim=1)
     logprobs = logprobs.masked_fill(~is_class, 0.0)
     return -(logprobs.exp() * logprobs).sum(1)
@@ -430,17 +437,9 @@ def _top_of_rows(teacher: HeadStates, hidden: torch.Tensor, num_tokens: int) -> 
     return TopTokens(ids, best - log_total[:, None], rest.log_total - log_total)
 
 
-def _log_rest(teacher: TopTokens) -> torch.Tensor:
-    """`[N]`: log of the probability of all tokens that the teacher does not name."""
-    if teacher.log_rest is not None:
-        return teacher.log_rest
-    total = teacher.logprobs.masked_fill(teacher.ids < 0, -torch.inf).logsumexp(1)
-    return (-torch.expm1(total)).clamp(min=LEAST_REST).log()
-
-
 def _over_classes(student: torch.Tensor, teacher: TopTokens, beta: float) -> torch.Tensor:
     """`[N]`: the divergence of log-probabilities `[N, K + 1]` of the teacher's tokens and the rest."""
-    is_known, log_rest = teacher.ids >= 0, _log_rest(teacher)
+    is_known, log_rest = teacher.ids >= 0, teacher.all_but_listed()
     has_rest = (student[:, -1] > LEAST_LOGIT / 2) & (log_rest > LEAST_LOGIT / 2)
     is_class = torch.cat([is_known, has_rest[:, None]], dim=1)
     taught = torch.cat([teacher.logprobs, log_rest[:, None]], dim=1).to(student.dtype)

@@ -41,7 +41,8 @@ from hybrid_engine.rlhf.experience.evaluation import (
 from hybrid_engine.rlhf.experience.policy import TrainedPolicy, build_policy, evaluate_policy
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling, given_answers, sample, warm_up
 from hybrid_engine.rlhf.experience.start import Stages, Start, prepare
-from hybrid_engine.rlhf.experience.teachers import StepAnswers, Teacher, check_teacher, compare, load_teacher
+from hybrid_engine.rlhf.experience.teacher_loading import check_teacher, load_teacher, teacher_adapters
+from hybrid_engine.rlhf.experience.teachers import StepAnswers, Teacher, compare
 from hybrid_engine.rlhf.options.distillation import DistillConfig as Config
 from hybrid_engine.rlhf.options.shared import is_due, suitable_rate
 from hybrid_engine.rlhf.planning.comparison import follow_answers, write_result
@@ -88,8 +89,8 @@ def run(config: Config) -> Path:
     num_updates = config.steps * (config.rollout_size * config.group_size // config.minibatch_size)
     schedule = Schedule.of(config, num_updates, "distill")
     rate = config.learning_rate or suitable_rate(config, small=3e-4, trained=1e-5, adapter=1e-4)
-    policy = build_policy(config, start.source, rate, schedule)
-    teacher = load_teacher(config, policy, start.answered.longest)
+    policy = build_policy(config, start.source, rate, schedule, teacher_adapters(config))
+    teacher = load_teacher(config, policy, start)
     memory = follow_answers("distill", config, start, policy, teachers=teacher.modules)
     say(policy.actor.report())
     say(schedule.describe())
@@ -140,7 +141,8 @@ def train_loop(
             actor.train()
 
             teacher.begin_step(answered)
-            if is_due(config.eval_every, step, config.steps) or (config.eval_every and step == 0):
+            is_evaluated = is_due(config.eval_every, step, config.steps) or (config.eval_every and step == 0)
+            if is_evaluated and config.divergence != "uld":  # which has no tokens to compare
                 agreement, compared = compare(policy, teacher, answered, config)
                 figures |= agreement
                 on_rank_zero(partial(write_teacher_figures, out, step, compared))

@@ -35,7 +35,9 @@ KINDS: dict[Any, type] = {
 LISTS = (tuple[str, ...], str | tuple[str, ...] | None, tuple[float, ...])
 GROUPS: dict[str, tuple[str, ...]] = {
     "model": (
-        *("model", "teacher", "adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "dtype", "tf32"),
+        *("model", "teacher", "teacher_prompt", "teacher_column", "teacher_weights", "teacher_cache"),
+        *("teacher_offload", "teacher_sharded", "teacher_timeout", "teacher_requests", "adapter"),
+        *("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "dtype", "tf32"),
         *("chat_template", "tool_call_parser", "model_name", "shared_base", "vocab_size", "hidden_size", "num_layers"),
     ),
     "data": (

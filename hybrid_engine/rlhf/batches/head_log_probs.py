@@ -36,6 +36,7 @@ from hybrid_engine.ops.linear_divergence import (
 )
 from hybrid_engine.ops.linear_log_prob import LinearLogProbs, LogitShape, VocabularyShare, linear_log_prob
 from hybrid_engine.ops.linear_log_prob_tiles import LEAST_LOGIT
+from hybrid_engine.ops.linear_sorted_distance import linear_sorted_distance, sorted_distance
 from hybrid_engine.ops.sample import token_logprobs
 from hybrid_engine.ops.support_log_prob import Supports, support_log_prob
 from hybrid_engine.rl.estimates import token_entropy
@@ -115,7 +116,25 @@ class WholeLogProbs(NamedTuple):
     logprobs: torch.Tensor  # [N, V] fp32
 
 
-Statement = HeadStates | StatesOfSameHead | WholeLogProbs | TopTokens
+class SpanStates(NamedTuple):
+    """A teacher's distributions at the ends of S spans of text that its tokens and the student's have in common.
+
+    They are compared by `ops/linear_sorted_distance.py`, whatever the divergence of the others is. The tokens of the
+    part are the student's last ones of the spans.
+    """
+
+    states: HeadStates  # at the teacher's last token of each span
+    scale: torch.Tensor  # [S] fp32: probability of the teacher's earlier tokens of the span
+    earlier: torch.Tensor  # [n] int64: numbers of the student's earlier tokens of all spans
+    ids: torch.Tensor  # [n] int64: those tokens
+    spans: torch.Tensor  # [n] int64: the span of each
+
+    def student_scale(self, logprobs: torch.Tensor) -> torch.Tensor:
+        """`[S]`: probability of the student's earlier tokens of each span, from their log-probabilities `[n]`."""
+        return torch.zeros_like(self.scale).index_add(0, self.spans, logprobs).exp()
+
+
+Statement = HeadStates | StatesOfSameHead | WholeLogProbs | TopTokens | SpanStates
 """A teacher's distributions of some tokens, in one of these forms."""
 
 
@@ -124,7 +143,14 @@ class Taught(NamedTuple):
 
     statement: Statement
     tokens: torch.Tensor | None = None  # [n] int64: numbers of the tokens among all N; None: all of them, in order
-    weight: float = 1.0  # of these tokens' divergences
+    weight: float | torch.Tensor = 1.0  # of these tokens' divergences, or of each, [n]
+
+    def renumbered(self, numbers: torch.Tensor) -> "Taught":
+        """The same of tokens whose number is `numbers[i]` where it was i."""
+        told, tokens = self.statement, numbers if self.tokens is None else numbers[self.tokens]
+        if isinstance(told, SpanStates):
+            told = told._replace(earlier=numbers[told.earlier])
+        return self._replace(statement=told, tokens=tokens)
 
 
 def token_states(
@@ -242,6 +268,7 @@ def _compared(
         if isinstance(told, StatesOfSameHead):
             assert isinstance(student, HeadStates), "a model whose logits are needed does not state hidden states"
             told = HeadStates(told.hidden, student.weight, student.bias, told.shape)
+        assert not isinstance(told, SpanStates), "tokens of two vocabularies are not compared"
         places = slice(None) if part.tokens is None else part.tokens
         teacher_top[places], teacher_entropy[places] = _top_and_entropy(told)
     found = {"top": top, "entropy": entropy, "teacher_top": teacher_top, "teacher_entropy": teacher_entropy}
@@ -261,6 +288,14 @@ def _top_and_entropy(told: HeadStates | WholeLogProbs | TopTokens) -> tuple[torc
     return told.ids.gather(1, likeliest).squeeze(1).float(), class_entropy(told)
 
 
+def likeliest(statement: HeadStates | WholeLogProbs, num_tokens: int) -> TopTokens:
+    """The `num_tokens` likeliest tokens of each position by a statement of the whole vocabulary."""
+    if isinstance(statement, HeadStates):
+        return top_tokens(statement, num_tokens)
+    top = statement.logprobs.topk(num_tokens, dim=1)
+    return TopTokens(top.indices, top.values)
+
+
 def _added(taught: Sequence[Taught], tokens: torch.Tensor, of: Callable[[Taught], torch.Tensor]) -> torch.Tensor:
     """`[N]`: the weighted divergences of each token, the sum where there are several."""
     total = tokens.new_zeros(len(tokens), dtype=torch.float32)
@@ -273,6 +308,11 @@ def _added(taught: Sequence[Taught], tokens: torch.Tensor, of: Callable[[Taught]
 def _of_states(part: Taught, student: HeadStates, beta: float, num_top: int) -> torch.Tensor:
     """`[n]`: the divergences of a part's tokens from the student's hidden states."""
     told, hidden = part.statement, student.hidden if part.tokens is None else student.hidden[part.tokens]
+    if isinstance(told, SpanStates):
+        earlier = student.hidden[told.earlier]
+        logprobs = linear_log_prob(earlier, student.weight, told.ids, student.bias, student.shape).logprobs
+        scale = told.student_scale(logprobs)
+        return linear_sorted_distance(student._replace(hidden=hidden), scale, told.states, told.scale)
     if isinstance(told, StatesOfSameHead):
         told = HeadStates(told.hidden, student.weight.detach(), _detached(student.bias), told.shape)
     if isinstance(told, WholeLogProbs):
@@ -292,6 +332,10 @@ def _of_whole(part: Taught, logprobs: torch.Tensor, beta: float, num_top: int) -
     assert not isinstance(told, StatesOfSameHead), "a model whose logits are needed does not state hidden states"
     if isinstance(told, TopTokens):
         return top_divergence(student, told, beta)
+    if isinstance(told, SpanStates):
+        scale = told.student_scale(logprobs[told.earlier].gather(1, told.ids[:, None]).squeeze(1))
+        probabilities = _logprobs_of(told.states).exp() * told.scale[:, None]
+        return sorted_distance(student.exp() * scale[:, None], probabilities)
     theirs = _logprobs_of(told) if isinstance(told, HeadStates) else told.logprobs
     size = min(theirs.shape[1], student.shape[1])
     theirs, student = (x if x.shape[1] == size else x[:, :size].log_softmax(1) for x in (theirs, student))

@@ -277,7 +277,7 @@ class _ForwardPass(NamedTuple):
         if self.order is None:
             return taught
         back = self.order.argsort()
-        return [part._replace(tokens=back if part.tokens is None else back[part.tokens]) for part in taught]
+        return [part.renumbered(back) for part in taught]
 
 
 def _pass_of(model: nn.Module, batch: Sequences, asked: AskedColumns) -> _ForwardPass:

@@ -20,6 +20,7 @@ from hybrid_engine.rlhf.data.reading import read_prompt_rows
 from hybrid_engine.rlhf.data.rows import PromptRow, Row, each_good, say_what_is_gone, shown_source
 from hybrid_engine.rlhf.options.answering import EvaluateConfig
 from hybrid_engine.rlhf.options.columns import DataSource
+from hybrid_engine.rlhf.options.distillation import template_columns
 from hybrid_engine.rlhf.options.shared import AnswerOptions, DatasetOptions
 from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.rlhf.runs.stages import load_config, mix_seed, num_positions
@@ -95,6 +96,31 @@ def fit_prompts(
         raise ValueError(f"--skip-too-long: {found}, but every process needs one that fits; raise it")
     say(f"{found} and are left out")
     return left
+
+
+def fill_prompt(row: PromptRow, template: str) -> PromptRow:
+    """The row whose prompt is `template` with the row's columns in place of their names.
+
+    `{prompt}` is the prompt's text, or that of a conversation's last message, which the filled template replaces.
+
+    Raises:
+        ValueError: the row lacks a column of the template, or the last message is not text.
+    """
+    turns = row.prompt
+    text = turns if isinstance(turns, str) else turns[-1].get("content")
+    if not isinstance(text, str):
+        raise ValueError(
+            f"{row.place}: --teacher-prompt needs text in the last message of the prompt; leave the row out"
+        )
+    values = {**row.columns, "prompt": text}
+    for name in template_columns(template):
+        if values.get(name) is None:
+            raise ValueError(
+                f"{row.place} has no value in the column {name!r} of --teacher-prompt; its columns are "
+                f"{', '.join(['prompt', *sorted(row.columns)])}"
+            )
+    filled = template.format_map(values)
+    return replace(row, prompt=filled if isinstance(turns, str) else [*turns[:-1], turns[-1] | {"content": filled}])
 
 
 def select_prompts(num_prompts: int, first: int, count: int, seed: int) -> list[int]:

@@ -3,10 +3,11 @@
 N: answers, T: response columns.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ from hybrid_engine.rlhf.options.shared import RolloutRunOptions
 from hybrid_engine.rlhf.rewards.rewards import Rewards
 from hybrid_engine.rlhf.runs.engine_config import Schedule, build_engine_config, largest_micro_batch, torch_dtype
 from hybrid_engine.rlhf.runs.run_checks import add_adapter
-from hybrid_engine.rlhf.runs.stages import load_model, load_tokenizer
+from hybrid_engine.rlhf.runs.stages import explained, load_model, load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,13 @@ class TrainedPolicy:
         return logprobs, global_means({"difference": (float(distance) * count if count else 0.0, count)})["difference"]
 
 
-def build_policy(config: RolloutRunOptions, source: str, learning_rate: float, schedule: Schedule) -> TrainedPolicy:
+def build_policy(
+    config: RolloutRunOptions,
+    source: str,
+    learning_rate: float,
+    schedule: Schedule,
+    adapters: Mapping[str, str] = MappingProxyType({}),
+) -> TrainedPolicy:
     """The actor in `source`, without dropout, with an engine as configured by a recipe's `Config`. Collective.
 
     Args:
@@ -117,6 +124,11 @@ def build_policy(config: RolloutRunOptions, source: str, learning_rate: float, s
         source: Hugging Face name or folder.
         learning_rate: peak of the schedule.
         schedule: of the whole run.
+        adapters: folders of further, frozen adapters by their names in the model, which `playing` takes; only with
+            lora_rank.
+
+    Raises:
+        ValueError: an adapter does not fit the model.
     """
     model = load_model(AutoModelForCausalLM, source)
     reference = None
@@ -126,6 +138,9 @@ def build_policy(config: RolloutRunOptions, source: str, learning_rate: float, s
         reference = reference.to(default_device()).eval().requires_grad_(False)
     engine_config = engine_config_of(config, learning_rate, generates=True)
     model = add_adapter(recompute_activations(model, config), config)
+    for name, folder in adapters.items():
+        with explained("teacher", folder):
+            model.load_adapter(folder, name, is_trainable=False, torch_device="cpu")
     actor, *_ = hybrid_engine.initialize(model=model, config=engine_config, lr_scheduler=schedule.build)
     for role in (actor, reference):
         if role is not None:

@@ -6,9 +6,10 @@ each forward pass of the student. `response_divergences` takes what it states. T
 1. Write a class with the members of `Teacher`. `read` returns a list of `Taught`: usually one for all tokens, or one
    for the tokens of each of several teachers, with weights. The forms of a statement are `HeadStates` (hidden states
    and the head, compared in tiles over the whole vocabulary), `StatesOfSameHead` (the same, if the head is the
-   student's), `WholeLogProbs` (for models whose logits are needed) and `TopTokens` (log-probabilities of K tokens).
-2. Add its options to `DistillConfig`, build it in `load_teacher`, and refuse in `check_teacher` what can be refused
-   before any model is loaded.
+   student's), `WholeLogProbs` (for models whose logits are needed), `TopTokens` (log-probabilities of K tokens) and
+   `SpanStates` (for a teacher with other tokens).
+2. Add its options to `TeacherOptions`, build it in `load_teacher` (`teacher_loading.py`), and refuse in `check_teacher`
+   what can be refused before any model is loaded.
 
 A teacher that needs more than the student's tokens finds it by `sequences.numbers`: the number of each row among the
 answers that `begin_step` gave, whose prompts, columns, scores and rows of the data set are there.
@@ -16,8 +17,9 @@ answers that `begin_step` gave, whose prompts, columns, scores and rows of the d
 N: response tokens of some rows.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
@@ -27,18 +29,26 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.distributed.processes import default_device, gather_objects
+from hybrid_engine.distributed.verdict import agree
+from hybrid_engine.generation.model.probe import evaluating
+from hybrid_engine.ops.linear_divergence import HeadStates, TopTokens
 from hybrid_engine.optim.build import cast_module
-from hybrid_engine.rlhf.batches.head_log_probs import Taught
+from hybrid_engine.rlhf.batches.head_log_probs import StatesOfSameHead, Taught, WholeLogProbs
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
-from hybrid_engine.rlhf.batches.passes import RunPasses
+from hybrid_engine.rlhf.batches.passes import ROWS_PER_PASS, RunPasses
 from hybrid_engine.rlhf.batches.sequences import (
     Sequences,
+    build_sequences,
     in_parts,
     response_comparison,
     response_logprobs,
     response_states,
 )
+from hybrid_engine.rlhf.data.encoding import encode_prompt
+from hybrid_engine.rlhf.data.prompts import fill_prompt
+from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.experience.policy import TrainedPolicy
 from hybrid_engine.rlhf.options.distillation import DistillConfig
 from hybrid_engine.rlhf.options.reinforcement import GRPOConfig
@@ -49,6 +59,7 @@ from hybrid_engine.rlhf.runs.run_checks import check_positions
 from hybrid_engine.rlhf.runs.run_folder import TeacherFigures
 from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.rlhf.runs.stages import load_config, load_model, load_tokenizer, num_positions
+from hybrid_engine.zero.gathered_parameters import GatheredParameters
 
 AGREEMENT = ("agreement", "entropy", "teacher_entropy", "divergence")
 """Figures of `compare`; entropies and divergence in nats a token."""
@@ -93,13 +104,57 @@ class Teacher(Protocol):
         """
 
 
+class TeacherPrompts:
+    """The prompts of `--teacher-prompt`, after which a teacher reads the answers of a step."""
+
+    def __init__(self, template: str, rows: Sequence[PromptRow], tokenizer: PreTrainedTokenizerBase) -> None:
+        """Encodes the prompts of all training rows.
+
+        Args:
+            template: as in `fill_prompt`.
+            rows: the training prompts of the run.
+            tokenizer: the actor's.
+        """
+        self.pad_token = tokenizer.pad_token_id
+        self._prompts = [encode_prompt(tokenizer, fill_prompt(row, template)) for row in rows]
+        self._step: Sequences | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self._prompts))
+
+    def of_step(self, step: StepAnswers) -> list[list[int]]:
+        """The tokens of the prompt of each answer."""
+        return [self._prompts[record] for record in step.records]
+
+    def begin_step(self, step: StepAnswers) -> None:
+        """Takes the answers of a step."""
+        answers = [list(ids) for ids in step.answers.response_ids]
+        batch = build_sequences(self.of_step(step), answers, self.pad_token, torch.device("cpu"))
+        learned = step.sequences.on_host.response_mask[:, : batch.response_mask.shape[1]]  # without gaps in answers
+        self._step = replace(batch, response_mask=learned).to(step.sequences.input_ids.device)
+
+    def seen(self, sequences: Sequences) -> Sequences:
+        """The rows of a step after the teacher's prompts."""
+        assert self._step is not None and sequences.numbers is not None
+        return self._step.rows(sequences.numbers)
+
+
+def prompts_read(prompts: TeacherPrompts | None, step: StepAnswers) -> Sequence[list[int]]:
+    """The tokens of the prompt that a teacher reads before each answer; without prompts of its own the student's."""
+    return step.answers.prompt_ids if prompts is None else prompts.of_step(step)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelTeacher:
-    """A frozen model, whole on every process, which reads the tokens that the student reads."""
+    """A frozen model, whole on every process."""
 
     model: nn.Module
     temperature: float
     """Temperature of its distributions."""
+    prompts: TeacherPrompts | None = None
+    """None: it reads the tokens that the student reads."""
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -107,11 +162,14 @@ class ModelTeacher:
         return [self.model]
 
     def begin_step(self, step: StepAnswers) -> None:
-        """Needs nothing of a step in advance."""
+        """Needs the step's answers only for prompts of its own."""
+        if self.prompts is not None:
+            self.prompts.begin_step(step)
 
     def read(self, sequences: Sequences) -> Sequence[Taught]:
         """Hidden states of all tokens, and its head."""
-        return [Taught(response_states(self.model, sequences, self.temperature))]
+        seen = sequences if self.prompts is None else self.prompts.seen(sequences)
+        return [Taught(response_states(self.model, seen, self.temperature))]
 
     @torch.no_grad()
     def logprobs(self, sequences: Sequences, sizes: RunPasses) -> torch.Tensor:
@@ -119,17 +177,202 @@ class ModelTeacher:
         return in_parts(partial(response_logprobs, temperature=self.temperature), self.model, sequences, sizes)
 
 
-def check_teacher(config: DistillConfig) -> None:
-    """Raises ValueError if there is no teacher, it cannot be loaded, or it has other or too few tokens."""
-    if config.teacher is None:
-        raise ValueError("--teacher is missing; give the Hugging Face name or folder of a model")
-    check_model_teacher(config.teacher, config.model)
-    num_tokens = load_config(config.teacher, "teacher").get_text_config().vocab_size
-    if config.teacher_top_k > num_tokens:
-        raise ValueError(
-            f"--teacher-top-k={config.teacher_top_k} must not exceed the {num_tokens} tokens of --teacher="
-            f"{config.teacher!r}; lower it, or leave it out for the whole vocabulary"
-        )
+class AheadTeacher:
+    """A frozen model that reads all answers of a step before any is learned from, and is then out of the way.
+
+    Between two steps it waits in host memory; or its weights are sharded as ZeRO-3 shards the actor's, and gathered
+    layer by layer. Its head stays, whole. Hidden states of the answers wait in host memory.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        temperature: float,
+        sizes: RunPasses,
+        prompts: TeacherPrompts | None = None,
+        *,
+        waits_on: torch.device | None = None,
+    ) -> None:
+        """Takes the model.
+
+        Args:
+            model: frozen, or an engine that trains nothing.
+            temperature: of its distributions.
+            sizes: of the run's passes.
+            prompts: those that it reads; None: the student's.
+            waits_on: the device on which it is between two steps; None: it is not moved.
+        """
+        self.model, self.temperature, self.sizes, self.prompts, self.waits_on = (
+            model, temperature, sizes, prompts, waits_on,
+        )  # fmt: skip
+        module: Any = getattr(model, "module", model)
+        head, is_sharded = module.get_output_embeddings(), model is not module
+        with GatheredParameters([head.weight, head.bias]):
+            parts = [None if x is None else x.detach() for x in (head.weight, head.bias)]
+            self._weight, self._bias = (None if x is None else x.to(default_device(), copy=is_sharded) for x in parts)
+        self._stated: list[HeadStates | WholeLogProbs] = []
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The model."""
+        return [getattr(self.model, "module", self.model)]
+
+    def begin_step(self, step: StepAnswers) -> None:
+        """Reads all answers, a few rows at a time. Collective if the model is."""
+        order = torch.arange(len(step.records))
+        if self.prompts is not None:
+            self.prompts.begin_step(step)
+        if self.waits_on is not None:
+            self.model.to(default_device())
+        parts = self.sizes.without_gradients(order.split, partial(self._read_rows, step.sequences), ROWS_PER_PASS)
+        if self.waits_on is not None:
+            self.model.to(self.waits_on)
+        self._stated = [row for part in parts for row in part]
+
+    def _read_rows(self, sequences: Sequences, rows: torch.Tensor) -> list[HeadStates | WholeLogProbs]:
+        """The statement of each row, on the host."""
+        part = sequences.rows(rows)
+        counts = part.on_host.response_mask.sum(dim=1).tolist()
+        seen = part if self.prompts is None else self.prompts.seen(part)
+        stated = response_states(self.model, seen, self.temperature)
+        if isinstance(stated, WholeLogProbs):
+            return [WholeLogProbs(row) for row in stated.logprobs.cpu().split(counts)]
+        stated = stated._replace(weight=self._weight, bias=self._bias)
+        return [stated._replace(hidden=row) for row in stated.hidden.cpu().split(counts)]
+
+    def read(self, sequences: Sequences) -> Sequence[Taught]:
+        """The statement of these rows from the beginning of the step."""
+        assert sequences.numbers is not None
+        stated = [self._stated[number] for number in sequences.numbers.tolist()]
+        # The first part of either statement has a row for each token.
+        rows = send_to_device(torch.cat([part[0] for part in stated]), sequences.input_ids.device)
+        return [Taught(type(stated[0])(rows, *stated[0][1:]))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorTeacher:
+    """The actor's own base: with its present weights, without its adapter, or with another adapter; no second copy.
+
+    Self-distillation if it reads another prompt: Shenfeld et al., "Self-Distillation Enables Continual Learning", arXiv
+    2601.19897 (SDFT); Zhao et al., "Self-Distilled Reasoner", arXiv 2601.18734 (OPSD); Hübotter et al., "Reinforcement
+    Learning via Self-Distillation", arXiv 2601.20802 (SDPO).
+    """
+
+    actor: Any
+    """`HybridEngine`, which is trained."""
+    play: Callable[[], AbstractContextManager[None]]
+    """Makes the actor's module compute as the teacher."""
+    temperature: float
+    """Temperature of its distributions."""
+    prompts: TeacherPrompts | None = None
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """Nothing besides the actor."""
+        return []
+
+    def begin_step(self, step: StepAnswers) -> None:
+        """Needs the step's answers only for prompts of its own."""
+        if self.prompts is not None:
+            self.prompts.begin_step(step)
+
+    def read(self, sequences: Sequences) -> Sequence[Taught]:
+        """Hidden states of all tokens, and the student's head."""
+        seen = sequences if self.prompts is None else self.prompts.seen(sequences)
+        with evaluating(self.actor.module), self.play():
+            stated = response_states(self.actor, seen, self.temperature)
+        if isinstance(stated, HeadStates):  # under ZeRO-3 the head is whole only during a pass
+            return [Taught(StatesOfSameHead(stated.hidden, stated.shape))]
+        return [Taught(stated)]
+
+
+class TokenSource(Protocol):
+    """Log-probabilities of a teacher's likeliest tokens that are computed elsewhere."""
+
+    def score(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> Sequence[TopTokens]:
+        """The likeliest tokens at each place of each answer after its prompt."""
+
+
+class ScoredTeacher:
+    """A teacher that scores the answers of a step at once, before they are learned from."""
+
+    def __init__(self, source: TokenSource, prompts: TeacherPrompts | None = None) -> None:
+        """Takes the source, and the prompts that it reads; None: the student's."""
+        self.source, self.prompts = source, prompts
+        self._scored: Sequence[TopTokens] = []
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """No model is in this process."""
+        return []
+
+    def begin_step(self, step: StepAnswers) -> None:
+        """Scores all answers of the step; an error on one process is raised on all."""
+        prompts = prompts_read(self.prompts, step)
+        self._scored = agree(lambda: self.source.score(prompts, step.answers.response_ids))
+
+    def read(self, sequences: Sequences) -> Sequence[Taught]:
+        """The likeliest tokens at each response token."""
+        assert sequences.numbers is not None
+        rows = zip(sequences.numbers.tolist(), sequences.on_host.response_mask, strict=True)
+        parts = [_learned(self._scored[number], mask) for number, mask in rows]
+        device = sequences.input_ids.device
+        ids, logprobs, log_rest = (send_to_device(torch.cat(part), device) for part in zip(*parts, strict=True))
+        return [Taught(TopTokens(ids, logprobs, log_rest))]
+
+
+def _learned(scored: TopTokens, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tokens of an answer that are learned, by the row `mask` of the response mask."""
+    places = mask[: len(scored.ids)]
+    return tuple(part[places] for part in (scored.ids, scored.logprobs, scored.all_but_listed()))
+
+
+class SeveralTeachers:
+    """Teachers of which each has a weight for each training row."""
+
+    def __init__(self, teachers: Sequence[Teacher], weights: torch.Tensor, *, reads_always: bool) -> None:
+        """Takes the teachers.
+
+        Args:
+            teachers: M of them.
+            weights: `[rows, M]` fp32, of the divergence from each teacher for each training row of the run.
+            reads_always: whether every teacher reads in each pass, since processes meet in its forward pass.
+        """
+        self.teachers, self.weights, self.reads_always = teachers, weights, reads_always
+        self._step = weights[:0]
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The models of all teachers."""
+        return [module for teacher in self.teachers for module in teacher.modules]
+
+    def begin_step(self, step: StepAnswers) -> None:
+        """Tells all teachers."""
+        self._step = self.weights[torch.tensor(list(step.records))]  # [answers, M]
+        for teacher in self.teachers:
+            teacher.begin_step(step)
+
+    def read(self, sequences: Sequences) -> Sequence[Taught]:
+        """The distributions of each teacher for the tokens of its rows."""
+        assert sequences.numbers is not None
+        mask, taught = sequences.on_host.response_mask, list[Taught]()
+        for teacher, weights in zip(self.teachers, self._step[sequences.numbers].T, strict=True):
+            rows = weights.nonzero().squeeze(1)
+            if not len(rows) and not self.reads_always:
+                continue
+            told = teacher.read(sequences.rows(rows if len(rows) else torch.tensor([0])))
+            if len(rows):
+                places = weights[:, None].expand(mask.shape)[mask]  # weights of all tokens
+                tokens = places.nonzero().squeeze(1)
+                taught += [_of_some(part, tokens, places[tokens], sequences.input_ids.device) for part in told]
+        return taught
+
+
+def _of_some(taught: Taught, tokens: torch.Tensor, weights: torch.Tensor, device: torch.device) -> Taught:
+    """A teacher's statement of some rows as a statement of the tokens `tokens` of all, with their weights."""
+    tokens, weights = send_to_device(tokens, device), send_to_device(weights, device)
+    chosen = weights if taught.tokens is None else weights[taught.tokens]
+    return taught.renumbered(tokens)._replace(weight=chosen * taught.weight)
 
 
 def check_model_teacher(teacher: str, actor: str | None) -> None:
@@ -139,14 +382,7 @@ def check_model_teacher(teacher: str, actor: str | None) -> None:
         check_same_tokens(load_tokenizer(teacher), load_tokenizer(actor), teacher)
 
 
-def load_teacher(config: DistillConfig, policy: TrainedPolicy, longest: int) -> Teacher:
-    """The teacher of a run. Collective; arguments and errors are those of `load_model_teacher`."""
-    return load_model_teacher(config, policy, longest, config.teacher_temperature)
-
-
-def load_model_teacher(
-    config: DistillConfig | GRPOConfig, policy: TrainedPolicy, longest: int, temperature: float
-) -> ModelTeacher:
+def load_model_teacher(config: GRPOConfig, policy: TrainedPolicy, longest: int, temperature: float) -> ModelTeacher:
     """The model that `--teacher` names. Collective.
 
     Args:
@@ -160,20 +396,38 @@ def load_model_teacher(
     """
     assert config.teacher is not None
     check_positions(config, longest, f"--teacher={config.teacher!r}", num_positions(load_config(config.teacher)))
-    check_same_tokens(load_tokenizer(config.teacher), policy.tokenizer, config.teacher)
-    model = load_frozen(config.teacher, config)
-    sizes = [module.get_output_embeddings().weight.shape[0] for module in (model, policy.actor.module)]
-    if sizes[0] != sizes[1]:
-        say(f"teacher: heads of {sizes[0]} and {sizes[1]} tokens; the divergence is over the first {min(sizes)}")
-    return ModelTeacher(model=model, temperature=temperature)
+    return ModelTeacher(model=load_frozen(config.teacher, config, policy), temperature=temperature)
 
 
-def load_frozen(source: str, config: TrainingOptions) -> nn.Module:
-    """The model in `source`, frozen, in the run's dtype, whose passes are packed if that is exact. Collective."""
+def load_frozen(
+    source: str,
+    config: TrainingOptions,
+    policy: TrainedPolicy,
+    device: torch.device | None = None,
+    *,
+    is_same_vocabulary: bool = True,
+) -> nn.Module:
+    """The model in `source`, frozen, in the run's dtype, whose passes are packed if that is exact. Collective.
+
+    Args:
+        source: Hugging Face name or folder.
+        config: of the run.
+        policy: its actor.
+        device: where the model is; None: where the actor is.
+        is_same_vocabulary: whether its tokens must be the actor's.
+
+    Raises:
+        ValueError: it has other tokens than the actor.
+    """
+    if is_same_vocabulary:
+        check_same_tokens(load_tokenizer(source), policy.tokenizer, source)
     model = load_model(AutoModelForCausalLM, source)
     cast_module(model, torch_dtype(config.dtype))
-    model = model.to(default_device()).eval().requires_grad_(False)
+    model = model.to(device or default_device()).eval().requires_grad_(False)
     pack_where_exact(model, config)
+    sizes = [module.get_output_embeddings().weight.shape[0] for module in (model, policy.actor.module)]
+    if is_same_vocabulary and sizes[0] != sizes[1]:
+        say(f"teacher: heads of {sizes[0]} and {sizes[1]} tokens; the divergence is over the first {min(sizes)}")
     return model
 
 
@@ -184,7 +438,8 @@ def check_same_tokens(teacher: PreTrainedTokenizerBase, actor: PreTrainedTokeniz
         other = min((token for token in {*theirs, *ours} if theirs.get(token) != ours.get(token)), key=str)
         raise ValueError(
             f"--teacher={name!r} has other tokens than the actor ({other!r} is {theirs.get(other)} and "
-            f"{ours.get(other)}); a divergence needs one vocabulary, so give a teacher with the actor's tokenizer"
+            f"{ours.get(other)}); a divergence needs one vocabulary, so give a teacher with the actor's tokenizer, "
+            "or in distill --divergence uld"
         )
 
 

@@ -154,9 +154,9 @@ class GRPOConfig(RolloutOptions, PromptRunOptions):
         return self.measure_kl or self.algorithm.needs_reference
 
     @property
-    def learns_from(self) -> str | None:
+    def learns_from(self) -> tuple[str | None, ...]:
         """The teacher."""
-        return self.teacher
+        return () if self.teacher is None else (self.teacher,)
 
     @property
     def weight_of_teacher(self) -> float:

@@ -391,9 +391,9 @@ class TrainingOptions(AdapterOptions, ResumeOptions):
         return False
 
     @property
-    def learns_from(self) -> str | None:
-        """Name or folder of a model whose distributions the run learns."""
-        return None
+    def learns_from(self) -> tuple[str | None, ...]:
+        """Names or folders of models whose distributions the run learns; None for a copy of its first actor."""
+        return ()
 
     @property
     def keeps_reference(self) -> bool:

@@ -372,8 +372,8 @@ def _roles(read: Read, setting: Setting, largest: Pass) -> tuple[list[RolePlan],
         return [trained("reward model", model)], model
     actor = _build(AutoModelForCausalLM, read.first, setting.weight)
     frozen = [_frozen("reference", _shapes(actor), setting)] if config.keeps_reference else []
-    if read.teacher is not None:
-        frozen.append(_frozen("teacher", _shapes(_build(AutoModelForCausalLM, read.teacher, setting.weight)), setting))
+    for teacher in read.teachers:
+        frozen.append(_frozen("teacher", _shapes(_build(AutoModelForCausalLM, teacher, setting.weight)), setting))
     for judge in read.judges:
         frozen.append(_frozen("judge", _shapes(_build(AutoModelForCausalLM, judge, setting.weight)), setting))
     actor = add_adapter(recompute_activations(actor, config), config)

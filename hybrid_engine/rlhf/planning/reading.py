@@ -67,8 +67,8 @@ class Read:
     """Configs of reward models that have a body of their own."""
     judges: list[PretrainedConfig] = field(default_factory=list)
     """Configs of language models that judge answers in this process."""
-    teacher: PretrainedConfig | None = None
-    """Config of a model that is learned from."""
+    teachers: list[PretrainedConfig] = field(default_factory=list)
+    """Configs of the models that are learned from."""
     adapters: list[AdapterOptions] = field(default_factory=list)
     """Adapters of reward models on the first model: those that `--reward` names by their rank alone."""
     learned: Learned | None = None
@@ -149,7 +149,7 @@ def read_answers(
         critic=of_critic if has_critic else None,
         rewards=rewards,
         judges=judges,
-        teacher=load_config(config.learns_from, "teacher") if config.learns_from else None,
+        teachers=[load_config(name, "teacher") if name else first for name in config.learns_from],
         answered=answered,
     )
 
