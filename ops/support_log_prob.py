@@ -116,6 +116,16 @@ class Supports:
         """The supports of some tokens, by numpy's indices; the records stay where they are."""
         return Supports(self.records, self.starts[index], self.lengths[index])
 
+    def texts(self) -> list[str]:
+        """The records of `[T]` tokens in hexadecimal, as checkpoints keep them."""
+        ends = self.starts + self.lengths
+        return [self.records[start:end].tobytes().hex() for start, end in zip(self.starts, ends, strict=True)]
+
+    @classmethod
+    def of_texts(cls, rows: Sequence[Sequence[str]]) -> "Supports":
+        """The inverse of `texts` for several rows, as `of`."""
+        return cls.of([[bytes.fromhex(text) for text in row] for row in rows])
+
     @property
     def sizes(self) -> np.ndarray:
         """`[...]` int64: the number of tokens of each support; 0 without a record."""

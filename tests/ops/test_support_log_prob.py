@@ -126,6 +126,7 @@ def test_records_keep_every_token_of_a_support_in_the_fewer_bytes():
     supports = Supports.of([records, records[:2]])
     assert supports.lengths.shape == (2, 5) and supports.sizes.tolist() == [list(sizes), [1, 5, 0, 0, 0]]
     assert torch.equal(supports[0].mask(V, torch.device("cpu")), kept)
+    assert Supports.of_texts([supports[0].texts(), supports[1, :2].texts()]).sizes.tolist() == supports.sizes.tolist()
     joined = Supports.join([supports[1:, :2], Supports.of([records[4:]]), supports[:1]])
     assert joined.sizes.tolist() == [[1, 5, 0, 0, 0], [V, 0, 0, 0, 0], list(sizes)]
     assert torch.equal(joined[2].mask(V, torch.device("cpu")), kept)

@@ -122,11 +122,14 @@ def test_two_processes_train_as_one_does_and_packed_rows_as_padded_ones(tiny, tm
                 assert ours[figure] == pytest.approx(theirs[figure], rel=1e-3, abs=1e-4), figure
 
 
-def test_an_interrupted_run_goes_on_to_the_bit(tiny, tmp_path):
-    given = {"steps": 3, "save_every": 1}
+def test_an_interrupted_run_that_replays_answers_goes_on_to_the_bit(tiny, tmp_path):
+    given = {
+        "steps": 4, "save_every": 1, "replay_best": True, "rollout_size": 40, "group_size": 2, "minibatch_size": 80,
+        "micro_batch_size": 80, "reward": ("regex:^[0-1]",), "algorithm": Algorithm(),
+    }  # fmt: skip
     whole, torn = (grpo_config(tiny, name, **given) for name in ("whole", "torn"))
     grpo.run(whole)
-    with stopped_after(1):
+    with stopped_after(2):
         grpo.run(torn)
     with pytest.raises(ValueError, match=r"--resume: --top-k=5 but the interrupted run had 6"):
         grpo.run(replace(torn, resume=True, top_k=5))
@@ -135,6 +138,9 @@ def test_an_interrupted_run_goes_on_to_the_bit(tiny, tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path / name / "actor").state_dict() for name in ("torn", "whole")
     )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    replaying = [line for line in read_metrics(tmp_path / "torn" / "metrics.jsonl") if line["replayed_share"] > 0]
+    assert replaying and replaying[0]["step"] >= 2  # from the checkpoint
+    assert all(abs(line["first_ratio"] - 1) > 1e-3 > line["logprob_difference_mean"] for line in replaying)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +166,6 @@ def test_other_recipes_sample_with_filters_too(recipe, options, tiny, model, tmp
         ("--top-p 0", "--top-p=0.0 must be above 0"),
         ("--top-p 1.5", "--top-p=1.5 must be from 0 to 1"),
         ("--top-k -1", "--top-k=-1 must be at least 0"),
-        ("--top-k 20 --replay-best", "--replay-best does not keep the supports"),
     ],
 )
 def test_filters_that_make_no_sense_are_refused(options, message, tmp_path, capsys):

@@ -255,6 +255,8 @@ class BestAnswer(NamedTuple):
     logprobs: list[float]
     """Log-probabilities of the sampler at that time, of each token."""
     is_cut_off: bool
+    supports: list[str] | None = None
+    """`Supports.texts` of its tokens, if they were sampled with filters."""
 
 
 @dataclass(kw_only=True)
@@ -307,7 +309,7 @@ def best_answers(
             continue
         column = int(scores[group].nan_to_num(nan=-inf).argmax())
         row = group * scores.shape[1] + column
-        ids = rollout.answers.response_ids[row]
+        ids, supports = rollout.answers.response_ids[row], rollout.sequences.supports
         answer = BestAnswer(
             score=float(scores[group, column]),
             rewards=rewards[row].tolist(),
@@ -315,6 +317,7 @@ def best_answers(
             response_ids=list(ids),
             logprobs=rollout.logprobs[row, : len(ids)].tolist(),
             is_cut_off=rollout.answers.is_cut_off[row],
+            supports=None if supports is None else supports[row, : len(ids)].texts(),
         )
         found.append((index, answer))
     return found
@@ -326,6 +329,9 @@ def with_replayed(rollout: Rollout, replayed: Mapping[int, BestAnswer], pad_toke
     replaced = rollout.answers.choose(rows)
     ids = [answer.response_ids for answer in answers]
     sequences = build_sequences(list(replaced.prompt_ids), ids, pad_token, rollout.logprobs.device)
+    texts = [answer.supports for answer in answers if answer.supports is not None]
+    if texts:
+        sequences = replace(sequences, supports=Supports.of_texts(texts))
     earlier = Rollout(
         answers=replace(
             replaced,

@@ -120,11 +120,6 @@ class GRPOConfig(RolloutOptions, PromptRunOptions):
                 "--replay-best needs a policy loss with a ratio, which corrects for the age of an answer, and "
                 "--policy-loss=reinforce has none; use clip, or leave it out"
             )
-        if self.replay_best and self.is_filtered:
-            raise ValueError(
-                "--replay-best does not keep the supports that --top-k, --top-p and --min-p record; leave it or the "
-                "filters out"
-            )
         check_above("learning_rate", self.learning_rate, 0)
         check_answers(self.rollout_size, self.group_size)
         check_teacher_options(self)
