@@ -37,7 +37,7 @@ from hybrid_engine.cli.cli import keep_freed_memory
 from hybrid_engine.recipes import distill
 from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.experience.policy import build_policy
-from hybrid_engine.rlhf.experience.teachers import load_teacher
+from hybrid_engine.rlhf.experience.teachers import ModelTeacher, load_frozen
 from hybrid_engine.rlhf.rewards.loading import load_rewards
 from hybrid_engine.rlhf.runs.engine_config import Schedule
 
@@ -54,15 +54,15 @@ def reward(completions: list[str], **others: Any) -> list[float]:
 def take_our_steps(job: Job, turns: Connection) -> None:
     """A step of `hybrid-engine distill` at each turn."""
     keep_freed_memory()
-    rows, shape = len(job.prompts), job.shape
+    rows, shape, taught_by = len(job.prompts), job.shape, f"{job.folder}/teacher"
     config = distill.Config(
-        model=job.folder, teacher=f"{job.folder}/teacher", rollout_size=rows, minibatch_size=rows,
+        model=job.folder, teacher=taught_by, rollout_size=rows, minibatch_size=rows,
         micro_batch_size=MICRO_BATCH, tokens_per_micro_batch=job.tokens_per_micro_batch,
         max_prompt_tokens=shape.prompt_tokens, max_new_tokens=shape.new_tokens, learning_rate=LEARNING_RATE,
         reward=("bench_distill:reward",),
     )  # fmt: skip
     policy = build_policy(config, job.folder, LEARNING_RATE, Schedule.of(config, 1000, "distill"))
-    teacher, actor = load_teacher(config, policy, shape.prompt_tokens), policy.actor
+    teacher, actor = ModelTeacher(model=load_frozen(taught_by, config, policy), temperature=1.0), policy.actor
     start: Any = SimpleNamespace(
         train=[PromptRow(prompt=prompt) for prompt in job.prompts], rewards=load_rewards(config.reward)
     )

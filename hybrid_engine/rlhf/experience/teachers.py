@@ -39,6 +39,7 @@ from hybrid_engine.rlhf.batches.head_log_probs import StatesOfSameHead, Taught, 
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
 from hybrid_engine.rlhf.batches.passes import ROWS_PER_PASS, RunPasses
 from hybrid_engine.rlhf.batches.sequences import (
+    ROWS_PER_PASS_ON_CPU,
     Sequences,
     build_sequences,
     in_parts,
@@ -488,7 +489,8 @@ def _compare_all(
         found = response_comparison(policy.actor, teacher.read(part), part, *choices)
         return {name: pad(values, (0, num_columns - values.shape[1])).cpu() for name, values in found.items()}
 
-    parts = policy.sizes.without_gradients(lambda rows: torch.arange(num_rows).split(rows), compute)
+    most = ROWS_PER_PASS_ON_CPU if sequences.input_ids.device.type == "cpu" else ROWS_PER_PASS
+    parts = policy.sizes.without_gradients(lambda rows: torch.arange(num_rows).split(rows), compute, most)
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
