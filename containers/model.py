@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -39,7 +40,8 @@ from hybrid_engine.containers.policy import (
 )
 from hybrid_engine.containers.quantised import keep_as_loaded
 from hybrid_engine.containers.views import ALONE, EmbeddingView, NormView, TensorParallel, TransposedLinear
-from hybrid_engine.ops import Batch, KVBlocks, MixedBatch, PrefillBatch, VectorMatMulOp
+from hybrid_engine.ops import Batch, DecodeBatch, KVBlocks, MixedBatch, PrefillBatch, VectorMatMulOp
+from hybrid_engine.ops.cpu_kernels import rows_of_pass
 from hybrid_engine.ops.expert_gemm import ExpertGemmOp
 from hybrid_engine.ops.softmax_context import rotary_rows
 
@@ -268,12 +270,14 @@ class InferenceModel:
         self, hidden: torch.Tensor, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]
     ) -> torch.Tensor:
         """Passes `hidden [N, E]` through `layers`."""
-        rotary = self.angles.rows(batch, self.dtype)
+        rotary, num_tokens = self.angles.rows(batch, self.dtype), len(hidden)
+        if not isinstance(batch, DecodeBatch):
+            hidden = functional.pad(hidden, (0, 0, 0, rows_of_pass(hidden) - num_tokens))
         caches = kv.view(-1, *kv.shape[2:]).unbind(0)  # keys and values of each layer in turn
         for layer in layers:
             cache = KVBlocks(*caches[2 * layer.index : 2 * layer.index + 2])
             hidden = layer.forward(hidden, rotary.get(layer.kind) if layer.has_rope else None, cache, batch)
-        return hidden
+        return hidden[:num_tokens]
 
     def _head(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Returns logits `[R, V]` fp32 from the last layer's output `[N, E]`."""
@@ -308,7 +312,7 @@ class InferenceModel:
             return logits
         first, *_, last = (ranges[0] for ranges in self.lm_head.columns)
         missing = first[1] - logits.shape[1]
-        return self.parallel.all_gather(torch.nn.functional.pad(logits, (0, missing)))[:, : last[1]]
+        return self.parallel.all_gather(functional.pad(logits, (0, missing)))[:, : last[1]]
 
 
 class Rotary:

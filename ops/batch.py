@@ -38,6 +38,11 @@ class PrefillBatch:
     row_lengths: torch.Tensor  # [N] int64: of each token's sequence when the token was fed: the prompt's, or up to it
     context: Context | None = None  # None: every sequence is fed from its first token on
 
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return len(self.tokens)
+
     @cached_property
     def form(self) -> tuple[Any, ...]:
         """The form of the tensors that attention reads, found once for all layers."""
@@ -86,6 +91,11 @@ class MixedBatch:
     prefill: PrefillBatch
 
     @property
+    def num_tokens(self) -> int:
+        """N."""
+        return len(self.decode.tokens) + len(self.prefill.tokens)
+
+    @property
     def tokens(self) -> torch.Tensor:
         """`[N]` int64."""
         return torch.cat((self.decode.tokens, self.prefill.tokens))
@@ -126,6 +136,10 @@ class QKV(NamedTuple):
     k: torch.Tensor  # [N, K, D]
     v: torch.Tensor  # [N, K, D]
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # cos and sin rows [N, R] in the form of `rotary_table`
+
+    def without_padding(self, num_tokens: int) -> "QKV":
+        """Drops the rows after those of the batch's tokens, which `rotary` does not have."""
+        return QKV(self.q[:num_tokens], self.k[:num_tokens], self.v[:num_tokens], self.rotary)
 
     def split(self, num_rows: int) -> tuple["QKV", "QKV"]:
         """Splits the batch into the first `num_rows` tokens and the others."""

@@ -87,6 +87,7 @@ INTEL_ROWS, OTHER_ROWS = range(3, 129), range(1, 129)
 BF16_ROWS = range(1, 129)  # on others than Intel's
 # Up to this many rows of a larger weight, oneDNN reads the weight faster on processors other than Intel's.
 ONEDNN_ROWS, CACHED_ELEMENTS = 4, 2**20
+ROWS_OF_ONEDNN = 32  # passes have a multiple of it: 3% more rows at 1000 at most
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 # Up to this many rows and weight elements MKL is as fast as oneDNN or faster: 8 against 16 us for 384 x 384 and one
 # row, 21 against 29 for 1024 x 384, 220 against 197 for 2048 x 2048 (one Zen 5 core, torch 2.13).
@@ -488,6 +489,19 @@ def _is_fp32_on_cpu(input: torch.Tensor) -> bool:
 def prefers_onednn(input: torch.Tensor) -> bool:
     """Whether products of `input` that are not tiny run on oneDNN, if torch was built with it."""
     return _HAS_ONEDNN and _is_fp32_on_cpu(input) and not is_intel()
+
+
+def rows_of_pass(hidden: torch.Tensor) -> int:
+    """How many rows a pass over `hidden [N, E]` should have: N, or more where oneDNN multiplies many rows.
+
+    oneDNN compiles functions for each number of rows and keeps 0.2 to 0.6 MB for each product with it, so a server,
+    whose passes have any number of rows, would grow by a gigabyte (torch 2.13, Zen 5).
+    """
+    num_rows = len(hidden)
+    if not _HAS_ONEDNN or hidden.device.type != "cpu" or num_rows <= OTHER_ROWS[-1]:
+        return num_rows
+    is_onednn = not is_intel() if hidden.dtype == torch.float32 else not (is_intel() and _PROCESSOR.widens)
+    return -(-num_rows // ROWS_OF_ONEDNN) * ROWS_OF_ONEDNN if is_onednn else num_rows
 
 
 def use_onednn(input: torch.Tensor, weight: torch.Tensor) -> bool:

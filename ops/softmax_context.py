@@ -127,7 +127,13 @@ class SoftmaxContextOp:
     def __call__(
         self, qkv: QKV, cache: KVBlocks, batch: Batch | EncoderBatch, weights: HeadWeights = NO_WEIGHTS
     ) -> torch.Tensor:
-        """Writes the batch's keys and values into `cache`, except for an encoder, and attends."""
+        """Writes the batch's keys and values into `cache`, except for an encoder, and attends.
+
+        Rows of `qkv` after those of the batch's tokens, of a prefill, are padding: their context is 0.
+        """
+        if isinstance(batch, (PrefillBatch, MixedBatch)) and len(qkv.q) > batch.num_tokens:
+            context = self(qkv.without_padding(batch.num_tokens), cache, batch, weights)
+            return F.pad(context, (0, 0, 0, len(qkv.q) - batch.num_tokens))
         if isinstance(batch, MixedBatch):
             decoded, packed = qkv.split(len(batch.decode.tokens))
             contexts = self(decoded, cache, batch.decode, weights), self(packed, cache, batch.prefill, weights)

@@ -9,8 +9,8 @@ from hybrid_engine.containers import InferenceModel
 from hybrid_engine.generation.core import Prompt, Sequence
 from hybrid_engine.generation.live.opening import live_batch
 from hybrid_engine.generation.options import GenerationOptions
-from hybrid_engine.ops import MixedBatch
-from tests.support.models import PAD, build_model, padded_prompts
+from hybrid_engine.ops import MixedBatch, cpu_kernels, linears
+from tests.support.models import PAD, build_model, module_logprobs, padded_prompts
 from tests.support.tape import TapeRecorder
 
 pytestmark = pytest.mark.gpu
@@ -136,3 +136,24 @@ def test_a_batch_that_sequences_join_while_it_runs_hands_on_every_token(passes):
                 told.setdefault(progress.sequence.row, []).extend(progress.tokens)
     assert passes[:3] == [1, 2, 3]
     assert [told[row] for row in range(6)] == expected[:, input_ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+@pytest.mark.skipif(CUDA, reason="rows are added for oneDNN, which multiplies on a CPU")
+def test_long_passes_have_few_numbers_of_rows_and_the_same_results(monkeypatch, family):
+    """oneDNN compiles and keeps functions for each number of rows."""
+    monkeypatch.setattr(cpu_kernels, "is_intel", lambda: False)
+    engine, multiplied, multiply = build(family, max_out_tokens=80, max_running=8), set(), linears.linear_transposed
+    monkeypatch.setattr(
+        linears, "linear_transposed", lambda input, *args: (multiplied.add(len(input)), multiply(input, *args))[1]
+    )
+    for length in (28, 29, 31):
+        lengths = torch.arange(length - 6, length)
+        mask = (torch.arange(length).flip(0) < lengths[:, None]).long()
+        input_ids = torch.randint(3, 99, mask.shape).masked_fill(mask == 0, PAD)
+        options = {"attention_mask": mask, "max_new_tokens": 3, "pad_token_id": PAD, "do_sample": False}
+        output = engine.generate(input_ids, return_dict_in_generate=True, **options)
+        assert torch.equal(output.sequences, engine.module.generate(input_ids, **options))
+        own = module_logprobs(engine.module, output.sequences, mask)
+        torch.testing.assert_close(output.logprobs.double(), own, atol=1e-4, rtol=1e-4)
+    assert {rows for rows in multiplied if rows > 128} == {160, 192}  # of 147, 153 and 165 tokens
