@@ -3,6 +3,8 @@
 It has a Python of its own: where the packages are, peft imports them, for which every process would wait seconds.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -18,9 +20,11 @@ from transformers import (
 
 import hybrid_engine
 from hybrid_engine.containers.quantised import dequantise, is_quantised, stored_tensors
+from hybrid_engine.ops.linear_divergence import divergence
 from hybrid_engine.optim.state_offload import count_bytes
-from hybrid_engine.rlhf.batches.sequences import build_sequences, response_logprobs
-from hybrid_engine.rlhf.options.shared import AdapterOptions
+from hybrid_engine.rlhf.batches.sequences import build_sequences, response_divergences, response_logprobs
+from hybrid_engine.rlhf.experience.teachers import ModelTeacher, load_frozen
+from hybrid_engine.rlhf.options.shared import AdapterOptions, TrainingOptions
 from hybrid_engine.rlhf.planning import memory_plan
 from hybrid_engine.rlhf.planning.comparison import check_one_process
 from hybrid_engine.rlhf.planning.memory_plan import Sharded, kept_parts
@@ -242,3 +246,22 @@ def test_a_plan_has_the_bytes_of_the_packed_weights(source, name):
     shapes = memory_plan._shapes(memory_plan._build(AutoModelForCausalLM, loaded.config, torch.float32))
     (weights, *_) = kept_parts([shape._replace(is_trained=False) for shape in shapes], Sharded(0, 1, 4))
     assert weights.num_bytes == held and "quantised ones in" in weights.formula
+
+
+def test_a_quantised_teacher_states_the_distributions_of_its_own_logits(source, tmp_path):
+    load_quantised = AutoModelForCausalLM.from_pretrained
+    load_quantised(source, quantization_config=FORMATS["nf4"], dtype=torch.float32).save_pretrained(tmp_path)
+    student = LlamaForCausalLM.from_pretrained(source)
+    policy = SimpleNamespace(actor=SimpleNamespace(module=student))
+    model = load_frozen(str(tmp_path), TrainingOptions(), policy, is_same_vocabulary=False)
+    assert any(map(is_quantised, model.parameters()))
+    batch = build_sequences([[5, 6, 7], [9]], [[8, 4], [3, 2, 1]], 0, torch.device("cpu"))
+    found = response_divergences(student, ModelTeacher(model=model, temperature=1.0).read(batch), batch, 1.0, 1.0)
+    width = batch.response_mask.shape[1]
+    inputs = {"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
+    logprobs = [m(batch.input_ids, **inputs).logits[:, -width - 1 : -1].log_softmax(-1) for m in (student, model)]
+    expected = torch.where(batch.response_mask, divergence(*logprobs, 1.0), 0.0)
+    assert expected.sum() > 1e-4
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-3)
+    found.sum().backward()
+    assert student.lm_head.weight.grad is not None
