@@ -20,7 +20,7 @@ from hybrid_engine.rlhf.batches.sequences import build_sequences, response_diver
 from hybrid_engine.rlhf.data.prompts import fill_prompt
 from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.experience.policy import playing
-from hybrid_engine.rlhf.experience.teacher_loading import teacher_weights
+from hybrid_engine.rlhf.experience.teacher_loading import check_same_template, teacher_weights
 from hybrid_engine.rlhf.experience.teachers import (
     ActorTeacher,
     AheadTeacher,
@@ -34,6 +34,7 @@ from hybrid_engine.rlhf.rewards.scores import Answers
 from hybrid_engine.rlhf.runs.run_folder import read_metrics
 from hybrid_engine.rlhf.tasks import arithmetic
 from hybrid_engine.rlhf.tasks.corpus import build_small_llama
+from tests.support.chat import PLAIN_TEMPLATE, build_chat_tokenizer
 from tests.support.distributed import run_distributed
 from tests.support.small_actors import save_small_actor
 
@@ -342,6 +343,18 @@ def test_prompts_are_filled_with_columns():
     assert filled == [turns[0], {"role": "user", "content": "{x}? (2)"}] and turns[1]["content"] == "{x}?"
     with pytest.raises(ValueError, match=r"row 7 has no value in the column 'feedback'.* are prompt, answer, list"):
         fill_prompt(row, "{feedback}")
+
+
+def test_a_teacher_with_another_chat_template_is_refused():
+    other = PLAIN_TEMPLATE.replace("<start>", "<start>the ")
+    assert other != PLAIN_TEMPLATE
+    ours, theirs, without = (build_chat_tokenizer(template) for template in (PLAIN_TEMPLATE, other, other))
+    without.chat_template = None
+    rows = [PromptRow(prompt="text"), PromptRow(prompt=[{"role": "user", "content": "hi"}], place="row 7")]
+    for teacher, chosen in ((ours, rows), (without, rows), (theirs, rows[:1])):
+        check_same_template("t", teacher, ours, chosen)
+    with pytest.raises(ValueError, match="--teacher='t' has another chat template than the actor: of row 7 it makes"):
+        check_same_template("t", theirs, ours, rows)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.ops.linear_divergence import HeadStates, TopTokens
 from hybrid_engine.rlhf.batches.head_log_probs import WholeLogProbs, likeliest
 from hybrid_engine.rlhf.batches.passes import ROWS_PER_PASS, RunPasses
+from hybrid_engine.rlhf.data.encoding import encode_prompt
 from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.experience.common_spans import OtherTokensTeacher
 from hybrid_engine.rlhf.experience.policy import TrainedPolicy, playing
@@ -66,6 +68,8 @@ from hybrid_engine.rlhf.runs.stages import explained, load_config, load_tokenize
 
 PROBE = "12+30=42. The sum is 42."
 """A text that a server reads before training."""
+ROWS_OF_TEMPLATE = 32
+"""Conversations that the templates of teacher and actor are compared on."""
 ROWS_OF_PART = 1024
 """Answers of a data set that a process scores for one file of a stored pass."""
 
@@ -97,6 +101,26 @@ def check_top_k(config: DistillConfig, source: str, model: PretrainedConfig) -> 
             f"--teacher-top-k={config.teacher_top_k} must not exceed the {num_tokens} tokens of --teacher={source!r}; "
             "lower it, or leave it out for the whole vocabulary"
         )
+
+
+def check_same_template(
+    source: str, teacher: PreTrainedTokenizerBase, actor: PreTrainedTokenizerBase, rows: Sequence[PromptRow]
+) -> None:
+    """Raises ValueError if the teacher's chat template writes a conversation otherwise than the actor's.
+
+    The teacher reads what the actor's template writes. Compares the first conversations of the data; a teacher without
+    a template was trained with none.
+    """
+    conversations = (row for row in rows if not isinstance(row.prompt, str))
+    for row in islice(conversations if teacher.chat_template is not None else (), ROWS_OF_TEMPLATE):
+        theirs, ours = encode_prompt(teacher, row), encode_prompt(actor, row)
+        if theirs != ours:
+            shown = [tokenizer.decode(ids)[-80:] for tokenizer, ids in ((teacher, theirs), (actor, ours))]
+            raise ValueError(
+                f"--teacher={source!r} has another chat template than the actor: of {row.place} it makes "
+                f"...{shown[0]!r}, the actor's ...{shown[1]!r}; give both one template, the teacher's, in the folder "
+                "of --model"
+            )
 
 
 def check_teacher_adapter(folder: str, config: DistillConfig) -> None:
@@ -250,6 +274,7 @@ def _load_one(
         play = nullcontext if source == PRESENT_WEIGHTS else partial(playing, policy.actor.module, name)
         return ActorTeacher(actor=policy.actor, play=play, temperature=config.teacher_temperature, prompts=prompts)
     source = start.source if source == FIRST_WEIGHTS else source
+    check_same_template(source, load_tokenizer(source, "teacher"), policy.tokenizer, start.train)
     place = torch.device("cpu") if config.teacher_offload else None
     model = load_frozen(source, config, policy, place)
     if config.teacher_sharded:
