@@ -7,7 +7,7 @@
 clients ask the same questions again and again, and every answer is compared with the one that the server gave when
 nobody else asked. Beside them run clients that leave, read slowly, send half a request or nonsense, and those that ask
 for as much as they can. It fails where an honest answer is lost or another, where an odd request gets another status
-than it should, where memory grows after the first minute (WINDOW), and where rows, blocks or descriptors are not given
+than it should, where memory grows after the first minute (WINDOW; with `--model` the first half), and where rows, blocks or descriptors are not given
 back, or the server does not end in time. How long /health takes is told and fails nothing. All clients are bounded in
 number, pace and time, and the program ends by itself.
 
@@ -50,7 +50,10 @@ NUM_HONEST = 4
 SESSION_SECONDS = 40.0
 """From the beginning, in which requests belong to conversations; less of a short run."""
 WINDOW = 60.0
-"""Seconds after which memory is to be flat: its median in the first third after them and in the last third."""
+"""Seconds after which memory is to be flat: its median in the first third after them and in the last third. With
+`--model` half of the run, in which a real model makes fewer passes than the small one in a minute: libraries keep
+something for each number of rows the first time they multiply it.
+"""
 MAY_GROW = 24 * 2**20
 """Bytes between those two medians."""
 PATIENCE, PATIENCE_WITH_MODEL = 120.0, 600.0
@@ -91,6 +94,7 @@ class Load:
         seconds: how long clients go on.
         may_round: whether rounding may choose another token.
         patience: seconds for one answer.
+        window: seconds after which memory is to be flat.
     """
 
     served: Served
@@ -99,6 +103,7 @@ class Load:
     seconds: float
     may_round: bool = False
     patience: float = PATIENCE
+    window: float = WINDOW
     begin: float = field(default_factory=time.monotonic)
     over: threading.Event = field(default_factory=threading.Event)
     sent: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -521,8 +526,8 @@ class Watch:
                     self.memory.append((begin - self.load.begin, resident_bytes(self.load)))
 
     def medians(self) -> tuple[int, int] | None:
-        """Of memory in the first and the last third after WINDOW; None where the run was too short."""
-        later = [size for seconds, size in self.memory if seconds > WINDOW]
+        """Of memory in the first and the last third after the window; None where the run was too short."""
+        later = [size for seconds, size in self.memory if seconds > self.load.window]
         third = len(later) // 3
         if third < 10:
             return None
@@ -606,7 +611,7 @@ def soak(load: Load) -> Watch:
         load.fail(f"not given back: {left}")
     medians = watch.medians()
     if medians is not None and medians[1] - medians[0] > MAY_GROW:
-        load.fail(f"memory grew from {medians[0] / 2**20:.0f} to {medians[1] / 2**20:.0f} MiB after {WINDOW:g} s")
+        load.fail(f"memory grew from {medians[0] / 2**20:.0f} to {medians[1] / 2**20:.0f} MiB after {load.window:g} s")
     return watch
 
 
@@ -664,7 +669,7 @@ def report(load: Load, watch: Watch, seconds_to_end: float, model: str) -> str:
         f"{table(('client', 'requests', 'what came back'), rows)}\n"
         f"{answered:,} honest answers, each compared with the one alone.{rounded} Wrong: {len(load.failures)}.\n\n"
         f"- Memory of the server: at most {max(sizes):.0f} MiB; medians of the first and the last third after "
-        f"{WINDOW:g} s: {flat}{' MiB' if medians else ''}; of each minute: {by_minute}\n"
+        f"{load.window:g} s: {flat}{' MiB' if medians else ''}; of each minute: {by_minute}\n"
         f"- `/health`: {len(watch.health):,} calls, {watch.at(0.5):.0f} ms in the median, {watch.at(0.99):.0f} ms at "
         f"the 99th percentile, {watch.at(1):.0f} ms at most, on a machine whose {os.cpu_count()} cores the clients "
         f"use as well (load {os.getloadavg()[0]:.1f})\n"
@@ -699,14 +704,15 @@ def main() -> int:
         ) as served:
             with web_client(PATIENCE) as web:
                 card = web.get(f"{served.url}/models").json()["data"][0]
-            patience = PATIENCE if options.model is None else PATIENCE_WITH_MODEL
-            size = card["max_model_len"], options.seconds
-            load = Load(served, card["id"], *size, may_round=options.model is not None, patience=patience)
+            load = Load(served, card["id"], card["max_model_len"], options.seconds)
+            if options.model is not None:
+                load.may_round, load.patience, load.window = True, PATIENCE_WITH_MODEL, options.seconds / 2
             watch = soak(load)
             seconds_to_end = end(load)
     text = report(load, watch, seconds_to_end, described)
     options.page.parent.mkdir(parents=True, exist_ok=True)
-    write_section("Honest, clumsy and hostile clients", text, options.page)
+    title = "Honest, clumsy and hostile clients" + (" of a real model" if options.model else "")
+    write_section(title, text, options.page)
     print(text)
     return int(bool(load.failures))
 
