@@ -7,9 +7,9 @@
 clients ask the same questions again and again, and every answer is compared with the one that the server gave when
 nobody else asked. Beside them run clients that leave, read slowly, send half a request or nonsense, and those that ask
 for as much as they can. It fails where an honest answer is lost or another, where an odd request gets another status
-than it should, where memory grows after the first minute (WINDOW; with `--model` the first half), and where rows, blocks or descriptors are not given
-back, or the server does not end in time. How long /health takes is told and fails nothing. All clients are bounded in
-number, pace and time, and the program ends by itself.
+than it should, where memory grows after the first minute (WINDOW; with `--model` the first half), and where rows,
+blocks or descriptors are not given back, or the server does not end in time. How long /health takes is told and fails
+nothing. All clients are bounded in number, pace and time, and the program ends by itself.
 
 Rows of a batch are multiplied together, so other requests change the last digits of fp32 logits. A small random model
 is confident enough that no token depends on them. With a real one (`--model`) a draw among 50,000 tokens may fall on
