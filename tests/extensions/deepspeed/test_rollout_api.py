@@ -159,6 +159,49 @@ def test_an_engine_that_trains_goes_on_training_and_the_next_rollout_sees_the_st
     assert engine.generator.workspace.allocated_bytes == 0
 
 
+def answer_divergences(student, teacher, batch):
+    """`[answer tokens]`: KL of the student from the teacher, of their logits for the rows of a RolloutBatch."""
+    is_answer = torch.arange(batch.seq_len) >= batch.response_start_idx[:, None]
+    is_learned = (is_answer & batch.attention_mask.bool())[:, 1:]
+    theirs, ours = teacher.log_softmax(-1)[:, :-1], student.log_softmax(-1)[:, :-1]
+    return (theirs.exp() * (theirs - ours)).sum(-1)[is_learned]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_student_learns_from_a_frozen_teacher_by_the_calls_of_deepspeeds_distillation_trainer(stage, tmp_path):
+    """`deepspeed/runtime/rlhf`: the calls of OPSDTrainer in their order, and TeacherWrapper's engine."""
+    student = build_engine(zero_optimization={"stage": stage})
+    teacher_config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+    }
+    teacher, *_ = deepspeed.initialize(model=build_model(seed=1).requires_grad_(False), config=teacher_config)
+    rollout = build_rollout(RolloutConfig(), student_engine=student, tokenizer=TOKENIZER, student_model_path="unused")
+    sampling = SamplingConfig(max_new_tokens=6, temperature=1.0, top_p=1.0, top_k=-1, n_samples_per_prompt=1)
+    torch.manual_seed(0)
+    losses = []
+    for step in range(6):
+        rollout.sync_weights(step)
+        student.eval()
+        batch = rollout.generate(request(), sampling)
+        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        with torch.no_grad():
+            taught = teacher(**inputs).logits
+        student.train()
+        loss = answer_divergences(student(**inputs).logits, taught, batch).mean()
+        if step == 0:
+            with torch.no_grad():
+                plain = [build_model(seed=seed).double()(**inputs).logits for seed in (0, 1)]
+            expected = answer_divergences(*plain, batch).mean()
+            torch.testing.assert_close(loss.double(), expected, atol=1e-4, rtol=1e-4)
+        student.backward(loss)
+        student.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    student.save_checkpoint(str(tmp_path), tag="step_6")
+    assert (tmp_path / "latest").read_text() == "step_6"
+
+
 def test_an_evaluating_engine_goes_on_evaluating(rollout, engine):
     rollout.generate(request(), GREEDY)
     assert not engine.module.training
