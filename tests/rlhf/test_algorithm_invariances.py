@@ -284,11 +284,27 @@ def test_tokens_of_low_entropy_have_no_policy_gradient_but_that_of_a_bonus():
         )
 
 
+OLD = torch.tensor([[-1.2, -0.7, -2.0], [-0.4, -1.1, 0.0]], dtype=torch.float64)
+"""Log-probabilities of two answers, the second of two tokens."""
+
+
+def loss_with_teacher(scores, coef, present):
+    """The loss of the answers with these scores, whose present log-probabilities are `present`."""
+    teacher = torch.tensor([[-0.9, -1.5, -1.0], [-0.4, -3.0, 0.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
+    algorithm = Algorithm(scale="none", clip_low=0.2, clip_high=0.2, aggregation="token-mean")
+    of_scores = compute_advantages(algorithm, torch.tensor(scores, dtype=torch.float64), 2, OLD, None, mask, 0.0)
+    advantages = of_scores + teacher_advantages(OLD, teacher, mask, coef)
+    batch = PolicyBatch(present, OLD, advantages, mask)
+    return policy_objective(algorithm, batch, count_step(mask, 3), Coefficients.first(algorithm))
+
+
 @pytest.mark.parametrize(
     ("scores", "coef", "expected"),
     [
         # max(-A r, -A clip(r, 0.8, 1.2)) with A = advantage of the score - coef (log p_old - log p_teacher), the mean
-        # over the five tokens; verl's distillation_ppo_loss with use_policy_gradient, k1 and "vanilla". In fp64.
+        # over the five tokens, in fp64. Without scores it is verl's distillation_ppo_loss with use_policy_gradient, k1
+        # and "vanilla", but for its present log-probability in place of log p_old.
         ([0.0, 0.0], 1.0, 0.16),
         ([0.0, 0.0], 0.5, 0.08),
         ([1.0, 0.0], 1.0, 0.05051709180756481),
@@ -296,13 +312,16 @@ def test_tokens_of_low_entropy_have_no_policy_gradient_but_that_of_a_bonus():
     ],
 )
 def test_the_loss_of_a_teachers_advantages_alone_and_added_to_those_of_scores(scores, coef, expected):
-    old = torch.tensor([[-1.2, -0.7, -2.0], [-0.4, -1.1, 0.0]], dtype=torch.float64)
-    teacher = torch.tensor([[-0.9, -1.5, -1.0], [-0.4, -3.0, 0.0]], dtype=torch.float64)
-    present = old + torch.tensor([[0.3, -0.4, 0.0], [0.1, -0.25, 0.0]])
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
-    algorithm = Algorithm(scale="none", clip_low=0.2, clip_high=0.2, aggregation="token-mean")
-    of_scores = compute_advantages(algorithm, torch.tensor(scores, dtype=torch.float64), 2, old, None, mask, 0.0)
-    advantages = of_scores + teacher_advantages(old, teacher, mask, coef)
-    batch = PolicyBatch(present, old, advantages, mask)
-    loss = policy_objective(algorithm, batch, count_step(mask, 3), Coefficients.first(algorithm))
+    present = OLD + torch.tensor([[0.3, -0.4, 0.0], [0.1, -0.25, 0.0]])
+    loss = loss_with_teacher(scores, coef, present)
     assert loss.item() == pytest.approx(expected, abs=1e-9)
+
+
+def test_in_the_first_update_loss_and_gradient_with_a_teacher_are_verls():
+    """verl adds a clipped loss of the teacher's advantages to that of the scores'; at ratio 1 nothing is clipped."""
+    present = OLD.clone().requires_grad_()
+    loss = loss_with_teacher([1.0, 0.0], 0.5, present)
+    (gradient,) = torch.autograd.grad(loss, present)
+    assert loss.item() == pytest.approx(0.04, abs=1e-12)
+    expected = torch.tensor([[-0.13, -0.02, -0.2], [0.1, 0.29, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(gradient, expected, atol=1e-12, rtol=0)
