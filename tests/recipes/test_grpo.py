@@ -611,6 +611,9 @@ def load_logits(folder, sequences):
         ({"teacher_coef": 0.5}, "--teacher-coef applies to a run with a teacher; give --teacher"),
         ({"teacher_alone": True}, "--teacher-alone applies to a run with a teacher; give --teacher"),
         ({"teacher": "t", "teacher_coef": 0.0}, "--teacher-coef=0"),
+        ({"teacher": "self"}, "--teacher=self is a teacher of distill; grpo learns from a model in memory"),
+        ({"teacher": "adapter:a"}, "--teacher=adapter:a is a teacher of distill"),
+        ({"teacher": "http://h/v1"}, "--teacher=http://h/v1 is a teacher of distill"),
         (
             {"teacher": "t", "teacher_alone": True, "algorithm": Algorithm(dynamic_sampling=2)},
             "--dynamic-sampling=2 acts on rewards, but --teacher-alone",

@@ -35,6 +35,11 @@ def is_address(teacher: str) -> bool:
     return urlsplit(teacher).scheme in ("http", "https")
 
 
+def is_model(teacher: str) -> bool:
+    """Whether a teacher is the name or folder of a model, and not another kind."""
+    return teacher not in OWN_WEIGHTS and not is_address(teacher) and adapter_of(teacher) is None
+
+
 def template_columns(template: str) -> list[str]:
     """The columns that a template of a prompt names, such as `{answer}`, in order; doubled braces are braces.
 
@@ -132,8 +137,8 @@ class TeacherOptions:
         """The teachers that are models of their own in memory, None for the first weights of the actor."""
         if self.teacher_cache is not None:
             return ()
-        own = [PRESENT_WEIGHTS, *([FIRST_WEIGHTS] if getattr(self, "lora_rank", 0) else [])]
-        models = [s for s in self.teachers.values() if s not in own and not is_address(s) and adapter_of(s) is None]
+        is_copied = not getattr(self, "lora_rank", 0)  # the first weights, of which nothing is left otherwise
+        models = [s for s in self.teachers.values() if is_model(s) or (s == FIRST_WEIGHTS and is_copied)]
         return tuple(None if source == FIRST_WEIGHTS else source for source in models)
 
     def _check_own(self, sources: list[str]) -> None:

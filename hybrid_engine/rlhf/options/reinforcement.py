@@ -16,6 +16,7 @@ from hybrid_engine.config.checks import (
     option,
 )
 from hybrid_engine.rlhf.options.algorithm import Algorithm
+from hybrid_engine.rlhf.options.distillation import is_model
 from hybrid_engine.rlhf.options.shared import (
     PromptRunOptions,
     RolloutOptions,
@@ -164,6 +165,11 @@ def check_teacher_options(config: GRPOConfig) -> None:
     for name, is_given in (("teacher_coef", config.teacher_coef is not None), ("teacher_alone", config.teacher_alone)):
         if is_given and config.teacher is None:
             raise ValueError(f"{flag(name)} applies to a run with a teacher; give --teacher, or leave it out")
+    if config.teacher is not None and not is_model(config.teacher):
+        raise ValueError(
+            f"--teacher={config.teacher} is a teacher of distill; grpo learns from a model in memory: give its Hugging "
+            "Face name or folder"
+        )
     if config.teacher_coef is not None:
         check_above("teacher_coef", config.teacher_coef, 0)
     if not config.teacher_alone:
