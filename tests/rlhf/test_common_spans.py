@@ -1,5 +1,7 @@
 """Common spans of two tokenizers, and the distance at their ends, compared with TRL's ULD loss."""
 
+import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from trl.experimental.gold import GOLDConfig
 from trl.experimental.gold.gold_trainer import ULDLoss
 
+from hybrid_engine.recipes import distill
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
 from hybrid_engine.rlhf.batches.sequences import build_sequences, response_divergences
 from hybrid_engine.rlhf.data.rows import PromptRow
@@ -16,6 +19,7 @@ from hybrid_engine.rlhf.experience.common_spans import CommonSpan, OtherTokensTe
 from hybrid_engine.rlhf.experience.teachers import StepAnswers, TeacherPrompts
 from hybrid_engine.rlhf.options.shared import TrainingOptions
 from hybrid_engine.rlhf.rewards.scores import Answers
+from hybrid_engine.rlhf.runs.run_folder import read_metrics
 from hybrid_engine.rlhf.tasks import arithmetic
 from hybrid_engine.rlhf.tasks.corpus import build_small_llama
 
@@ -26,7 +30,7 @@ IS_ENDED = [True, False]
 
 def pairs_tokenizer():
     """A tokenizer with tokens of two characters, in bytes."""
-    letters = list(arithmetic.ALPHABET)
+    letters = [*arithmetic.ALPHABET, *"tex"]  # recipes try a tokenizer on "text"
     merges = [("1", "2"), ("2", "4"), (";", "2"), ("=", "4"), ("+", "1")]
     names = ["<pad>", "<eos>", *letters, *("".join(pair) for pair in merges)]
     bytes_of_text = Tokenizer(models.BPE({name: index for index, name in enumerate(names)}, merges))
@@ -158,3 +162,37 @@ def test_the_same_tokens_give_the_distance_at_every_token(models_and_tokenizers)
     (taught,) = told.read(step.sequences)
     counts = [min(12 - len(step.answers.prompt_ids[row]), len(step.answers.response_ids[row])) for row in range(2)]
     assert len(taught.tokens) == sum(counts), "a longer answer loses its end"
+
+
+def test_a_run_learns_from_a_teacher_with_other_tokens_and_other_divergences_refuse_it(models_and_tokenizers, tmp_path):
+    for name, model, tokenizer in zip(("student", "teacher"), *models_and_tokenizers, strict=True):
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    rows = ({"prompt": f"{n}+{n}=", "completion": f"{n}+{n};{2 * n}"} for n in range(80))
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = distill.Config(
+        model=str(tmp_path / "student"), teacher=str(tmp_path / "teacher"), divergence="uld", reward=("regex:1",),
+        dataset=str(tmp_path / "sums.jsonl"), on_policy_share=0.0, out=str(tmp_path / "run"), steps=2, rollout_size=16,
+        minibatch_size=8, max_new_tokens=8, learning_rate=3e-3, eval_every=2, eval_prompts=2,
+        eval_samples=1, save_every=0,
+    )  # fmt: skip
+    distill.run(config)
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert len(lines) == 2 and all(0 < line["divergence"] <= 2 and line["grad_norm"] > 0 for line in lines)
+    assert not any("agreement" in line for line in lines)  # there are no tokens to compare
+    with pytest.raises(ValueError, match=r"a divergence needs one vocabulary, .*--divergence uld"):
+        distill.run(replace(config, divergence="reverse-kl", out=str(tmp_path / "refused")))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"teacher_top_k": 4}, "--teacher-top-k=4 has no effect with --divergence uld"),
+        ({"teacher_offload": True}, "--teacher-offload does not exist for --divergence uld"),
+        ({"teacher_sharded": True}, "--teacher-sharded does not exist for --divergence uld"),
+        ({"teacher": "self", "teacher_prompt": "{answer}{prompt}"}, "--divergence uld is for teachers that are models"),
+    ],
+)
+def test_options_that_do_not_go_with_other_tokens_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        distill.Config(**{"teacher": "t", "divergence": "uld"} | options)
