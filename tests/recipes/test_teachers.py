@@ -304,6 +304,7 @@ def test_a_server_teaches_what_its_model_teaches(tiny, teacher):
         assert_equal(figures(config, "served", teacher=server.url), plain, rel=1e-3)
         stored = replace(config, teacher=server.url, on_policy_share=0.0, teacher_cache=config.out + "-cache")
         first = figures(stored, "stored")
+    assert_equal(figures(stored, "without_server"), first)
     assert_equal(first, figures(replace(config, on_policy_share=0.0), "local", teacher=teacher), rel=1e-3)
 
 

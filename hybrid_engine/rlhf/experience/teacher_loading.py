@@ -78,19 +78,20 @@ def check_teacher(config: DistillConfig) -> None:
     """Raises ValueError if there is no teacher, it cannot be loaded, or it has other or too few tokens."""
     if not config.teachers:
         raise ValueError("--teacher is missing; give the Hugging Face name or folder of a model")
+    is_stored = config.teacher_cache is not None and Path(config.teacher_cache).exists()
     for source in config.teachers.values():
         if folder := adapter_of(source):
             check_teacher_adapter(folder, config)
         elif is_address(source):
-            if config.model is not None:
+            if config.model is not None and not is_stored:  # a stored pass needs no server
                 open_server(source, config, load_tokenizer(config.model))
         elif source not in OWN_WEIGHTS:
             check_model_teacher(source, None if config.divergence == "uld" else config.model)
             check_top_k(config, source, load_config(source, "teacher"))
         elif config.model is not None:
             check_top_k(config, source, load_config(config.model))
-    if config.teacher_cache is not None and config.model is not None and Path(config.teacher_cache).exists():
-        StoredPass(Path(config.teacher_cache), pass_identity(config, load_tokenizer(config.model)))
+    if is_stored and config.model is not None:
+        StoredPass(Path(str(config.teacher_cache)), pass_identity(config, load_tokenizer(config.model)))
 
 
 def check_top_k(config: DistillConfig, source: str, model: PretrainedConfig) -> None:
