@@ -37,7 +37,8 @@ from hybrid_engine.cli.cli import keep_freed_memory
 from hybrid_engine.recipes import distill
 from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.experience.policy import build_policy
-from hybrid_engine.rlhf.experience.teachers import ModelTeacher, load_frozen
+from hybrid_engine.rlhf.experience.teacher_loading import load_frozen
+from hybrid_engine.rlhf.experience.teachers import ModelTeacher
 from hybrid_engine.rlhf.rewards.loading import load_rewards
 from hybrid_engine.rlhf.runs.engine_config import Schedule
 

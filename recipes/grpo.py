@@ -66,7 +66,8 @@ from hybrid_engine.rlhf.experience.policy import (
 )
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling, GroupSource, Replay, ScoredGroups, warm_up
 from hybrid_engine.rlhf.experience.start import Stages, Start, prepare
-from hybrid_engine.rlhf.experience.teachers import ModelTeacher, check_model_teacher, load_model_teacher
+from hybrid_engine.rlhf.experience.teacher_loading import check_model_teacher, load_model_teacher
+from hybrid_engine.rlhf.experience.teachers import ModelTeacher
 from hybrid_engine.rlhf.options.reinforcement import GRPOConfig as Config
 from hybrid_engine.rlhf.options.shared import (
     is_due,
@@ -126,8 +127,7 @@ def run(config: Config) -> Path:
     schedule = Schedule.of(config, num_updates, "grpo")
     rate = config.learning_rate or suitable_rate(config, small=7e-4)
     policy = build_policy(config, start.source, rate, schedule)
-    longest = start.answered.longest
-    teacher = load_model_teacher(config, policy, longest, config.temperature) if config.teacher is not None else None
+    teacher = load_model_teacher(config, policy, start) if config.teacher is not None else None
     memory = follow_answers("grpo", config, start, policy, teachers=teacher.modules if teacher else ())
     say(policy.actor.report())
     say(schedule.describe())

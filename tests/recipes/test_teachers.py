@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,14 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hybrid_engine
 from hybrid_engine.ops.linear_divergence import divergence
-from hybrid_engine.recipes import distill
+from hybrid_engine.recipes import distill, grpo
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
 from hybrid_engine.rlhf.batches.passes import RunPasses
 from hybrid_engine.rlhf.batches.sequences import build_sequences, response_divergences
 from hybrid_engine.rlhf.data.prompts import fill_prompt
 from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.experience.policy import playing
-from hybrid_engine.rlhf.experience.teacher_loading import check_same_template, teacher_weights
+from hybrid_engine.rlhf.experience.teacher_loading import check_same_template, load_model_teacher, teacher_weights
 from hybrid_engine.rlhf.experience.teachers import (
     ActorTeacher,
     AheadTeacher,
@@ -346,7 +347,7 @@ def test_prompts_are_filled_with_columns():
         fill_prompt(row, "{feedback}")
 
 
-def test_a_teacher_with_another_chat_template_is_refused():
+def test_a_teacher_with_another_chat_template_is_refused(tmp_path):
     other = PLAIN_TEMPLATE.replace("<start>", "<start>the ")
     assert other != PLAIN_TEMPLATE
     ours, theirs, without = (build_chat_tokenizer(template) for template in (PLAIN_TEMPLATE, other, other))
@@ -356,6 +357,11 @@ def test_a_teacher_with_another_chat_template_is_refused():
         check_same_template("t", teacher, ours, chosen)
     with pytest.raises(ValueError, match="--teacher='t' has another chat template than the actor: of row 7 it makes"):
         check_same_template("t", theirs, ours, rows)
+    build_small_llama(theirs, hidden_size=64, num_layers=1).save_pretrained(tmp_path)
+    theirs.save_pretrained(tmp_path)
+    start = SimpleNamespace(answered=SimpleNamespace(longest=8), train=rows)
+    with pytest.raises(ValueError, match=rf"--teacher='{tmp_path}' has another chat template than the actor: of row 7"):
+        load_model_teacher(grpo.Config(teacher=str(tmp_path)), SimpleNamespace(tokenizer=ours), start)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ from hybrid_engine.containers.quantised import dequantise, is_quantised, stored_
 from hybrid_engine.ops.linear_divergence import divergence
 from hybrid_engine.optim.state_offload import count_bytes
 from hybrid_engine.rlhf.batches.sequences import build_sequences, response_divergences, response_logprobs
-from hybrid_engine.rlhf.experience.teachers import ModelTeacher, load_frozen
+from hybrid_engine.rlhf.experience.teacher_loading import load_frozen
+from hybrid_engine.rlhf.experience.teachers import ModelTeacher
 from hybrid_engine.rlhf.options.shared import AdapterOptions, TrainingOptions
 from hybrid_engine.rlhf.planning import memory_plan
 from hybrid_engine.rlhf.planning.comparison import check_one_process

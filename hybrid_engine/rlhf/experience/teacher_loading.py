@@ -1,4 +1,4 @@
-"""Chooses, checks and loads the teachers of `hybrid-engine distill` by its options; the recipe calls it.
+"""Chooses, checks and loads the teachers of `hybrid-engine distill` and `grpo` by their options; the recipes call it.
 
 M: teachers of a run.
 """
@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from peft import PeftConfig
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 import hybrid_engine
 from hybrid_engine.config.checks import dtype_name
-from hybrid_engine.distributed.processes import get_rank, get_world_size, on_rank_zero
+from hybrid_engine.distributed.processes import default_device, get_rank, get_world_size, on_rank_zero
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.ops.linear_divergence import HeadStates, TopTokens
+from hybrid_engine.optim.build import cast_module
 from hybrid_engine.rlhf.batches.head_log_probs import WholeLogProbs, likeliest
+from hybrid_engine.rlhf.batches.packable import pack_where_exact
 from hybrid_engine.rlhf.batches.passes import ROWS_PER_PASS, RunPasses
 from hybrid_engine.rlhf.data.encoding import encode_prompt
 from hybrid_engine.rlhf.data.rows import PromptRow
@@ -48,8 +50,6 @@ from hybrid_engine.rlhf.experience.teachers import (
     StepAnswers,
     Teacher,
     TeacherPrompts,
-    check_model_teacher,
-    load_frozen,
     prompts_read,
 )
 from hybrid_engine.rlhf.options.distillation import (
@@ -61,10 +61,13 @@ from hybrid_engine.rlhf.options.distillation import (
     adapter_of,
     is_address,
 )
+from hybrid_engine.rlhf.options.reinforcement import GRPOConfig
+from hybrid_engine.rlhf.options.shared import TrainingOptions
 from hybrid_engine.rlhf.rewards.learned import find_adapter
+from hybrid_engine.rlhf.runs.engine_config import torch_dtype
 from hybrid_engine.rlhf.runs.run_checks import check_positions
 from hybrid_engine.rlhf.runs.run_log import say
-from hybrid_engine.rlhf.runs.stages import explained, load_config, load_tokenizer, num_positions
+from hybrid_engine.rlhf.runs.stages import explained, load_config, load_model, load_tokenizer, num_positions
 
 PROBE = "12+30=42. The sum is 42."
 """A text that a server reads before training."""
@@ -87,14 +90,33 @@ def check_teacher(config: DistillConfig) -> None:
                 open_server(source, config, load_tokenizer(config.model))
         elif source not in OWN_WEIGHTS:
             check_model_teacher(source, None if config.divergence == "uld" else config.model)
-            check_top_k(config, source, load_config(source, "teacher"))
+            check_teacher_top_k(config, source, load_config(source, "teacher"))
         elif config.model is not None:
-            check_top_k(config, source, load_config(config.model))
+            check_teacher_top_k(config, source, load_config(config.model))
     if is_stored and config.model is not None:
         StoredPass(Path(str(config.teacher_cache)), pass_identity(config, load_tokenizer(config.model)))
 
 
-def check_top_k(config: DistillConfig, source: str, model: PretrainedConfig) -> None:
+def check_model_teacher(teacher: str, actor: str | None) -> None:
+    """Raises ValueError if the model `teacher` cannot be loaded, or the model `actor` has other tokens."""
+    load_config(teacher, "teacher")
+    if actor is not None:
+        check_same_tokens(load_tokenizer(teacher), load_tokenizer(actor), teacher)
+
+
+def check_same_tokens(teacher: PreTrainedTokenizerBase, actor: PreTrainedTokenizerBase, name: str) -> None:
+    """Raises ValueError unless both tokenizers give the same ids to the same tokens."""
+    theirs, ours = teacher.get_vocab(), actor.get_vocab()
+    if theirs != ours:
+        other = min((token for token in {*theirs, *ours} if theirs.get(token) != ours.get(token)), key=str)
+        raise ValueError(
+            f"--teacher={name!r} has other tokens than the actor ({other!r} is {theirs.get(other)} and "
+            f"{ours.get(other)}); a divergence needs one vocabulary, so give a teacher with the actor's tokenizer, "
+            "or in distill --divergence uld"
+        )
+
+
+def check_teacher_top_k(config: DistillConfig, source: str, model: PretrainedConfig) -> None:
     """Raises ValueError if the model has fewer tokens than `--teacher-top-k`."""
     num_tokens = model.get_text_config().vocab_size
     if config.teacher_top_k > num_tokens:
@@ -174,6 +196,25 @@ def load_teacher(config: DistillConfig, policy: TrainedPolicy, start: Start[Dist
         return loaded[0]
     weights = teacher_weights(config, start.train)
     return SeveralTeachers(loaded, weights, reads_always=config.zero_stage == 3)
+
+
+def load_model_teacher(config: GRPOConfig, policy: TrainedPolicy, start: Start[GRPOConfig]) -> ModelTeacher:
+    """The model that `--teacher` of `hybrid-engine grpo` names. Collective.
+
+    Args:
+        config: of the run; the teacher's distributions are at its temperature, as the reference's are.
+        policy: its actor.
+        start: its prompts.
+
+    Raises:
+        ValueError: the teacher has too few positions for the longest prompt with its answer, other tokens, or another
+            chat template.
+    """
+    assert config.teacher is not None
+    source, limit = config.teacher, num_positions(load_config(config.teacher))
+    check_positions(config, start.answered.longest, f"--teacher={source!r}", limit)
+    check_same_template(source, load_tokenizer(source, "teacher"), policy.tokenizer, start.train)
+    return ModelTeacher(model=load_frozen(source, config, policy), temperature=config.temperature)
 
 
 def _stored_teacher(
@@ -299,6 +340,38 @@ def _load_with_other_tokens(
     )
     tokenizers = (policy.tokenizer, tokenizer)
     return OtherTokensTeacher(model, config.teacher_temperature, tokenizers, prompts, limit)
+
+
+def load_frozen(
+    source: str,
+    config: TrainingOptions,
+    policy: TrainedPolicy,
+    device: torch.device | None = None,
+    *,
+    is_same_vocabulary: bool = True,
+) -> nn.Module:
+    """The model in `source`, frozen, in the run's dtype, whose passes are packed if that is exact. Collective.
+
+    Args:
+        source: Hugging Face name or folder.
+        config: of the run.
+        policy: its actor.
+        device: where the model is; None: where the actor is.
+        is_same_vocabulary: whether its tokens must be the actor's.
+
+    Raises:
+        ValueError: it has other tokens than the actor.
+    """
+    if is_same_vocabulary:
+        check_same_tokens(load_tokenizer(source), policy.tokenizer, source)
+    model = load_model(AutoModelForCausalLM, source)
+    cast_module(model, torch_dtype(config.dtype))
+    model = model.to(device or default_device()).eval().requires_grad_(False)
+    pack_where_exact(model, config)
+    sizes = [module.get_output_embeddings().weight.shape[0] for module in (model, policy.actor.module)]
+    if is_same_vocabulary and sizes[0] != sizes[1]:
+        say(f"teacher: heads of {sizes[0]} and {sizes[1]} tokens; the divergence is over the first {min(sizes)}")
+    return model
 
 
 def shard_frozen(model: nn.Module) -> nn.Module:

@@ -27,16 +27,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 from torch.nn.functional import pad
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.distributed.processes import default_device, gather_objects
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.generation.model.probe import evaluating
 from hybrid_engine.ops.linear_divergence import HeadStates, TopTokens
-from hybrid_engine.optim.build import cast_module
 from hybrid_engine.rlhf.batches.head_log_probs import StatesOfSameHead, Taught, WholeLogProbs
-from hybrid_engine.rlhf.batches.packable import pack_where_exact
 from hybrid_engine.rlhf.batches.passes import ROWS_PER_PASS, RunPasses
 from hybrid_engine.rlhf.batches.sequences import (
     ROWS_PER_PASS_ON_CPU,
@@ -52,14 +50,8 @@ from hybrid_engine.rlhf.data.prompts import fill_prompt
 from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.experience.policy import TrainedPolicy
 from hybrid_engine.rlhf.options.distillation import DistillConfig
-from hybrid_engine.rlhf.options.reinforcement import GRPOConfig
-from hybrid_engine.rlhf.options.shared import TrainingOptions
 from hybrid_engine.rlhf.rewards.scores import Answers, Scores
-from hybrid_engine.rlhf.runs.engine_config import torch_dtype
-from hybrid_engine.rlhf.runs.run_checks import check_positions
 from hybrid_engine.rlhf.runs.run_folder import TeacherFigures
-from hybrid_engine.rlhf.runs.run_log import say
-from hybrid_engine.rlhf.runs.stages import load_config, load_model, load_tokenizer, num_positions
 from hybrid_engine.zero.gathered_parameters import GatheredParameters
 
 AGREEMENT = ("agreement", "entropy", "teacher_entropy", "divergence")
@@ -374,74 +366,6 @@ def _of_some(taught: Taught, tokens: torch.Tensor, weights: torch.Tensor, device
     tokens, weights = send_to_device(tokens, device), send_to_device(weights, device)
     chosen = weights if taught.tokens is None else weights[taught.tokens]
     return taught.renumbered(tokens)._replace(weight=chosen * taught.weight)
-
-
-def check_model_teacher(teacher: str, actor: str | None) -> None:
-    """Raises ValueError if the model `teacher` cannot be loaded, or the model `actor` has other tokens."""
-    load_config(teacher, "teacher")
-    if actor is not None:
-        check_same_tokens(load_tokenizer(teacher), load_tokenizer(actor), teacher)
-
-
-def load_model_teacher(config: GRPOConfig, policy: TrainedPolicy, longest: int, temperature: float) -> ModelTeacher:
-    """The model that `--teacher` names. Collective.
-
-    Args:
-        config: of the run.
-        policy: its actor.
-        longest: tokens of the longest prompt.
-        temperature: of the teacher's distributions.
-
-    Raises:
-        ValueError: the teacher has too few positions for the longest prompt with its answer, or other tokens.
-    """
-    assert config.teacher is not None
-    check_positions(config, longest, f"--teacher={config.teacher!r}", num_positions(load_config(config.teacher)))
-    return ModelTeacher(model=load_frozen(config.teacher, config, policy), temperature=temperature)
-
-
-def load_frozen(
-    source: str,
-    config: TrainingOptions,
-    policy: TrainedPolicy,
-    device: torch.device | None = None,
-    *,
-    is_same_vocabulary: bool = True,
-) -> nn.Module:
-    """The model in `source`, frozen, in the run's dtype, whose passes are packed if that is exact. Collective.
-
-    Args:
-        source: Hugging Face name or folder.
-        config: of the run.
-        policy: its actor.
-        device: where the model is; None: where the actor is.
-        is_same_vocabulary: whether its tokens must be the actor's.
-
-    Raises:
-        ValueError: it has other tokens than the actor.
-    """
-    if is_same_vocabulary:
-        check_same_tokens(load_tokenizer(source), policy.tokenizer, source)
-    model = load_model(AutoModelForCausalLM, source)
-    cast_module(model, torch_dtype(config.dtype))
-    model = model.to(device or default_device()).eval().requires_grad_(False)
-    pack_where_exact(model, config)
-    sizes = [module.get_output_embeddings().weight.shape[0] for module in (model, policy.actor.module)]
-    if is_same_vocabulary and sizes[0] != sizes[1]:
-        say(f"teacher: heads of {sizes[0]} and {sizes[1]} tokens; the divergence is over the first {min(sizes)}")
-    return model
-
-
-def check_same_tokens(teacher: PreTrainedTokenizerBase, actor: PreTrainedTokenizerBase, name: str) -> None:
-    """Raises ValueError unless both tokenizers give the same ids to the same tokens."""
-    theirs, ours = teacher.get_vocab(), actor.get_vocab()
-    if theirs != ours:
-        other = min((token for token in {*theirs, *ours} if theirs.get(token) != ours.get(token)), key=str)
-        raise ValueError(
-            f"--teacher={name!r} has other tokens than the actor ({other!r} is {theirs.get(other)} and "
-            f"{ours.get(other)}); a divergence needs one vocabulary, so give a teacher with the actor's tokenizer, "
-            "or in distill --divergence uld"
-        )
 
 
 def compare(
