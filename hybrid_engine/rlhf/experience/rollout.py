@@ -431,14 +431,7 @@ class GroupSource:
             found_steps = steps_on_tokens(scored, rollout)  # [B * G, T]
             has_steps |= any(gather_objects(scored.per_token is not None))
             rollout, is_replayed = self._replay_best(rollout, indices, found, each, has_steps=has_steps)
-            of_steps = found_steps.unflatten(0, found.shape).flatten(
-                1
-            )  # [B, G * T]; a process without prompts has none of it
-            is_varied = has_variance(of_steps if has_steps and len(found) else found)
-            if self.is_decoupled:
-                is_varied = torch.stack([has_variance(reward.view_as(found)) for reward in each.unbind(dim=1)]).any(
-                    dim=0
-                )
+            is_varied = self._varies(found, each, found_steps if has_steps else None)
             num_worthless += sum(gather_objects(int((~is_varied).sum())))
             is_kept = is_varied if round_number < max_redraws else torch.ones_like(is_varied)
             if is_kept.any():
@@ -500,6 +493,20 @@ class GroupSource:
         for part in gather_objects(newest):
             self.replay.note(part)
         return (with_replayed(rollout, replayed, self.tokenizer.pad_token_id) if replayed else rollout), is_replayed
+
+    def _varies(self, scores: torch.Tensor, rewards: torch.Tensor, steps: torch.Tensor | None) -> torch.Tensor:
+        """`[B]` bool: whether a group has answers that differ in what they are learned from.
+
+        Args:
+            scores: `[B, G]`.
+            rewards: `[B * G, K]`.
+            steps: `[B * G, T]`, the rewards of steps; None if no reward scored any.
+        """
+        if self.is_decoupled:
+            return torch.stack([has_variance(reward.view_as(scores)) for reward in rewards.unbind(dim=1)]).any(dim=0)
+        if steps is None or not len(scores):  # a process without prompts has no columns of steps
+            return has_variance(scores)
+        return has_variance(steps.unflatten(0, scores.shape).flatten(1))
 
     def _select(self, first: int, count: int) -> SelectedPrompts:
         """The next prompts of all processes, by index."""
