@@ -217,7 +217,7 @@ def micro_batch_loss(
     sequences = minibatch.rows(torch.tensor(rows))
     taught = teacher.read(sequences)
     divergences = response_divergences(
-        actor, taught, sequences, config.temperature, config.weight_of_teacher, config.teacher_top_k
+        actor, taught, sequences, config.temperature, config.divergence_beta, config.teacher_top_k
     )
     mask = sequences.response_mask
     return token_mean(divergences, mask, num_tokens), {"divergence": (divergences.detach().sum(), mask.sum())}

@@ -409,7 +409,7 @@ def _compare_all(
 
     def compute(rows: torch.Tensor) -> dict[str, torch.Tensor]:
         part = sequences.rows(rows)
-        choices = config.temperature, config.weight_of_teacher, config.teacher_top_k
+        choices = config.temperature, config.divergence_beta, config.teacher_top_k
         found = response_comparison(policy.actor, teacher.read(part), part, *choices)
         return {name: pad(values, (0, num_columns - values.shape[1])).cpu() for name, values in found.items()}
 

@@ -323,6 +323,6 @@ class DistillConfig(TeacherOptions, PromptRunOptions):
         return False
 
     @property
-    def weight_of_teacher(self) -> float:
+    def divergence_beta(self) -> float:
         """Beta of the divergence in TRL's orientation: 0 is the forward KL, 1 the reverse."""
         return {"forward-kl": 0.0, "reverse-kl": 1.0}.get(self.divergence, 0.5 if self.beta is None else self.beta)
