@@ -14,6 +14,7 @@ import hybrid_engine
 from hybrid_engine.recipes import grpo
 from hybrid_engine.rlhf.planning.memory_plan import Setting, plan_memory
 from hybrid_engine.rlhf.planning.reading import read_run
+from hybrid_engine.rlhf.rewards import judges
 from hybrid_engine.rlhf.rewards.judges import KEY_VARIABLE, Pairwise, Ruler, read_better, read_scores, verdict_of
 from hybrid_engine.rlhf.rewards.loading import load_rewards
 from hybrid_engine.rlhf.rewards.scores import RewardError
@@ -63,14 +64,14 @@ def by_length(text: str) -> str:
 
 def test_a_ruler_sees_each_group_once_and_equal_answers_once():
     told = Told(by_length)
-    assert Ruler(asked=told)(GROUPS) == [0.2, 0.1, 0.2, 0.4, 0.3]
+    assert Ruler(language_model=told)(GROUPS) == [0.2, 0.1, 0.2, 0.4, 0.3]
     assert [shown_answers(text) for text in told.seen] == [["bb", "a"], ["cccc", "ddd"]]
     assert "<request>\np\n</request>" in told.seen[0] and "Standard:" in told.seen[0]
 
 
 def test_texts_are_compared_once_in_each_order_and_equal_answers_tie_unasked():
     told = Told(by_length)
-    assert Pairwise(asked=told)(GROUPS) == [0.75, 0.0, 0.75, 1.0, 0.0]
+    assert Pairwise(language_model=told)(GROUPS) == [0.75, 0.0, 0.75, 1.0, 0.0]
     seen = Counter(tuple(shown_answers(text)) for text in told.seen)
     assert seen == {("bb", "a"): 1, ("a", "bb"): 1, ("cccc", "ddd"): 1, ("ddd", "cccc"): 1}
 
@@ -78,21 +79,23 @@ def test_texts_are_compared_once_in_each_order_and_equal_answers_tie_unasked():
 @pytest.mark.parametrize("letter", ["A", "B"])
 def test_a_judge_that_prefers_a_place_says_nothing(letter):
     told = Told(lambda text: json.dumps({"better": letter}))
-    assert Pairwise(asked=told)(GROUPS) == [0.5] * 5
+    assert Pairwise(language_model=told)(GROUPS) == [0.5] * 5
 
 
 def test_answers_are_compared_with_a_column_if_one_is_named():
     told = Told(by_length)
-    assert Pairwise(asked=told, against="answer")(GROUPS) == [1.0, 0.5, 1.0, 0.0, 0.0]
+    assert Pairwise(language_model=told, against="answer")(GROUPS) == [1.0, 0.5, 1.0, 0.0, 0.0]
     assert ["x", "bb"] in map(shown_answers, told.seen) and ["bb", "x"] in map(shown_answers, told.seen)
 
 
 def test_what_cannot_be_read_has_no_score():
     replies = iter(['{"scores": [0.5, "high"]}', "no idea"])
-    assert Ruler(asked=Told(lambda text: next(replies)))(GROUPS) == [0.5, None, 0.5, None, None]
-    assert Pairwise(asked=Told(lambda text: ""))(GROUPS) == [0.5, None, 0.5, None, None]
+    assert Ruler(language_model=Told(lambda text: next(replies)))(GROUPS) == [0.5, None, 0.5, None, None]
+    assert Pairwise(language_model=Told(lambda text: ""))(GROUPS) == [0.5, None, 0.5, None, None]
     alone = answers_of(["p"], ["a"])
-    assert Pairwise(asked=Told(by_length))(alone) == [None] and Ruler(asked=Told(by_length))(alone) == [0.1]
+    assert Pairwise(language_model=Told(by_length))(alone) == [None] and Ruler(language_model=Told(by_length))(
+        alone
+    ) == [0.1]
 
 
 @pytest.mark.parametrize(
@@ -281,11 +284,11 @@ def judge_folder(tmp_path_factory):
     return str(folder)
 
 
-def test_a_model_of_this_process_replies_with_its_likeliest_tokens(judge_folder):
+def test_a_model_of_this_process_replies_with_its_likeliest_tokens(judge_folder, monkeypatch):
     (reward,) = load_rewards([f"pairwise:model={judge_folder},tokens=5"]).rewards
     conversations = [[{"role": "user", "content": text}] for text in ("hello", "x" * 5000, "bye")]
-    replies = reward.judge.asked.ask(conversations)
-    model, tokenizer = reward.judge.model.float(), reward.judge.asked.tokenizer
+    replies = reward.judge.language_model.ask(conversations)
+    model, tokenizer = reward.judge.model.float(), reward.judge.language_model.tokenizer
     for conversation, reply in zip(conversations, replies, strict=True):
         ids = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_tensors="pt")["input_ids"]
         if ids.shape[1] > 4096:
@@ -293,6 +296,8 @@ def test_a_model_of_this_process_replies_with_its_likeliest_tokens(judge_folder)
             continue
         expected = model.generate(ids, do_sample=False, max_new_tokens=5)[0, ids.shape[1] :]
         assert reply == tokenizer.decode(expected, skip_special_tokens=True)
+    monkeypatch.setattr(judges, "num_positions", lambda config: None)
+    assert reward.judge.language_model.ask([]) == []  # of a process without prompts
 
 
 def test_the_plan_of_a_run_counts_its_judge(judge_folder, tmp_path):

@@ -58,7 +58,7 @@ Messages = list[dict[str, str]]
 """A conversation that the judge answers."""
 
 
-class Asked(Protocol):
+class LanguageModel(Protocol):
     """A language model that answers conversations."""
 
     @property
@@ -145,7 +145,7 @@ class JudgeModel:
         """The likeliest reply to each conversation; empty for one that is longer than the model's positions allow."""
         prompts = [encode_prompt(self.tokenizer, PromptRow(prompt=messages)) for messages in conversations]
         most = num_positions(self._engine.module.config)
-        room = max(map(len, prompts)) if most is None else most - self.num_tokens
+        room = max(map(len, prompts), default=0) if most is None else most - self.num_tokens
         fitting = [index for index, prompt in enumerate(prompts) if len(prompt) <= room]
         replies = [""] * len(prompts)
         for first in range(0, len(fitting), ROWS_AT_ONCE):
@@ -174,13 +174,13 @@ class JudgeModel:
 class Ruler:
     """Scores all answers to a prompt by one reply. Source: OpenPipe ART's RULER, "relative universal LLM rewards"."""
 
-    asked: Asked
+    language_model: LanguageModel
     rubric: str = RUBRIC
 
     @property
     def model(self) -> nn.Module | None:
         """The judge, if it is in this process."""
-        return self.asked.model
+        return self.language_model.model
 
     def __call__(self, answers: Answers) -> list[float | None]:
         """From 0 to 1 for each answer; None if the reply has no score of it. Equal answers get one score."""
@@ -191,7 +191,7 @@ class Ruler:
             for group, texts in zip(groups, distinct, strict=True)
         ]
         scores: list[float | None] = []
-        for group, texts, reply in zip(groups, distinct, self.asked.ask(conversations), strict=True):
+        for group, texts, reply in zip(groups, distinct, self.language_model.ask(conversations), strict=True):
             by_text = dict(zip(texts, read_scores(reply, len(texts)), strict=True))
             scores += [by_text[answers.responses[index]] for index in group]
         return scores
@@ -201,7 +201,7 @@ class Ruler:
 class Pairwise:
     """Compares answers two at a time, in both orders; orders that disagree are a tie."""
 
-    asked: Asked
+    language_model: LanguageModel
     rubric: str = RUBRIC
     against: str = ""
     """The column with the text that each answer is compared with; empty: the other answers to its prompt."""
@@ -209,7 +209,7 @@ class Pairwise:
     @property
     def model(self) -> nn.Module | None:
         """The judge, if it is in this process."""
-        return self.asked.model
+        return self.language_model.model
 
     def __call__(self, answers: Answers) -> list[float | None]:
         """The share of comparisons that each answer wins, a tie counting one half; None without a readable one."""
@@ -236,7 +236,7 @@ class Pairwise:
         )
         prompts = answers.prompts
         conversations = [comparison(prompts[row], one, other, self.rubric) for row, one, other in questions]
-        replies = map(read_better, self.asked.ask(conversations) if conversations else [])
+        replies = map(read_better, self.language_model.ask(conversations) if conversations else [])
         better = dict(zip(questions, replies, strict=True))
         wins: dict[int, list[float]] = {}
         for row, first, second, texts in pairs:
@@ -323,7 +323,7 @@ def last_value(reply: str, key: str) -> Any:
 class JudgeOptions:
     """A judge as its spec names it."""
 
-    asked: Asked
+    language_model: LanguageModel
     rubric: str
     against: str = field(default="")
 
@@ -348,19 +348,21 @@ def read_judge(spec: str, given: str, *, has_column: bool) -> JudgeOptions:
             f"--reward={spec!r} must name a judge, by either its address or its model; write "
             f"{kind}:address=http://localhost:8000/v1 or {kind}:model=FOLDER"
         )
-    asked: Asked
+    language_model: LanguageModel
     if model:
-        asked = _local_judge(spec, model, num_tokens)
+        language_model = _local_judge(spec, model, num_tokens)
     else:
         url, _, name = address.partition("#")
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
             raise ValueError(f"--reward={spec!r}: address={url!r} must begin with http:// or https://; fix it")
-        asked = JudgeServer(
+        language_model = JudgeServer(
             spec=spec, url=url.rstrip("/"), name=name, num_tokens=num_tokens, seconds=seconds, num_tries=num_tries,
             most_requests=most,
         )  # fmt: skip
     rubric = _read_rubric(spec, options.text("rubric"))
-    return JudgeOptions(asked=asked, rubric=rubric, against=options.text("against") if has_column else "")
+    return JudgeOptions(
+        language_model=language_model, rubric=rubric, against=options.text("against") if has_column else ""
+    )
 
 
 def _local_judge(spec: str, folder: str, num_tokens: int) -> JudgeModel:
@@ -387,14 +389,14 @@ def _read_rubric(spec: str, path: str) -> str:
 def build_ruler(spec: str, given: str) -> Rule:
     """A score from 0 to 1 for each answer, by a judge that sees all answers to a prompt together."""
     options = read_judge(spec, given, has_column=False)
-    return Rule(judge=Ruler(asked=options.asked, rubric=options.rubric))
+    return Rule(judge=Ruler(language_model=options.language_model, rubric=options.rubric))
 
 
 def build_pairwise(spec: str, given: str) -> Rule:
     """The share of comparisons with other answers, or with a text of the data, that an answer wins."""
     options = read_judge(spec, given, has_column=True)
     columns = frozenset({options.against} if options.against else ())
-    judge = Pairwise(asked=options.asked, rubric=options.rubric, against=options.against)
+    judge = Pairwise(language_model=options.language_model, rubric=options.rubric, against=options.against)
     return Rule(judge=judge, columns=columns, references=columns)
 
 
