@@ -109,9 +109,9 @@ class RunState(NamedTuple):
     best: Best = Best()
     """The highest held-out score of an evaluation."""
     curriculum: Mapping[str, torch.Tensor] | None = None
-    """The state of a `Curriculum`; None without one."""
+    """The state of a `Curriculum` at the last checkpoint; None without one."""
     replay: Mapping[int, Mapping[str, Any]] | None = None
-    """The state of a `Replay`; None without one."""
+    """The state of a `Replay` at the last checkpoint; None without one."""
 
 
 def run(config: Config) -> Path:
@@ -196,9 +196,7 @@ def train_loop(
             figures |= update(policy, experience, config, carried.coefficients, seed=mix_seed(config.seed, step))
             num_answers = config.rollout_size * config.group_size
             coefficients = next_coefficients(config.algorithm, carried.coefficients, figures, num_answers)
-            curriculum = None if source.curriculum is None else source.curriculum.state()
-            replay = None if source.replay is None else source.replay.state()
-            carried = RunState(coefficients, step + 1, groups.num_drawn, carried.best, curriculum, replay)
+            carried = carried._replace(coefficients=coefficients, step=step + 1, num_drawn=groups.num_drawn)
             # Before an evaluation, whose latencies do not belong to training.
             figures = groups.figures | figures | actor.latency_stats()
             if is_due(config.eval_every, step, config.steps):
@@ -210,6 +208,9 @@ def train_loop(
                 carried = carried._replace(best=best)
             log.write(step, figures, SHOWN)
             if is_due(config.save_every, step, config.steps):
+                curriculum = None if source.curriculum is None else source.curriculum.state()
+                replay = None if source.replay is None else source.replay.state()
+                carried = carried._replace(curriculum=curriculum, replay=replay)
                 state = carried._asdict() | {"best": tuple(carried.best), "coefficients": tuple(coefficients)}
                 save_checkpoints({"actor": actor}, Path(config.out) / CHECKPOINTS, step + 1, config, state)
     return carried
