@@ -505,8 +505,8 @@ def rows_of_pass(hidden: torch.Tensor) -> int:
 
 
 def use_onednn(input: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the product runs on oneDNN."""
-    if not prefers_onednn(input):
+    """Whether the product runs on oneDNN, which takes no mixed dtypes and does not follow autocast."""
+    if not prefers_onednn(input) or weight.dtype != input.dtype or torch.is_autocast_enabled("cpu"):
         return False
     return input.shape[0] > MKL_ROWS or weight.numel() > MKL_ELEMENTS
 

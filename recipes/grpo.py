@@ -113,6 +113,13 @@ class RunState(NamedTuple):
     replay: Mapping[int, Mapping[str, Any]] | None = None
     """The state of a `Replay` at the last checkpoint; None without one."""
 
+    @classmethod
+    def loaded(cls, state: Mapping[str, Any], first: Coefficients) -> "RunState":
+        """The state of a checkpoint; those of version 0.1.0 have the KL's weight alone of the coefficients."""
+        rest = {name: value for name, value in state.items() if name not in ("kl_coef", "coefficients", "best")}
+        coefficients = Coefficients(*state.get("coefficients", first._replace(kl=state.get("kl_coef", first.kl))))
+        return cls(coefficients=coefficients, best=Best(*state["best"]), **rest)
+
 
 def run(config: Config) -> Path:
     """Trains missing stages and then the actor; returns the folder of the final actor. Collective."""
@@ -143,8 +150,7 @@ def run(config: Config) -> Path:
     carried = RunState(coefficients=Coefficients.first(config.algorithm))
     if config.resume:
         state = load_checkpoints({"actor": policy.actor}, out / CHECKPOINTS, config).state
-        coefficients, best = Coefficients(*state["coefficients"]), Best(*state["best"])
-        carried = RunState(**state)._replace(coefficients=coefficients, best=best)
+        carried = RunState.loaded(state, carried.coefficients)
     started = time.perf_counter()
     log = RunLog(out, "GRPO", config.steps, config, carried.step)
     carried = train_loop(policy, teacher, start, config, log, carried, followed)

@@ -240,7 +240,8 @@ def build_config(config_class: Any, options: Sequence[Option], given: Mapping[st
     own: dict[str, Any] = {}
     for option in options:
         if option.name in given:
-            value = tuple(given[option.name]) if option.is_list else given[option.name]
+            value = given[option.name]
+            value = tuple(value) if option.is_list and value is not None else value
             (held[option.holder] if option.holder else own)[option.name] = value
     types_of = get_type_hints(config_class)
     return config_class(**own, **{name: types_of[name].from_options(part) for name, part in held.items()})

@@ -194,8 +194,10 @@ def _read_entry(path: str, key: str, value: Any, by_name: Mapping[str, Option]) 
         remedy = f"did you mean {nearest[0]}?" if nearest else f"use {', '.join(sorted(by_name))}"
         raise ValueError(f"--config={path!r}: the recipe has no option {key!r}; {remedy}")
     option = by_name[name]
+    if value is None and option.default is None:
+        return name, None
     if not option.is_list:
-        return name, None if value is None and option.default is None else _read_value(path, option, value)
+        return name, _read_value(path, option, value)
     given = value if isinstance(value, list) else [] if value is None else [value]
     return name, tuple(_read_value(path, option, item) for item in given)
 

@@ -183,7 +183,7 @@ def test_filtered_answers_are_learned_over_the_supports_of_their_own_turns(tiny)
     episodes = agent.play(policy, [PROBLEM] * 4, config, seed=0)
     assert max(episode.num_turns for episode in episodes) > 1
     policy.actor.train()
-    sequences, sampled, _ = agent.build_experience(policy, episodes, config)
+    sequences, sampled = agent.build_experience(policy, episodes, config)[:2]
     mask, vocab = sequences.response_mask, policy.actor.module.config.vocab_size
     sizes = sequences.supports.sizes
     assert ((sizes > 0) == mask.numpy()).all() and 1 < sizes[mask.numpy()].mean() < 5
@@ -208,7 +208,7 @@ def test_old_log_probabilities_are_the_trainers_where_the_bound_asks_for_them(ti
     for episode in episodes:  # as a sampler in 16 bits has them
         episode.trajectory.logprobs = [logprob - 0.125 for logprob in episode.trajectory.logprobs]
     policy.actor.train()
-    sequences, sampled, batch = agent.build_experience(policy, episodes, config)
+    sequences, sampled, batch, _ = agent.build_experience(policy, episodes, config)
     mask = sequences.response_mask
     with torch.no_grad():
         assert torch.equal(batch.logprobs_old[mask], response_logprobs(policy.actor, sequences, 1.0)[mask])

@@ -127,7 +127,7 @@ def without_weights(engine, tokenizer, tmp_path_factory):
         ({"memory": "2GiB"}, "memory=2GiB is more than the 1.0 GiB left free"),
         ({"memory": "40KiB", "longest": 128}, "--memory=40KiB holds keys and values of 64 tokens"),
         ({"memory": "16KiB"}, "--memory=16KiB holds keys and values of 0 tokens"),
-        ({"max_session_bytes": 10_000, "longest": 128}, "--max-session-bytes=10000 is less than the 18432 that one"),
+        ({"max_session_bytes": 10_000, "longest": 128}, "--max-session-bytes=10000 is less than the 19456 that one"),
         ({}, "must be a Hugging Face folder or name that loads"),
     ],
 )
