@@ -5,8 +5,9 @@
 
 For each step: prompts -> engine.eval() -> engine.generate() answers -> engine.train() -> the divergence of the model's
 distribution from the teacher's at every token of the answers, its mean over all tokens -> updates of the actor. The
-teacher is frozen (`rlhf/experience/teachers.py`). Rewards only say how good the answers are. With --on-policy-share
-below 1 the other steps learn in the same way on the data set's answers, without a rollout.
+teacher is frozen (`rlhf/experience/teachers.py`), or with --teacher-average a moving average of the actor. Rewards only
+say how good the answers are. With --on-policy-share below 1 the other steps learn in the same way on the data set's
+answers, without a rollout.
 
 B: this process's prompts of a step, G: answers to each, N = B * G rows, T: response columns.
 
@@ -41,7 +42,7 @@ from hybrid_engine.rlhf.experience.evaluation import (
 from hybrid_engine.rlhf.experience.policy import TrainedPolicy, build_policy, evaluate_policy
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling, given_answers, sample, warm_up
 from hybrid_engine.rlhf.experience.start import Stages, Start, prepare
-from hybrid_engine.rlhf.experience.teacher_loading import check_teacher, load_teacher, teacher_adapters
+from hybrid_engine.rlhf.experience.teacher_loading import check_teacher, load_teacher, teacher_adapters, with_average
 from hybrid_engine.rlhf.experience.teachers import StepAnswers, Teacher, compare
 from hybrid_engine.rlhf.options.distillation import DistillConfig as Config
 from hybrid_engine.rlhf.options.shared import is_due, suitable_rate
@@ -91,6 +92,7 @@ def run(config: Config) -> Path:
     rate = config.learning_rate or suitable_rate(config, small=3e-4, trained=1e-5, adapter=1e-4)
     policy = build_policy(config, start.source, rate, schedule, teacher_adapters(config))
     teacher = load_teacher(config, policy, start)
+    policy = with_average(policy, teacher, config)
     memory = follow_answers("distill", config, start, policy, teachers=teacher.modules)
     say(policy.actor.report())
     say(schedule.describe())
@@ -100,7 +102,9 @@ def run(config: Config) -> Path:
     warm_up(policy.actor, policy.tokenizer, options, num_prompts, start.answered.shortest)
     before = evaluate_policy(policy, start.held_out, start.rewards, config)
     followed = follow(out, policy.actor, policy.tokenizer, config.temperature, policy.sizes, before)
-    saved = load_checkpoints({"actor": policy.actor}, out / CHECKPOINTS, config) if config.resume else SavedRun()
+    saved = load_checkpoints(policy.engines, out / CHECKPOINTS, config) if config.resume else SavedRun()
+    if policy.average is not None:
+        policy.average.write()
     started = time.perf_counter()
     log = RunLog(out, "Distillation", config.steps, config, saved.step)
     best = train_loop(policy, teacher, start, config, log, saved.step, Best(**saved.state), followed)
@@ -156,7 +160,7 @@ def train_loop(
                 best = keep_highest(best, evaluation.figures["score"], step + 1, actor, policy.tokenizer, out)
             log.write(step, figures, [name for name in SHOWN if name in figures])
             if is_due(config.save_every, step, config.steps):
-                save_checkpoints({"actor": actor}, out / CHECKPOINTS, step + 1, config, best._asdict())
+                save_checkpoints(policy.engines, out / CHECKPOINTS, step + 1, config, best._asdict())
     return best
 
 
@@ -206,6 +210,8 @@ def update(
                 compute = partial(micro_batch_loss, actor, teacher, chosen, config, num_tokens, rows)
                 actor.backward(passes.loss(compute))
         actor.step()
+        if policy.average is not None:
+            policy.average.follow()
         parts += passes.figures()
     return {**step_means(parts), **gradient_figures(actor), "learning_rate": rate}
 

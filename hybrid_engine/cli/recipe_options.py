@@ -35,7 +35,8 @@ KINDS: dict[Any, type] = {
 LISTS = (tuple[str, ...], str | tuple[str, ...] | None, tuple[float, ...])
 GROUPS: dict[str, tuple[str, ...]] = {
     "model": (
-        *("model", "teacher", "teacher_prompt", "teacher_column", "teacher_weights", "teacher_cache"),
+        *("model", "teacher", "teacher_prompt", "teacher_average"),
+        *("teacher_column", "teacher_weights", "teacher_cache"),
         *("teacher_offload", "teacher_sharded", "teacher_timeout", "teacher_requests", "adapter"),
         *("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "dtype", "tf32"),
         *("chat_template", "tool_call_parser", "model_name", "shared_base", "vocab_size", "hidden_size", "num_layers"),

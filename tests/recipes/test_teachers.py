@@ -20,7 +20,7 @@ from hybrid_engine.rlhf.batches.passes import RunPasses
 from hybrid_engine.rlhf.batches.sequences import build_sequences, response_divergences
 from hybrid_engine.rlhf.data.prompts import fill_prompt
 from hybrid_engine.rlhf.data.rows import PromptRow
-from hybrid_engine.rlhf.experience.policy import playing
+from hybrid_engine.rlhf.experience.policy import MovingAverage, playing
 from hybrid_engine.rlhf.experience.teacher_loading import check_same_template, load_model_teacher, teacher_weights
 from hybrid_engine.rlhf.experience.teachers import (
     ActorTeacher,
@@ -37,6 +37,7 @@ from hybrid_engine.rlhf.tasks import arithmetic
 from hybrid_engine.rlhf.tasks.corpus import build_small_llama
 from tests.support.chat import PLAIN_TEMPLATE, build_chat_tokenizer
 from tests.support.distributed import run_distributed
+from tests.support.interrupted_runs import stopped_after
 from tests.support.small_actors import save_small_actor
 
 SIZES = {
@@ -88,6 +89,11 @@ def figures(config, name, **options):
     config = replace(config, out=str(Path(config.out).with_name(name)), **options)
     distill.run(config)
     return read_metrics(Path(config.out) / "metrics.jsonl")
+
+
+def assert_planned(out):
+    memory = json.loads((out / "result.json").read_text())["memory"]
+    assert 0.85 <= memory["planned_for_lengths_bytes"] / memory["measured_bytes"] <= 1.3
 
 
 def assert_equal(ours, theirs, rel=1e-4):
@@ -211,6 +217,75 @@ def test_an_adapter_teaches_what_its_merged_model_teaches(tiny, tmp_path):
 def test_the_first_weights_teach_what_a_copy_of_the_model_teaches(tiny, lora_rank):
     config = replace(tiny, lora_rank=lora_rank, teacher_prompt="={answer};{prompt}")
     assert_equal(figures(config, "ours", teacher="base"), figures(config, "theirs", teacher=tiny.model))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_the_teacher_has_the_moving_average_of_the_actors_weights(tiny, tmp_path, monkeypatch, dtype, lora_rank):
+    """Compares with a plain loop over the state dicts of actor and teacher, in fp64."""
+    followed, follow = [], MovingAverage.follow
+
+    def recorded(average):
+        theta = {name: value.double() for name, value in average.actor.module.state_dict().items()}
+        phi = {name: value.double() for name, value in average.teacher.state_dict().items()}
+        follow(average)
+        taught = {name: value.double() for name, value in average.teacher.state_dict().items()}
+        followed.append((theta, phi, taught, average.names))
+
+    monkeypatch.setattr(MovingAverage, "follow", recorded)
+    config = replace(tiny, teacher="base", teacher_average=0.3, teacher_prompt="={answer};{prompt}", minibatch_size=4)
+    figures(config, "run", dtype=dtype, lora_rank=lora_rank, steps=3, learning_rate=1e-2)
+    assert_planned(tmp_path / "run")
+    _, expected, _, names = followed[0]
+    first = AutoModelForCausalLM.from_pretrained(tiny.model).to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+    assert len(followed) == 6
+    if lora_rank:
+        assert {*names} | {*names.values()} == {name for name in expected if "lora_" in name}
+    else:
+        assert {*names} == {name for name, _ in first.named_parameters()}
+        assert all(torch.equal(expected[name], value.double()) for name, value in first.state_dict().items())
+    rounding = {"atol": 1e-6, "rtol": 1e-6} if dtype == "fp32" else {"atol": 1e-6, "rtol": 2**-8}
+    for theta, _, taught, _ in followed:
+        for ours, theirs in names.items():
+            expected[theirs] = 0.3 * theta[ours] + 0.7 * expected[theirs]
+            torch.testing.assert_close(taught[theirs], expected[theirs], **rounding)
+        if lora_rank:
+            assert all(torch.equal(taught[name], theta[name]) for name in taught.keys() - {*names.values()})
+    assert any(not torch.equal(theta[ours], taught[theirs]) for ours, theirs in names.items())
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_an_average_of_the_present_weights_alone_teaches_as_the_actor_itself(tiny, lora_rank):
+    config = replace(tiny, lora_rank=lora_rank, teacher_prompt="={answer};{prompt}", minibatch_size=4, steps=3)
+    ours = figures(config, "ours", teacher="base", teacher_average=1.0)
+    assert_equal(ours, figures(config, "theirs", teacher="self"))
+    assert ours[2]["divergence"] != pytest.approx(figures(config, "first", teacher="base")[2]["divergence"], rel=1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "lora_rank"), [("fp32", 0), ("bf16", 0), ("bf16", 2)])
+def test_an_interrupted_run_goes_on_with_its_average_to_the_bit(tiny, tmp_path, dtype, lora_rank):
+    config = replace(tiny, teacher="base", teacher_average=0.3, teacher_prompt="={answer};{prompt}", dtype=dtype)
+    config = replace(config, lora_rank=lora_rank, steps=4, save_every=1, learning_rate=1e-2, minibatch_size=4)
+    whole = figures(config, "whole")
+    torn = replace(config, out=str(tmp_path / "torn"))
+    with stopped_after(2):
+        distill.run(torn)
+    ours = figures(torn, "torn", resume=True)
+    for name in ("divergence", "grad_norm", "score"):
+        assert [line[name] for line in ours] == [line[name] for line in whole], name
+    actors = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "actor") for name in ("torn", "whole")]
+    assert all(map(torch.equal, *(actor.state_dict().values() for actor in actors)))
+
+
+@pytest.mark.parametrize(("stage", "lora_rank"), [(3, 0), (3, 2), (1, 2)])
+def test_an_average_on_two_processes_teaches_as_on_one(tiny, tmp_path, stage, lora_rank):
+    config = replace(tiny, teacher="base", teacher_average=0.3, teacher_prompt="={answer};{prompt}")
+    config = replace(config, lora_rank=lora_rank, steps=3, learning_rate=1e-2)
+    plain = figures(config, "plain")
+    run_distributed(run_it, 2, replace(config, out=str(tmp_path / "two"), zero_stage=stage))
+    assert_equal(read_metrics(tmp_path / "two" / "metrics.jsonl"), plain, rel=1e-3)
+    if not lora_rank:
+        assert_planned(tmp_path / "two")
 
 
 def run_it(rank, world_size, config):
@@ -388,6 +463,23 @@ def test_a_teacher_with_another_chat_template_is_refused(tmp_path):
         ({"teacher": ("a", "b"), "teacher_weights": (2.0, -1.0)}, "must be at least 0"),
         ({"teacher_offload": True, "teacher_sharded": True}, "--teacher-offload and --teacher-sharded both"),
         ({"teacher": "self", "teacher_prompt": "{answer}", "teacher_offload": True}, "--teacher-offload is for"),
+        ({"teacher_average": 0.1}, "--teacher-average=0.1 averages the weights of one --teacher=base, not of"),
+        (
+            {"teacher": "self", "teacher_prompt": "{a}", "teacher_average": 0.1},
+            "not of --teacher=self; give --teacher base",
+        ),
+        (
+            {"teacher": "base", "teacher_prompt": "{a}", "teacher_average": 1.5},
+            "--teacher-average=1.5 must be from 0 to 1",
+        ),
+        (
+            {"teacher": "base", "teacher_prompt": "{a}", "teacher_average": 0.1, "teacher_offload": True},
+            "--teacher-average=0.1 changes the teacher in each optimizer step, and --teacher-offload",
+        ),
+        (
+            {"teacher": "base", "teacher_prompt": "{a}", "teacher_average": 0.1, "divergence": "uld"},
+            "--teacher-average does not exist for --divergence uld",
+        ),
         ({"teacher_cache": "c"}, "--teacher-cache='c' keeps the likeliest tokens; give --teacher-top-k"),
         ({"teacher_cache": "c", "teacher_top_k": 4}, "--teacher-cache='c' has the answers of the dataset"),
         ({"teacher": "self", "teacher_prompt": "{answer}", "teacher_cache": "c"}, "keeps the pass of one model"),

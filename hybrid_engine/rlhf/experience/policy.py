@@ -3,6 +3,7 @@
 N: answers, T: response columns.
 """
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,10 +12,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import hybrid_engine
+from hybrid_engine.checkpoint.export import without_renamed_attribute_warning
 from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.distributed.processes import default_device, gather_objects, get_world_size
 from hybrid_engine.optim.build import cast_module
@@ -40,6 +44,80 @@ from hybrid_engine.rlhf.rewards.rewards import Rewards
 from hybrid_engine.rlhf.runs.engine_config import Schedule, build_engine_config, largest_micro_batch, torch_dtype
 from hybrid_engine.rlhf.runs.run_checks import add_adapter
 from hybrid_engine.rlhf.runs.stages import explained, load_model, load_tokenizer
+from hybrid_engine.zero.sharding import full_tensor, local_tensor
+
+AVERAGE = "average"
+"""Name of the adapter with averaged weights in the actor's model, and of the checkpoints of an average."""
+
+
+class AveragedWeights(nn.Module):
+    """Weights in fp32 that an engine shards and saves; they compute nothing by themselves."""
+
+    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(weights)
+
+    def forward(self) -> None:
+        """Does nothing."""
+
+
+class MovingAverage:
+    """An exponential moving average of the actor's trained weights, by which a teacher of the same shapes computes.
+
+    After each optimizer step average <- rate * actor + (1 - rate) * average: Shenfeld et al., arXiv 2601.19897 (SDFT);
+    Hübotter et al., arXiv 2601.20802 (SDPO). It is kept in fp32, since 16 bits would round small changes away, in
+    shards over the processes; the teacher has it in its own dtype. The two factors of an adapter are averaged, not
+    their product.
+    """
+
+    def __init__(self, actor: Any, teacher: nn.Module, names: Mapping[str, str], rate: float, engine: Any) -> None:
+        """Takes the average, which begins as the actor's present weights.
+
+        Args:
+            actor: the engine that is trained.
+            teacher: has parameters that follow the average; may be the actor's own module.
+            names: of these parameters, by the names of those of the actor's module that are averaged.
+            rate: share of the actor's weights, above 0 and at most 1.
+            engine: trains nothing; its parameters, in the order of `names`, are the average in fp32. They may be the
+                teacher's own parameters.
+        """
+        self.actor, self.teacher, self.names, self.rate, self.engine = actor, teacher, names, rate, engine
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """Modules in memory in addition to actor and teacher, which the memory plan counts."""
+        of_teacher = set(map(id, self.teacher.parameters()))
+        is_apart = not all(id(average) in of_teacher for average in self.engine.module.parameters())
+        return [self.engine.module] if is_apart else []
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Takes in the weights of an optimizer step that was just done, unless it was skipped. Collective."""
+        if not self.actor.was_step_applied():
+            return
+        weights = dict(self.actor.module.named_parameters())
+        for average, name in zip(self.engine.module.parameters(), self.names, strict=True):
+            present = local_tensor(sharded_like(average, weights[name]))
+            local_tensor(average).lerp_(present.float(), self.rate)
+        self.write()
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Gives the teacher the average, as after a checkpoint was loaded. Collective."""
+        weights = dict(self.teacher.named_parameters())
+        for average, name in zip(self.engine.module.parameters(), self.names.values(), strict=True):
+            if (weight := weights[name]) is not average:
+                local_tensor(weight).copy_(local_tensor(sharded_like(weight, average)))
+
+
+def sharded_like(example: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`value`, of the shape of `example`, whole or in the shards of `example`; collective if it must be gathered."""
+    if not isinstance(example, DTensor):
+        return full_tensor(value)
+    layout = example.device_mesh, example.placements
+    if isinstance(value, DTensor) and (value.device_mesh, value.placements) == layout:
+        return value
+    return distribute_tensor(full_tensor(value), *layout, src_data_rank=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +133,13 @@ class TrainedPolicy:
     """Whether the weights below the actor's adapter are the reference."""
     sizes: RunPasses = field(default_factory=RunPasses)
     """The sizes of the run's passes."""
+    average: MovingAverage | None = None
+    """The average of the actor's weights, if it teaches the actor."""
+
+    @property
+    def engines(self) -> dict[str, Any]:
+        """The engines that a checkpoint of the policy holds, by their names there."""
+        return ({} if self.average is None else {AVERAGE: self.average.engine}) | {"actor": self.actor}
 
     @property
     def has_reference(self) -> bool:
@@ -115,7 +200,7 @@ def build_policy(
     source: str,
     learning_rate: float,
     schedule: Schedule,
-    adapters: Mapping[str, str] = MappingProxyType({}),
+    adapters: Mapping[str, str | None] = MappingProxyType({}),
 ) -> TrainedPolicy:
     """The actor in `source`, without dropout, with an engine as configured by a recipe's `Config`. Collective.
 
@@ -124,8 +209,8 @@ def build_policy(
         source: Hugging Face name or folder.
         learning_rate: peak of the schedule.
         schedule: of the whole run.
-        adapters: folders of further, frozen adapters by their names in the model, which `playing` takes; only with
-            lora_rank.
+        adapters: folders of further, frozen adapters by their names in the model, which `playing` takes; None for one
+            that begins as the actor's. Only with lora_rank.
 
     Raises:
         ValueError: an adapter does not fit the model.
@@ -139,6 +224,9 @@ def build_policy(
     engine_config = engine_config_of(config, learning_rate, generates=True)
     model = add_adapter(recompute_activations(model, config), config)
     for name, folder in adapters.items():
+        if folder is None:
+            copy_adapter(model, name)
+            continue
         with explained("teacher", folder):
             model.load_adapter(folder, name, is_trainable=False, torch_device="cpu")
     actor, *_ = hybrid_engine.initialize(model=model, config=engine_config, lr_scheduler=schedule.build)
@@ -152,6 +240,17 @@ def build_policy(
         refers_to_base=config.needs_reference and not config.keeps_reference,
         sizes=RunPasses.of(config),
     )
+
+
+def copy_adapter(model: PeftModel, name: str) -> None:
+    """Adds a frozen adapter `name` that equals the active one."""
+    with without_renamed_attribute_warning():
+        model.add_adapter(name, copy.deepcopy(model.peft_config[model.active_adapter]))
+    weights = get_peft_model_state_dict(model, save_embedding_layers=False)
+    set_peft_model_state_dict(model, weights, adapter_name=name)
+    for path, parameter in model.named_parameters():
+        if name in path.split("."):
+            parameter.requires_grad_(False)
 
 
 def evaluate_policy(

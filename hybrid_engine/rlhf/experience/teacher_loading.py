@@ -29,7 +29,7 @@ from hybrid_engine.rlhf.batches.passes import ROWS_PER_PASS, RunPasses
 from hybrid_engine.rlhf.data.encoding import encode_prompt
 from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.experience.common_spans import OtherTokensTeacher
-from hybrid_engine.rlhf.experience.policy import TrainedPolicy, playing
+from hybrid_engine.rlhf.experience.policy import AVERAGE, AveragedWeights, MovingAverage, TrainedPolicy, playing
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling, given_answers
 from hybrid_engine.rlhf.experience.start import Start
 from hybrid_engine.rlhf.experience.teacher_cache import (
@@ -68,6 +68,7 @@ from hybrid_engine.rlhf.runs.engine_config import torch_dtype
 from hybrid_engine.rlhf.runs.run_checks import check_positions
 from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.rlhf.runs.stages import explained, load_config, load_model, load_tokenizer, num_positions
+from hybrid_engine.zero.sharding import full_tensor
 
 PROBE = "12+30=42. The sum is 42."
 """A text that a server reads before training."""
@@ -169,9 +170,10 @@ def adapter_names(config: DistillConfig) -> dict[str, str]:
     return {folder: f"teacher{number}" for number, folder in enumerate(folders)}
 
 
-def teacher_adapters(config: DistillConfig) -> dict[str, str]:
-    """The folders of the adapters that are teachers, by their names in the actor's model."""
-    return {name: str(find_adapter(folder)) for folder, name in adapter_names(config).items()}
+def teacher_adapters(config: DistillConfig) -> dict[str, str | None]:
+    """The folders of the adapters that are teachers, by their names in the actor's model; None for an average."""
+    averaged = {AVERAGE: None} if config.keeps_average and config.lora_rank else {}
+    return averaged | {name: str(find_adapter(folder)) for folder, name in adapter_names(config).items()}
 
 
 def load_teacher(config: DistillConfig, policy: TrainedPolicy, start: Start[DistillConfig]) -> Teacher:
@@ -215,6 +217,27 @@ def load_model_teacher(config: GRPOConfig, policy: TrainedPolicy, start: Start[G
     check_positions(config, start.answered.longest, f"--teacher={source!r}", limit)
     check_same_template(source, load_tokenizer(source, "teacher"), policy.tokenizer, start.train)
     return ModelTeacher(model=load_frozen(source, config, policy), temperature=config.temperature)
+
+
+def with_average(policy: TrainedPolicy, teacher: Teacher, config: DistillConfig) -> TrainedPolicy:
+    """The policy with the average that `teacher` computes by, if `--teacher-average` asks for one. Collective."""
+    if not config.keeps_average:
+        return policy
+    module = policy.actor.module
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if config.lora_rank:
+        names = {name: name.replace(f".{module.active_adapter}.", f".{AVERAGE}.") for name in trained}
+    else:
+        names, module = {name: name for name in trained}, teacher.modules[config.learns_from.index(None)]
+    of_teacher = dict(module.named_parameters())
+    if get_world_size() == 1 and config.dtype == "fp32":  # the teacher's weights are the average
+        weights = [of_teacher[name] for name in names.values()]
+    else:
+        first = (full_tensor(weight).float().cpu() for weight in trained.values())
+        weights = [nn.Parameter(weight, requires_grad=False) for weight in first]
+    engine = shard_frozen(AveragedWeights(weights))
+    average = MovingAverage(policy.actor, module, names, config.teacher_average, engine)
+    return replace(policy, average=average)
 
 
 def _stored_teacher(
@@ -312,7 +335,8 @@ def _load_one(
     limit = num_positions(policy.actor.module.config if is_own else load_config(source))
     check_teacher_positions(config, longest, source, limit, has_prompts=prompts is not None)
     if is_own and not (source == FIRST_WEIGHTS and not config.lora_rank):
-        name = None if adapter is None else adapter_names(config)[adapter]
+        below = AVERAGE if config.keeps_average else None
+        name = below if adapter is None else adapter_names(config)[adapter]
         play = nullcontext if source == PRESENT_WEIGHTS else partial(playing, policy.actor.module, name)
         return ActorTeacher(actor=policy.actor, play=play, temperature=config.teacher_temperature, prompts=prompts)
     source = start.source if source == FIRST_WEIGHTS else source

@@ -77,6 +77,11 @@ class TeacherOptions:
         "Prompt that the teacher reads in place of the actor's, with columns of the data in braces, such as "
         "'{prompt} The answer is {answer}.'; {prompt} is the prompt's text, or the last message of a conversation",
     )
+    teacher_average: float = option(
+        0.0,
+        "With --teacher base: share of the actor's present weights that each optimizer step adds to the teacher's, an "
+        "exponential moving average; 0: the teacher keeps the first weights, 1: it has the present ones",
+    )
     teacher_column: str | None = option(
         None,
         "With several teachers: column with the name of the row's teacher, or with weights by their names",
@@ -112,6 +117,7 @@ class TeacherOptions:
             template_columns(self.teacher_prompt)
         sources = list(self.teachers.values())
         self._check_own(sources)
+        self._check_average(sources)
         self._check_addresses(sources)
         self._check_weights(len(sources))
         self._check_cache(sources)
@@ -141,6 +147,11 @@ class TeacherOptions:
         models = [s for s in self.teachers.values() if is_model(s) or (s == FIRST_WEIGHTS and is_copied)]
         return tuple(None if source == FIRST_WEIGHTS else source for source in models)
 
+    @property
+    def keeps_average(self) -> bool:
+        """Whether a moving average of the actor's weights teaches."""
+        return self.teacher_average > 0
+
     def _check_own(self, sources: list[str]) -> None:
         for source in sources:
             is_alone = source == PRESENT_WEIGHTS or len(sources) == 1
@@ -152,6 +163,23 @@ class TeacherOptions:
             if adapter_of(source) is not None and not getattr(self, "lora_rank", 0):
                 raise ValueError(
                     f"--teacher={source} is an adapter on the base that --lora-rank keeps; give --lora-rank, such as 8"
+                )
+
+    def _check_average(self, sources: list[str]) -> None:
+        check_between("teacher_average", self.teacher_average, 0, 1)
+        if not self.keeps_average:
+            return
+        given = f"--teacher-average={self.teacher_average:g}"
+        if sources and sources.count(FIRST_WEIGHTS) != 1:
+            raise ValueError(
+                f"{given} averages the weights of one --teacher=base, not of --teacher={' '.join(sources)}; give "
+                "--teacher base, or leave it out"
+            )
+        for name in ("teacher_offload", "teacher_sharded"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"{given} changes the teacher in each optimizer step, and {flag(name)} lets it read a step's "
+                    "answers before the first; give one of them"
                 )
 
     def _check_addresses(self, sources: list[str]) -> None:
@@ -303,7 +331,7 @@ class DistillConfig(TeacherOptions, PromptRunOptions):
     def _check_other_tokens(self) -> None:
         if self.teacher_top_k:
             raise ValueError(f"--teacher-top-k={self.teacher_top_k} has no effect with --divergence uld; leave it out")
-        for name in ("teacher_offload", "teacher_sharded"):
+        for name in ("teacher_offload", "teacher_sharded", "teacher_average"):
             if getattr(self, name):
                 raise ValueError(f"{flag(name)} does not exist for --divergence uld; leave it out")
         if self.teachers and len(self.learns_from) < len(self.teachers):

@@ -396,6 +396,11 @@ class TrainingOptions(AdapterOptions, ResumeOptions):
         return ()
 
     @property
+    def keeps_average(self) -> bool:
+        """Whether the run keeps a moving average of its actor's weights, from which the actor learns."""
+        return False
+
+    @property
     def keeps_reference(self) -> bool:
         """Whether a rollout run keeps the first weights besides the actor's, which an adapter leaves unchanged."""
         return self.needs_reference and not self.lora_rank

@@ -428,7 +428,8 @@ def follow_answers(
     read = read_answers(config, specs, first, start.answered, start.source, has_critic=critic is not None)
     judges = [getattr(reward.judge, "model", None) for reward in start.rewards.rewards]
     engines = [policy.actor, *([critic] if hasattr(critic, "sharding") else [])]
-    frozen = [policy.reference, *teachers, *(model for model in judges if isinstance(model, nn.Module))]
+    averages = () if policy.average is None else policy.average.modules
+    frozen = [policy.reference, *teachers, *averages, *(model for model in judges if isinstance(model, nn.Module))]
     return follow_memory(recipe, config, read, policy.sizes, engines, frozen)
 
 

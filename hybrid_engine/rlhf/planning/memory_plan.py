@@ -25,6 +25,7 @@ from hybrid_engine.generation.scheduler import MAX_PREFILL_TOKENS
 from hybrid_engine.metrics.memory import format_bytes
 from hybrid_engine.ops.support_log_prob import record_bytes
 from hybrid_engine.rlhf.batches.sequences import ValueModel, recompute_activations
+from hybrid_engine.rlhf.experience.policy import AVERAGE, copy_adapter
 from hybrid_engine.rlhf.options.reinforcement import MAX_TURNS
 from hybrid_engine.rlhf.options.shared import AdapterOptions, AnswerOptions, RolloutRunOptions, TrainingOptions
 from hybrid_engine.rlhf.planning.reading import Read
@@ -377,6 +378,8 @@ def _roles(read: Read, setting: Setting, largest: Pass) -> tuple[list[RolePlan],
     for judge in read.judges:
         frozen.append(_frozen("judge", _shapes(_build(AutoModelForCausalLM, judge, setting.weight)), setting))
     actor = add_adapter(recompute_activations(actor, config), config)
+    if config.keeps_average:
+        frozen += _average(actor, setting)
     roles = [trained("model" if setting.recipe == "sft" else "actor", actor)]
     if config.shared_base:  # the base counts as the actor's, and the others add their adapters and heads
         critic = _value_adapter(read.first, read.adapters[0] if read.adapters else config, setting)
@@ -461,6 +464,22 @@ def _frozen(name: str, shapes: Iterable[Shape], setting: Setting) -> RolePlan:
     """The plan of a model that is not trained; whole on every process."""
     frozen, whole = [shape._replace(is_trained=False) for shape in shapes], Sharded(0, 1, setting.weight.itemsize)
     return RolePlan(name=name, kept=kept_parts(frozen, whole), gradients=gradient_part(frozen, whole))
+
+
+def _average(actor: Any, setting: Setting) -> list[RolePlan]:
+    """The plan of a moving average of the weights that `actor` trains; an actor with an adapter gets a second one.
+
+    In fp32 on one process the average is the teacher's own weights.
+    """
+    trained, sharded = _trained_shapes(actor), Sharded(3, setting.num_processes, MASTER_BYTES)
+    if setting.config.lora_rank:
+        copy_adapter(actor, AVERAGE)
+    if setting.num_processes == 1 and setting.weight == torch.float32:
+        return []
+    values = sharded.num_values(trained)
+    formula = f"{MASTER_BYTES} bytes x {values:,} trained parameters{sharded.in_words}"
+    kept = [MemoryPart("average", MASTER_BYTES * values, formula)]
+    return [RolePlan(name="moving average", kept=kept, gradients=gradient_part([], sharded))]
 
 
 def _trained(name: str, model: Any, *, setting: Setting, largest: Pass) -> RolePlan:
