@@ -40,9 +40,9 @@ class Problem(NamedTuple):
     def head(self, seed: int) -> HeadStates:
         """Hidden states of a model and its head."""
         generator = torch.Generator(self.device).manual_seed(seed)
-        like = {"device": self.device, "dtype": self.dtype, "generator": generator}
-        weight = torch.randn(self.vocabulary, self.hidden, **like).mul_(self.hidden**-0.5)
-        return HeadStates(torch.randn(self.num_tokens, self.hidden, **like), weight)
+        draw = partial(torch.randn, device=self.device, dtype=self.dtype, generator=generator)
+        weight = draw(self.vocabulary, self.hidden).mul_(self.hidden**-0.5)
+        return HeadStates(draw(self.num_tokens, self.hidden), weight)
 
     def heads(self) -> tuple[HeadStates, HeadStates]:
         """The student's and the teacher's."""
@@ -91,7 +91,8 @@ def check(problem: Problem) -> None:
 
 def extra_bytes(problem: Problem) -> int:
     """What a pass holds at its peak beyond inputs and gradients; for a process of its own."""
-    one_pass(WAYS[0], small := problem._replace(vocabulary=64), *small.heads())  # libraries take their buffers
+    small = problem._replace(vocabulary=64)
+    one_pass(WAYS[0], small, *small.heads())  # libraries take their buffers
     student, teacher = problem.heads()
     with peak_memory(problem.device) as peak:
         found = one_pass(WAYS[0], problem, student, teacher)
@@ -107,13 +108,14 @@ def main() -> None:
     parser.add_argument("--beta", type=float, nargs="+", default=[1.0], help="0 is forward, 1 reverse KL (default 1)")
     args = parse_run(parser, "divergence")
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-    sizes = [args.tokens or (64 if args.small else 2048), args.hidden or (32 if args.small else 1024)]
-    sizes.append(args.vocabulary or (500 if args.small else 131072))
+    small, full = (64, 32, 500), (2048, 1024, 131072)
+    given = args.tokens, args.hidden, args.vocabulary
+    sizes = tuple(one or other for one, other in zip(given, small if args.small else full, strict=True))
     table = Table("beta", "head", "median s", "of both", "extra MiB", "of logits", title=f"N, E, V = {sizes}")
     rows = []
     for beta in args.beta:
         for is_trained in (False, True):
-            problem = Problem(*sizes, is_trained, beta, args.device, dtype)
+            problem = Problem(sizes[0], sizes[1], sizes[2], is_trained, beta, args.device, dtype)
             check(problem)
             heads, samples = problem.heads(), {way: list[float]() for way in WAYS}
             for _ in range(args.repeats):
@@ -124,8 +126,8 @@ def main() -> None:
             of_logits = extra / (problem.num_tokens * problem.vocabulary * dtype.itemsize)
             own = Quantiles.of(samples[WAYS[0]])
             head = "trained" if is_trained else "frozen"
-            found = f"{own.p50:.3f}", f"{ratio.p50:.2f}", f"{extra / 2**20:.0f}", f"{of_logits:.3f}"
-            table.add_row(f"{beta:g}", head, *found)
+            row = f"{own.p50:.3f}", f"{ratio.p50:.2f}", f"{extra / 2**20:.0f}", f"{of_logits:.3f}"
+            table.add_row(f"{beta:g}", head, *row)
             figures = {"p50": own.p50, "of_both_p20": ratio.p20, "of_both_p50": ratio.p50, "of_both_p80": ratio.p80}
             rows.append({**problem._asdict(), **figures, "extra_bytes": extra, "of_logits": of_logits,
                          "threads": torch.get_num_threads(), **environment(args.device)})  # fmt: skip
