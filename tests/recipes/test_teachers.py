@@ -457,6 +457,7 @@ def test_a_teacher_with_another_chat_template_is_refused(tmp_path):
         ({"teacher_column": "kind"}, "--teacher-column=kind is for several teachers|needs a different name"),
         ({"teacher": ("a", "b"), "teacher_column": "kind"}, "write name=MODEL"),
         ({"teacher": ("a=x", "a=y"), "teacher_column": "kind"}, "needs a different name before each"),
+        ({"teacher": ("a", "b", "a")}, "names a teacher twice"),
         ({"teacher_weights": (1.0,)}, "--teacher-weights=1 is for several teachers"),
         ({"teacher": ("a", "b"), "teacher_weights": (1.0,)}, "--teacher-weights='1' must be 2 numbers"),
         ({"teacher": ("a", "b"), "teacher_weights": (0.0, 0.0)}, "sum to more than 0"),

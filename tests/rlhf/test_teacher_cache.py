@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,4 +116,13 @@ def test_weights_that_were_trained_further_have_another_digest(tmp_path):
     assert weights_digest(save_small_actor(tmp_path / "copy", tokenizer)) == first
     torch.manual_seed(1)
     build_small_llama(tokenizer, hidden_size=64, num_layers=1).save_pretrained(folder)
+    assert weights_digest(folder) != first
+
+
+def test_one_weight_in_the_middle_of_a_file_changes_the_digest(tmp_path):
+    folder = save_small_actor(tmp_path / "model", arithmetic.build_tokenizer())
+    path = Path(folder) / "model.safetensors"
+    first, content = weights_digest(folder), bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
     assert weights_digest(folder) != first

@@ -27,8 +27,7 @@ from hybrid_engine.rlhf.runs.stages import load_config
 IDENTITY_FILE = "pass.json"
 TENSORS = ("ids", "logprobs", "log_rest")
 """`[N, K]` int32, `[N, K]` fp32 and `[N]` fp32: as in `TopTokens`."""
-SAMPLED_BYTES = 2**20
-"""Bytes at both ends of a weights file that enter its digest."""
+DIGESTED_AT_ONCE = 2**24  # bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,21 +158,15 @@ def row_digest(prompt: list[int], answer: list[int]) -> bytes:
 
 
 def weights_digest(source: str) -> str:
-    """Stands for the weights of a model: its commit on the hub, or a digest of both ends of its files.
-
-    Weights that were trained further differ everywhere, so the ends of a file tell two of them apart without reading
-    all of it.
-    """
+    """Stands for the weights of a model: its commit on the hub, or a digest of its files, a second for a gigabyte."""
     if commit := getattr(load_config(source, "teacher"), "_commit_hash", None):
         return str(commit)
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(path for kind in ("*.safetensors", "*.bin") for path in Path(source).glob(kind)):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size} ".encode())
+        digest.update(f"{path.name} {path.stat().st_size} ".encode())
         with path.open("rb") as file:
-            digest.update(file.read(SAMPLED_BYTES))
-            file.seek(max(0, size - SAMPLED_BYTES))
-            digest.update(file.read())
+            while part := file.read(DIGESTED_AT_ONCE):
+                digest.update(part)
     return digest.hexdigest()
 
 

@@ -128,6 +128,10 @@ class TeacherOptions:
         """The teachers by the names that a column gives them; without names by themselves."""
         given = (self.teacher,) if isinstance(self.teacher, str) else self.teacher or ()
         if self.teacher_column is None:
+            if len(set(given)) < len(given):
+                raise ValueError(
+                    f"--teacher={' '.join(given)!r} names a teacher twice; use --teacher-weights to weigh it"
+                )
             return {source: source for source in given}
         pairs = [source.partition("=") for source in given]
         unnamed = next((source for name, _, source in pairs if not name.isidentifier() or not source), None)
