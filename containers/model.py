@@ -271,8 +271,8 @@ class InferenceModel:
     ) -> torch.Tensor:
         """Passes `hidden [N, E]` through `layers`."""
         rotary, num_tokens = self.angles.rows(batch, self.dtype), len(hidden)
-        if not isinstance(batch, DecodeBatch):
-            hidden = functional.pad(hidden, (0, 0, 0, rows_of_pass(hidden) - num_tokens))
+        if not isinstance(batch, DecodeBatch) and (num_added := rows_of_pass(hidden) - num_tokens):
+            hidden = functional.pad(hidden, (0, 0, 0, num_added))  # copies even where it adds nothing
         caches = kv.view(-1, *kv.shape[2:]).unbind(0)  # keys and values of each layer in turn
         for layer in layers:
             cache = KVBlocks(*caches[2 * layer.index : 2 * layer.index + 2])

@@ -351,7 +351,7 @@ def share_processors() -> bool:
 
     By default they spin for milliseconds. If another process has taken the processor of one of them, the others then
     keep it from coming back: next to seven busy processes on two cores a server took 3 to 26 s for an answer of eight
-    tokens, and takes 0.8 to 1.3 s. Alone on the machine, a decode step takes 0.95 to 1.05 of its time (SmolLM2-135M and
+    tokens, and takes 0.8 to 1.3 s. Alone on the machine, a decode step takes 0.95 to 1.1 of its time (SmolLM2-135M and
     a model of 17M parameters, 1 to 64 rows, two threads, AMD Zen 5, torch 2.13).
 
     Changes nothing where the environment already says how threads wait, or if torch, which reads it, was imported.
