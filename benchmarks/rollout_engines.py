@@ -118,7 +118,7 @@ class ContinuousBatchingRollout:
             return ContinuousBatchingConfig()
         tokens = case.prompts.shape[1] + (case.options.max_new_tokens or 0)
         return ContinuousBatchingConfig(
-            page_size=self.page_size,
+            self.page_size,  # positional: its name is block_size up to transformers 5.17, page_size later
             num_blocks=len(case.prompts) * case.group * math.ceil(tokens / self.page_size),
             max_batch_tokens=self.max_batch_tokens,
             max_requests_per_batch=self.max_requests,
