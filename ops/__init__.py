@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hybrid_engine.ops.linears import GatedActivationOp, MLPGemmOp, QKVGemmOp, VectorMatMulOp
     from hybrid_engine.ops.norm import NORM_OPS, LayerNormOp, NormOp, RMSNormOp
     from hybrid_engine.ops.sample import SampleOp, SamplingOptions, token_logprobs
+    from hybrid_engine.ops.short_conv import ShortConvOp
     from hybrid_engine.ops.softmax_context import SoftmaxContextOp
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "ResidualAddOp",
     "SampleOp",
     "SamplingOptions",
+    "ShortConvOp",
     "SoftmaxContextOp",
     "VectorMatMulOp",
     "token_logprobs",
@@ -71,6 +73,7 @@ _NAMES_OF = {
     "linears": ("GatedActivationOp", "MLPGemmOp", "QKVGemmOp", "VectorMatMulOp"),
     "norm": ("NORM_OPS", "LayerNormOp", "NormOp", "RMSNormOp"),
     "sample": ("SampleOp", "SamplingOptions", "token_logprobs"),
+    "short_conv": ("ShortConvOp",),
     "softmax_context": ("SoftmaxContextOp",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}

@@ -37,11 +37,17 @@ class PrefillBatch:
     wanted: torch.Tensor  # [R] int64: the tokens whose next-token logits are computed, each sequence's last
     row_lengths: torch.Tensor  # [N] int64: of each token's sequence when the token was fed: the prompt's, or up to it
     context: Context | None = None  # None: every sequence is fed from its first token on
+    state_slots: torch.Tensor | None = None  # [R] int64: the slot of each sequence's states; None: layers have none
 
     @property
     def num_tokens(self) -> int:
         """N."""
         return len(self.tokens)
+
+    @cached_property
+    def starts_anew(self) -> torch.Tensor:
+        """`[R]` bool: whether a sequence is fed from its first token on, so that its states start at zero."""
+        return self.positions[self.starts[:-1].long()] == 0
 
     @cached_property
     def form(self) -> tuple[Any, ...]:
@@ -63,6 +69,7 @@ class DecodeBatch:
     block_tables: torch.Tensor  # [S, n] int64, rows padded with any valid block
     context: int  # upper bound of sequence lengths, new tokens included
     is_identity: bool  # row i owns block i and nothing else
+    state_slots: torch.Tensor | None = None  # [S] int64: the slot of each row's states; None: layers have none
 
     @cached_property
     def form(self) -> tuple[Any, ...]:

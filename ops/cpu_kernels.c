@@ -434,6 +434,50 @@ int decode_attention(const Heads *q, const Heads *k, const Heads *v, const Extra
     return 0;
 }
 
+typedef struct {  /* [num_slots, ...], dense slots, and the slot of each row */
+    void *data;
+    int64_t slot;  /* from one to the next */
+    const int64_t *slots;
+    int64_t num_slots;
+} States;
+
+static int has_slots(const States *states, int64_t num_rows) {
+    for (int64_t n = 0; n < num_rows; n++)
+        if (states->slots[n] < 0 || states->slots[n] >= states->num_slots) return 0;
+    return 1;
+}
+
+enum { CHANNELS = 128, MOST_WIDTH = 16 };
+
+/* A depthwise convolution's output [N, C], dense, of one input a row after the W - 1 inputs of its state, which moves on;
+   the weight is [C, W], dense, the states [num_slots, W - 1, C]. Kind -1: no activation. */
+int decode_conv(const Matrix *input, const void *weight, const void *bias, const States *states, void *output,
+                int64_t num_rows, int64_t num_channels, int64_t width, int64_t kind, int64_t is_bf16, int64_t threads) {
+    if (!has_slots(states, num_rows)) return BAD_PLACE;
+    int64_t kept = width - 1;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t start = 0; start < num_channels; start += CHANNELS) {
+        int64_t count = num_channels - start < CHANNELS ? num_channels - start : CHANNELS;
+        float weights[MOST_WIDTH][CHANNELS], shift[CHANNELS] = {0}, x[CHANNELS], sum[CHANNELS];
+        for (int64_t j = 0; j < width; j++) load(weights[j], weight, start * width + j, width, count, is_bf16);
+        if (bias) load(shift, bias, start, 1, count, is_bf16);
+        for (int64_t n = 0; n < num_rows; n++) {
+            int64_t place = states->slots[n] * states->slot + start;
+            for (int64_t c = 0; c < count; c++) sum[c] = shift[c];
+            for (int64_t j = 0; j < width; j++) {
+                if (j < kept) load(x, states->data, place + j * num_channels, 1, count, is_bf16);
+                else load(x, input->data, n * input->row + start * input->column, input->column, count, is_bf16);
+                for (int64_t c = 0; c < count; c++) sum[c] += x[c] * weights[j][c];
+                if (j > 0) store(states->data, place + (j - 1) * num_channels, 1, x, count, is_bf16);
+            }
+            for (int64_t c = 0; c < count; c++) sum[c] = round_to(sum[c], is_bf16);
+            if (kind >= 0) activate(sum, count, kind);
+            store(output, n * num_channels + start, 1, sum, count, is_bf16);
+        }
+    }
+    return 0;
+}
+
 static int has_nan(const float *x, int64_t count) {
     int found = 0;
     for (int64_t i = 0; i < count; i++) found |= x[i] != x[i];

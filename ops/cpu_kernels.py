@@ -54,6 +54,7 @@ from hybrid_engine.ops.cpu_library import (
     CLinear,
     CMatrix,
     CProduct,
+    CStates,
     CWorkspace,
     has_pairs,
     load_library,
@@ -64,6 +65,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 NORMS = {"layer": 0, "rms": 1, "rms_fp32": 2, "rms_offset": 3}
 ACTIVATIONS = {"silu": 0, "swish": 0, "relu": 1, "relu2": 2, "gelu": 3, "gelu_new": 4, "gelu_fast": 4,
                "gelu_pytorch_tanh": 4, "quick_gelu": 5}  # fmt: skip
+MOST_WIDTH = 16  # of a convolution's kernel
 # Nonzero return values of the C functions.
 NO_MEMORY, BAD_PLACE = 1, 2
 # Minimum number of values per thread: by estimate, waking another thread for fewer costs more than it saves.
@@ -156,7 +158,7 @@ def _run(name: str, function: Callable[..., int], arguments: tuple[Any, ...]) ->
     if status == NO_MEMORY:
         raise MemoryError(f"{name}: no memory for its scratch")
     if status == BAD_PLACE:
-        raise ValueError(f"{name}: a row's position lies beyond its context or blocks")
+        raise ValueError(f"{name}: a row's position lies beyond its context or blocks, or its slot does not exist")
 
 
 @contextmanager
@@ -294,6 +296,45 @@ def decode_attention(
         "decode_attention", *map(byref, heads), byref(extras), byref(workspace), byref(numbers),
         output.data_ptr(), num_rows, q.dtype == torch.bfloat16,
         _threads(num_rows * num_heads * numbers.head_dim * batch.context),
+    )  # fmt: skip
+    return output
+
+
+def has_dense_slots(states: torch.Tensor, slots: torch.Tensor) -> bool:
+    """Whether a compiled function takes `states [num_slots, ...]` and the rows' `slots`."""
+    is_dense = len(states) > 0 and states[0].is_contiguous()
+    return is_dense and slots.is_cpu and slots.dtype == torch.int64 and slots.is_contiguous()
+
+
+def slots_in(states: torch.Tensor, slots: torch.Tensor) -> Any:
+    """A reference to `States` of the C source."""
+    return byref(CStates(states.data_ptr(), states.stride(0), slots.data_ptr(), len(states)))
+
+
+def can_convolve(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, states: torch.Tensor, slots: torch.Tensor
+) -> bool:
+    """Whether `decode_conv` takes these tensors."""
+    if not input.numel() or not use_compiled(input, weight, bias, states):
+        return False
+    return weight.is_contiguous() and weight.shape[1] <= MOST_WIDTH and has_dense_slots(states, slots)
+
+
+def decode_conv(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    states: torch.Tensor,
+    slots: torch.Tensor,
+    activation: str | None,
+) -> torch.Tensor:
+    """A decode step of `ShortConvOp`: `[N, C]`. Raises ValueError for a slot that does not exist."""
+    (num_rows, num_channels), width = input.shape, weight.shape[1]
+    output = input.new_empty(num_rows, num_channels)
+    call(
+        "decode_conv", matrix(input), weight.data_ptr(), pointer(bias), slots_in(states, slots), output.data_ptr(),
+        num_rows, num_channels, width, -1 if activation is None else ACTIVATIONS[activation],
+        input.dtype == torch.bfloat16, _threads(width * input.numel()),
     )  # fmt: skip
     return output
 

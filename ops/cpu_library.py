@@ -52,6 +52,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "norm": [c_void_p] * 6 + [c_int64] * 3 + [c_double] + [c_int64] * 2,
     "gated_activation": [c_void_p] * 3 + [c_int64] * 5,
     "decode_attention": [c_void_p] * 7 + [c_int64] * 3,
+    "decode_conv": [c_void_p] * 5 + [c_int64] * 6,
     "log_sum_exp": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_double, c_int64],
     "exp_rows": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3],
     "first_largest": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64],
@@ -92,6 +93,10 @@ class CExtras(Structure):
         *((name, c_int64) for name in ("row", "width")),
         *((name, c_void_p) for name in ("sinks", "alibi")),
     ]
+
+
+class CStates(Structure):
+    _fields_ = [("data", c_void_p), ("slot", c_int64), ("slots", c_void_p), ("num_slots", c_int64)]
 
 
 class CLinear(Structure):
