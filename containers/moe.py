@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from hybrid_engine.containers.device import LastingBuffer
-from hybrid_engine.containers.policy import MoEPolicy, UnsupportedModelError, has_module, submodule
+from hybrid_engine.containers.policy import MoEPolicy, UnsupportedModelError, config_value, has_module, submodule
 from hybrid_engine.containers.views import (
     ALONE,
     Cut,
@@ -40,7 +40,7 @@ from hybrid_engine.containers.views import (
 from hybrid_engine.ops.expert_gemm import CLAMPED_SWIGLU, EXPERT_ACTIVATIONS, ExpertGemmOp
 from hybrid_engine.ops.expert_sum import ExpertSumOp
 from hybrid_engine.ops.linears import MLPGemmOp, VectorMatMulOp
-from hybrid_engine.ops.moe_gating import MoEGatingOp
+from hybrid_engine.ops.moe_gating import ExpertGroups, MoEGatingOp
 from hybrid_engine.ops.moe_res_matmul import MoEResMatmulOp
 
 
@@ -264,6 +264,10 @@ class MoEBlock:
             return ParameterView(module, parameter, f"{name} {path}", parallel, part) if parameter else None
 
         self.router = self._take_router(router)
+        self.choice_bias: ParameterView | None = None
+        if policy.choice_bias:
+            path, _, parameter = policy.choice_bias.rpartition(".")
+            self.choice_bias = view(submodule(layer, path), path, parameter)
         if policy.is_list:
             self._take_list(experts)
         else:
@@ -337,11 +341,20 @@ class MoEBlock:
     def _build_ops(self, config: PretrainedConfig, activation: str, experts: nn.Module) -> None:
         policy = self.policy
         normalizes = policy.normalizes if isinstance(policy.normalizes, bool) else getattr(config, policy.normalizes)
-        top_k = getattr(config, policy.top_k)
-        self.gating = MoEGatingOp(self.num_experts, top_k, policy.scoring, bool(normalizes), policy.fp32_weights)
+        top_k, groups = getattr(config, policy.top_k), None
+        if policy.groups:
+            num_groups, num_open = (config_value(config, name) for name in policy.groups)
+            groups = ExpertGroups(num_groups, num_open, policy.group_best)
+        factor = config_value(config, policy.factor) if policy.factor else 1.0
+        try:
+            self.gating = MoEGatingOp(
+                self.num_experts, top_k, policy.scoring, bool(normalizes), policy.fp32_weights, groups, factor
+            )
+        except ValueError as error:
+            raise UnsupportedModelError(f"{self.name}: {error}") from error
         numbers = {key: getattr(experts, key) for key in ("alpha", "limit") if activation == CLAMPED_SWIGLU}
         self.expert_gemm = ExpertGemmOp(activation, policy.layout, **numbers)
-        self.expert_sum, self.vector_matmul = ExpertSumOp(), VectorMatMulOp()
+        self.expert_sum, self.vector_matmul = ExpertSumOp(), VectorMatMulOp(fp32_output=policy.fp32_logits)
 
     @property
     def sizes(self) -> list[int]:
@@ -352,7 +365,7 @@ class MoEBlock:
     def parts(self) -> list[ParameterView | ExpertList | TransposedLinear]:
         """All parts that bind and fuse."""
         router = [self.router] if isinstance(self.router, TransposedLinear) else self.router
-        views = [*router, self.up, self.up_bias, self.down, self.down_bias]
+        views = [*router, self.choice_bias, self.up, self.up_bias, self.down, self.down_bias]
         dense = [linear for mlp in (self.shared, self.residual) if mlp for linear in mlp.linears]
         return [*(view for view in views if view is not None), *dense]
 
@@ -377,11 +390,14 @@ class MoEBlock:
         else:
             view, bias_view = self.router
             weight, bias = view.tensor.t(), None if bias_view is None else bias_view.tensor
+        if self.policy.fp32_logits and not weight.is_cuda:  # where the product would be rounded first
+            weight, bias = weight.float(), None if bias is None else bias.float()
         return self.vector_matmul(normed.to(weight.dtype), weight, bias)
 
     def forward(self, normed: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """`normed [N, E]` -> the block's output `[N, E]`, plus `residual [N, E]` if it is passed."""
-        routing = self.gating(self._score(normed))
+        choice_bias = None if self.choice_bias is None else self.choice_bias.tensor
+        routing = self.gating(self._score(normed), choice_bias)
         up, down = self.up.tensor, self.down.tensor
         if isinstance(self.up, ExpertList) and isinstance(self.down, ExpertList):
             up_bias, down_bias = self.up.bias, self.down.bias

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from hybrid_engine.ops.moe_gating import Scoring
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -29,8 +31,18 @@ class MoEPolicy:
 
     router: str = "mlp.gate"
     # Module with the router's `weight [X, E]` and optional `bias [X]`; its product is in their dtype.
-    scoring: Literal["softmax_then_topk", "topk_then_softmax"] = "softmax_then_topk"
-    # Order of softmax and selection.
+    fp32_logits: bool = False
+    # Whether that product is in fp32 instead.
+    scoring: Scoring = "softmax_then_topk"
+    # Function of the logits, and its order with selection.
+    choice_bias: str | None = None
+    # Tensor [X] in the layer that is added to the scores which choose, and not to the weights.
+    groups: tuple[str, str] | None = None
+    # Config attributes with the number of groups of experts, and of groups that a token may choose from.
+    group_best: int = 2
+    # Number of a group's best scores whose sum is the group's score.
+    factor: str | None = None
+    # Config attribute with the factor of the routing weights.
     normalizes: bool | str = True
     # Whether the selected weights are divided by their sum; a string names the config value that decides it.
     fp32_weights: bool = False

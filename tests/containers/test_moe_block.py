@@ -18,6 +18,7 @@ ADAPTERS = {  # family, what peft adapts
     "qwen2-moe experts and router": ("qwen2-moe", {"target_parameters": [*EXPERTS, "gate.weight"]}),
     "qwen2-moe shared expert": ("qwen2-moe", {"target_modules": ["up_proj", "down_proj", "shared_expert_gate"]}),
     "qwen3-moe one of the experts' weights": ("qwen3-moe", {"target_parameters": EXPERTS[1:], "use_rslora": True}),
+    "deepseek-v3 router, which has a bias": ("deepseek-v3", {"target_parameters": ["gate.weight"], "r": 2}),
     "gpt-oss experts and router": ("gpt-oss", {"target_parameters": [*EXPERTS, "router.weight"]}),
 }
 
@@ -74,7 +75,7 @@ def adapt(name):
     family, targets = ADAPTERS[name]
     layer, config, policy = build_block(family)
     # The decoder layer's config is what peft asks for the model type.
-    model = peft.get_peft_model(layer, peft.LoraConfig(r=3, lora_alpha=5, **({"target_modules": []} | targets)))
+    model = peft.get_peft_model(layer, peft.LoraConfig(**({"r": 3, "lora_alpha": 5, "target_modules": []} | targets)))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "lora_" in key:

@@ -9,14 +9,16 @@ from hybrid_engine.containers.moe import MoEBlock
 from hybrid_engine.ops.dispatch import IS_INTERPRETED
 from hybrid_engine.ops.expert_gemm import ExpertGemmOp, max_tiles
 from hybrid_engine.ops.expert_sum import ExpertSumOp
-from hybrid_engine.ops.moe_gating import ExpertRouting, MoEGatingOp
+from hybrid_engine.ops.moe_gating import ExpertGroups, ExpertRouting, MoEGatingOp
 from hybrid_engine.ops.moe_res_matmul import MoEResMatmulOp
 from tests.support.models_moe import FAMILIES, build_block, run_block
 
 pytestmark = pytest.mark.long
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-FORMULAS = [("softmax_then_topk", True), ("softmax_then_topk", False), ("topk_then_softmax", True)]
+FORMULAS = [
+    ("softmax_then_topk", True), ("softmax_then_topk", False), ("topk_then_softmax", True), ("sigmoid_then_topk", True),
+]  # fmt: skip
 FORMS = {  # layout, activation, biases
     "mixtral": ("halves", "silu", False),
     "gpt-oss": ("interleaved", "clamped_swiglu", True),
@@ -57,13 +59,23 @@ def assert_within_own_error(kernel, reference, exact):
     assert error(kernel, exact) <= bound
 
 
-def naive_routing(logits, top_k, scoring, normalizes):
+def naive_routing(logits, top_k, scoring, normalizes, bias=None, groups=None):
     """Row after row in Python: the experts by score, the lower of two equal ones first."""
     weights, experts = [], []
     for row in logits.double().tolist():
         scores = torch.tensor(row, dtype=torch.float64)
         scores = scores.softmax(0) if scoring == "softmax_then_topk" else scores
-        best = sorted(range(len(row)), key=lambda x: (-float(scores[x]), x))[:top_k]
+        scores = 1 / (1 + (-scores).exp()) if scoring == "sigmoid_then_topk" else scores
+        choice = [float(scores[x]) + (0.0 if bias is None else float(bias[x])) for x in range(len(row))]
+        is_open = [True] * len(row)
+        if groups is not None:
+            size = len(row) // groups.num_groups
+            values = [
+                sum(sorted(choice[g * size : (g + 1) * size])[-groups.num_best :]) for g in range(groups.num_groups)
+            ]
+            open_groups = sorted(range(len(values)), key=lambda g: (-values[g], g))[: groups.num_open]
+            is_open = [x // size in open_groups for x in range(len(row))]
+        best = sorted(filter(is_open.__getitem__, range(len(row))), key=lambda x: (-choice[x], x))[:top_k]
         chosen = scores[best]
         if scoring == "topk_then_softmax":
             chosen = chosen.softmax(0)
@@ -91,6 +103,38 @@ def test_gating_equals_a_python_loop(kernels, poisoned, way, scoring, normalizes
     assert torch.equal(routing.experts.cpu(), experts)
     torch.testing.assert_close(routing.weights.cpu().double(), weights, atol=1e-6, rtol=1e-6)
     check_order(routing, num_experts)
+
+
+GROUPINGS = {  # experts, top_k, groups, whether a bias chooses
+    "a bias": (9, 3, None, True),
+    "groups of two best": (24, 4, ExpertGroups(6, 3, 2), False),
+    "groups of one best": (20, 3, ExpertGroups(4, 2, 1), False),
+    "groups and a bias": (32, 8, ExpertGroups(8, 4, 2), True),
+    "all groups are open": (8, 2, ExpertGroups(2, 2, 2), True),
+}
+
+
+@pytest.mark.parametrize("way", ["reference", "kernel"])
+@pytest.mark.parametrize("scoring", ["softmax_then_topk", "sigmoid_then_topk"])
+@pytest.mark.parametrize("name", GROUPINGS)
+def test_choice_by_groups_and_a_bias_equals_a_python_loop(kernels, poisoned, way, scoring, name):
+    num_experts, top_k, groups, has_bias = GROUPINGS[name]
+    op = MoEGatingOp(num_experts, top_k, scoring, groups=groups, factor=2.5)
+    logits = torch.randn(37, num_experts, device=kernels)
+    bias = torch.randn(2 * num_experts, device=kernels)[::2] / 4 if has_bias else None
+    routing = op(logits, bias) if way == "kernel" else op.reference(logits, bias)
+    weights, experts = naive_routing(logits.cpu(), top_k, scoring, True, bias, groups)
+    assert torch.equal(routing.experts.cpu(), experts)
+    torch.testing.assert_close(routing.weights.cpu().double(), 2.5 * weights, atol=1e-6, rtol=1e-6)
+    check_order(routing, num_experts)
+    plain, _ = naive_routing(logits.cpu(), top_k, scoring, True)
+    assert name == "all groups are open" or not torch.allclose(2.5 * plain, 2.5 * weights)
+
+
+def test_equal_groups_are_opened_from_the_first_one_on(kernels):
+    op = MoEGatingOp(8, 4, "sigmoid_then_topk", groups=ExpertGroups(4, 2, 2))
+    for routing in (op(torch.zeros(3, 8, device=kernels)), op.reference(torch.zeros(3, 8, device=kernels))):
+        assert routing.experts.tolist() == [[0, 1, 2, 3]] * 3
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about the row of NaN
@@ -255,6 +299,15 @@ def test_bad_input_is_named_before_a_launch(kernels):
     for arguments, message in [((4, 5), "top_k=5 must be from 1 to num_experts=4"), ((4, 0), "top_k=0")]:
         with pytest.raises(ValueError, match=message):
             MoEGatingOp(*arguments)
+    for groups, message in [
+        (ExpertGroups(3, 1, 1), "num_groups=3 must divide num_experts=4"),
+        (ExpertGroups(2, 1, 3), "num_best=3 must be from 1 to the 2 experts of a group"),
+        (ExpertGroups(4, 1, 1), "num_open=1 must be from 1 to num_groups=4, with top_k=2 experts"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            MoEGatingOp(4, 2, groups=groups)
+    with pytest.raises(ValueError, match=r"bias of the choice has shape \[3\]; expected \[4\]"):
+        gating(torch.randn(3, 4, device=kernels), torch.randn(3, device=kernels))
     with pytest.raises(ValueError, match="scoring='sigmoid' must be one of softmax_then_topk"):
         MoEGatingOp(4, 2, "sigmoid")
     with pytest.raises(ValueError, match="layout='columns' must be one of plain"):

@@ -33,7 +33,7 @@ from hybrid_engine.ops.fixed_product import REDUCTIONS, SOFTMAXES, fixed_product
 from hybrid_engine.ops.linear_log_prob import linear_log_prob
 from hybrid_engine.ops.linear_log_prob_tiles import PLAIN, LogitShape
 from hybrid_engine.ops.linears import ACTIVATIONS
-from hybrid_engine.ops.moe_gating import SCORINGS, MoEGatingOp
+from hybrid_engine.ops.moe_gating import SCORINGS, ExpertGroups, MoEGatingOp
 from hybrid_engine.ops.moe_res_matmul import MoEResMatmulOp
 from hybrid_engine.ops.softmax_context import rotary_table
 
@@ -175,13 +175,15 @@ def experts(dtype: torch.dtype) -> Iterator[Check]:
     """Gating, both products for few and many rows, the sum with a shared expert, residual experts."""
     num_experts, forms = 8, (("silu", "halves", 2), (CLAMPED_SWIGLU, "interleaved", 4), ("gelu", "plain", 1))
     for rows in (1, 33, 256):
-        for (activation, layout, top_k), scoring in zip(forms, (*SCORINGS, SCORINGS[0]), strict=True):
+        for (activation, layout, top_k), scoring in zip(forms, SCORINGS, strict=True):
             columns = I if layout == "plain" else 2 * I
             weights = (randn(dtype, num_experts, E, columns), randn(dtype, num_experts, I, E))
             biases = (randn(dtype, num_experts, columns), randn(dtype, num_experts, E))
             given = (*weights, *(biases if layout != "halves" else (None, None)))
             run = partial(run_experts, MoEGatingOp(num_experts, top_k, scoring), ExpertGemmOp(activation, layout))
             yield f"experts, {activation}, {layout}, {rows} rows", partial(run, randn(dtype, rows, E), *given)
+    gating = MoEGatingOp(160, 6, "sigmoid_then_topk", groups=ExpertGroups(8, 3, 2), factor=16.0)
+    yield "gating by groups and a bias", partial(gating, randn(dtype, 33, 160), torch.rand(160))
     x, outputs = randn(dtype, N, E), randn(dtype, N, 2, E)
     yield "sum of experts", partial(ExpertSumOp(), outputs, dtype)
     yield "sum with a shared expert", partial(ExpertSumOp(), outputs, dtype, x, randn(dtype, N, 1), x)

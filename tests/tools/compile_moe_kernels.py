@@ -58,13 +58,16 @@ def compile_products(dtype: torch.dtype, form: tuple) -> None:
 def compile_rest(dtype: torch.dtype) -> None:
     """Gating, sorting, summing and mixing."""
     name = NAMES[dtype]
-    gating = {"logits": name, "weights": name, "experts": "*i64"}
-    for num_experts, top_k, softmax_first in [(8, 2, True), (32, 4, False)]:
-        block_n = max(moe_gating.TILE_ELEMENTS // num_experts, 1)
-        compile_kernel(moe_gating._gating_kernel, gating, {
-            "TOP_K": top_k, "BLOCK_K": top_k, "BLOCK_N": block_n, "BLOCK_X": num_experts,
-            "SOFTMAX_FIRST": softmax_first, "NORMALIZES": True,
-        })  # fmt: skip
+    for num_experts, rule, bias in [
+        (8, moe_gating.GatingRule(2, 0, True, 1, 1, 1), None),
+        (256, moe_gating.GatingRule(8, 1, True, 8, 4, 2), "*fp32"),
+        (32, moe_gating.GatingRule(4, 2, True, 1, 1, 1), None),
+    ]:
+        choosing = moe_gating.Choosing(bias, 1 if bias else 0, "fp32")
+        given = {"logits": name, "choosing": choosing, "weights": name, "experts": "*i64"}
+        given.update(dict.fromkeys(("num_tokens", "num_experts", "stride_n"), "i32"), stride_x=1)
+        tiles = moe_gating.gating_tiles(rule, num_experts)
+        compile_with_tuples(moe_gating._gating_kernel, given, {"RULE": rule, "TILES": tiles})
     sums = dict.fromkeys(("expert_outputs", "shared", "shared_logit", "residual", "output"), name)
     for has in (True, False):
         flags = {"HAS_SHARED": has, "HAS_LOGIT": has, "HAS_RESIDUAL": has}

@@ -138,6 +138,8 @@ def reads_of(module: nn.Module, num_parts: int) -> Reads:
     found: Reads = {}
 
     def read(parameter: torch.Tensor, cut: Cut | None, rank: int, name: str) -> torch.Tensor:
+        if id(parameter) not in names:  # a buffer, which every process has
+            return parameter
         cuts = found.setdefault(names[id(parameter)], [])
         cuts += [] if cut in cuts else [cut]
         return parameter.new_empty(part_shape(parameter.shape, cut, rank), device="meta")
