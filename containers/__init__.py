@@ -14,13 +14,16 @@ if TYPE_CHECKING:
 FAMILIES = (
     "bert",
     "bloom",
+    "ernie",
     "falcon",
     "gemma",
+    "glm",
     "gpt2",
     "gpt_neo",
     "gpt_neox",
     "gpt_oss",
     "gptj",
+    "helium",
     "llama",
     "megatron",
     "mistral",
@@ -30,6 +33,7 @@ FAMILIES = (
     "qwen",
     "smollm",
     "stablelm",
+    "starcoder",
 )
 """Modules that register the policies of their model family when they are imported."""
 

@@ -1,4 +1,9 @@
-"""Llama 1, 2, 3: RMS norm, rotary, grouped heads, gated SiLU; optional biases."""
+"""Llama 1, 2, 3: RMS norm, rotary, grouped heads, gated SiLU; optional biases. Families with its layer follow it.
+
+Seed-OSS is the same layer. CWM has sliding windows in most layers. Arcee (AFM) squares a ReLU instead of a gate.
+"""
+
+from dataclasses import replace
 
 from hybrid_engine.containers.policy import Policy, register_policy
 
@@ -17,3 +22,9 @@ LLAMA = register_policy(
         rotary="rotary_emb",
     )
 )
+
+SEED_OSS = register_policy(replace(LLAMA, layer_class="SeedOssDecoderLayer"))
+
+CWM = register_policy(replace(LLAMA, layer_class="CwmDecoderLayer", window="sliding_window"))
+
+ARCEE = register_policy(replace(LLAMA, layer_class="ArceeDecoderLayer", gate=None))

@@ -1,4 +1,4 @@
-"""Mistral: Llama's layer with a sliding window. Mixtral: with a mixture of experts."""
+"""Mistral: Llama's layer with a sliding window. Mixtral: with a mixture of experts. Ministral: in some layers."""
 
 from dataclasses import replace
 
@@ -9,3 +9,5 @@ from hybrid_engine.containers.policy import MoEPolicy, register_policy
 MISTRAL = register_policy(replace(LLAMA, layer_class="MistralDecoderLayer", window="sliding_window", layer_kinds=None))
 
 MIXTRAL = register_policy(replace(MISTRAL, layer_class="MixtralDecoderLayer", moe=MoEPolicy(fp32_weights=True)))
+
+MINISTRAL = register_policy(replace(MISTRAL, layer_class="MinistralDecoderLayer", layer_kinds="layer_types"))

@@ -1,4 +1,7 @@
-"""OLMo-2: RMS norms after attention and MLP, not before, and norms over all query heads and over all key heads."""
+"""OLMo-2: RMS norms after attention and MLP, not before, and norms over all query heads and over all key heads.
+
+OLMo-3 is the same layer with sliding windows in most layers, which have a rope of their own.
+"""
 
 from dataclasses import replace
 
@@ -19,3 +22,5 @@ OLMO2 = register_policy(
         qk_norm_width="whole",
     )
 )
+
+OLMO3 = register_policy(replace(OLMO2, layer_class="Olmo3DecoderLayer", window="sliding_window"))

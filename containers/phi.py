@@ -1,9 +1,29 @@
-"""Phi-3 and Phi-4: Llama's layer with one linear for query, key, value and one for gate and up; partial rotary."""
+"""Phi-1, 1.5, 2: layer norm, attention and MLP in parallel, partial rotary, biases everywhere.
+
+Phi-3 and Phi-4: Llama's layer with one linear for query, key, value and one for gate and up; partial rotary.
+"""
 
 from dataclasses import replace
 
 from hybrid_engine.containers.llama import LLAMA
 from hybrid_engine.containers.policy import register_policy
+
+# Norms of query and key heads, which no released model has, would need biases in the norm of heads.
+PHI = register_policy(
+    replace(
+        LLAMA,
+        layer_class="PhiDecoderLayer",
+        norm="layer",
+        block="parallel",
+        mlp_norm=None,
+        attention_output="self_attn.dense",
+        gate=None,
+        up="mlp.fc1",
+        down="mlp.fc2",
+        final_norm="final_layernorm",
+        required={"qk_layernorm": False},
+    )
+)
 
 PHI3 = register_policy(
     replace(

@@ -1,4 +1,10 @@
-"""Configurations of every family, small, with its special features switched on; built by `models.build_model`."""
+"""Configurations of every family, small, with its special features switched on; built by `models.build_model`.
+
+Every test of families runs all BUILDERS: one family of each kind of layer. `containers/test_more_families.py` alone
+runs MORE_BUILDERS, whose layers combine parts that one of BUILDERS has too. FEATURES names what each switches on.
+"""
+
+from collections.abc import Callable
 
 import transformers as hf
 
@@ -20,6 +26,25 @@ _LLAMA3_ROPE = {
 }
 _YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+
+def _present(families: dict[str, tuple[str, dict]]) -> dict[str, Callable[[], hf.PreTrainedModel]]:
+    """Builders of the families, class prefix and options of each, that this release of transformers has."""
+
+    def builder(prefix, options):
+        def build():
+            model_class = getattr(hf, f"{prefix}ForCausalLM")
+            return model_class(model_class.config_class(**options))
+
+        return build
+
+    names = set(dir(hf))
+    return {
+        family: builder(prefix, options)
+        for family, (prefix, options) in families.items()
+        if f"{prefix}ForCausalLM" in names
+    }
 
 
 def _falcon(**options):
@@ -119,6 +144,25 @@ BUILDERS = {
     ),
 }
 
+MORE_BUILDERS = _present(
+    {
+        "seed-oss": ("SeedOss", {**_GQA, "head_dim": 16, "attention_bias": True, "mlp_bias": True}),
+        "cwm": ("Cwm", {**_GQA, **_LOCAL, "head_dim": 12, "rope_parameters": _LLAMA3_ROPE}),
+        "arcee": ("Arcee", {**_GQA, "mlp_bias": True, "rope_parameters": _YARN_ROPE}),
+        "ministral": ("Ministral", {**_GQA, **_LOCAL, "head_dim": 16}),
+        "olmo3": (
+            "Olmo3",
+            {**_GQA, **_LOCAL, "rope_parameters": {"sliding_attention": _PLAIN_ROPE, "full_attention": _YARN_ROPE}},
+        ),
+        "glm": ("Glm", {**_GQA, "head_dim": 16, "attention_bias": True}),
+        "glm4": ("Glm4", {**_GQA, "head_dim": 16, "attention_bias": True}),
+        "ernie4_5": ("Ernie4_5", {**_GQA, "head_dim": 16, "use_bias": True}),
+        "helium": ("Helium", {**_GQA, "head_dim": 12}),
+        "starcoder2": ("Starcoder2", {**_GQA, "sliding_window": 5}),
+        "phi": ("Phi", _GQA),
+    }
+)
+
 FEATURES = {
     "llama": "grouped heads",
     "llama-mha-tied": "tied LM head",
@@ -154,4 +198,15 @@ FEATURES = {
     "olmo2": "norms after attention and MLP, norm of all query heads together",
     "smollm3-some-rope": "layers without rope",
     "gpt-oss": "attention sinks, experts with clamped SwiGLU, local layers",
+    "seed-oss": "biases, wide heads",
+    "cwm": "local and global layers, llama3 rope",
+    "arcee": "squared ReLU without a gate, yarn rope",
+    "ministral": "local and global layers",
+    "olmo3": "norms after attention and MLP, local and global layers with a rope each",
+    "glm": "interleaved partial rope, fused gate",
+    "glm4": "sandwich norms, interleaved partial rope, fused gate",
+    "ernie4_5": "interleaved rope, biases",
+    "helium": "interleaved rope",
+    "starcoder2": "layer norm, plain MLP, sliding window",
+    "phi": "partial rope, parallel block, biases",
 }

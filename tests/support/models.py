@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 import transformers as hf
 
-from tests.support.model_families import BUILDERS, VOCAB
+from tests.support.model_families import BUILDERS, MORE_BUILDERS, VOCAB
 
 PAD = 0
 WIDE_VOCAB = 509
@@ -31,7 +31,7 @@ WIDE_FAMILIES = {
 
 def build_model(family: str = "llama", seed: int = 0) -> hf.PreTrainedModel:
     """A family's model."""
-    return randomised(BUILDERS[family], seed)
+    return randomised((BUILDERS | MORE_BUILDERS)[family], seed)
 
 
 def randomised(build: Callable[[], hf.PreTrainedModel], seed: int = 0) -> hf.PreTrainedModel:

@@ -1,5 +1,7 @@
 """Writes docs/models.md from what the family checks measure here: `python -m tests.tools.write_models_page`.
 
+With names of families as arguments only these are measured, and the page keeps the rows of the others.
+
 For every family of model_families.py: greedy tokens and log-probabilities against transformers' own model in fp32,
 the error of bf16 against the model's own bf16 error, LoRA on every linear against peft, and generation shared by
 two processes (`inference_tp_size` 2 under ZeRO stage 3).
@@ -17,15 +19,17 @@ from peft import LoraConfig, get_peft_model
 
 import hybrid_engine
 from tests.support.distributed import run_distributed
-from tests.support.model_families import BUILDERS, FEATURES
+from tests.support.model_families import BUILDERS, FEATURES, MORE_BUILDERS
 from tests.support.models import PAD, build_model, module_logprobs, padded_prompts
 
+FAMILIES = [*BUILDERS, *MORE_BUILDERS]
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 GREEDY = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": PAD, "eos_token_id": None}
 HEAD = """# Model families
 
-Written by `python -m tests.tools.write_models_page`; the same checks run in the test suite. Models are small and
-random, with the features named here switched on, prompts padded on the left. *fp32* is the largest difference of a
+Written by `python -m tests.tools.write_models_page`; the same checks run in the test suite, those of *bf16* and *two
+ranks* for one family of each kind of layer. Models are small and random, with the features named here switched on,
+prompts padded on the left. *fp32* is the largest difference of a
 token's log-probability from the model's own forward, where all greedy tokens are transformers' own. *bf16* is the mean
 error against fp32 over the model's own. *LoRA*: peft adapters on every linear (experts apart), same greedy tokens.
 *Two ranks*: one generation shared by two processes that each hold half of every layer (`inference_tp_size`), same
@@ -54,13 +58,13 @@ def adapted(family):
     return model.eval()
 
 
-def shared_rollouts(rank, world_size):
+def shared_rollouts(rank, world_size, families):
     """Greedy tokens of this rank's prompts with every layer split over the ranks, or what keeps a family from it."""
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
     input_ids, mask = (tensor.chunk(world_size)[rank] for tensor in padded_prompts())
     results = {}
-    for family in BUILDERS:
+    for family in families:
         hybrid = {"enabled": True, "inference_tp_size": world_size}
         config = {"zero_optimization": {"stage": 3}, "hybrid_engine": hybrid, "gradient_accumulation_steps": 1}
         try:
@@ -106,16 +110,26 @@ def measure(family, shared):
     return family, FEATURES[family], fp32, bf16, lora, ranks
 
 
+def known_rows():
+    """The page's rows by family."""
+    lines = PAGE.read_text().splitlines()
+    cells = [tuple(line.strip("| ").split(" | ")) for line in lines if line.startswith("| ")]
+    return {row[0]: row for row in cells if row[0] in FAMILIES}
+
+
 def main():
-    """Measures every family and writes the page; fails if any differs."""
+    """Measures families and writes the page; fails if any differs."""
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    shared = run_distributed(shared_rollouts, 2)
+    measured = sys.argv[1:] or FAMILIES
+    shared = run_distributed(shared_rollouts, 2, measured)
+    by_family = known_rows() if sys.argv[1:] else {}
+    for family in measured:
+        by_family[family] = measure(family, shared)
+        print(*by_family[family], sep=" | ", flush=True)
     rows = [("family", "features", "fp32", "bf16", "LoRA", "two ranks"), ("---",) * 6]
-    for family in BUILDERS:
-        rows.append(measure(family, shared))
-        print(*rows[-1], sep=" | ", flush=True)
+    rows += [by_family[family] for family in FAMILIES if family in by_family]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
     PAGE.write_text(f"{HEAD}{table}\n\nMeasured on a CPU with {versions}.\n")
