@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from hybrid_engine.ops.block_copy import BlockCopyOp
     from hybrid_engine.ops.deepspeed_bindings import GELUGemmOp, LinearOp, ResidualAddOp
+    from hybrid_engine.ops.gated_delta import GatedDeltaOp
     from hybrid_engine.ops.linears import GatedActivationOp, MLPGemmOp, QKVGemmOp, VectorMatMulOp
     from hybrid_engine.ops.norm import NORM_OPS, LayerNormOp, NormOp, RMSNormOp
     from hybrid_engine.ops.sample import SampleOp, SamplingOptions, token_logprobs
@@ -37,6 +38,7 @@ __all__ = [
     "EncoderBatch",
     "GELUGemmOp",
     "GatedActivationOp",
+    "GatedDeltaOp",
     "HeadWeights",
     "KVBlocks",
     "LayerNormOp",
@@ -70,6 +72,7 @@ _NAMES_OF = {
     ),
     "block_copy": ("BlockCopyOp",),
     "deepspeed_bindings": ("GELUGemmOp", "LinearOp", "ResidualAddOp"),
+    "gated_delta": ("GatedDeltaOp",),
     "linears": ("GatedActivationOp", "MLPGemmOp", "QKVGemmOp", "VectorMatMulOp"),
     "norm": ("NORM_OPS", "LayerNormOp", "NormOp", "RMSNormOp"),
     "sample": ("SampleOp", "SamplingOptions", "token_logprobs"),

@@ -478,6 +478,110 @@ int decode_conv(const Matrix *input, const void *weight, const void *bias, const
     return 0;
 }
 
+typedef struct {  /* of a gated delta rule, the same in every step */
+    int64_t num_key_heads, num_values;  /* value heads of a key head */
+    int64_t key_dim, value_dim;
+    double beta_scale;
+} Delta;
+
+enum { MOST_KEY_DIM = 512, DELTA_VECTORS = LANES == 16 ? 8 : 4 };
+
+typedef struct {  /* one token of one value head */
+    const float *q, *k;  /* [Dk], normed */
+    float decay, beta, product;  /* product: q . k */
+} DeltaToken;
+
+/* Some vectors of the value dimensions: reads the state [Dk, Dv] once for S^T k and S^T q, then moves it on. */
+static inline __attribute__((always_inline)) void delta_part(float *state, int64_t key_dim, int64_t value_dim,
+                                                             const DeltaToken *t, const float *values, float *output,
+                                                             int vectors) {
+    Vector known[DELTA_VECTORS] = {{0}}, read[DELTA_VECTORS] = {{0}};
+    for (int64_t i = 0; i < key_dim; i++)
+        for (int v = 0; v < vectors; v++) {
+            Vector s = vector_at(state, i * value_dim + v * LANES, 0);
+            known[v] += t->k[i] * s;
+            read[v] += t->q[i] * s;
+        }
+    for (int v = 0; v < vectors; v++) {
+        known[v] = t->beta * (vector_at(values, v * LANES, 0) - t->decay * known[v]);
+        *(Vector *)(output + v * LANES) = t->decay * read[v] + t->product * known[v];
+    }
+    for (int64_t i = 0; i < key_dim; i++)
+        for (int v = 0; v < vectors; v++) {
+            Vector *s = (Vector *)(state + i * value_dim + v * LANES);
+            *s = t->decay * *s + t->k[i] * known[v];
+        }
+}
+
+/* The same for one value dimension. */
+static void delta_column(float *state, int64_t key_dim, int64_t value_dim, const DeltaToken *t, float value,
+                         float *output) {
+    float known = 0.0f, read = 0.0f;
+    for (int64_t i = 0; i < key_dim; i++) {
+        known += t->k[i] * state[i * value_dim];
+        read += t->q[i] * state[i * value_dim];
+    }
+    float delta = t->beta * (value - t->decay * known);
+    *output = t->decay * read + t->product * delta;
+    for (int64_t i = 0; i < key_dim; i++) state[i * value_dim] = t->decay * state[i * value_dim] + t->k[i] * delta;
+}
+
+static void delta_step(float *state, int64_t key_dim, int64_t value_dim, const DeltaToken *t, const float *values,
+                       float *output) {
+    int64_t v = 0;
+    for (; value_dim - v >= DELTA_VECTORS * LANES; v += DELTA_VECTORS * LANES)
+        delta_part(state + v, key_dim, value_dim, t, values + v, output + v, DELTA_VECTORS);
+    for (; value_dim - v >= LANES; v += LANES)
+        delta_part(state + v, key_dim, value_dim, t, values + v, output + v, 1);
+    for (; v < value_dim; v++) delta_column(state + v, key_dim, value_dim, t, values[v], output + v);
+}
+
+/* scale x / sqrt(sum x^2 + 1e-6) */
+static void l2_norm(float *x, int64_t count, float scale) {
+    float squares = 0.0f;
+    for (int64_t i = 0; i < count; i++) squares += x[i] * x[i];
+    float factor = scale / sqrtf(squares + 1e-6f);
+    for (int64_t i = 0; i < count; i++) x[i] *= factor;
+}
+
+/* output [N, V Dv], dense, of one token a row [queries | keys | values]; states [num_slots, V, Dk, Dv], which move on. */
+int decode_delta(const Matrix *mixed, const Matrix *a, const Matrix *b, const float *a_log, const float *dt_bias,
+                 const States *states, const Delta *delta, void *output, int64_t num_rows, int64_t is_bf16,
+                 int64_t threads) {
+    if (!has_slots(states, num_rows)) return BAD_PLACE;
+    int64_t heads = delta->num_key_heads, group = delta->num_values, key_dim = delta->key_dim, dim = delta->value_dim;
+    float *scratch = malloc(threads * 2 * dim * sizeof(float));
+    if (!scratch) return NO_MEMORY;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t thread = 0; thread < threads; thread++) {
+        float *values = scratch + thread * 2 * dim, *result = values + dim, q[MOST_KEY_DIM], k[MOST_KEY_DIM];
+        int64_t num_parts = num_rows * heads;
+        for (int64_t part = thread * num_parts / threads; part < (thread + 1) * num_parts / threads; part++) {
+            int64_t n = part / heads, h = part % heads, row = n * mixed->row;
+            load(q, mixed->data, row + h * key_dim * mixed->column, mixed->column, key_dim, is_bf16);
+            load(k, mixed->data, row + (heads + h) * key_dim * mixed->column, mixed->column, key_dim, is_bf16);
+            l2_norm(q, key_dim, 1.0f / sqrtf(key_dim));
+            l2_norm(k, key_dim, 1.0f);
+            DeltaToken token = {q, k, 0.0f, 0.0f, 0.0f};
+            for (int64_t i = 0; i < key_dim; i++) token.product += q[i] * k[i];
+            for (int64_t v = h * group; v < (h + 1) * group; v++) {
+                float step = value(a->data, n * a->row + v * a->column, is_bf16) + dt_bias[v];
+                float rate = step > 20.0f ? step : log1pf(expf(step));
+                token.decay = expf(-expf(a_log[v]) * rate);
+                token.beta = round_to(sigmoid(value(b->data, n * b->row + v * b->column, is_bf16)), is_bf16);
+                token.beta *= delta->beta_scale;
+                int64_t first = row + (2 * heads * key_dim + v * dim) * mixed->column;
+                load(values, mixed->data, first, mixed->column, dim, is_bf16);
+                float *state = (float *)states->data + states->slots[n] * states->slot + v * key_dim * dim;
+                delta_step(state, key_dim, dim, &token, values, result);
+                store(output, (n * heads * group + v) * dim, 1, result, dim, is_bf16);
+            }
+        }
+    }
+    free(scratch);
+    return 0;
+}
+
 static int has_nan(const float *x, int64_t count) {
     int found = 0;
     for (int64_t i = 0; i < count; i++) found |= x[i] != x[i];

@@ -56,6 +56,7 @@ from hybrid_engine.ops.cpu_library import (
     CProduct,
     CStates,
     CWorkspace,
+    DeltaNumbers,
     has_pairs,
     load_library,
 )
@@ -65,7 +66,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 NORMS = {"layer": 0, "rms": 1, "rms_fp32": 2, "rms_offset": 3}
 ACTIVATIONS = {"silu": 0, "swish": 0, "relu": 1, "relu2": 2, "gelu": 3, "gelu_new": 4, "gelu_fast": 4,
                "gelu_pytorch_tanh": 4, "quick_gelu": 5}  # fmt: skip
-MOST_WIDTH = 16  # of a convolution's kernel
+MOST_WIDTH, MOST_KEY_DIM = 16, 512  # of a convolution's kernel, of the keys of a delta rule
 # Nonzero return values of the C functions.
 NO_MEMORY, BAD_PLACE = 1, 2
 # Minimum number of values per thread: by estimate, waking another thread for fewer costs more than it saves.
@@ -335,6 +336,36 @@ def decode_conv(
         "decode_conv", matrix(input), weight.data_ptr(), pointer(bias), slots_in(states, slots), output.data_ptr(),
         num_rows, num_channels, width, -1 if activation is None else ACTIVATIONS[activation],
         input.dtype == torch.bfloat16, _threads(width * input.numel()),
+    )  # fmt: skip
+    return output
+
+
+def can_recur(numbers: DeltaNumbers, inputs: Sequence[torch.Tensor], states: torch.Tensor, slots: torch.Tensor) -> bool:
+    """Whether `decode_delta` takes these tensors."""
+    if not inputs[0].numel() or not use_compiled(*inputs) or not _is_plain(states, torch.float32):
+        return False
+    return numbers.key_dim <= MOST_KEY_DIM and has_dense_slots(states, slots)
+
+
+def decode_delta(
+    numbers: DeltaNumbers,
+    inputs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    states: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """A decode step of `GatedDeltaOp`: `[N, V Dv]`. Raises ValueError for a slot that does not exist.
+
+    Args:
+        inputs, weights: those of `DeltaInputs` and `DecayWeights`.
+    """
+    mixed, (num_rows, num_heads) = inputs[0], inputs[1].shape
+    a_log, dt_bias = (weight.float().contiguous() for weight in weights)
+    output = mixed.new_empty(num_rows, num_heads * numbers.value_dim)
+    call(
+        "decode_delta", *map(matrix, inputs), a_log.data_ptr(), dt_bias.data_ptr(), slots_in(states, slots),
+        byref(numbers), output.data_ptr(), num_rows, mixed.dtype == torch.bfloat16,
+        _threads(num_rows * states[0].numel()),
     )  # fmt: skip
     return output
 

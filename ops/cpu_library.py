@@ -53,6 +53,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "gated_activation": [c_void_p] * 3 + [c_int64] * 5,
     "decode_attention": [c_void_p] * 7 + [c_int64] * 3,
     "decode_conv": [c_void_p] * 5 + [c_int64] * 6,
+    "decode_delta": [c_void_p] * 8 + [c_int64] * 3,
     "log_sum_exp": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_double, c_int64],
     "exp_rows": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3],
     "first_largest": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64],
@@ -92,6 +93,15 @@ class CExtras(Structure):
         *((name, c_void_p) for name in ("cos", "sin")),
         *((name, c_int64) for name in ("row", "width")),
         *((name, c_void_p) for name in ("sinks", "alibi")),
+    ]
+
+
+class DeltaNumbers(Structure):
+    """The parameters of a gated delta rule that are the same in every step."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("num_key_heads", "num_values", "key_dim", "value_dim")),
+        ("beta_scale", c_double),
     ]
 
 
