@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hybrid_engine.ops.block_copy import BlockCopyOp
     from hybrid_engine.ops.deepspeed_bindings import GELUGemmOp, LinearOp, ResidualAddOp
     from hybrid_engine.ops.gated_delta import GatedDeltaOp
+    from hybrid_engine.ops.gated_norm import GatedNormOp
     from hybrid_engine.ops.linears import GatedActivationOp, MLPGemmOp, QKVGemmOp, VectorMatMulOp
     from hybrid_engine.ops.norm import NORM_OPS, LayerNormOp, NormOp, RMSNormOp
     from hybrid_engine.ops.sample import SampleOp, SamplingOptions, token_logprobs
@@ -39,6 +40,7 @@ __all__ = [
     "GELUGemmOp",
     "GatedActivationOp",
     "GatedDeltaOp",
+    "GatedNormOp",
     "HeadWeights",
     "KVBlocks",
     "LayerNormOp",
@@ -73,6 +75,7 @@ _NAMES_OF = {
     "block_copy": ("BlockCopyOp",),
     "deepspeed_bindings": ("GELUGemmOp", "LinearOp", "ResidualAddOp"),
     "gated_delta": ("GatedDeltaOp",),
+    "gated_norm": ("GatedNormOp",),
     "linears": ("GatedActivationOp", "MLPGemmOp", "QKVGemmOp", "VectorMatMulOp"),
     "norm": ("NORM_OPS", "LayerNormOp", "NormOp", "RMSNormOp"),
     "sample": ("SampleOp", "SamplingOptions", "token_logprobs"),

@@ -582,6 +582,36 @@ int decode_delta(const Matrix *mixed, const Matrix *a, const Matrix *b, const fl
     return 0;
 }
 
+/* RMS norm of groups of `group` values with a gate before or after it; output [N, width], dense. `num_gamma` is of one
+   group or of all. */
+int gated_norm(const Matrix *input, const Matrix *gate, const void *gamma, void *output, int64_t num_rows, int64_t width,
+               int64_t group, int64_t num_gamma, double eps, int64_t gates_first, int64_t is_bf16, int64_t threads) {
+    float *scratch = malloc((num_gamma + 2 * threads * group) * sizeof(float));
+    if (!scratch) return NO_MEMORY;
+    load(scratch, gamma, 0, 1, num_gamma, is_bf16);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t thread = 0; thread < threads; thread++) {
+        float *x = scratch + num_gamma + 2 * thread * group, *factor = x + group;
+        int64_t groups = width / group, num_parts = num_rows * groups;
+        for (int64_t part = thread * num_parts / threads; part < (thread + 1) * num_parts / threads; part++) {
+            int64_t n = part / groups, start = part % groups * group;
+            const float *weights = scratch + (num_gamma == group ? 0 : start);
+            load(x, input->data, n * input->row + start * input->column, input->column, group, is_bf16);
+            load(factor, gate->data, n * gate->row + start * gate->column, gate->column, group, is_bf16);
+            activate(factor, group, SILU);
+            if (gates_first) for (int64_t i = 0; i < group; i++) x[i] *= factor[i];
+            float squares = 0.0f;
+            for (int64_t i = 0; i < group; i++) squares += x[i] * x[i];
+            float rstd = 1.0f / sqrtf(squares / group + (float)eps);
+            for (int64_t i = 0; i < group; i++) x[i] = round_to(round_to(x[i] * rstd, is_bf16) * weights[i], is_bf16);
+            if (!gates_first) for (int64_t i = 0; i < group; i++) x[i] *= factor[i];
+            store(output, n * width + start, 1, x, group, is_bf16);
+        }
+    }
+    free(scratch);
+    return 0;
+}
+
 static int has_nan(const float *x, int64_t count) {
     int found = 0;
     for (int64_t i = 0; i < count; i++) found |= x[i] != x[i];

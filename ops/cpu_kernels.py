@@ -340,6 +340,24 @@ def decode_conv(
     return output
 
 
+def can_norm_gated(input: torch.Tensor, gate: torch.Tensor, gamma: torch.Tensor) -> bool:
+    """Whether `gated_norm` takes these tensors."""
+    return input.dim() == 2 and bool(input.numel()) and use_compiled(input, gate, gamma)
+
+
+def gated_norm(
+    input: torch.Tensor, gate: torch.Tensor, gamma: torch.Tensor, group: int, eps: float, gates_first: bool
+) -> torch.Tensor:
+    """`GatedNormOp` of `[N, E]`."""
+    num_rows, width = input.shape
+    output = input.new_empty(num_rows, width)
+    call(
+        "gated_norm", matrix(input), matrix(gate), gamma.data_ptr(), output.data_ptr(), num_rows, width, group,
+        len(gamma), eps, gates_first, input.dtype == torch.bfloat16, _threads(input.numel()),
+    )  # fmt: skip
+    return output
+
+
 def can_recur(numbers: DeltaNumbers, inputs: Sequence[torch.Tensor], states: torch.Tensor, slots: torch.Tensor) -> bool:
     """Whether `decode_delta` takes these tensors."""
     if not inputs[0].numel() or not use_compiled(*inputs) or not _is_plain(states, torch.float32):

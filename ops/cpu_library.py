@@ -54,6 +54,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "decode_attention": [c_void_p] * 7 + [c_int64] * 3,
     "decode_conv": [c_void_p] * 5 + [c_int64] * 6,
     "decode_delta": [c_void_p] * 8 + [c_int64] * 3,
+    "gated_norm": [c_void_p] * 4 + [c_int64] * 4 + [c_double] + [c_int64] * 3,
     "log_sum_exp": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_double, c_int64],
     "exp_rows": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3],
     "first_largest": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64],

@@ -63,7 +63,7 @@ class DecayWeights(NamedTuple):
 
 
 class DeltaHeads(NamedTuple):
-    """What the recurrence takes of N tokens, in fp32 or wider."""
+    """Operands of the recurrence for N tokens, in fp32 or wider."""
 
     q: torch.Tensor  # [N, K, Dk], normed and scaled
     k: torch.Tensor  # [N, K, Dk], normed
@@ -198,7 +198,7 @@ class GatedDeltaOp:
 
 
 class ChunkParts(NamedTuple):
-    """What the scan over chunks takes, of M chunks of C tokens."""
+    """Operands of the scan over chunks, for M chunks of C tokens."""
 
     values: torch.Tensor  # U, [M, V, C, Dv]
     readers: torch.Tensor  # W, [M, V, C, Dk]
