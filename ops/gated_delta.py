@@ -210,7 +210,8 @@ class ChunkParts(NamedTuple):
 
 def _chunk_places(lengths: tuple[int, ...], size: int, device: torch.device) -> tuple[torch.Tensor, list[int]]:
     """The packed token of each place of each chunk, `[M, size]`, -1 for padding, and each sequence's first chunk."""
-    rows, firsts, start = [], [], 0
+    rows: list[list[int]] = []
+    firsts, start = [], 0
     for length in lengths:
         firsts.append(len(rows))
         for first in range(start, start + length, size):

@@ -65,7 +65,8 @@ class GatedNormOp:
     def _launch(self, input: torch.Tensor, gate: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
         launch = prepared(_prepare, self.group, self.gates_first, input, gate, gamma)
         output = input.new_empty(input.shape)
-        rows = GatedRows(input, *input.stride(), gate, *gate.stride(), output, input.shape[1])
+        (input_row, input_column), (gate_row, gate_column) = input.stride(), gate.stride()
+        rows = GatedRows(input, input_row, input_column, gate, gate_row, gate_column, output, input.shape[1])
         launch(rows, gamma, self.eps)
         return output
 
