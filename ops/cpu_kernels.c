@@ -1,10 +1,12 @@
-/* The small operations of a decode step on a CPU; ops/cpu_kernels.py says what each computes.
+/* The small operations of a decode step, and attention of a prefill, on a CPU; ops/cpu_kernels.py says what each computes.
 
 A function spreads its rows, or its rows and key/value heads, over `threads` of the OpenMP pool that torch uses too.
 
 N rows, E width, H query heads, K key/value heads, G = H / K, D head dimension. */
 
 #include "cpu_values.h"
+
+int omp_get_thread_num(void);  /* OpenMP's, declared here because not every compiler has its header */
 
 typedef struct {  /* [N, K, G, D]; G is 1 for keys and values */
     const void *data;
@@ -18,13 +20,17 @@ typedef struct {  /* of an attention, the same in every step */
     double scale, softcap;   /* softcap 0: none */
 } Attention;
 
-typedef struct {  /* keys and values [num_blocks, K, block_size, D], which share their strides, and where rows stand */
+typedef struct {  /* keys and values [num_blocks, K, block_size, D], which share their strides */
     void *keys, *values;
     int64_t block, head, place, block_size, num_blocks;
-    const int64_t *positions;  /* [N] */
-    const int64_t *tables;     /* [N, n] */
-    int64_t table_row, reach;  /* no row has more tokens than `reach`, its new one included */
+    int64_t table_step;  /* in a table, from the entry of a block to that of the next */
+    int64_t reach;       /* no sequence has more tokens than `reach`, its new ones included */
 } Workspace;
+
+typedef struct {  /* `count` neighboring tokens of a batch, from n on, at `position` and after in the sequence of `table` */
+    int64_t n, count, position;
+    const int64_t *table;
+} Span;
 
 typedef struct {  /* rows of signed rotations [N, R], and what a head adds; NULL: none */
     const void *cos, *sin;
@@ -320,9 +326,9 @@ static Rows rows_of(const void *cache, int64_t start, int64_t count, int64_t pla
     return (Rows){tile, whole_vectors(dim), 0};
 }
 
-/* Where the key and the value of row n's token j lie, of one head. */
-static int64_t place_of(const Workspace *kv, int64_t n, int64_t h, int64_t j) {
-    int64_t block = kv->tables[n * kv->table_row + j / kv->block_size];
+/* Where the key and the value of a sequence's token j lie, of one head. */
+static int64_t place_of(const Workspace *kv, const int64_t *table, int64_t h, int64_t j) {
+    int64_t block = table[j / kv->block_size * kv->table_step];
     return block * kv->block + h * kv->head + j % kv->block_size * kv->place;
 }
 
@@ -333,104 +339,209 @@ static int64_t run_from(const Workspace *kv, int64_t j, int64_t last) {
     return run > last + 1 - j ? last + 1 - j : run;
 }
 
-/* Asks for `count` keys and values from j on of row n, if it has them, into the second cache: the first can wait for
-   too few lines at once to be fed from memory at its speed. */
-static void ask_for(const Workspace *kv, int64_t n, int64_t h, int64_t j, int64_t count, int64_t dim, int is_bf16) {
-    if (j > kv->positions[n]) return;
-    int64_t bytes = is_bf16 ? 2 : 4, start = place_of(kv, n, h, j) * bytes, end = start + count * kv->place * bytes;
+/* Asks for `count` keys and values of a sequence from j on, if it has them, into the second cache: the first can wait
+   for too few lines at once to be fed from memory at its speed. */
+static void ask_for(const Workspace *kv, const Span *span, int64_t h, int64_t j, int64_t count, int64_t dim,
+                    int is_bf16) {
+    if (j > span->position) return;
+    int64_t bytes = is_bf16 ? 2 : 4, start = place_of(kv, span->table, h, j) * bytes;
     if (kv->place != dim) return;  /* other layouts than the workspace's are left to the processor */
-    for (int64_t i = start; i < end; i += 64) {
+    for (int64_t i = start; i < start + count * kv->place * bytes; i += 64) {
         __builtin_prefetch((const char *)kv->keys + i, 0, 2);
         __builtin_prefetch((const char *)kv->values + i, 0, 2);
     }
 }
 
-/* G queries of one row and their key/value head: write key and value, attend; asks for what row `next_n` and head
-   `next_h` will read. scratch: see decode_attention; its rows end with zeros. */
-static void attend(const Heads *q, const Heads *k, const Heads *v, const Extras *extras, const Workspace *kv,
-                   const Attention *a, void *output, int64_t n, int64_t h, int64_t next_n, int64_t next_h, float *scratch,
-                   int is_bf16) {
-    int64_t dim = a->head_dim, groups = a->num_queries, reach = kv->reach, wide = whole_vectors(dim);
-    float *queries = scratch, *context = queries + groups * wide, *tile = context + groups * wide;
-    float *cos = tile + TILE * wide, *sin = cos + dim, *row = sin + dim, *spare = row + dim, *scores = spare + dim;
-    int64_t position = kv->positions[n], width = extras->cos ? extras->width : 0;
+typedef struct {  /* a thread's own */
+    float *queries, *context;             /* [queries of a span, whole vectors of D] */
+    float *tile, *cos, *sin, *row, *spare;
+    float *scores;                        /* [queries of a span, reach], and zeros */
+} Scratch;
 
-    if (width) {
-        load(cos, extras->cos, n * extras->row, 1, width, is_bf16);
-        load(sin, extras->sin, n * extras->row, 1, width, is_bf16);
-    }
-    for (int64_t g = 0; g < groups; g++) {
-        float *query = queries + g * wide;
-        load(query, q->data, n * q->row + h * q->head + g * q->query, q->dim, dim, is_bf16);
-        if (width) {
-            rotate(query, spare, cos, sin, width, a->is_interleaved);
-            for (int64_t i = 0; i < width; i++) query[i] = round_to(query[i], is_bf16);
-        }
-        for (int64_t i = 0; i < dim; i++) query[i] *= (float)a->scale;
-    }
-    int64_t here = place_of(kv, n, h, position);
-    load(row, k->data, n * k->row + h * k->head, k->dim, dim, is_bf16);
-    if (width) rotate(row, spare, cos, sin, width, a->is_interleaved);
-    store(kv->keys, here, 1, row, dim, is_bf16);
-    load(row, v->data, n * v->row + h * v->head, v->dim, dim, is_bf16);
-    store(kv->values, here, 1, row, dim, is_bf16);
-
-    int64_t first = a->window > 0 && position >= a->window ? position - a->window + 1 : 0;
-    int64_t count = position + 1 - first;
-    for (int64_t j = first; j <= position;) {
-        int64_t run = run_from(kv, j, position);
-        if (next_h < a->num_kv_heads) ask_for(kv, next_n, next_h, j, run, dim, is_bf16);
-        Rows keys = rows_of(kv->keys, place_of(kv, n, h, j), run, kv->place, dim, tile, is_bf16);
-        for (int64_t g = 0; g < groups; g += MOST_QUERIES)
-            score_keys(queries + g * wide, wide, queries_at_once(groups - g), &keys, run, scores + g * reach + j - first, reach);
-        j += run;
-    }
-    memset(context, 0, groups * wide * sizeof(float));
-    for (int64_t g = 0; g < groups; g++) {
-        int64_t head = h * groups + g;
-        float sink = extras->sinks ? value(extras->sinks, head, is_bf16) : 0.0f;
-        adjust(scores + g * reach, count, a->softcap, extras->alibi ? extras->alibi + head : NULL, position - first);
-        float share = weigh(scores + g * reach, count, extras->sinks ? &sink : NULL);
-        for (int64_t j = 0; j < count; j++) scores[g * reach + j] *= share;
-    }
-    for (int64_t j = first; j <= position;) {
-        int64_t run = run_from(kv, j, position);
-        Rows values = rows_of(kv->values, place_of(kv, n, h, j), run, kv->place, dim, tile, is_bf16);
-        for (int64_t g = 0; g < groups; g += MOST_QUERIES)
-            add_values(context + g * wide, wide, queries_at_once(groups - g), &values, run, scores + g * reach + j - first, reach);
-        j += run;
-    }
-    int64_t start = (n * a->num_kv_heads + h) * groups * dim;
-    for (int64_t g = 0; g < groups; g++) store(output, start + g * dim, 1, context + g * wide, dim, is_bf16);
+static int64_t scratch_size(const Attention *a, int64_t tokens, int64_t reach) {
+    int64_t wide = whole_vectors(a->head_dim), queries = tokens * a->num_queries;
+    return (2 * queries + TILE) * wide + 4 * a->head_dim + queries * reach + 16;
 }
 
-/* Whether every row's tokens lie in blocks that there are. */
-static int fits(const Workspace *kv, int64_t num_rows) {
-    for (int64_t n = 0; n < num_rows; n++) {
-        if (kv->positions[n] < 0 || kv->positions[n] >= kv->reach) return 0;
-        for (int64_t b = 0; b <= kv->positions[n] / kv->block_size; b++) {
-            int64_t block = kv->tables[n * kv->table_row + b];
-            if (block < 0 || block >= kv->num_blocks) return 0;
+static Scratch scratch_at(float *memory, const Attention *a, int64_t tokens) {
+    int64_t wide = whole_vectors(a->head_dim), dim = a->head_dim, all = tokens * a->num_queries * wide;
+    float *tile = memory + 2 * all, *cos = tile + TILE * wide;
+    return (Scratch){memory, memory + all, tile, cos, cos + dim, cos + 2 * dim, cos + 3 * dim, cos + 4 * dim};
+}
+
+/* Loads the rotations of token n; returns how many dimensions they are for. */
+static int64_t load_rotations(const Extras *extras, int64_t n, Scratch *s, int is_bf16) {
+    if (!extras->cos) return 0;
+    load(s->cos, extras->cos, n * extras->row, 1, extras->width, is_bf16);
+    load(s->sin, extras->sin, n * extras->row, 1, extras->width, is_bf16);
+    return extras->width;
+}
+
+/* Writes the key, rotated, and the value of each token and one head. */
+static void write_span(const Heads *k, const Heads *v, const Extras *extras, const Workspace *kv, const Attention *a,
+                       const Span *span, int64_t h, Scratch *s, int is_bf16) {
+    int64_t dim = a->head_dim;
+    for (int64_t t = 0; t < span->count; t++) {
+        int64_t n = span->n + t, here = place_of(kv, span->table, h, span->position + t);
+        int64_t width = load_rotations(extras, n, s, is_bf16);
+        load(s->row, k->data, n * k->row + h * k->head, k->dim, dim, is_bf16);
+        if (width) rotate(s->row, s->spare, s->cos, s->sin, width, a->is_interleaved);
+        store(kv->keys, here, 1, s->row, dim, is_bf16);
+        load(s->row, v->data, n * v->row + h * v->head, v->dim, dim, is_bf16);
+        store(kv->values, here, 1, s->row, dim, is_bf16);
+    }
+}
+
+/* The queries of the tokens and one key/value head, G for each token, rotated and scaled. */
+static void load_queries(const Heads *q, const Extras *extras, const Attention *a, const Span *span, int64_t h,
+                         Scratch *s, int is_bf16) {
+    int64_t groups = a->num_queries, dim = a->head_dim, wide = whole_vectors(dim);
+    for (int64_t t = 0; t < span->count; t++) {
+        int64_t n = span->n + t, width = load_rotations(extras, n, s, is_bf16);
+        for (int64_t g = 0; g < groups; g++) {
+            float *query = s->queries + (t * groups + g) * wide;
+            load(query, q->data, n * q->row + h * q->head + g * q->query, q->dim, dim, is_bf16);
+            if (width) {
+                rotate(query, s->spare, s->cos, s->sin, width, a->is_interleaved);
+                for (int64_t i = 0; i < width; i++) query[i] = round_to(query[i], is_bf16);
+            }
+            for (int64_t i = 0; i < dim; i++) query[i] *= (float)a->scale;
         }
+    }
+}
+
+/* The first token that the one at `position` attends to. */
+static int64_t first_seen(const Attention *a, int64_t position) {
+    return a->window > 0 && position >= a->window ? position - a->window + 1 : 0;
+}
+
+/* Turns the scores of the tokens with the keys from `first` to `last` into weights, which are 0 for keys out of sight. */
+static void weigh_span(const Extras *extras, const Attention *a, const Span *span, int64_t h, int64_t first,
+                       int64_t last, int64_t reach, Scratch *s, int is_bf16) {
+    int64_t groups = a->num_queries;
+    for (int64_t i = 0; i < span->count * groups; i++) {
+        float *scores = s->scores + i * reach;
+        int64_t position = span->position + i / groups, head = h * groups + i % groups, from = first_seen(a, position);
+        int64_t count = position + 1 - from;
+        float sink = extras->sinks ? value(extras->sinks, head, is_bf16) : 0.0f, *seen = scores + from - first;
+        adjust(seen, count, a->softcap, extras->alibi ? extras->alibi + head : NULL, position - from);
+        float share = weigh(seen, count, extras->sinks ? &sink : NULL);
+        for (int64_t j = 0; j < count; j++) seen[j] *= share;
+        memset(scores, 0, (from - first) * sizeof(float));
+        memset(seen + count, 0, (last - position) * sizeof(float));
+    }
+}
+
+/* The tokens of a span and one key/value head attend, the G queries of each; keys and values are written. Asks for what
+   `next` and `next_h` will read, if there is a next span. */
+static void attend(const Heads *q, const Extras *extras, const Workspace *kv, const Attention *a, void *output,
+                   const Span *span, int64_t h, const Span *next, int64_t next_h, Scratch *s, int is_bf16) {
+    int64_t dim = a->head_dim, groups = a->num_queries, reach = kv->reach, wide = whole_vectors(dim);
+    int64_t first = first_seen(a, span->position), last = span->position + span->count - 1, num = span->count * groups;
+    load_queries(q, extras, a, span, h, s, is_bf16);
+    for (int64_t j = first; j <= last;) {
+        int64_t run = run_from(kv, j, last);
+        if (next) ask_for(kv, next, next_h, j, run, dim, is_bf16);
+        Rows keys = rows_of(kv->keys, place_of(kv, span->table, h, j), run, kv->place, dim, s->tile, is_bf16);
+        for (int64_t i = 0; i < num; i += MOST_QUERIES) {
+            int count = queries_at_once(num - i);
+            if (span->position + (i + count - 1) / groups < j) continue;  /* all of these keys come later */
+            score_keys(s->queries + i * wide, wide, count, &keys, run, s->scores + i * reach + j - first, reach);
+        }
+        j += run;
+    }
+    weigh_span(extras, a, span, h, first, last, reach, s, is_bf16);
+    memset(s->context, 0, num * wide * sizeof(float));
+    for (int64_t j = first; j <= last;) {
+        int64_t run = run_from(kv, j, last);
+        Rows values = rows_of(kv->values, place_of(kv, span->table, h, j), run, kv->place, dim, s->tile, is_bf16);
+        for (int64_t i = 0; i < num; i += MOST_QUERIES) {
+            int count = queries_at_once(num - i);
+            if (span->position + (i + count - 1) / groups < j) continue;
+            add_values(s->context + i * wide, wide, count, &values, run, s->scores + i * reach + j - first, reach);
+        }
+        j += run;
+    }
+    for (int64_t i = 0; i < num; i++) {
+        int64_t head = (span->n + i / groups) * a->num_kv_heads * groups + h * groups + i % groups;
+        store(output, head * dim, 1, s->context + i * wide, dim, is_bf16);
+    }
+}
+
+/* Whether tokens 0 to `last` of a sequence lie in blocks that there are. */
+static int fits(const Workspace *kv, const int64_t *table, int64_t last) {
+    if (last < 0 || last >= kv->reach) return 0;
+    for (int64_t b = 0; b <= last / kv->block_size; b++) {
+        int64_t block = table[b * kv->table_step];
+        if (block < 0 || block >= kv->num_blocks) return 0;
     }
     return 1;
 }
 
-/* output [N, H D], dense, of one query a row. */
+/* output [N, H D], dense, of one query a row, at `positions` [N] of the sequences of `tables` [N, n]. */
 int decode_attention(const Heads *q, const Heads *k, const Heads *v, const Extras *extras, const Workspace *kv,
-                     const Attention *attention, void *output, int64_t num_rows, int64_t is_bf16, int64_t threads) {
-    if (!fits(kv, num_rows)) return BAD_PLACE;
-    int64_t groups = attention->num_queries, dim = attention->head_dim;
-    int64_t needed = (2 * groups + TILE) * whole_vectors(dim) + 4 * dim + groups * kv->reach + 16;
-    float *scratch = calloc(threads * needed, sizeof(float));
-    if (!scratch) return NO_MEMORY;
-    int64_t num_parts = num_rows * attention->num_kv_heads;  /* by heads: rows may lie by columns */
+                     const Attention *a, const int64_t *positions, const int64_t *tables, int64_t table_row,
+                     void *output, int64_t num_rows, int64_t is_bf16, int64_t threads) {
+    for (int64_t n = 0; n < num_rows; n++)
+        if (!fits(kv, tables + n * table_row, positions[n])) return BAD_PLACE;
+    int64_t needed = scratch_size(a, 1, kv->reach);
+    float *memory = calloc(threads * needed, sizeof(float));
+    if (!memory) return NO_MEMORY;
+    int64_t num_parts = num_rows * a->num_kv_heads;  /* by heads: rows may lie by columns */
+#define ROW(part) (Span){(part) % num_rows, 1, positions[(part) % num_rows], tables + (part) % num_rows * table_row}
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t thread = 0; thread < threads; thread++)
-        for (int64_t part = thread * num_parts / threads; part < (thread + 1) * num_parts / threads; part++)
-            attend(q, k, v, extras, kv, attention, output, part % num_rows, part / num_rows, (part + 1) % num_rows,
-                   (part + 1) / num_rows, scratch + thread * needed, is_bf16);
-    free(scratch);
+    for (int64_t thread = 0; thread < threads; thread++) {
+        Scratch scratch = scratch_at(memory + thread * needed, a, 1);
+        for (int64_t part = thread * num_parts / threads; part < (thread + 1) * num_parts / threads; part++) {
+            Span row = ROW(part), next = ROW(part + 1);
+            int64_t h = part / num_rows, next_h = (part + 1) / num_rows;
+            write_span(k, v, extras, kv, a, &row, h, &scratch, is_bf16);
+            attend(q, extras, kv, a, output, &row, h, next_h < a->num_kv_heads ? &next : NULL, next_h, &scratch, is_bf16);
+        }
+    }
+#undef ROW
+    free(memory);
+    return 0;
+}
+
+enum { SPAN = 16, SPAN_SCORES = 1 << 16 };  /* tokens at once, as long as their scores stay in the second cache */
+
+/* output [N, H D], dense, of R packed sequences. Token j of sequence r lies in block `blocks[key_starts[r] + j]`, and
+   its last tokens are those of the batch from `starts[r]` on. */
+int prefill_attention(const Heads *q, const Heads *k, const Heads *v, const Extras *extras, const Workspace *kv,
+                      const Attention *a, const int64_t *blocks, const int32_t *starts, const int32_t *key_starts,
+                      void *output, int64_t num_sequences, int64_t is_bf16, int64_t threads) {
+    int64_t tokens = SPAN_SCORES / (a->num_queries * kv->reach), num_spans = 0;
+    tokens = tokens < 1 ? 1 : tokens > SPAN ? SPAN : tokens;
+    for (int64_t r = 0; r < num_sequences; r++) {
+        if (!fits(kv, blocks + key_starts[r], key_starts[r + 1] - key_starts[r] - 1)) return BAD_PLACE;
+        num_spans += (starts[r + 1] - starts[r] + tokens - 1) / tokens;
+    }
+    int64_t needed = scratch_size(a, tokens, kv->reach);
+    Span *spans = malloc(num_spans * sizeof(Span));
+    float *memory = calloc(threads * needed, sizeof(float));
+    if (!memory || !spans) {
+        free(memory), free(spans);
+        return NO_MEMORY;
+    }
+    Span *span = spans;
+    for (int64_t r = 0; r < num_sequences; r++) {
+        int64_t count = starts[r + 1] - starts[r], earlier = key_starts[r + 1] - key_starts[r] - count;
+        for (int64_t t = 0; t < count; t += tokens)
+            *span++ = (Span){starts[r] + t, count - t < tokens ? count - t : tokens, earlier + t, blocks + key_starts[r]};
+    }
+    int64_t num_parts = num_spans * a->num_kv_heads;
+#pragma omp parallel num_threads(threads)
+    {
+        Scratch scratch = scratch_at(memory + omp_get_thread_num() * needed, a, tokens);
+#pragma omp for schedule(static)
+        for (int64_t part = 0; part < num_parts; part++)
+            write_span(k, v, extras, kv, a, spans + part % num_spans, part / num_spans, &scratch, is_bf16);
+#pragma omp for schedule(dynamic)
+        for (int64_t part = 0; part < num_parts; part++)
+            attend(q, extras, kv, a, output, spans + part % num_spans, part / num_spans, NULL, 0, &scratch, is_bf16);
+    }
+    free(memory), free(spans);
     return 0;
 }
 

@@ -5,6 +5,11 @@ It calls `cpu_kernels.c` and `cpu_products.c` with torch tensors.
 A third implementation in addition to an op's torch reference and its Triton kernel, for fp32 and bf16. Eager torch
 takes ten to thirty operations of 5 to 20 us each where one of these functions takes one call.
 
+`decode_attention` and `prefill_attention` share their arithmetic, so a token's context has the same bits whether it was
+decoded or prefilled, whole or in chunks. Keys and values are read where they lie: no sequence is padded and none is
+gathered. With its rotations and writes a prefill takes 0.38 to 0.95 of the processor time of torch's flash attention
+(1,000 to 4,096 tokens, 8 to 32 heads of 64 to 256, fp32 and bf16, one Zen 5 core beside other work, torch 2.13).
+
 `products` multiplies up to 128 rows. Weights are views `[in, out]` of tensors stored `[out, in]`; fp32 results are
 stored by columns (strides 1, N), the best order for the input of the next product, bf16 results by rows. A linear's
 activation, gate and residual, and several linears of the same rows, are part of one call.
@@ -45,7 +50,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from hybrid_engine.ops.batch import QKV, DecodeBatch, HeadWeights, KVBlocks
+from hybrid_engine.ops.batch import QKV, DecodeBatch, HeadWeights, KVBlocks, PrefillBatch
 from hybrid_engine.ops.cpu_library import (
     ARGUMENTS,
     AttentionNumbers,
@@ -252,22 +257,32 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> t
     return output
 
 
-def can_attend(qkv: QKV, cache: KVBlocks, batch: DecodeBatch, weights: HeadWeights) -> bool:
-    """Whether `decode_attention` takes these tensors, which must have the memory layout that it reads."""
+def can_attend(qkv: QKV, cache: KVBlocks, batch: DecodeBatch | PrefillBatch, weights: HeadWeights) -> bool:
+    """Whether `decode_attention` or `prefill_attention` takes these tensors: both read one memory layout."""
     (q, k, v, rotary), (keys, values), (_, _, sinks, alibi) = qkv, cache, weights
     if not len(q) or not use_compiled(q, k, v, keys, values, *(rotary or ()), sinks):
         return False
-    dense: list[torch.Tensor] = [x for x in (keys, values, sinks, alibi, batch.positions) if x is not None]
+    dense: list[torch.Tensor] = [x for x in (keys, values, sinks, alibi) if x is not None]
     dense += rotary or ()
-    integers = (batch.positions, batch.block_tables)
+    places = _places(batch)
+    types = (torch.int64, torch.int64) if isinstance(batch, DecodeBatch) else (torch.int64, torch.int32, torch.int32)
     return (
-        all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in dense)
+        all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in (*dense, *places))
         and keys.stride() == values.stride()
         and (rotary is None or (rotary[0].stride() == rotary[1].stride() and rotary[0].shape[1] <= keys.shape[3]))
-        and (batch.block_tables.stride(1) == 1 or batch.block_tables.shape[1] == 1)
-        and all(x.dtype == torch.int64 and x.is_cpu for x in integers)
+        and all(x.is_cpu for x in places)
+        and tuple(x.dtype for x in places) == types
         and (alibi is None or (alibi.dtype == torch.float32 and alibi.is_cpu))
     )
+
+
+def _places(batch: DecodeBatch | PrefillBatch) -> tuple[torch.Tensor, ...]:
+    """The tensors that say where a batch's tokens and their keys are: positions and tables; or blocks and starts."""
+    if isinstance(batch, DecodeBatch):
+        return batch.positions, batch.block_tables
+    if batch.context is None:
+        return batch.write_blocks, batch.starts, batch.starts
+    return batch.context.blocks, batch.starts, batch.context.starts
 
 
 def decode_attention(
@@ -278,25 +293,53 @@ def decode_attention(
     Raises:
         ValueError: a row is longer than `batch.context` or its table names a block that does not exist.
     """
+    positions, tables = _places(batch)
+    reach = min(batch.context, tables.shape[1] * cache.keys.shape[2])
+    places = positions.data_ptr(), tables.data_ptr(), tables.stride(0)
+    return _attend("decode_attention", numbers, qkv, cache, weights, (1, reach), places, len(qkv.q))
+
+
+def prefill_attention(
+    numbers: AttentionNumbers, qkv: QKV, cache: KVBlocks, batch: PrefillBatch, weights: HeadWeights
+) -> torch.Tensor:
+    """The same for packed sequences, whose earlier tokens are read from the workspace.
+
+    Raises:
+        ValueError: a block does not exist.
+    """
+    reach = max(batch.lengths if batch.context is None else batch.context.lengths)
+    places = [x.data_ptr() for x in _places(batch)]
+    layout = cache.keys.shape[2], reach
+    return _attend("prefill_attention", numbers, qkv, cache, weights, layout, places, len(batch.lengths))
+
+
+def _attend(
+    name: str,
+    numbers: AttentionNumbers,
+    qkv: QKV,
+    cache: KVBlocks,
+    weights: HeadWeights,
+    layout: tuple[int, int],
+    places: Sequence[int],
+    num_sequences: int,
+) -> torch.Tensor:
+    """Calls one of the two; `layout`: steps from block to block in a table, and tokens of the longest sequence."""
     (q, k, v, rotary), (keys, values) = qkv, cache
-    num_rows, num_heads = len(q), numbers.num_kv_heads * numbers.num_queries
-    output = q.new_empty(num_rows, num_heads * numbers.head_dim)
+    num_heads = numbers.num_kv_heads * numbers.num_queries
+    output = q.new_empty(len(q), num_heads * numbers.head_dim)
     rotated: tuple[Any, ...] = (None, None, 0, 0)
     if rotary is not None:
         cos, sin = rotary
         rotated = (cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.shape[1])
-    reach = min(batch.context, batch.block_tables.shape[1] * keys.shape[2])
     workspace = CWorkspace(
-        keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], keys.shape[2], len(keys),
-        batch.positions.data_ptr(), batch.block_tables.data_ptr(), batch.block_tables.stride(0), reach,
+        keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], keys.shape[2], len(keys), *layout
     )  # fmt: skip
     extras = CExtras(*rotated, pointer(weights.sinks), pointer(weights.alibi))
     heads = [CHeads(q.data_ptr(), *q.stride())]
     heads += [CHeads(x.data_ptr(), x.stride(0), x.stride(1), 0, x.stride(2)) for x in (k, v)]
     call(
-        "decode_attention", *map(byref, heads), byref(extras), byref(workspace), byref(numbers),
-        output.data_ptr(), num_rows, q.dtype == torch.bfloat16,
-        _threads(num_rows * num_heads * numbers.head_dim * batch.context),
+        name, *map(byref, heads), byref(extras), byref(workspace), byref(numbers), *places, output.data_ptr(),
+        num_sequences, q.dtype == torch.bfloat16, _threads(output.numel() * layout[1]),
     )  # fmt: skip
     return output
 

@@ -141,8 +141,11 @@ class SoftmaxContextOp:
         if self._has_kernel(qkv.q):
             return kernel_or_reference(self._launch, self.reference, qkv, cache, batch, weights)
         rounds = self.alibi_rounds and weights.alibi is not None
-        if isinstance(batch, DecodeBatch) and not rounds and cpu_kernels.can_attend(qkv, cache, batch, weights):
-            return cpu_kernels.decode_attention(self._cpu_numbers, self._norm(qkv, weights), cache, batch, weights)
+        if not isinstance(batch, EncoderBatch) and not rounds and cpu_kernels.can_attend(qkv, cache, batch, weights):
+            arguments = self._cpu_numbers, self._norm(qkv, weights), cache
+            if isinstance(batch, DecodeBatch):
+                return cpu_kernels.decode_attention(*arguments, batch, weights)
+            return cpu_kernels.prefill_attention(*arguments, batch, weights)
         return self.reference(qkv, cache, batch, weights)
 
     def _norm(self, qkv: QKV, weights: HeadWeights) -> QKV:

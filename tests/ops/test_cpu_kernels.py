@@ -400,7 +400,7 @@ def test_tokens_that_are_decoded_one_by_one_see_what_they_see_when_they_are_pref
     together = attend(
         pack_prefills([Prefill(prompt, prompt.tokens, table, 10, 15)], 8, False, keys.device), list(range(5))
     )
-    torch.testing.assert_close(together, torch.cat(one_by_one))
+    assert compiled[-1] == "prefill_attention" and torch.equal(together, torch.cat(one_by_one))
 
 
 @needs_compiler
@@ -421,6 +421,74 @@ def test_decode_attention_equals_its_reference_and_writes_the_same_keys(compiled
     torch.testing.assert_close(context.double(), expected, rtol=tolerance, atol=tolerance * largest)
     for ours, written in zip(cache, wide_cache, strict=True):
         torch.testing.assert_close(ours.double(), written, rtol=tolerance, atol=tolerance)
+
+
+PARTS = ([(0, 20), (0, 3), (0, 50)], [(0, 17), (0, 1), (9, 50)])
+"""Tokens of three sequences that a pass feeds: all, and with a sequence that goes on."""
+
+
+def prefill_case(dtype, parts, **options):
+    """An op and its arguments: sequences of 20, 3 and 50 tokens in scattered blocks of 8."""
+    op, _, cache, _, weights = attention_case(dtype, **options)
+    tables = [[3, 9, 4], [0], [1, 15, 2, 8, 5, 12, 7]]
+    lengths = [20, 3, 50]
+    prompts = [Prompt(list(range(length))) for length in lengths]
+    prefills = [
+        Prefill(prompt, prompt.tokens, table, *part) for prompt, table, part in zip(prompts, tables, parts, strict=True)
+    ]
+    batch = pack_prefills(prefills, 8, False, torch.device("cpu"))
+    places = torch.cat([torch.arange(*part) + sum(lengths[:r]) for r, part in enumerate(parts)])
+    q = torch.randn(73, op.num_kv_heads, op.num_heads // op.num_kv_heads, op.head_dim).to(dtype)
+    k, v = torch.randn(2, 73, op.num_kv_heads, op.head_dim).to(dtype)
+    rotary, rotary_dim = None, options.get("rotary_dim", 16)
+    if rotary_dim is not None:
+        frequencies = 1 / 100 ** (torch.arange(0, rotary_dim, 2) / rotary_dim)
+        table = rotary_table(frequencies, 1.0, 50, dtype, options.get("is_interleaved", False))
+        rotary = (table[0][batch.positions], table[1][batch.positions])
+    return op, QKV(q[places], k[places], v[places], rotary), cache, batch, weights
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FEATURES)
+def test_prefill_attention_equals_its_reference_and_writes_the_same_keys(compiled, threads, name, dtype, monkeypatch):
+    for parts in PARTS:
+        op, qkv, cache, batch, weights = prefill_case(dtype, parts, **FEATURES[name])
+        wide_cache = widened(cache)
+        context = op(qkv, cache, batch, weights)
+        assert compiled[-1] == "prefill_attention"
+        expected = op.reference(widened(qkv), wide_cache, batch, widened(weights))
+        tolerance = {torch.float32: 2e-6, torch.bfloat16: 2**-6}[dtype]
+        largest = float(expected.abs().max())
+        torch.testing.assert_close(context.double(), expected, rtol=tolerance, atol=tolerance * largest)
+        for ours, written in zip(cache, wide_cache, strict=True):
+            torch.testing.assert_close(ours.double(), written, rtol=tolerance, atol=tolerance)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["groups", "sinks and window"])
+def test_attention_of_a_prompt_is_the_same_to_the_bit_however_it_is_cut(compiled, threads, name):
+    op, (q, k, v, rotary), cache, batch, weights = prefill_case(torch.float32, PARTS[0], **FEATURES[name])
+    whole = op(QKV(q, k, v, rotary), cache, batch, weights)[23:]
+    prompt, table = Prompt(list(range(50))), [1, 15, 2, 8, 5, 12, 7]
+    for cut in (1, 7, 16, 33):
+        pieces = []
+        for first, last in ((0, cut), (cut, 50)):
+            part = pack_prefills([Prefill(prompt, prompt.tokens, table, first, last)], 8, False, q.device)
+            rows = slice(23 + first, 23 + last)
+            rotations = (rotary[0][rows], rotary[1][rows])
+            pieces.append(op(QKV(q[rows], k[rows], v[rows], rotations), cache, part, weights))
+        assert torch.equal(torch.cat(pieces), whole)
+
+
+@needs_compiler
+def test_a_block_beyond_the_workspace_is_an_error_in_a_prefill_too(compiled):
+    op, qkv, cache, batch, weights = prefill_case(torch.float32, PARTS[0])
+    batch.write_blocks[31] = 16  # the second block of the third sequence
+    before = cache.keys.clone()
+    with pytest.raises(ValueError, match="a row's position lies beyond its context or blocks"):
+        op(qkv, cache, batch, weights)
+    assert torch.equal(cache.keys, before)
 
 
 @needs_compiler
