@@ -21,6 +21,7 @@ from countdown import log_normal_mu
 from rich.console import Console
 from rich.table import Table
 
+from hybrid_engine.containers.cache import CacheShape, ModelCache
 from hybrid_engine.generation.decode import DecodeStep, SlotTables
 from hybrid_engine.generation.memory import build_sequences
 from hybrid_engine.generation.options import GenerationOptions
@@ -40,7 +41,7 @@ class NoModel:
     recompute_length = None
     vocab_size = VOCABULARY
 
-    def forward(self, batch: Batch, kv: torch.Tensor, layers: object) -> torch.Tensor:
+    def forward(self, batch: Batch, cache: ModelCache, layers: object) -> torch.Tensor:
         """`[R, V]`: of sequences or rows, whichever the batch has."""
         rows = batch.tokens if batch.wanted is None else batch.wanted
         return torch.zeros(len(rows), VOCABULARY)
@@ -84,8 +85,10 @@ def measure(num_slots: int, num_prompts: int, prompt_tokens: int, new_tokens: in
     )
     stand_in = StandIn()
     tables = SlotTables(num_slots, num_columns, num_slots * num_columns, 9, torch.device("cpu"))
-    kv = torch.empty(0, 2, num_slots * num_columns + 1, 1, BLOCK_SIZE, 1)
-    step = DecodeStep(NoModel(), SampleOp(options.sampling), tables, kv, StepGraphs(stand_in))  # type: ignore[arg-type]
+    cache = ModelCache.zeros(
+        CacheShape((), num_slots * num_columns + 1, BLOCK_SIZE), torch.float32, torch.device("cpu")
+    )
+    step = DecodeStep(NoModel(), SampleOp(options.sampling), tables, cache, StepGraphs(stand_in))  # type: ignore[arg-type]
     stand_in.step = step
     strategy = ContinuousBatch(NoModel(), scheduler, step, lambda: (), lag)  # type: ignore[arg-type]
     seconds: list[float] = []

@@ -294,7 +294,7 @@ def small_cases(dtype: torch.dtype, device: str, is_small: bool) -> list[Case]:
 
     def block_by_block(workspace):
         for source, target in ((0, 5), (1, 6), (2, 7)):
-            workspace[:, :, target].copy_(workspace[:, :, source])
+            workspace[:, target].copy_(workspace[:, source])
         return workspace
 
     def copied(workspace):
@@ -307,7 +307,7 @@ def small_cases(dtype: torch.dtype, device: str, is_small: bool) -> list[Case]:
 
     cases.append(
         Case(
-            "copy of 3 blocks", lambda: (torch.randn(layers, 2, 8, 8, tokens, 64, device=device).to(dtype),),
+            "copy of 3 blocks", lambda: (torch.randn(2 * layers, 8, 8, tokens, 64, device=device).to(dtype),),
             copied, copied_reference, {"one by one": block_by_block}, 2 * 3 * 2 * layers * 8 * tokens * 64 * element, 0,
             unrecorded=("reference",),
         )

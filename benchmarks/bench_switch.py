@@ -129,7 +129,7 @@ def extra_bytes(engine: Any, run: Callable[[], Any], device: str) -> int:
         return peak.num_bytes - (workspace.allocated_bytes - before)
 
     def is_workspace(address: int, size: int) -> bool:
-        return size == workspace.allocated_bytes and address == workspace.tensor.data_ptr()
+        return size == workspace.allocated_bytes and address == workspace.cache.data_ptr()
 
     return allocated_at_peak(run, is_workspace)
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybrid_engine.containers.layer import InferenceLayer
+from hybrid_engine.containers.cache import LayerCache
+from hybrid_engine.containers.layer import Attention, InferenceLayer
 from hybrid_engine.containers.model import find_decoder
 from hybrid_engine.containers.policy import UnsupportedModelError
 from hybrid_engine.containers.views import ALONE, TensorParallel
@@ -52,10 +53,11 @@ def run_packed(layers: list[InferenceLayer], hidden: torch.Tensor, lengths: torc
     )
     if not batch.lengths:
         return hidden
-    attention = layers[0].attention
+    attention = layers[0].mixer
+    assert isinstance(attention, Attention)
     no_blocks = hidden.new_empty(0, attention.num_kv_heads, 1, attention.head_dim)
     for layer in layers:
-        hidden = layer.forward(hidden, None, KVBlocks(no_blocks, no_blocks), batch)
+        hidden = layer.forward(hidden, None, LayerCache(KVBlocks(no_blocks, no_blocks)), batch)
     return hidden
 
 

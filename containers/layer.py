@@ -1,9 +1,9 @@
-"""The inference layer that all families share: attention and MLP on the residual stream, with norms around them.
+"""The inference layer that all families share: a mixer and an MLP on the residual stream, with norms around them.
 
 `InferenceModel` and `InferenceEncoder` build one for each decoder layer. A layer holds views of that layer's
-parameters, found through its policy, and the ops built from the layer's numbers. `Attention`: projections, q/k norm,
-positions, softmax over the KV workspace, output projection. `DenseMLP`: up, or gate and up, activation, down; `MoEMLP`:
-a mixture of experts, whose block is in `moe.py`.
+parameters, found through its policy, and the ops built from the layer's numbers. In its mixer the tokens of a sequence
+meet, most often by `Attention`: projections, q/k norm, positions, softmax over the KV workspace, output projection.
+`DenseMLP`: up, or gate and up, activation, down; `MoEMLP`: a mixture of experts, whose block is in `moe.py`.
 
 N packed tokens, E hidden size, I MLP size, H query heads, K key/value heads, D head dimension.
 """
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from hybrid_engine.containers.cache import LayerCache, LayerCacheSpec
 from hybrid_engine.containers.moe import ExpertList, MoEMLP, ParameterView
 from hybrid_engine.containers.policy import Policy, UnsupportedModelError, attribute, config_value, submodule
 from hybrid_engine.containers.views import (
@@ -35,7 +36,6 @@ from hybrid_engine.ops import (
     Batch,
     EncoderBatch,
     HeadWeights,
-    KVBlocks,
     MLPGemmOp,
     QKVGemmOp,
     SoftmaxContextOp,
@@ -72,6 +72,47 @@ class LayerMLP(Protocol):
         """`input [N, E]` -> the output `[N, E]`, added to `input` if `is_added`."""
 
 
+class LayerMixer(Protocol):
+    """The part of a layer in which the tokens of a sequence meet, on views, with the norm before it."""
+
+    cache_spec: LayerCacheSpec
+    """Tensors that it keeps of the tokens that were fed."""
+    sizes: list[int]
+    """Widths that the ranks must be able to share equally."""
+
+    @property
+    def heads(self) -> "Heads | None":
+        """Heads of attention that the ranks must be able to share equally; None: it has none."""
+
+    @property
+    def linears(self) -> list[TransposedLinear]:
+        """All linears, which adapters may be on."""
+
+    @property
+    def norms(self) -> list[NormView | HeadNormsView]:
+        """Norms other than the one before it, which is the layer's."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Tensors other than linears and norms that a forward pass reads."""
+
+    def bind(self) -> None:
+        """Points all views at the parameters' current memory, unfused; except the norm before it."""
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        rotary: RotaryRows | None,
+        cache: LayerCache,
+        batch: Batch | EncoderBatch,
+        residual: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`hidden [N, E]` -> the output `[N, E]`, plus `residual` if it is passed, and the normed input.
+
+        Reads and writes `cache`. Rows of `hidden` after those of the batch's tokens are padding.
+        """
+
+
 class InferenceLayer:
     """One decoder layer on views. `forward` neither reads nor changes the module's mode or hooks."""
 
@@ -90,14 +131,19 @@ class InferenceLayer:
         self.attention_post_norm, self.mlp_post_norm = norm(policy.attention_post_norm), norm(policy.mlp_post_norm)
         # Post-norm blocks apply their norms after the sum, not before the projections.
         in_front = policy.block != "post_norm"
-        heads = read_heads(policy, config, parallel)
-        self.attention = Attention(policy, layer, config, index, self.attention_norm if in_front else None, heads)
+        norm_in_front = self.attention_norm if in_front else None
+        mixer = policy.mixers.get(self.kind, policy.mixers.get(None))
+        if mixer is not None:
+            self.mixer: LayerMixer = mixer.build(policy, layer, config, index, norm_in_front, parallel)
+        else:
+            heads = read_heads(policy, config, parallel)
+            self.mixer = Attention(policy, layer, config, index, norm_in_front, heads)
         norm_in_front = self.mlp_norm if in_front else None
         if policy.moe and MoEMLP.is_in(policy.moe, layer):
             self.mlp: LayerMLP = MoEMLP(policy.moe, layer, config, index, norm_in_front, parallel)
         else:
             self.mlp = DenseMLP(policy, layer, config, index, norm_in_front, parallel)
-        check_divides(heads, self.mlp.sizes)
+        check_divides(self.mixer.heads, [*self.mixer.sizes, *self.mlp.sizes], parallel)
 
         self._first_norm = next(norm for norm in (self.attention_norm, self.attention_post_norm) if norm)
 
@@ -105,31 +151,31 @@ class InferenceLayer:
     def norms(self) -> list[NormView | HeadNormsView]:
         """All norms of the layer."""
         own = (self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm)
-        return [*(norm for norm in own if norm), *self.attention.norms]
+        return [*(norm for norm in own if norm), *self.mixer.norms]
 
     @property
     def linears(self) -> list[TransposedLinear]:
         """All linears of the layer, including those of experts."""
-        return [*self.attention.linears, *self.mlp.linears]
+        return [*self.mixer.linears, *self.mlp.linears]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All tensors that a forward pass reads, as they are bound now."""
         linears = [tensor for linear in self.linears for tensor in linear.pair if tensor is not None]
         norms = [tensor for norm in self.norms for tensor in norm.tensors]
-        return [*linears, *norms, *self.attention.tensors, *self.mlp.tensors]
+        return [*linears, *norms, *self.mixer.tensors, *self.mlp.tensors]
 
     def bind(self) -> None:
         """Points all views at the parameters' current memory, unfused."""
         for norm in self.norms:
             norm.bind()
-        self.attention.bind()
+        self.mixer.bind()
         self.mlp.bind()
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes that `fuse_lora` will take."""
-        return sum(part.buffer_bytes for part in (*self.attention.linears, *self.mlp.adaptable))
+        return sum(part.buffer_bytes for part in (*self.mixer.linears, *self.mlp.adaptable))
 
     def fuse_lora(self, lender: "InferenceLayer | None" = None) -> int:
         """Dequantizes and fuses the weights that need it; returns the bytes of the buffers.
@@ -137,10 +183,10 @@ class InferenceLayer:
         With a `lender`, which may be this layer, linears use the buffers of its linears of the same shape and leave the
         memory allocated: no other layer may be fused in them meanwhile.
         """
-        parts = (*self.attention.linears, *self.mlp.adaptable)
+        parts = (*self.mixer.linears, *self.mlp.adaptable)
         if lender is None:
             return sum(part.fuse_lora() for part in parts)
-        others = (*lender.attention.linears, *lender.mlp.adaptable)[: len(parts)]
+        others = (*lender.mixer.linears, *lender.mlp.adaptable)[: len(parts)]
         num_bytes = 0
         for part, other in zip_longest(parts, others):
             if isinstance(part, TransposedLinear) and isinstance(other, TransposedLinear) and part.is_like(other):
@@ -151,7 +197,7 @@ class InferenceLayer:
 
     def unfuse_lora(self, keeps_lent: bool = False) -> None:
         """Restores the parameters themselves; with `keeps_lent`, the lender's buffers stay allocated."""
-        for part in (*self.attention.linears, *self.mlp.adaptable):
+        for part in (*self.mixer.linears, *self.mlp.adaptable):
             if isinstance(part, TransposedLinear):
                 part.unfuse_lora(keeps_lent)
             else:
@@ -161,10 +207,10 @@ class InferenceLayer:
         self,
         hidden: torch.Tensor,
         rotary: RotaryRows | None,
-        cache: KVBlocks,
+        cache: LayerCache,
         batch: Batch | EncoderBatch,
     ) -> torch.Tensor:
-        """`hidden [N, E]` -> `[N, E]`; writes keys and values into this layer's blocks, except for an encoder.
+        """`hidden [N, E]` -> `[N, E]`; writes what this layer keeps into `cache`, except for an encoder.
 
         Raises:
             RuntimeError: the weights were gathered when they were bound and no longer are.
@@ -176,7 +222,7 @@ class InferenceLayer:
                 f"layer {self.index} reads weights that are not gathered; gather them around the rollout"
             )
         added = None if self.attention_post_norm else hidden
-        attention, normed = self.attention.forward(hidden, rotary, cache, batch, residual=added)
+        attention, normed = self.mixer.forward(hidden, rotary, cache, batch, residual=added)
         if self.policy.block == "parallel":
             return attention + self.mlp.forward(hidden if self.mlp_norm else normed, is_added=False)
         if self.policy.block == "post_norm":
@@ -278,22 +324,24 @@ class Heads:
         return tuple(ranges)
 
 
-def check_divides(heads: Heads, mlp_sizes: Sequence[int]) -> None:
-    """Raises ValueError, which lists the valid sizes, if the ranks cannot share heads and MLP equally."""
-    num_heads, num_kv_heads, size = heads.num_heads, heads.num_kv_heads, heads.parallel.size
+def check_divides(heads: Heads | None, sizes: Sequence[int], parallel: TensorParallel) -> None:
+    """Raises ValueError, which lists the valid numbers of ranks, if they cannot share heads and `sizes` equally."""
 
     def works(size: int) -> bool:
-        shares_keys = num_kv_heads % size == 0 or size % num_kv_heads == 0
-        return num_heads % size == 0 and shares_keys and all(length % size == 0 for length in mlp_sizes)
+        if heads is not None and (heads.num_heads % size or (heads.num_kv_heads % size and size % heads.num_kv_heads)):
+            return False
+        return all(length % size == 0 for length in sizes)
 
-    if not works(size):
-        choices = ", ".join(str(n) for n in range(1, num_heads + 1) if works(n))
-        lengths = " and ".join(map(str, sorted(set(mlp_sizes))))
-        raise ValueError(
-            f"{heads.parallel.option}={size} must divide num_attention_heads={num_heads}"
-            f"{f' and the MLP size {lengths}' if lengths else ''}, and divide num_key_value_heads={num_kv_heads} or be "
-            f"a multiple of it; use one of {choices}"
-        )
+    if works(parallel.size):
+        return
+    lengths = " and ".join(map(str, sorted(set(sizes))))
+    text, most = f"the sizes {lengths}", max(sizes, default=1)
+    if heads is not None:
+        text, most = f"num_attention_heads={heads.num_heads}", heads.num_heads
+        text += f" and the MLP size {lengths}" if lengths else ""
+        text += f", and divide num_key_value_heads={heads.num_kv_heads} or be a multiple of it"
+    choices = ", ".join(str(size) for size in range(1, most + 1) if works(size))
+    raise ValueError(f"{parallel.option}={parallel.size} must divide {text}; use one of {choices}")
 
 
 def read_heads(policy: Policy, config: PretrainedConfig, parallel: TensorParallel = ALONE) -> Heads:
@@ -306,7 +354,7 @@ def read_heads(policy: Policy, config: PretrainedConfig, parallel: TensorParalle
 
 
 class Attention:
-    """Views and ops of one layer's attention, or of this rank's heads."""
+    """A LayerMixer: attention over keys and values, or over those of this rank's heads."""
 
     def __init__(
         self,
@@ -320,6 +368,8 @@ class Attention:
         """`norm` is applied before the projections; None: no norm."""
         self.norm, self.heads, self.parallel = norm, heads, heads.parallel
         self.num_heads, self.num_kv_heads, self.head_dim = heads.local
+        self.sizes: list[int] = []  # the heads say all
+        self.cache_spec = LayerCacheSpec(kv=((self.num_kv_heads, self.head_dim),) * 2)
         self.layer, self.sinks_path = layer, policy.sinks
         name, parallel = f"layer {index}", heads.parallel
         if len(policy.qkv) == 3:
@@ -374,21 +424,21 @@ class Attention:
 
     @property
     def linears(self) -> list[TransposedLinear]:
-        """All linears of the attention."""
+        """See LayerMixer."""
         return [*self.qkv, self.output]
 
     @property
     def norms(self) -> list[NormView | HeadNormsView]:
-        """The norms of queries and keys."""
+        """See LayerMixer."""
         return [norm for norm in (self.q_norm, self.k_norm) if norm]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Tensors other than linears and norms that a forward pass reads."""
+        """See LayerMixer."""
         return [tensor for tensor in (self.sinks, self.alibi) if tensor is not None]
 
     def bind(self) -> None:
-        """Points all views at the parameters' current memory, unfused; except `norm`, which is the layer's."""
+        """See LayerMixer."""
         for part in (*self.linears, *self.norms):
             part.bind()
         if self.sinks_path:
@@ -400,12 +450,12 @@ class Attention:
     def forward(
         self,
         hidden: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        cache: KVBlocks,
+        rotary: RotaryRows | None,
+        cache: LayerCache,
         batch: Batch | EncoderBatch,
         residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`hidden [N, E]` -> the output `[N, E]`, plus `residual` if it is passed, and the normed input."""
+        """See LayerMixer."""
         weights, biases = zip(*(linear.pair for linear in self.qkv), strict=True)
         gamma, beta = (self.norm.gamma, self.norm.beta) if self.norm else (None, None)
         (q, k, v), normed = self.qkv_gemm(hidden, weights, biases, gamma, beta)
@@ -415,7 +465,7 @@ class Attention:
                 weights = weights._replace(q_gamma=self.q_norm.gamma, k_gamma=self.k_norm.gamma)
             else:
                 q, k = self._norm_heads(q, k)
-        context = self.softmax_context(QKV(q, k, v, rotary), cache, batch, weights)
+        context = self.softmax_context(QKV(q, k, v, rotary), cache.kv, batch, weights)
         if self.parallel.size == 1:
             return self.vector_matmul(context, *self.output.pair, residual=residual), normed
         output = self.parallel.all_reduce(self.vector_matmul(context, *self.output.pair))

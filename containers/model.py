@@ -26,7 +26,8 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hybrid_engine.containers import FAMILIES
-from hybrid_engine.containers.layer import InferenceLayer
+from hybrid_engine.containers.cache import CacheShape, LayerCacheSpec, ModelCache
+from hybrid_engine.containers.layer import Attention, InferenceLayer
 from hybrid_engine.containers.moe import MoEMLP
 from hybrid_engine.containers.policy import (
     POLICIES,
@@ -40,7 +41,7 @@ from hybrid_engine.containers.policy import (
 )
 from hybrid_engine.containers.quantised import keep_as_loaded
 from hybrid_engine.containers.views import ALONE, EmbeddingView, NormView, TensorParallel, TransposedLinear
-from hybrid_engine.ops import Batch, DecodeBatch, KVBlocks, MixedBatch, PrefillBatch, VectorMatMulOp
+from hybrid_engine.ops import Batch, DecodeBatch, MixedBatch, PrefillBatch, SoftmaxContextOp, VectorMatMulOp
 from hybrid_engine.ops.cpu_kernels import rows_of_pass
 from hybrid_engine.ops.expert_gemm import ExpertGemmOp
 from hybrid_engine.ops.softmax_context import rotary_rows
@@ -74,8 +75,8 @@ def find_decoder(model: nn.Module, config: PretrainedConfig) -> tuple[nn.Module,
         if isinstance(child, nn.ModuleList) and len(child) > 0
     ]
     for _, layers, decoder in lists:
-        names = {layer_class_name(layer) for layer in layers}
-        if len(names) == 1 and (policy := find_policy(names.pop(), config)):
+        policies = [find_policy(name, config) for name in {layer_class_name(layer) for layer in layers}]
+        if (policy := policies[0]) is not None and all(other is policy for other in policies):
             return decoder, layers, policy
     for _, layers, decoder in lists:
         for policy in POLICIES_BY_NAMES:
@@ -185,6 +186,11 @@ class InferenceModel:
         return any(isinstance(layer.mlp, MoEMLP) for layer in self.layers)
 
     @property
+    def attentions(self) -> list[SoftmaxContextOp]:
+        """Attention of each layer that has keys and values."""
+        return [layer.mixer.softmax_context for layer in self.layers if isinstance(layer.mixer, Attention)]
+
+    @property
     def can_be_recorded(self) -> bool:
         """Whether a graph can hold a forward pass: the host reads none of its values, as it may if a module runs.
 
@@ -192,10 +198,22 @@ class InferenceModel:
         """
         return not self.runs_module and not (self.has_experts and ExpertGemmOp.reads_host(self.weight))
 
-    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Shape of the KV workspace: `[L, 2, num_blocks, K, block_size, D]`."""
-        attention = self.layers[0].attention
-        return (len(self.layers), 2, num_blocks, attention.num_kv_heads, block_size, attention.head_dim)
+    @property
+    def cache_specs(self) -> tuple[LayerCacheSpec, ...]:
+        """Tensors that each of `layers` keeps of the tokens that were fed."""
+        return tuple(layer.mixer.cache_spec for layer in self.layers)
+
+    def cache_shape(self, num_blocks: int, block_size: int, num_slots: int = 0) -> CacheShape:
+        """Shape of a cache of so many blocks and slots."""
+        return CacheShape(self.cache_specs, num_blocks, block_size, num_slots)
+
+    def new_cache(self, num_blocks: int, block_size: int, num_slots: int = 0) -> ModelCache:
+        """Returns a cache of zeros with memory of its own."""
+        return ModelCache.zeros(self.cache_shape(num_blocks, block_size, num_slots), self.dtype, self.device)
+
+    def bytes_per_block(self, block_size: int, dtype: torch.dtype | None = None) -> int:
+        """Bytes of a block of the cache; `dtype`: that of the weights once they are loaded, None: they are."""
+        return self.cache_shape(1, block_size).num_bytes(dtype or self.dtype)
 
     def addresses(self) -> tuple[int, ...]:
         """Addresses of all tensors that a forward pass reads, as they are bound now."""
@@ -258,25 +276,24 @@ class InferenceModel:
         """Extends the rotary tables to `num_positions`; they are computed again only if they are too short."""
         self.angles.prepare(num_positions, self.dtype, self.device)
 
-    def forward(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
+    def forward(self, batch: Batch, cache: ModelCache, layers: Iterable[InferenceLayer]) -> torch.Tensor:
         """Returns next-token logits `[R, V]` fp32 of each sequence's last token (prefill), each row (decode), or both.
 
         `layers` yields `self.layers` in order; if weights are streamed, each is gathered when it is requested. Writes
-        the batch's keys and values into `kv`.
+        what the layers keep of the batch's tokens into `cache`.
         """
-        return self._head(self._run_layers(self._embed(batch), batch, kv, layers), batch)
+        return self._head(self._run_layers(self._embed(batch), batch, cache, layers), batch)
 
     def _run_layers(
-        self, hidden: torch.Tensor, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]
+        self, hidden: torch.Tensor, batch: Batch, cache: ModelCache, layers: Iterable[InferenceLayer]
     ) -> torch.Tensor:
         """Passes `hidden [N, E]` through `layers`."""
         rotary, num_tokens = self.angles.rows(batch, self.dtype), len(hidden)
         if not isinstance(batch, DecodeBatch) and (num_added := rows_of_pass(hidden) - num_tokens):
             hidden = functional.pad(hidden, (0, 0, 0, num_added))  # copies even where it adds nothing
-        caches = kv.view(-1, *kv.shape[2:]).unbind(0)  # keys and values of each layer in turn
         for layer in layers:
-            cache = KVBlocks(*caches[2 * layer.index : 2 * layer.index + 2])
-            hidden = layer.forward(hidden, rotary.get(layer.kind) if layer.has_rope else None, cache, batch)
+            angles = rotary.get(layer.kind) if layer.has_rope else None
+            hidden = layer.forward(hidden, angles, cache.layers[layer.index], batch)
         return hidden[:num_tokens]
 
     def _head(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -474,7 +491,8 @@ def take_angles(
     policy: Policy, decoder: nn.Module, config: PretrainedConfig, layers: list[InferenceLayer]
 ) -> RotaryAngles:
     """Builds the angles that `decoder` gives its `layers`; sets each layer's `kind` to that of its angles."""
-    if layers[0].attention.alibi is not None or not (policy.rotary or policy.rotary_dim):
+    has_alibi = any(isinstance(layer.mixer, Attention) and layer.mixer.alibi is not None for layer in layers)
+    if has_alibi or not (policy.rotary or policy.rotary_dim):
         return RotaryAngles({}, policy.recomputes_longrope)
     if policy.rotary:
         module = submodule(decoder, policy.rotary)

@@ -8,8 +8,9 @@ list of layers. Names are those of config attributes. A new family of known piec
 Several policies may share a layer class: the first one whose `required` values the config has applies.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import nn
 
@@ -17,6 +18,9 @@ from hybrid_engine.ops.moe_gating import Scoring
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from hybrid_engine.containers.layer import LayerMixer
+    from hybrid_engine.containers.views import NormView, TensorParallel
 
 NormKind = Literal["layer", "rms", "rms_fp32", "rms_offset"]
 
@@ -80,12 +84,31 @@ class UnsupportedModelError(ValueError):
     """Inference containers cannot run the model, or a part of it; the message says which part and why."""
 
 
+class MixerPolicy(Protocol):
+    """Policy of a mixer other than attention over keys and values; it is in the file of the mixer that it builds."""
+
+    def build(
+        self,
+        policy: "Policy",
+        layer: nn.Module,
+        config: "PretrainedConfig",
+        index: int,
+        norm: "NormView | None",
+        parallel: "TensorParallel",
+    ) -> "LayerMixer":
+        """Builds the mixer of layer `index`; `norm` is applied before its projections, None: no norm.
+
+        Raises UnsupportedModelError if `layer` has another one.
+        """
+
+
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """Policy of one family. Everything else (sizes, eps, biases) is read from the modules and the config."""
 
-    layer_class: str | None
-    # Class name of the decoder layer; None: any class that has all modules of a layer that the policy names.
+    layer_class: str | tuple[str, ...] | None
+    # Class name of the decoder layer, or names if a model has layers of several classes; None: any class that has all
+    # modules of a layer that the policy names.
     is_encoder: bool = False
     # Whether tokens also see those after them. The model runs its own embeddings and heads around these layers and
     # generates nothing; fields for modules outside the layers are not used.
@@ -103,6 +126,8 @@ class Policy:
     # Norm before the MLP; in post_norm, after it. None: no norm.
     mlp_post_norm: str | None = None
 
+    mixers: Mapping[str | None, MixerPolicy] = field(default_factory=dict)
+    # Mixers in place of attention, by kind of layer (`layer_kinds`); key None: of all kinds that are not named.
     qkv: tuple[str, ...]
     # Query, key and value projections: three paths, or the one fused projection.
     qkv_layout: Literal["blocks", "grouped"] = "blocks"
@@ -187,8 +212,9 @@ def register_policy(policy: Policy) -> Policy:
     if policy.layer_class is None:
         POLICIES_BY_NAMES.append(policy)
         return policy
-    others = [other for other in POLICIES.get(policy.layer_class, []) if other.required != policy.required]
-    POLICIES[policy.layer_class] = [policy, *others]
+    for name in (policy.layer_class,) if isinstance(policy.layer_class, str) else policy.layer_class:
+        others = [other for other in POLICIES.get(name, []) if other.required != policy.required]
+        POLICIES[name] = [policy, *others]
     return policy
 
 

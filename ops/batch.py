@@ -161,10 +161,10 @@ def _pair(rotary: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor] | Non
 
 
 class KVBlocks(NamedTuple):
-    """A layer's part of the KV workspace."""
+    """The keys and values of a layer in the KV workspace."""
 
     keys: torch.Tensor  # [num_blocks, K, block_size, D]
-    values: torch.Tensor  # the same
+    values: torch.Tensor  # [num_blocks, K, block_size, D]; D may be another one
 
 
 class HeadWeights(NamedTuple):
@@ -178,9 +178,9 @@ class HeadWeights(NamedTuple):
 
 def read_context(cache: KVBlocks, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values `[C, K, D]` each, dense."""
-    _, num_kv_heads, block_size, dim = cache.keys.shape
+    _, num_kv_heads, block_size, _ = cache.keys.shape
     rows = _rows(context.blocks, context.offsets, num_kv_heads, block_size)
-    return cache.keys.view(-1, dim)[rows], cache.values.view(-1, dim)[rows]
+    return cache.keys.flatten(0, 2)[rows], cache.values.flatten(0, 2)[rows]
 
 
 def write_rows(batch: PrefillBatch | DecodeBatch, num_kv_heads: int, block_size: int) -> torch.Tensor:

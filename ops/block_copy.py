@@ -1,6 +1,7 @@
 """Copies of KV blocks inside the workspace, for forks' last partial blocks and for closing gaps.
 
-Moves 2 * 2 * L * K * num_tokens * D elements per copy, all copies and layers in one call.
+Moves 2 * P * K * num_tokens * D elements per copy, all copies in one call. P tensors with blocks: the keys and the
+values of each layer.
 """
 
 import torch
@@ -22,7 +23,7 @@ def block_copy_kernel(
     head_dim,
     TILE: tl.constexpr,
 ):
-    """One program copies a tile of one head of one block, of one layer's keys or values."""
+    """One program copies a tile of one head of one block of one tensor."""
     copy = tl.program_id(0)
     part = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
@@ -44,7 +45,7 @@ class BlockCopyOp:
     ) -> None:
         """Copies the first `num_tokens[i]` places of block `sources[i]` to block `targets[i]`.
 
-        `workspace [L, 2, num_blocks, K, block_size, D]`, contiguous; the others `[M]` int64. No block is the target
+        `workspace [P, num_blocks, K, block_size, D]`, contiguous; the others `[M]` int64. No block is the target
         of one copy and part of another. Places of a target after the first `num_tokens` are unchanged.
 
         Raises ValueError for a workspace that is not contiguous, or numbers of another shape or device.
@@ -58,21 +59,21 @@ class BlockCopyOp:
         self, workspace: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, num_tokens: torch.Tensor
     ) -> None:
         launch = prepared(_prepare, workspace, sources, targets, num_tokens)
-        launch(workspace, sources, targets, num_tokens, *workspace.stride()[1:4], workspace.shape[-1])
+        launch(workspace, sources, targets, num_tokens, *workspace.stride()[:3], workspace.shape[-1])
 
     def reference(
         self, workspace: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, num_tokens: torch.Tensor
     ) -> None:
         """The function of the kernel in plain torch, one copy at a time."""
         for source, target, count in torch.stack((sources, targets, num_tokens), 1).tolist():
-            workspace[:, :, target, :, :count] = workspace[:, :, source, :, :count]
+            workspace[:, target, :, :count] = workspace[:, source, :, :count]
 
 
 def _prepare(workspace: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, num_tokens: torch.Tensor) -> Launch:
-    check_tensor("workspace", workspace, shape=(None,) * 6)
+    check_tensor("workspace", workspace, shape=(None,) * 5)
     if not workspace.is_contiguous():
         raise ValueError(f"workspace has strides {workspace.stride()}; expected a contiguous one")
     for name, numbers in (("sources", sources), ("targets", targets), ("num_tokens", num_tokens)):
         check_tensor(name, numbers, like=workspace, dtype=torch.int64, shape=(sources.shape[0],), is_dense_last=True)
-    num_layers, _, _, num_heads, _, _ = workspace.shape
-    return Launch(block_copy_kernel, (sources.shape[0], num_heads, 2 * num_layers), workspace.device, TILE=TILE)
+    num_tensors, _, num_heads, _, _ = workspace.shape
+    return Launch(block_copy_kernel, (sources.shape[0], num_heads, num_tensors), workspace.device, TILE=TILE)

@@ -11,7 +11,6 @@ torchrun --nproc-per-node 2 -m hybrid_engine.cli.cli serve --model Qwen/Qwen3-8B
 import atexit
 import contextlib
 import gc
-import math
 import os
 import signal
 import threading
@@ -109,12 +108,11 @@ def check_memory(config: Config, first: PretrainedConfig) -> None:
     with torch.device("meta"), explained("model", str(config.model)):
         model = AutoModelForCausalLM.from_config(first, trust_remote_code=False)
     try:
-        shape = InferenceModel(model).kv_shape(1, BLOCK_SIZE)
+        block_bytes = InferenceModel(model).bytes_per_block(BLOCK_SIZE, torch_dtype(config.dtype))
     except UnsupportedModelError:
         return  # the model's own generate() allocates memory as it runs
     device = default_device()
     free = read_memory(config.memory, device.type).of(free_and_total_bytes(device)[0])
-    block_bytes = math.prod(shape) * torch_dtype(config.dtype).itemsize
     held = count_tokens(block_bytes, BLOCK_SIZE, free // (len(config.adapter) + 1), 0)
     longest = config.longest or 2
     if held < longest:

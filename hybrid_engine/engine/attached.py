@@ -264,9 +264,9 @@ class Attached:
         generator = self.generator
         assert generator is not None
         with ExitStack() as release:
-            kv = generator.gather(request, release)
+            cache = generator.gather(request, release)
             if request.plan is not None or request.sequences:
-                return as_transformers(generator.run(request, kv, held).output)
+                return as_transformers(generator.run(request, cache, held).output)
             # With whole weights processes need not wait for each other, as transformers does per token of a sharded
             # module.
             if generator.sharding.is_sharded:

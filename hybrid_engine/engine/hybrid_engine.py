@@ -135,9 +135,9 @@ class HybridEngine(ZeroEngine):
         """Gathers, runs, and releases at the end of the block, also after an error."""
         with self._generating(), ExitStack() as release:
             with self.latency.measure("gather"):
-                kv = self.generator.gather(request, release)
+                cache = self.generator.gather(request, release)
             with self.latency.measure("generate"):
-                result = self.generator.run(request, kv, held)
+                result = self.generator.run(request, cache, held)
             self._count(result)
         return result.output
 

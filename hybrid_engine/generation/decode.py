@@ -28,6 +28,7 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
+from hybrid_engine.containers.cache import ModelCache
 from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.model import InferenceModel
@@ -168,14 +169,14 @@ class DecodeStep:
         model: InferenceModel,
         sample: SampleOp,
         tables: SlotTables,
-        kv: torch.Tensor,
+        cache: ModelCache,
         recorder: StepRecorder | None = None,
     ):
-        self.model, self.sample, self.tables, self.kv = model, sample, tables, kv
+        self.model, self.sample, self.tables, self.cache = model, sample, tables, cache
         self.recorder: StepRecorder = PlainSteps() if recorder is None else recorder
-        self.capacity = tables.num_columns * kv.shape[4]
-        self._ends = torch.tensor(sample.options.eos_token_ids, dtype=torch.int64, device=kv.device)
-        self._results = torch.zeros(3, tables.num_slots, dtype=torch.float64, device=kv.device)
+        self.capacity = tables.num_columns * cache.block_size
+        self._ends = torch.tensor(sample.options.eos_token_ids, dtype=torch.int64, device=cache.device)
+        self._results = torch.zeros(3, tables.num_slots, dtype=torch.float64, device=cache.device)
         if sample.options.repetition_penalty != 1.0:
             tables.note_seen()  # before a graph holds the address
         self._mixed: MixedRows | None = None  # rows of the last step if their options differ from `sample`'s
@@ -206,7 +207,7 @@ class DecodeStep:
             self._mixed = self._mix(sequences)
         rows, context = self.feed(num_rows), tables.longest()
         decode = self._batch(rows, context, self.is_identity(context))
-        logits = self.model.forward(MixedBatch(decode=decode, prefill=prefill), self.kv, layers())
+        logits = self.model.forward(MixedBatch(decode=decode, prefill=prefill), self.cache, layers())
         self._draw_by(self._mixed, logits[:num_rows], rows.slots, rows.numbers[_KEY], rows.numbers[_DRAW])
         self._advance(rows)
         tables.advance()
@@ -238,11 +239,11 @@ class DecodeStep:
 
     def is_identity(self, context: int) -> bool:
         """Whether each row's only block has the number of the row, for rows of up to `context` tokens."""
-        return context <= self.kv.shape[4] and self.tables.are_rows_in_place()
+        return context <= self.cache.block_size and self.tables.are_rows_in_place()
 
     def forward(self, rows: FedRows, context: int, is_identity: bool, layers: Layers) -> torch.Tensor:
         """Returns the logits `[S, V]` after the newest tokens of `rows`, which have up to `context` tokens."""
-        return self.model.forward(self._batch(rows, context, is_identity), self.kv, layers())
+        return self.model.forward(self._batch(rows, context, is_identity), self.cache, layers())
 
     def finish(self, rows: FedRows, logits: torch.Tensor, draws: bool) -> None:
         """Draws the rows' next tokens by the options of `sample` if `draws`, and advances the rows."""
@@ -254,7 +255,7 @@ class DecodeStep:
         return DecodeBatch(
             tokens=self.tables.tokens[rows.slots],
             positions=rows.numbers[_POSITION],
-            block_tables=self.tables.blocks[rows.slots, : -(-context // self.kv.shape[4])],
+            block_tables=self.tables.blocks[rows.slots, : -(-context // self.cache.block_size)],
             context=context,
             is_identity=is_identity,
         )
@@ -267,7 +268,7 @@ class DecodeStep:
         kinds = {id(sequence.options): sequence.options for sequence in sequences}
         if all(options.is_plain and options.sampling == self.sample.options for options in kinds.values()):
             return None
-        return MixedRows(sequences, self.model.vocab_size, self.kv.device, is_exact=self.sample.is_exact)
+        return MixedRows(sequences, self.model.vocab_size, self.cache.device, is_exact=self.sample.is_exact)
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, draws: torch.Tensor) -> None:
         tokens, logprobs = self.sample(logits, keys, draws, self.tables.seen, slots)
@@ -315,7 +316,7 @@ class SteppedModel(Protocol):
     def recompute_length(self) -> int | None:
         """See `InferenceModel.recompute_length`."""
 
-    def forward(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
+    def forward(self, batch: Batch, cache: ModelCache, layers: Iterable[InferenceLayer]) -> torch.Tensor:
         """Returns the logits of `batch`. See `InferenceModel.forward`."""
 
 
@@ -329,27 +330,27 @@ If processes share the model, each of them calls it with the same logits, and it
 class OpenStep:
     """Replaces a DecodeStep in rollouts without forks (one sample of each prompt) and without lag."""
 
-    def __init__(self, model: SteppedModel, kv: torch.Tensor, choice: Choice):
-        self.model, self.kv, self.choice = model, kv, choice
+    def __init__(self, model: SteppedModel, cache: ModelCache, choice: Choice):
+        self.model, self.cache, self.choice = model, cache, choice
 
     def run(self, sequences: list[Sequence], changed: list[Sequence], layers: Layers) -> Draw:
         """Feeds each sequence's newest token and draws the next one; `changed` is not used."""
         newest = [sequence.tokens[-1] for sequence in sequences]
         assert PENDING not in newest, "a token must be known before it is fed"
-        context, size = max(map(len, sequences)), self.kv.shape[4]
+        context, size = max(map(len, sequences)), self.cache.block_size
         num_columns = -(-context // size)
         blocks = [(row.blocks + [row.blocks[0]] * num_columns)[:num_columns] for row in sequences]
         numbers = torch.tensor([newest, [len(row) - 1 for row in sequences]])
-        tokens, positions = send_to_device(numbers, self.kv.device)
+        tokens, positions = send_to_device(numbers, self.cache.device)
         in_place = num_columns == 1 and all(row.blocks[0] == place for place, row in enumerate(sequences))
         batch = DecodeBatch(
             tokens=tokens,
             positions=positions,
-            block_tables=send_to_device(torch.tensor(blocks), self.kv.device),
+            block_tables=send_to_device(torch.tensor(blocks), self.cache.device),
             context=context,
             is_identity=in_place,
         )
-        return self.draw(sequences, self.model.forward(batch, self.kv, layers()))
+        return self.draw(sequences, self.model.forward(batch, self.cache, layers()))
 
     def draw(self, sequences: list[Sequence], logits: torch.Tensor) -> Draw:
         """Draws the next token of each sequence from `logits [S, V]` fp32."""
@@ -388,22 +389,22 @@ class DecodeSteps:
         self._kept: dict[tuple, DecodeStep] = {}  # least recently used first
         _everywhere.add(self)
 
-    def for_rollout(self, plan: RolloutPlan, kv: torch.Tensor, is_streamed: bool) -> DecodeStep:
-        """Returns the step of `plan` on the workspace `kv`; weights must be bound as the rollout will read them."""
-        step = self._step(plan, kv, is_streamed)
+    def for_rollout(self, plan: RolloutPlan, cache: ModelCache, is_streamed: bool) -> DecodeStep:
+        """Returns the step of `plan` on the workspace `cache`; weights must be bound as the rollout will read them."""
+        step = self._step(plan, cache, is_streamed)
         self.stats = step.recorder.begin_rollout()
         return step
 
-    def _step(self, plan: RolloutPlan, kv: torch.Tensor, is_streamed: bool) -> DecodeStep:
+    def _step(self, plan: RolloutPlan, cache: ModelCache, is_streamed: bool) -> DecodeStep:
         if self.recorder is None or is_streamed:
             can_note = self.has_tapes and not is_streamed and self.model.parallel.size == 1
             recorder = StepTapes(len(self.model.layers)) if can_note else PlainSteps()
-            return self._build(plan, kv, plan.max_running, plan.num_columns, recorder)
+            return self._build(plan, cache, plan.max_running, plan.num_columns, recorder)
         num_slots, num_columns = batch_bucket(plan.max_running), -(-self.max_tokens // plan.block_size)
-        addresses = (kv.data_ptr(), *self.model.addresses())
+        addresses = (cache.data_ptr(), *self.model.addresses())
         self._forget([key for key in self._kept if key[-1] != addresses])
-        key = (plan.sampling, num_slots, num_columns, tuple(kv.shape), addresses)
-        step = self._kept.pop(key, None) or self._build(plan, kv, num_slots, num_columns, StepGraphs(self.recorder))
+        key = (plan.sampling, num_slots, num_columns, cache.shape, addresses)
+        step = self._kept.pop(key, None) or self._build(plan, cache, num_slots, num_columns, StepGraphs(self.recorder))
         self._keep(key, step)
         return step
 
@@ -435,8 +436,8 @@ class DecodeSteps:
             self.recorder.renew()
 
     def _build(
-        self, plan: RolloutPlan, kv: torch.Tensor, num_slots: int, num_columns: int, recorder: StepRecorder
+        self, plan: RolloutPlan, cache: ModelCache, num_slots: int, num_columns: int, recorder: StepRecorder
     ) -> DecodeStep:
-        tables = SlotTables(num_slots, num_columns, kv.shape[2] - 1, self.model.vocab_size, kv.device)
+        tables = SlotTables(num_slots, num_columns, cache.num_blocks - 1, self.model.vocab_size, cache.device)
         sample = SampleOp(plan.sampling, is_exact=self.model.runs_module)
-        return DecodeStep(self.model, sample, tables, kv, recorder)
+        return DecodeStep(self.model, sample, tables, cache, recorder)

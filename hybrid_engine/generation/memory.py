@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from hybrid_engine.config import HybridEngineConfig
+from hybrid_engine.containers.cache import CacheShape, ModelCache
 from hybrid_engine.containers.device import LastingBuffer, free_and_total_bytes, num_bytes
 from hybrid_engine.generation.core import Prompt, RolloutPlan, Sequence
 from hybrid_engine.generation.options import GenerationOptions
@@ -150,15 +151,12 @@ class TrainingMemory:
 
 
 class KVWorkspace:
-    """`tensor [L, 2, num_blocks, K, block_size, D]`: keys at 0 and values at 1 of the second dimension."""
+    """The cache of rollouts, in memory that is freed and allocated again at the same address."""
 
     def __init__(self) -> None:
         self._buffer = LastingBuffer()
-
-    @property
-    def tensor(self) -> torch.Tensor | None:
-        """The workspace tensor, whether or not its memory is allocated; None before the first rollout."""
-        return self._buffer.tensor
+        self.cache: ModelCache | None = None
+        """The cache, whether or not its memory is allocated; None before the first rollout."""
 
     @property
     def allocated_bytes(self) -> int:
@@ -170,29 +168,29 @@ class KVWorkspace:
         """Number of allocated bytes that have been written; on a CPU often fewer than are allocated."""
         return self._buffer.resident_bytes
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns the tensor with its memory allocated; reuses it if it has `shape` or more blocks.
+    def take(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> ModelCache:
+        """Returns a cache with its memory allocated; reuses the last one if it has as many blocks and slots, or more.
 
         New memory is zeroed: attention multiplies masked places by zero, which requires finite numbers.
         """
-        if self.tensor is not None and self.allocated_bytes > 0 and self._serves(self.tensor, shape, dtype, device):
-            return self.tensor
-        return self._buffer.take_zeros(shape, dtype, device)
-
-    @staticmethod
-    def _serves(tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
-        held = tuple(tensor.shape)
-        is_alike = (tensor.dtype, tensor.device) == (dtype, device) and held[:2] + held[3:] == shape[:2] + shape[3:]
-        return is_alike and held[2] >= shape[2]
+        cache = self.cache
+        if cache is None or (cache.dtype, cache.device) != (dtype, device):
+            cache = None
+        elif self.allocated_bytes > 0 and shape.is_within(cache.shape):
+            return cache
+        memory = self._buffer.take_zeros((shape.num_bytes(dtype),), torch.uint8, device)
+        if cache is None or cache.shape != shape:
+            self.cache = cache = ModelCache(shape, dtype, memory)
+        return cache
 
     def release(self) -> None:
-        """Frees the memory and keeps the tensor."""
+        """Frees the memory and keeps its address."""
         self._buffer.release()
 
     def retake(self) -> None:
-        """Allocates the memory of a released tensor again, zeroed; does nothing before the first rollout."""
-        if self.tensor is not None:
-            self.take(tuple(self.tensor.shape), self.tensor.dtype, self.tensor.device)
+        """Allocates released memory again, zeroed; does nothing before the first rollout."""
+        if self.cache is not None:
+            self.take(self.cache.shape, self.cache.dtype, self.cache.device)
 
 
 class MemoryLimit(NamedTuple):
@@ -390,7 +388,7 @@ def plan_rollout(
     longest = max((sequence.most_fed for sequence in sequences), default=1)
     demand = count_blocks(lengths, longest, num_prompts, model.device.type, config, is_in_step=is_in_step)
     block_size, wanted, needed = demand.block_size, demand.wanted, demand.needed
-    block_bytes = torch.Size(model.kv_shape(1, block_size)).numel() * model.dtype.itemsize
+    block_bytes = model.bytes_per_block(block_size)
     affordable = max(0, spare_bytes - num_reserved * block_bytes) // block_bytes
     beside_training = affordable - -(-training_bytes // block_bytes)
     if 2 * beside_training >= wanted:

@@ -175,8 +175,8 @@ def score_packed(
     """
     longest = max(lengths)
     model.prepare_positions(longest)
-    kv = torch.zeros(model.kv_shape(len(lengths), longest), dtype=model.dtype, device=model.device)
-    return model.forward(pack(tokens, lengths, wanted), kv, model.layers if layers is None else layers)
+    cache = model.new_cache(len(lengths), longest)
+    return model.forward(pack(tokens, lengths, wanted), cache, model.layers if layers is None else layers)
 
 
 def pack(
@@ -228,16 +228,16 @@ def score_in_passes(
     Each step is one pass over `layers()`; the scores are set after the last one.
     """
 
-    longest, kv = len(prompt.tokens), None
+    longest, cache = len(prompt.tokens), None
 
     def logits_after(given: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        nonlocal kv
+        nonlocal cache
         if model.angles.trained_length is not None:  # keys of a part have other frequencies than those of the whole
             return score_packed(model, given, [longest], places, layers())
-        if kv is None:
+        if cache is None:
             model.prepare_positions(longest)
-            kv = torch.zeros(model.kv_shape(1, longest), dtype=model.dtype, device=model.device)
-        return model.forward(pack(given[places], [len(places)], num_before=int(places[0])), kv, layers())
+            cache = model.new_cache(1, longest)
+        return model.forward(pack(given[places], [len(places)], num_before=int(places[0])), cache, layers())
 
     return _score(prompt, logits_after, model.vocab_size, model.device, MOST_TOKENS.get(model.device.type, 2048))
 

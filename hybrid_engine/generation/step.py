@@ -25,6 +25,7 @@ import torch
 
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.containers import InferenceModel
+from hybrid_engine.containers.cache import ModelCache
 from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.distributed.verdict import Partners, attempt, holding_interrupts
@@ -54,7 +55,7 @@ from hybrid_engine.generation.recorders import CudaGraphs, Layers
 from hybrid_engine.generation.sampling import InStep, is_ended
 from hybrid_engine.generation.scheduler import Scheduler
 from hybrid_engine.metrics.latency import Stopwatch
-from hybrid_engine.ops import BlockCopyOp, Context, PrefillBatch
+from hybrid_engine.ops import Context, PrefillBatch
 
 # Tokens of a long prompt in one mixed turn: enough to keep the matrix products of a pass busy, so that the rows which
 # decode in the same pass cost little, and few enough that those rows do not wait long. On one core of an AMD EPYC
@@ -95,11 +96,10 @@ class ContinuousBatch:
     ):
         self.model, self.scheduler, self.layers, self.mixes = model, scheduler, layers, mixes
         self.num_prefill_steps = self.num_mixed_steps = 0
-        self.decoder, self.kv, self.lag = decoder, decoder.kv, lag
+        self.decoder, self.cache, self.lag = decoder, decoder.cache, lag
         self.raises_errors = True
         """Whether an error of one row's own rule ends the step; otherwise it ends that row."""
-        self.copy_blocks = BlockCopyOp()
-        self.prefill_time, self.decode_time = Stopwatch(self.kv.device), Stopwatch(self.kv.device)
+        self.prefill_time, self.decode_time = Stopwatch(self.cache.device), Stopwatch(self.cache.device)
         self._under_way: deque[tuple[list[Sequence], Draw]] = deque()
 
     @property
@@ -115,7 +115,7 @@ class ContinuousBatch:
         the draw is recorded as pending; and when it has been read, rows that drew an end finish.
         """
         self._make_way()
-        admission = self.scheduler.admit(chunk_tokens(self.kv.device) if self.mixes else None)
+        admission = self.scheduler.admit(chunk_tokens(self.cache.device) if self.mixes else None)
         if admission.prefills:
             with self.prefill_time.measure():
                 num_draws = self._prefill(admission)
@@ -156,14 +156,14 @@ class ContinuousBatch:
         rows: list[Sequence] = []
         if admission.prefills:
             is_recomputed_whole = self.model.recompute_length is not None
-            batch = pack_prefills(admission.prefills, self.scheduler.block_size, is_recomputed_whole, self.kv.device)
+            batch = pack_prefills(admission.prefills, self.scheduler.block_size, is_recomputed_whole, self.cache.device)
             rows = self._rows_beside(admission)
             if rows:
                 assert isinstance(self.decoder, DecodeStep)
                 draw, logits = self.decoder.run_beside(batch, rows, self.scheduler.take_changed(rows), self.layers)
                 self._record(rows, draw)
             else:
-                logits = self.model.forward(batch, self.kv, self.layers())
+                logits = self.model.forward(batch, self.cache, self.layers())
         for prefill, row in zip(admission.prefills, logits, strict=True):
             if not prefill.is_last:
                 continue
@@ -259,7 +259,7 @@ class ContinuousBatch:
         if copies:
             numbers = [[copy.source for copy in copies], [copy.target for copy in copies]]
             numbers.append([copy.num_tokens for copy in copies])
-            self.copy_blocks(self.kv, *send_to_device(torch.tensor(numbers), self.kv.device))
+            self.cache.copy_blocks(*send_to_device(torch.tensor(numbers), self.cache.device))
 
 
 class BatchInStep(ContinuousBatch):
@@ -374,12 +374,12 @@ class ContainerRollouts:
         """Returns a new recorder with memory of its own; None if steps are not recorded."""
         return None if self.steps.recorder is None else self.steps.recorder.another()
 
-    def warm_up(self, plan: RolloutPlan, kv: torch.Tensor) -> CaptureStats:
+    def warm_up(self, plan: RolloutPlan, cache: ModelCache) -> CaptureStats:
         """Compiles the kernels of rollouts like `plan` by a prefill and a decode; records their steps of every size.
 
         Its sequences are left unfinished, and their drawn tokens are not read.
         """
-        strategy = self.start(plan, kv)
+        strategy = self.start(plan, cache)
         for _ in range(2):
             strategy.step()
         shortest = min(len(sequence.prompt.tokens) for sequence in plan.sequences)
@@ -389,10 +389,10 @@ class ContainerRollouts:
         decoder.recorder.prepare(decoder, rows, contexts, self.layers)
         return self.steps.stats
 
-    def gather(self, plan: RolloutPlan, release: ExitStack, is_recorded: bool = True) -> torch.Tensor:
+    def gather(self, plan: RolloutPlan, release: ExitStack, is_recorded: bool = True) -> ModelCache:
         """Gathers the weights or a stream of them, fuses LoRA and takes the KV workspace.
 
-        Returns the workspace's tensor.
+        Returns the workspace's cache.
 
         `is_recorded`: whether steps may be recorded. Recorded steps read copies of sharded weights, which hold no other
         adapter.
@@ -410,7 +410,7 @@ class ContainerRollouts:
         self.model.prepare_positions(plan.longest + 1 if self.steps.recorder is None else self.config.max_out_tokens)
         release.push(self._give_back_workspace)
         return self.workspace.take(
-            self.model.kv_shape(plan.num_blocks + self.num_reserved_blocks, plan.block_size),
+            self.model.cache_shape(plan.num_blocks + self.num_reserved_blocks, plan.block_size),
             self.model.dtype,
             self.model.device,
         )
@@ -432,7 +432,7 @@ class ContainerRollouts:
         return pass_over_layers(self.model, self.gatherer)
 
     def start(
-        self, plan: RolloutPlan, kv: torch.Tensor, choice: Choice | None = None, is_recorded: bool = True
+        self, plan: RolloutPlan, cache: ModelCache, choice: Choice | None = None, is_recorded: bool = True
     ) -> ContinuousBatch:
         """Builds the strategy that takes the turns of `plan`; none is taken yet. `choice` is that of `run`.
 
@@ -440,13 +440,13 @@ class ContainerRollouts:
         """
         if choice is not None:
             kind = BatchInStep if isinstance(choice, InStep) else ContinuousBatch
-            return kind(self.model, Scheduler.for_plan(plan), OpenStep(self.model, kv, choice), self.layers)
-        step = self.steps.for_rollout(plan, kv, self.gatherer.is_streamed or not is_recorded)
+            return kind(self.model, Scheduler.for_plan(plan), OpenStep(self.model, cache, choice), self.layers)
+        step = self.steps.for_rollout(plan, cache, self.gatherer.is_streamed or not is_recorded)
         lag = 0 if self.gatherer.is_streamed else self.lag
         return ContinuousBatch(self.model, Scheduler.for_plan(plan), step, self.layers, lag, self.mixes)
 
     def run(
-        self, plan: RolloutPlan, kv: torch.Tensor, input_ids: torch.Tensor, choice: Choice | None = None
+        self, plan: RolloutPlan, cache: ModelCache, input_ids: torch.Tensor, choice: Choice | None = None
     ) -> RolloutResult:
         """Takes turns until every sequence has finished or, if weights are streamed, those of every process have.
 
@@ -458,7 +458,7 @@ class ContainerRollouts:
         unscored = [sequence.prompt for sequence in plan.sequences if sequence.prompt.is_unscored]
         if unscored and not self.gatherer.is_streamed:
             score_prompts(self.model, unscored)
-        strategies = self.run_turns(plan, kv, choice)
+        strategies = self.run_turns(plan, cache, choice)
         if not all(math.isfinite(logprob) for sequence in plan.sequences for logprob in sequence.logprobs):
             raise RuntimeError("generate(): the model's logits are not finite; check the weights for NaN or inf")
         own = plan.sequences[plan.own]
@@ -474,12 +474,12 @@ class ContainerRollouts:
         )
 
     def run_turns(
-        self, plan: RolloutPlan, kv: torch.Tensor, choice: Choice | None, tell: Callable[[], None] = _say_nothing
+        self, plan: RolloutPlan, cache: ModelCache, choice: Choice | None, tell: Callable[[], None] = _say_nothing
     ) -> list[ContinuousBatch]:
         """Takes all turns of `plan` and returns their strategies. Calls `tell` between turns, unless it streams."""
         is_streamed = self.gatherer.is_streamed
         meets_others = is_streamed or self.model.parallel.size > 1
-        start = partial(self.start, plan, kv, choice)
+        start = partial(self.start, plan, cache, choice)
         strategy = self.partners.agree(start) if meets_others else start()
         if is_streamed:
             scoring = ScoringTurns(self.model, self.layers)

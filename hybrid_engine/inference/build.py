@@ -166,7 +166,7 @@ def check_layer(layer: nn.Module, plan: LinearPlan, config: PretrainedConfig, pa
     widths = [layer.get_submodule(path).out_features for path in plan.columns]
     if num_kv_heads < parallel.size:
         num_heads = num_kv_heads  # the modules' own code cannot hold one head in several processes
-    check_divides(Heads(num_heads, num_kv_heads, 1, parallel), widths)
+    check_divides(Heads(num_heads, num_kv_heads, 1, parallel), widths, parallel)
 
 
 def cut_layer(layer: nn.Module, plan: LinearPlan, parallel: TensorParallel) -> None:
@@ -343,7 +343,7 @@ def check_tensor_parallel(config: InferenceConfig, heads: Heads | None, device: 
     if group.parallel.size != size:
         raise ValueError(f"{option}={size} is not the size {group.size} of tp_group; leave tp_size or tp_group out")
     if heads is not None:
-        check_divides(replace(heads, parallel=group.parallel), [])
+        check_divides(heads, [], group.parallel)
     return replace(group, has_same_prompts=True)
 
 

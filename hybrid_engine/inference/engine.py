@@ -195,8 +195,8 @@ class InferenceEngine(nn.Module):
     def _roll_out(self, request: Request, held: HeldInterrupts) -> torch.Tensor | GenerateOutput:
         assert self.generator is not None
         with ExitStack() as release:
-            kv = self.generator.gather(request, release)
-            return self.generator.run(request, kv, held).output
+            cache = self.generator.gather(request, release)
+            return self.generator.run(request, cache, held).output
 
     @contextmanager
     def serving(

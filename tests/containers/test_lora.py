@@ -203,12 +203,12 @@ def test_a_rollout_leaves_room_for_the_fused_adapters(family, monkeypatch):
     assert containers.buffer_bytes() == expected > 0
     assert 0 < containers.buffer_bytes(is_streamed=True) < expected
 
-    block = torch.Size(containers.kv_shape(1, 16)).numel() * containers.dtype.itemsize
+    block = containers.bytes_per_block(16)
     usable = expected + 3 * block
     monkeypatch.setattr(memory, "usable_memory_bytes", lambda device: usable)
     input_ids, mask = padded_prompts()
     options = {"max_new_tokens": 20, "eos_token_id": None, "pad_token_id": PAD}
     call = GenerateCall(input_ids=input_ids, attention_mask=mask, options=options)
     plan = prepare(engine.generator, call).plan
-    taken = torch.Size(containers.kv_shape(plan.num_blocks, plan.block_size)).numel() * containers.dtype.itemsize
+    taken = plan.num_blocks * containers.bytes_per_block(plan.block_size)
     assert taken + expected <= usable

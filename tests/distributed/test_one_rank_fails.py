@@ -132,7 +132,7 @@ def shared_cases(rank, world_size):
     expected = engine.generate(input_ids, attention_mask=mask, **GREEDY)
     layer = model.layers[1]
     places = {
-        "at once": (layer.attention, "vector_matmul", 0),
+        "at once": (layer.mixer, "vector_matmul", 0),
         "in the second layer": (layer, "forward", 0),
         "later": (layer, "forward", 3),
         "at the head": (model, "_head", 1),

@@ -89,9 +89,9 @@ def test_train_gives_the_workspace_back_unless_the_stated_share_stays_free(monke
     roll_out(engine)
     training = engine.training_memory.missing_bytes()
     fake_memory(monkeypatch, training + free * 64 * MIB, 64 * MIB)
-    tensor = engine.generator.workspace.tensor
+    cache = engine.generator.workspace.cache
     engine.train()
-    assert (held(engine) > 0) == stays and engine.generator.workspace.tensor is tensor
+    assert (held(engine) > 0) == stays and engine.generator.workspace.cache is cache
     train(engine)
     roll_out(engine)  # the storage is taken again
     assert held(engine) > 0

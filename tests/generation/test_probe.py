@@ -74,9 +74,9 @@ def test_a_window_of_one_layer_that_is_not_the_modules_is_found(build, window):
     containers = _containers(model)
     config = {name: getattr(model.config, name, None) for name in ("sliding_window", "window_size")}
     assert probe_containers(model, containers, lambda: containers.layers).max < 1e-4
-    windows = [layer.attention.softmax_context.window for layer in containers.layers]
+    windows = [layer.mixer.softmax_context.window for layer in containers.layers]
     assert {name: getattr(model.config, name, None) for name in config} == config and max(filter(None, windows)) >= 20
-    containers.layers[2].attention.softmax_context.set_window(window if build is _gpt_neo else None)
+    containers.layers[2].mixer.softmax_context.set_window(window if build is _gpt_neo else None)
     with pytest.raises(UnsupportedModelError, match="windows"):
         probe_containers(model, containers, lambda: containers.layers)
 

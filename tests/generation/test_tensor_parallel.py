@@ -136,7 +136,7 @@ def staged_rollouts(rank, world_size):
     for stage in (0, 1, 2, 3):
         engine = build_engine(build_family("llama"), world_size, stage)
         first = rollouts(engine, input_ids, mask)
-        held = engine.generator.model.layers[0].attention.output.pair[0].untyped_storage().nbytes()
+        held = engine.generator.model.layers[0].mixer.output.pair[0].untyped_storage().nbytes()
         engine.train()
         share = slice(3 * rank, 3 * rank + 6 // world_size)
         ids = padded_prompts()[0][share]

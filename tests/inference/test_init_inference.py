@@ -50,7 +50,7 @@ def share_families(rank):
         model = build_family(family)
         logits = model(input_ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
         engine = hybrid_engine.init_inference(model, tensor_parallel={"tp_size": 2}, max_out_tokens=64)
-        held = engine.generator.model.layers[0].attention.output.parallel.read.__self__.num_bytes
+        held = engine.generator.model.layers[0].mixer.output.parallel.read.__self__.num_bytes
         difference = (engine(input_ids, attention_mask=mask).logits - logits)[mask.bool()].abs().max().item()
         greedy = engine.generate(input_ids, attention_mask=mask, **GREEDY)
         torch.manual_seed(rank)  # what rank 0 draws counts

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 import hybrid_engine
-from hybrid_engine.ops import DecodeBatch, KVBlocks
+from hybrid_engine.ops import DecodeBatch
 from tests.support.models import PAD
 from tests.support.tape import TapeRecorder, count_launches
 
@@ -98,7 +98,7 @@ def test_a_dense_layer_of_a_decode_step_is_eight_launches(name, kernels):
     model = engine.generator.model
     model.bind()
     model.prepare_positions(512)
-    kv = torch.zeros(model.kv_shape(256, 512), dtype=model.dtype, device=kernels)
+    cache = model.new_cache(256, 512).layers[0]
     for num_rows in (1, 16, 17, 64, 65, 128, 129, 256):
         slots = torch.arange(num_rows, device=kernels)
         batch = DecodeBatch(
@@ -107,9 +107,7 @@ def test_a_dense_layer_of_a_decode_step_is_eight_launches(name, kernels):
         hidden = torch.randn(num_rows, 32, device=kernels).to(model.dtype)
         rotary = tuple(rows[batch.positions] for rows in model.angles.tables[None])
         launches = count_launches(
-            lambda hidden=hidden, rotary=rotary, batch=batch: model.layers[0].forward(
-                hidden, rotary, KVBlocks(*kv[0]), batch
-            ),
+            lambda hidden=hidden, rotary=rotary, batch=batch: model.layers[0].forward(hidden, rotary, cache, batch),
             are_run=False,
         )
         assert launches == ["kernel"] * 8

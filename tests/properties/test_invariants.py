@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import hybrid_engine
-from hybrid_engine.ops.batch import KVBlocks
 from tests.support.live_tensors import live_storages
 from tests.support.models import BUILDERS, PAD, build_model, padded_prompts
 
@@ -151,10 +150,10 @@ def test_the_workspace_is_kept_released_and_retaken_by_name():
     engine = build_engine()
     engine.eval()
     engine.generate(input_ids, attention_mask=mask, **ROLLOUT)
-    tensor, held = engine.generator.workspace.tensor, engine.generator.workspace.allocated_bytes
+    cache, held = engine.generator.workspace.cache, engine.generator.workspace.allocated_bytes
     assert held > 0
     engine.release_inference_cache()
-    assert engine.generator.workspace.allocated_bytes == 0 and engine.generator.workspace.tensor is tensor
+    assert engine.generator.workspace.allocated_bytes == 0 and engine.generator.workspace.cache is cache
     engine.retake_inference_cache()
     assert engine.generator.workspace.allocated_bytes == held
     engine.release_workspace()
@@ -267,6 +266,6 @@ def test_reading_weights_that_are_no_longer_there_is_an_error():
     norm = engine.generator.model.layers[0].attention_norm
     norm.gamma = norm.gamma.clone()
     norm.gamma.untyped_storage().resize_(0)  # as FSDP leaves a parameter when it reshards
-    keys, values = engine.generator.workspace.tensor[0]
+    cache = engine.generator.workspace.cache.layers[0]
     with pytest.raises(RuntimeError, match="layer 0 reads weights that are not gathered"):
-        engine.generator.model.layers[0].forward(torch.zeros(1, 48), None, KVBlocks(keys, values), None)
+        engine.generator.model.layers[0].forward(torch.zeros(1, 48), None, cache, None)

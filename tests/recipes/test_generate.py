@@ -310,7 +310,7 @@ def test_prompt_and_answer_may_be_as_long_as_the_model_takes_and_memory_holds(mo
     engine, _ = load_answering(generate.Config(model=str(model), prompts="-", out="-"))
     with live_batch(engine.generator, max_running=1) as batch:
         assert batch.longest == 2048
-    of_a_token = 4 * torch.Size(engine.generator.model.kv_shape(1, 1)).numel()
+    of_a_token = engine.generator.model.bytes_per_block(1)
     monkeypatch.setattr(engine.generator.memory, "spare_bytes", lambda model: 9 * 64 * of_a_token)
     with live_batch(engine.generator, max_running=4) as batch:
         assert batch.longest == 64 * 8

@@ -2,11 +2,13 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from hybrid_engine.containers import device
+from hybrid_engine.containers.cache import CacheShape, LayerCacheSpec
 from hybrid_engine.generation.memory import KVWorkspace
 from hybrid_engine.recipes import agent, serve
 from tests.serving.test_server import build
@@ -40,12 +42,13 @@ def resident_bytes():
 
 
 def test_a_workspace_takes_memory_only_where_something_is_written():
-    workspace, shape = KVWorkspace(), (2, 2, 1024, 4, 64, 64)  # 256 MiB
+    workspace, shape = KVWorkspace(), CacheShape((LayerCacheSpec(kv=((4, 64), (4, 64))),) * 2, 1024, 64)  # 256 MiB
     before = resident_bytes()
-    kv = workspace.take(shape, torch.float32, CPU)
-    assert workspace.allocated_bytes == kv.nbytes == 256 * MIB
+    cache = workspace.take(shape, torch.float32, CPU)
+    assert workspace.allocated_bytes == cache.memory.nbytes == 256 * MIB
     assert workspace.resident_bytes == 0 and resident_bytes() - before < 16 * MIB
-    kv[:, :, 3] = 1.0  # a block lies in 4 places of 64 KiB
+    for layer in cache.layers:
+        layer.kv.keys[3] = layer.kv.values[3] = 1.0  # a block lies in 4 places of 64 KiB
     assert workspace.resident_bytes == 4 * 64 * 1024
     assert resident_bytes() - before < 16 * MIB
     workspace.release()
@@ -53,14 +56,14 @@ def test_a_workspace_takes_memory_only_where_something_is_written():
 
 
 def test_memory_that_comes_back_is_zeros_whatever_was_in_it():
-    workspace, shape = KVWorkspace(), (1, 2, 8, 2, 16, 8)
+    workspace, shape = KVWorkspace(), CacheShape((LayerCacheSpec(kv=((2, 8), (2, 8))),), 8, 16)
     first = workspace.take(shape, torch.float32, CPU)
-    first.fill_(float("nan"))
+    first.memory.fill_(255)
     workspace.release()
-    assert workspace.take(shape, torch.float32, CPU) is first and torch.equal(first, torch.zeros(shape))
-    first.fill_(float("nan"))
-    larger = workspace.take((1, 2, 9, 2, 16, 8), torch.float32, CPU)
-    assert torch.equal(larger, torch.zeros_like(larger))
+    assert workspace.take(shape, torch.float32, CPU) is first and not first.memory.any()
+    first.memory.fill_(255)
+    larger = workspace.take(replace(shape, num_blocks=9), torch.float32, CPU)
+    assert len(larger.memory) > len(first.memory) and not larger.memory.any()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hybrid_engine.containers import InferenceModel
+from hybrid_engine.containers.cache import ModelCache
 from hybrid_engine.distributed.verdict import Partners, everyone
 from hybrid_engine.generation.memory import usable_memory_bytes
 from hybrid_engine.generation.output import pack
@@ -77,7 +78,7 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
             )
         self.model, self.args = model, args
         self.prompts_tokens = torch.empty(0, 0, dtype=torch.int64)
-        self._state: torch.Tensor | dict[str, Any] | None = None  # the containers' keys and values, or a module's cache
+        self._state: ModelCache | dict[str, Any] | None = None  # the containers' cache, or a module's
         self._num_fed = 0  # columns
         self._is_reading = False
 
@@ -195,16 +196,16 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
 
     def _prefill(self, model: InferenceModel, tokens: torch.Tensor) -> torch.Tensor:
         """The first window: whole rows one after the other, row r in block r."""
-        (num_rows, length), device = tokens.shape, tokens.device
+        num_rows, length = tokens.shape
         width = self.prompts_tokens.shape[1]
         model.prepare_positions(width)
-        self._state = torch.zeros(model.kv_shape(num_rows, width), dtype=model.dtype, device=device)
+        self._state = cache = model.new_cache(num_rows, width)
         batch = pack(tokens.reshape(-1), [length] * num_rows)
-        return model.forward(batch, self._state, self.generator.layers()).unflatten(0, (num_rows, length))
+        return model.forward(batch, cache, self.generator.layers()).unflatten(0, (num_rows, length))
 
     def _feed(self, model: InferenceModel, tokens: torch.Tensor, start: int) -> torch.Tensor:
         """A later window, which attends to those before it; a single column is a decode step."""
-        assert self._state is not None
+        assert isinstance(self._state, ModelCache)
         (num_rows, num_columns), device = tokens.shape, tokens.device
         batch: Batch = pack(tokens.reshape(-1), [num_columns] * num_rows, num_before=start)
         if num_columns == 1:
@@ -227,7 +228,7 @@ def _own_cache(output: Any) -> dict[str, Any] | None:
 
 
 def _check_memory(model: InferenceModel, tokens: torch.Tensor) -> None:
-    wanted = torch.Size(model.kv_shape(*tokens.shape)).numel() * model.dtype.itemsize
+    wanted = model.cache_shape(*tokens.shape).num_bytes(model.dtype)
     free = usable_memory_bytes(model.device)
     if wanted > free:
         raise ValueError(

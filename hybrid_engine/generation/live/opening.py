@@ -17,6 +17,7 @@ from torch import nn
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.config.checks import check_integer
 from hybrid_engine.config.notices import say_once
+from hybrid_engine.containers.cache import ModelCache
 from hybrid_engine.containers.device import on_device
 from hybrid_engine.containers.model import InferenceModel
 from hybrid_engine.distributed.verdict import naming_who_left
@@ -90,11 +91,11 @@ def live_batch(
         assert native is not None
         num_blocks = num_parts * (plan.num_blocks + native.num_reserved_blocks) - native.num_reserved_blocks
         whole = replace(plan, num_blocks=num_blocks)
-        kv = partners.agree(lambda: native.gather(whole, release, is_recorded=not adapters))
+        cache = partners.agree(lambda: native.gather(whole, release, is_recorded=not adapters))
         generator.is_live = True
         release.callback(setattr, generator, "is_live", False)
         if generator.gatherer.is_streamed:
-            strategy = partners.agree(lambda: native.start(plan, kv))
+            strategy = partners.agree(lambda: native.start(plan, cache))
             say_once(f"{caller}: layers are gathered one by one on every turn, with those of all processes")
             streamed = StreamedBatch(ContainerBatch(native.model, strategy, plan.longest + 1), native, partners)
             with streamed.leaving():
@@ -102,7 +103,7 @@ def live_batch(
             return
         if adapters and generator.group.slices is not None:  # each group of processes switches at its own time
             release.enter_context(generator.group.slices.keeping())
-        batch = partners.agree(lambda: _open(generator, native, plan, kv, adapters, release))
+        batch = partners.agree(lambda: _open(generator, native, plan, cache, adapters, release))
         if link is None:
             yield batch
             return
@@ -118,38 +119,40 @@ def _open(
     generator: Generator,
     native: ContainerRollouts,
     plan: RolloutPlan,
-    kv: torch.Tensor,
+    cache: ModelCache,
     adapters: tuple[str, ...],
     release: ExitStack,
 ) -> LiveBatch:
-    """Opens the batch of the whole weights, or one for the base model and each of `adapters`, each with a part of `kv`.
+    """Opens the batch of the whole weights, or one for the base model and each of `adapters`, with parts of `cache`.
 
     Registers what must be released on `release`.
     """
     if not adapters:
-        return _open_one(native, plan, kv)
+        return _open_one(native, plan, cache)
     fused = FusedAdapter(generator.module, native.model)
     release.callback(fused.give_back)
     names: tuple[str | None, ...] = (None, *adapters)
     batches: dict[str | None, SettledBatch] = {}
-    for name, part in zip(names, split_workspace(kv, native.model, plan, len(names)), strict=True):
+    for name, part in zip(names, split_workspace(cache, native.model, plan, len(names)), strict=True):
         fused.fuse(name)
         # A graph holds addresses, which fusing again may change; on a CPU they stay.
-        batches[name] = _open_one(native, plan, part, is_recorded=kv.device.type == "cpu")
+        batches[name] = _open_one(native, plan, part, is_recorded=cache.device.type == "cpu")
     return AdapterBatches(batches, fused)
 
 
-def _open_one(native: ContainerRollouts, plan: RolloutPlan, kv: torch.Tensor, is_recorded: bool = True) -> SettledBatch:
+def _open_one(
+    native: ContainerRollouts, plan: RolloutPlan, cache: ModelCache, is_recorded: bool = True
+) -> SettledBatch:
     model, longest = native.model, plan.longest + 1
     if not isinstance(native, StageRollouts):
         # Of prompts that come at once, the first ones are answered before the last ones are fed. 64 clients of
         # bench_serving.py's chats waited 2.58 s of the server's CPU time for the first token (median; 11.3 s at the
         # 95th percentile) with two chunks in a pass, 3.35 and 13.0 s with one: each pass copies the weights into the
         # layout of the matrix product.
-        if kv.device.type == "cpu" and native.mixes:
-            plan = replace(plan, max_prefill_tokens=2 * chunk_tokens(kv.device))
-        return ContainerBatch(model, native.start(plan, kv, is_recorded=is_recorded), longest)
-    batches = native.start_live(plan, kv)
+        if cache.device.type == "cpu" and native.mixes:
+            plan = replace(plan, max_prefill_tokens=2 * chunk_tokens(cache.device))
+        return ContainerBatch(model, native.start(plan, cache, is_recorded=is_recorded), longest)
+    batches = native.start_live(plan, cache)
     return StagedBatch(
         model, batches, longest, OrderedTurns(native.model.links, model.dtype, len(batches), native.peers)
     )
@@ -239,13 +242,10 @@ def _plan(generator: Generator, asked: LiveBatchRequest, memory: list[Memory]) -
 def _most_tokens(model: InferenceModel, config: HybridEngineConfig, spare_bytes: int, num_reserved: int) -> int:
     """Number of tokens of the longest sequence that memory suffices for."""
 
-    def block_bytes(block_size: int) -> int:
-        return torch.Size(model.kv_shape(1, block_size)).numel() * model.dtype.itemsize
-
     if config.kv_block_size == 0 and model.device.type == "cpu":  # one block holds a whole sequence
-        return spare_bytes // block_bytes(1) // (num_reserved + 2)
+        return spare_bytes // model.bytes_per_block(1) // (num_reserved + 2)
     block_size = config.kv_block_size or BLOCK_SIZE
-    return count_tokens(block_bytes(block_size), block_size, spare_bytes, num_reserved)
+    return count_tokens(model.bytes_per_block(block_size), block_size, spare_bytes, num_reserved)
 
 
 def count_tokens(block_bytes: int, block_size: int, spare_bytes: int, num_reserved: int) -> int:
@@ -373,8 +373,6 @@ class AdapterBatches:
         return others[0]
 
 
-def split_workspace(kv: torch.Tensor, model: InferenceModel, plan: RolloutPlan, num_parts: int) -> list[torch.Tensor]:
-    """Returns the workspaces of `num_parts` batches like `plan`, each contiguous, in the memory of `kv`."""
-    shape = model.kv_shape(kv.shape[2] // num_parts, plan.block_size)
-    size = torch.Size(shape).numel()
-    return [part.view(shape) for part in kv.view(-1)[: size * num_parts].split(size)]
+def split_workspace(cache: ModelCache, model: InferenceModel, plan: RolloutPlan, num_parts: int) -> list[ModelCache]:
+    """Returns the caches of `num_parts` batches like `plan` in the memory of `cache`."""
+    return cache.split([model.cache_shape(cache.num_blocks // num_parts, plan.block_size)] * num_parts)

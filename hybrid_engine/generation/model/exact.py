@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
+from hybrid_engine.containers.cache import LayerCache, ModelCache
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.ops import Batch, DecodeBatch, MixedBatch, PrefillBatch
 from hybrid_engine.ops.dispatch import SWITCH, need_kernels, replaced_kernels, use_triton
@@ -34,7 +35,7 @@ class RolloutPass(NamedTuple):
     """A pass over packed or decoded tokens, whose keys and values are in KV blocks."""
 
     batch: Batch
-    caches: tuple[torch.Tensor, ...]  # keys and values of each layer in turn
+    caches: tuple[LayerCache, ...]  # of each layer
 
 
 class TrainerPass(NamedTuple):
@@ -67,8 +68,7 @@ def _attention(
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     if isinstance(now, TrainerPass):
         return _over_padded(query, key, value, now.order, attention, s_aux), None
-    layer = 2 * int(module.layer_idx)  # type: ignore[arg-type]
-    caches = now.caches[layer], now.caches[layer + 1]
+    caches = now.caches[int(module.layer_idx)].kv  # type: ignore[arg-type]
     if not isinstance(now.batch, MixedBatch):
         return _over_blocks(query[0], key[0], value[0], caches, now.batch, attention, s_aux)[None], None
     num_rows = len(now.batch.decode.tokens)
@@ -167,11 +167,10 @@ class ExactModel(InferenceModel):
     def prepare_positions(self, num_positions: int) -> None:
         """Does nothing: the module computes its own angles."""
 
-    def forward(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
+    def forward(self, batch: Batch, cache: ModelCache, layers: Iterable[InferenceLayer]) -> torch.Tensor:
         """Returns the logits of `batch` from the module's own forward with exact functions; `layers` are not read."""
-        caches = kv.view(-1, *kv.shape[2:]).unbind(0)
         wanted = 0 if batch.wanted is None else batch.wanted  # 0: all
-        with self._installed(RolloutPass(batch, caches)):
+        with self._installed(RolloutPass(batch, cache.layers)):
             output = self.module(
                 input_ids=batch.tokens[None],
                 attention_mask=torch.ones_like(batch.tokens)[None],  # for OPT, which would count positions in floats

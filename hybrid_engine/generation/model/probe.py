@@ -364,7 +364,7 @@ class _ProbePasses:
         num_blocks = -(-len(tokens) // block_size)
         self.table = torch.arange(num_blocks, device=tokens.device)
         model.prepare_positions(len(tokens))
-        self.kv = torch.zeros(model.kv_shape(num_blocks, block_size), dtype=model.dtype, device=tokens.device)
+        self.cache = model.new_cache(num_blocks, block_size)
 
     def prefill(self, length: int) -> torch.Tensor:
         """Returns logits `[length, V]` after each of the first `length` tokens."""
@@ -379,7 +379,7 @@ class _ProbePasses:
             wanted=places,
             row_lengths=torch.full_like(places, length),
         )
-        return self.model.forward(batch, self.kv, self.layers())
+        return self.model.forward(batch, self.cache, self.layers())
 
     def prefill_all(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the log-probabilities of all tokens but the first, and the places before them."""
@@ -390,7 +390,7 @@ class _ProbePasses:
         """Returns logits `[R, V]` after the tokens at `rows`; the keys and values before them must exist."""
         places = torch.tensor(rows, device=self.tokens.device)
         batch = self._batch(self.tokens[places], places, max(rows) + 1, is_identity)
-        return self.model.forward(batch, self.kv, self.layers())
+        return self.model.forward(batch, self.cache, self.layers())
 
     def replay(self, rows: list[int], recorder: Any) -> torch.Tensor:
         """Returns the logits `[R, V]` of `decode` from a step that was recorded for other rows."""
@@ -401,7 +401,7 @@ class _ProbePasses:
 
         def run() -> None:
             batch = self._batch(tokens, places, max(rows) + 1)
-            outputs[:] = [self.model.forward(batch, self.kv, self.layers())]
+            outputs[:] = [self.model.forward(batch, self.cache, self.layers())]
 
         run()  # compiles
         replay = recorder.capture(run) if self.model.can_be_recorded else run
@@ -471,14 +471,13 @@ def _module_logprobs(module: nn.Module, tokens: torch.Tensor, first: int = 0) ->
 
 def widest_window(model: InferenceModel) -> int:
     """Number of tokens of the containers' widest window; 0 if no layer has one."""
-    return max(layer.attention.softmax_context.window or 0 for layer in model.layers)
+    return max((op.window or 0 for op in model.attentions), default=0)
 
 
 @contextmanager
 def short_windows(module: nn.Module, model: InferenceModel) -> Iterator[bool]:
     """Inside, windows wider than SHORT_WINDOW have its size; yields whether module or containers have any."""
-    ops = [layer.attention.softmax_context for layer in model.layers]
-    wide_ops = [(op, op.window) for op in ops if op.window is not None and op.window > SHORT_WINDOW]
+    wide_ops = [(op, op.window) for op in model.attentions if op.window is not None and op.window > SHORT_WINDOW]
     holders = list(_holders(module, (*WINDOW_NAMES, *([model.policy.window] if model.policy.window else []))))
     try:
         for holder, name, _ in holders:

@@ -237,11 +237,11 @@ def warm_up(
     graphs, graph_seconds = 0, 0.0
     if request.plan is not None:
         with ExitStack() as release:
-            kv = generator.gather(request, release)
-            assert kv is not None
+            cache = generator.gather(request, release)
+            assert cache is not None
             native, plan = generator.native, request.plan
             with naming_kernels():
-                stats = generator.partners.agree(lambda: native.warm_up(plan, kv))
+                stats = generator.partners.agree(lambda: native.warm_up(plan, cache))
             graphs, graph_seconds = stats.captures, stats.seconds
         generator.gatherer.count_bytes()  # not a rollout's
     return WarmUp(time.perf_counter() - start, probe_seconds, graphs, graph_seconds)

@@ -18,6 +18,7 @@ from transformers import GenerationMixin
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
+from hybrid_engine.containers.cache import ModelCache
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.views import TensorParallel
 from hybrid_engine.distributed.verdict import (
@@ -271,31 +272,31 @@ class Generator:
             self.native.steps.drop()
         self.release_workspace()
 
-    def gather(self, request: Request, release: ExitStack) -> torch.Tensor | None:
+    def gather(self, request: Request, release: ExitStack) -> ModelCache | None:
         """Gathers for the rollout and registers the release on `release`; raises an error of one process on all.
 
         Returns the KV workspace for `run`; None if the model's own `generate()` runs.
         """
         return self.partners.agree(lambda: self._gather(request, release))
 
-    def _gather(self, request: Request, release: ExitStack) -> torch.Tensor | None:
+    def _gather(self, request: Request, release: ExitStack) -> ModelCache | None:
         if request.plan is None:
             self.own.gather(release)
             return None
         assert self.native is not None
         return self.native.gather(request.plan, release)
 
-    def run(self, request: Request, kv: torch.Tensor | None, held: HeldInterrupts) -> RolloutResult:
+    def run(self, request: Request, cache: ModelCache | None, held: HeldInterrupts) -> RolloutResult:
         """Runs the rollout; Ctrl-C, which is `held`, may end it. Raises an error of one process on all."""
         try:
-            return self.partners.agree(lambda: self._run(request, kv, held))
+            return self.partners.agree(lambda: self._run(request, cache, held))
         except LostError:
             raise
         except BaseException:
             self.group.renew_sums(self.partners)
             raise
 
-    def _run(self, request: Request, kv: torch.Tensor | None, held: HeldInterrupts) -> RolloutResult:
+    def _run(self, request: Request, cache: ModelCache | None, held: HeldInterrupts) -> RolloutResult:
         local, plan = request.local, request.plan
         choice = self._choice
         if plan is not None:
@@ -309,9 +310,9 @@ class Generator:
                 return result
             if plan is None:
                 return self.own.run(local.input_ids, local.mask, local.options, request.seed, local.kwargs)
-            assert self.native is not None and kv is not None
+            assert self.native is not None and cache is not None
             with nullcontext() if self.group.sums is None else self.group.sums.ending_others():
-                result = self.native.run(plan, kv, local.input_ids, choice)
+                result = self.native.run(plan, cache, local.input_ids, choice)
             if isinstance(choice, InStep):
                 choice.finish()
             if isinstance(result.output, GenerateOutput):

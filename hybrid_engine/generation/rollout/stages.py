@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hybrid_engine.containers import InferenceModel
+from hybrid_engine.containers import InferenceModel, UnsupportedModelError
+from hybrid_engine.containers.cache import CacheShape, LayerCacheSpec, ModelCache
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.views import TensorParallel
 from hybrid_engine.distributed.verdict import (
@@ -229,7 +230,7 @@ class StageModel(InferenceModel):
         assert stage is not None
         self.group, self.stage, self.links = group, stage, StageLinks(stage, device)
         self.num_layers = len(self.layers)
-        self.most_layers = max(map(len, stage.all_layers(self.num_layers)))
+        self._stage_specs = [self._specs_of(layers) for layers in stage.all_layers(self.num_layers)]
         keep_stage(self, stage.layers(self.num_layers), stage.is_first, stage.is_last)
 
     @property
@@ -237,24 +238,41 @@ class StageModel(InferenceModel):
         """One of the weights bound on this stage."""
         return self.layers[0].linears[0].pair[0]
 
-    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Shape of the KV workspace, equal on all stages, so that all make the same plan."""
-        return (self.most_layers, *super().kv_shape(num_blocks, block_size)[1:])
+    @property
+    def cache_specs(self) -> tuple[LayerCacheSpec, ...]:
+        """Tensors that each layer of this stage keeps."""
+        return self._stage_specs[self.stage.index]
 
-    def forward(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
+    def _specs_of(self, layers: range) -> tuple[LayerCacheSpec, ...]:
+        """Tensors that each of `layers` keeps; raises UnsupportedModelError if one reads the cache of another stage."""
+        specs = []
+        for spec in (self.layers[index].mixer.cache_spec for index in layers):
+            if spec.shared_with is not None:
+                if spec.shared_with not in layers:
+                    raise UnsupportedModelError("layers of several pipeline stages share keys and values")
+                spec = replace(spec, shared_with=spec.shared_with - layers.start)
+            specs.append(spec)
+        return tuple(specs)
+
+    def bytes_per_block(self, block_size: int, dtype: torch.dtype | None = None) -> int:
+        """Bytes of a block on the stage where it takes most, so that all stages make the same plan."""
+        shapes = [CacheShape(specs, 1, block_size) for specs in self._stage_specs]
+        return max(shape.num_bytes(dtype or self.dtype) for shape in shapes)
+
+    def forward(self, batch: Batch, cache: ModelCache, layers: Iterable[InferenceLayer]) -> torch.Tensor:
         """Returns the logits `[R, V]` fp32 of a pass through all stages, on each of them; collective.
 
         An error of one process is raised on all. A rollout keeps the logits on the last stage: see `run_stage`.
         """
-        logits = self.group.agree(lambda: self._run_alone(batch, kv, layers))
+        logits = self.group.agree(lambda: self._run_alone(batch, cache, layers))
         num_rows = len(batch.tokens if batch.wanted is None else batch.wanted)
         return self.links.broadcast_logits(logits, num_rows, self.vocab_size)
 
-    def _run_alone(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
+    def _run_alone(self, batch: Batch, cache: ModelCache, layers: Iterable[InferenceLayer]) -> torch.Tensor:
         """`run_stage` as a turn of its own without a draw; when it ends or raises, all its messages have been sent."""
         self.links.begin_turn(1, is_drawn=False)
         try:
-            logits = self.run_stage(batch, kv, layers)
+            logits = self.run_stage(batch, cache, layers)
         except LostError:
             raise
         except BaseException:
@@ -264,18 +282,18 @@ class StageModel(InferenceModel):
         self.links.finish()
         return logits
 
-    def run_stage(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
+    def run_stage(self, batch: Batch, cache: ModelCache, layers: Iterable[InferenceLayer]) -> torch.Tensor:
         """Runs this stage's part of a pass; returns logits `[R, V]` fp32 on the last stage, `[R, 0]` on the others.
 
         Waits for the previous stage, not for the next one. Raises StageFailedError if the previous stage has failed. An
         error also ends the sums that other processes of this stage wait in.
         """
         with nullcontext() if self.group.sums is None else self.group.sums.ending_others():
-            return self._run_stage(batch, kv, layers)
+            return self._run_stage(batch, cache, layers)
 
-    def _run_stage(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
+    def _run_stage(self, batch: Batch, cache: ModelCache, layers: Iterable[InferenceLayer]) -> torch.Tensor:
         hidden = self._embed(batch) if self.stage.is_first else self.links.receive_hidden(self.dtype)
-        hidden = self._run_layers(hidden, batch, kv, layers)
+        hidden = self._run_layers(hidden, batch, cache, layers)
         if self.stage.is_last:
             return self._head(hidden, batch)
         self.links.send_hidden(hidden)
@@ -287,7 +305,7 @@ def keep_stage(model: Any, layers: range, is_first: bool, is_last: bool) -> None
     """Removes all layers but these from an `InferenceModel`, and the ends that this stage does not have."""
     model.layers = [model.layers[index] for index in layers]
     for place, layer in enumerate(model.layers):
-        layer.index = place  # index in the KV workspace
+        layer.index = place  # index in the cache
     if not is_first:
         model.embedding = model.position_embedding = model.embedding_norm = model.project_in = None
     if not is_last:
@@ -301,9 +319,9 @@ class StageTurns:
         self.model = model
         self.vocab_size, self.recompute_length = model.vocab_size, model.recompute_length
 
-    def forward(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
+    def forward(self, batch: Batch, cache: ModelCache, layers: Iterable[InferenceLayer]) -> torch.Tensor:
         """Runs this stage's layers; returns the logits on the last stage. See `StageModel.run_stage`."""
-        return self.model.run_stage(batch, kv, layers)
+        return self.model.run_stage(batch, cache, layers)
 
 
 class StageStep(OpenStep):
@@ -315,8 +333,10 @@ class StageStep(OpenStep):
         peers: the processes of this stage.
     """
 
-    def __init__(self, model: StageModel, kv: torch.Tensor, drawer: DecodeStep, choice: Choice | None, peers: Partners):
-        super().__init__(StageTurns(model), kv, choice or (lambda rows, logits: drawer.draw(rows, logits).read()))
+    def __init__(
+        self, model: StageModel, cache: ModelCache, drawer: DecodeStep, choice: Choice | None, peers: Partners
+    ):
+        super().__init__(StageTurns(model), cache, choice or (lambda rows, logits: drawer.draw(rows, logits).read()))
         self.links, self.peers = model.links, peers
 
     def draw(self, sequences: list[Sequence], logits: torch.Tensor) -> Draw:
@@ -402,12 +422,9 @@ def split_empty_plan(plan: RolloutPlan, num_parts: int) -> list[RolloutPlan]:
     return [plan]
 
 
-def split_workspace(kv: torch.Tensor, model: StageModel, parts: list[RolloutPlan]) -> list[torch.Tensor]:
-    """Returns each part's workspace, contiguous, in the memory of `kv`, which has at least all their blocks."""
-    shapes = [model.kv_shape(part.num_blocks, part.block_size) for part in parts]
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    pieces = kv.view(-1)[: sum(sizes)].split(sizes)
-    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+def split_workspace(cache: ModelCache, model: StageModel, parts: list[RolloutPlan]) -> list[ModelCache]:
+    """Returns each part's cache in the memory of `cache`, which has at least all their blocks."""
+    return cache.split([model.cache_shape(part.num_blocks, part.block_size) for part in parts])
 
 
 class StageRollouts(ContainerRollouts):
@@ -420,33 +437,33 @@ class StageRollouts(ContainerRollouts):
         super().__init__(*parts)
         self.peers = peers
 
-    def warm_up(self, plan: RolloutPlan, kv: torch.Tensor) -> CaptureStats:
+    def warm_up(self, plan: RolloutPlan, cache: ModelCache) -> CaptureStats:
         """Compiles the kernels of rollouts like `plan`, by a prefill and a decode of each micro-batch; collective."""
-        self._take_turns(self._start_all(plan, kv, None), lambda: None, most=2)
+        self._take_turns(self._start_all(plan, cache, None), lambda: None, most=2)
         return self.steps.stats
 
     def run_turns(
-        self, plan: RolloutPlan, kv: torch.Tensor, choice: Choice | None, tell: Callable[[], None] = lambda: None
+        self, plan: RolloutPlan, cache: ModelCache, choice: Choice | None, tell: Callable[[], None] = lambda: None
     ) -> list[ContinuousBatch]:
         """Takes all turns of `plan`, and calls `tell` before each; collective.
 
         An error of one stage is raised on all.
         """
-        batches = self.partners.agree(lambda: self._start_all(plan, kv, choice))
+        batches = self.partners.agree(lambda: self._start_all(plan, cache, choice))
         self._take_turns(batches, tell)
         return list(batches)
 
-    def _start_all(self, plan: RolloutPlan, kv: torch.Tensor, choice: Choice | None) -> list[MicroBatch]:
+    def _start_all(self, plan: RolloutPlan, cache: ModelCache, choice: Choice | None) -> list[MicroBatch]:
         """Starts as many micro-batches as there are stages, if there are rows for them."""
         parts = split_plan(plan, self.model.stage.size)
-        workspaces = split_workspace(kv, self.model, parts)
+        workspaces = split_workspace(cache, self.model, parts)
         return [self._start(part, space, choice) for part, space in zip(parts, workspaces, strict=True)]
 
-    def _start(self, plan: RolloutPlan, kv: torch.Tensor, choice: Choice | None) -> MicroBatch:
+    def _start(self, plan: RolloutPlan, cache: ModelCache, choice: Choice | None) -> MicroBatch:
         model = self.model
-        tables = SlotTables(plan.max_running, plan.num_columns, kv.shape[2] - 1, model.vocab_size, kv.device)
-        drawer = DecodeStep(model, SampleOp(plan.sampling), tables, kv)
-        step = StageStep(model, kv, drawer, choice, self.peers)
+        tables = SlotTables(plan.max_running, plan.num_columns, cache.num_blocks - 1, model.vocab_size, cache.device)
+        drawer = DecodeStep(model, SampleOp(plan.sampling), tables, cache)
+        step = StageStep(model, cache, drawer, choice, self.peers)
         return MicroBatch(StageTurns(model), Scheduler.for_plan(plan), step, self.layers)
 
     def _take_turns(self, batches: list[MicroBatch], tell: Callable[[], None], most: int | None = None) -> None:
@@ -470,10 +487,10 @@ class StageRollouts(ContainerRollouts):
             turns.read_all()
             self.model.links.finish()
 
-    def start_live(self, plan: RolloutPlan, kv: torch.Tensor) -> list[MicroBatch]:
+    def start_live(self, plan: RolloutPlan, cache: ModelCache) -> list[MicroBatch]:
         """Starts empty micro-batches that sequences join later, as many as stages if memory suffices."""
         parts = split_empty_plan(plan, self.model.stage.size)
-        workspaces = split_workspace(kv, self.model, parts)
+        workspaces = split_workspace(cache, self.model, parts)
         return [self._start(part, space, None) for part, space in zip(parts, workspaces, strict=True)]
 
 

@@ -262,8 +262,8 @@ def run_sequences(
     (least,) = partners.highest([-spare])
     plan = plan_rollout(model, sequences, options, config, -least, native.num_reserved_blocks)
     with holding_interrupts(), torch.inference_mode(False), torch.no_grad(), ExitStack() as release:
-        kv = partners.agree(lambda: native.gather(plan, release))
-        partners.agree(lambda: native.run_turns(plan, kv, None, tell))
+        cache = partners.agree(lambda: native.gather(plan, release))
+        partners.agree(lambda: native.run_turns(plan, cache, None, tell))
     partners.agree(tell)
 
 

@@ -20,6 +20,7 @@ from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.config.blocks import ZERO_STAGES, StageRules
 from hybrid_engine.config.checks import check_divides
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
+from hybrid_engine.containers.cache import CacheShape, LayerCacheSpec
 from hybrid_engine.generation.memory import count_blocks
 from hybrid_engine.generation.scheduler import MAX_PREFILL_TOKENS
 from hybrid_engine.metrics.memory import format_bytes
@@ -249,14 +250,14 @@ def gradient_part(shapes: Sequence[Shape], sharded: Sharded) -> MemoryPart:
     return MemoryPart("gradients", num_bytes, text)
 
 
-def kv_part(shape: tuple[int, ...], dtype_bytes: int, running: int) -> MemoryPart:
-    """Returns the KV workspace of `[L, 2, num_blocks, K, block_size, D]`, for `running` sequences at once."""
-    layers, _, blocks, heads, size, width = shape
+def kv_part(shape: CacheShape, dtype: torch.dtype, running: int) -> MemoryPart:
+    """Returns the KV workspace of `shape` in a model of `dtype`, for `running` sequences at once."""
+    per_token = shape.bytes_per_block(dtype) // shape.block_size
     formula = (
-        f"{dtype_bytes} bytes x {layers} layers x 2 x {blocks:,} blocks of {size} tokens x {heads} heads x {width}, "
+        f"{per_token:,} bytes of {len(shape.specs)} layers x {shape.num_blocks:,} blocks of {shape.block_size} tokens, "
         f"{running} sequences at once"
     )
-    return MemoryPart(KV_WORKSPACE, dtype_bytes * math.prod(shape), formula)
+    return MemoryPart(KV_WORKSPACE, shape.num_bytes(dtype), formula)
 
 
 def _lines(parts: Iterable[MemoryPart]) -> Iterator[str]:
@@ -548,8 +549,8 @@ def _generation(actor: nn.Module, prompt_tokens: int, setting: Setting, *, is_st
     try:
         model = InferenceModel(actor)
     except UnsupportedModelError:
-        return [_own_cache(text, demand.max_running, longest, size)]
-    parts = [kv_part(model.kv_shape(demand.wanted, demand.block_size), size, demand.max_running)]
+        return [_own_cache(text, demand.max_running, longest, setting.weight)]
+    parts = [kv_part(model.cache_shape(demand.wanted, demand.block_size), setting.weight, demand.max_running)]
     if fused := model.buffer_bytes(is_streamed):
         how = "of one layer at a time" if is_streamed else "once more, dequantised where they are quantised"
         parts.append(MemoryPart("fused adapters", fused, f"the linears with an adapter, {how}"))
@@ -564,11 +565,12 @@ def _generation(actor: nn.Module, prompt_tokens: int, setting: Setting, *, is_st
     return [*parts, MemoryPart(LOGITS, 2 * 4 * demand.max_running * text.vocab_size, logits)]
 
 
-def _own_cache(text: Any, rows: int, columns: int, size: int) -> MemoryPart:
+def _own_cache(text: Any, rows: int, columns: int, dtype: torch.dtype) -> MemoryPart:
     """Keys and values of the model's own `generate()`; none for a model without attention."""
     heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
     if heads is None:
         return MemoryPart(OWN_CACHE, 0, "no attention, no keys and values; its states are not counted")
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    shape = (text.num_hidden_layers, 2, rows, heads, columns, width)
-    return kv_part(shape, size, rows)._replace(name=OWN_CACHE)
+    spec = LayerCacheSpec(kv=((heads, width), (heads, width)))
+    shape = CacheShape((spec,) * text.num_hidden_layers, rows, columns)
+    return kv_part(shape, dtype, rows)._replace(name=OWN_CACHE)

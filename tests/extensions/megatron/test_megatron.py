@@ -49,9 +49,7 @@ def forced_logits(containers, row):
         lengths=(len(row),), starts=torch.tensor([0, len(row)], dtype=torch.int32, device=row.device), wanted=places,
         row_lengths=torch.full_like(places, len(row)),
     )  # fmt: skip
-    return containers.forward(
-        batch, torch.zeros(containers.kv_shape(1, len(row)), device=row.device), containers.layers
-    )
+    return containers.forward(batch, containers.new_cache(1, len(row)), containers.layers)
 
 
 @pytest.mark.parametrize("form", FORMS)
