@@ -16,15 +16,24 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import PretrainedConfig
 
 from hybrid_engine.containers.cache import LayerCache, LayerCacheSpec
 from hybrid_engine.containers.moe import ExpertList, MoEMLP, ParameterView
-from hybrid_engine.containers.policy import Policy, UnsupportedModelError, attribute, config_value, submodule
+from hybrid_engine.containers.policy import (
+    Policy,
+    TemperaturePolicy,
+    UnsupportedModelError,
+    attribute,
+    config_value,
+    submodule,
+)
 from hybrid_engine.containers.views import (
     ALONE,
     HeadNormsView,
     NormView,
+    Ones,
     Ranges,
     TensorParallel,
     TransposedLinear,
@@ -42,6 +51,7 @@ from hybrid_engine.ops import (
     VectorMatMulOp,
 )
 from hybrid_engine.ops.linears import ACTIVATIONS
+from hybrid_engine.ops.softmax_context import apply_rotary
 
 RotaryRows = tuple[torch.Tensor, torch.Tensor]
 WINDOWED_KINDS = ("sliding_attention", "local")
@@ -122,10 +132,13 @@ class InferenceLayer:
         """Raises ValueError if the ranks cannot share heads or MLP equally."""
         self.index, self.policy, self.module = index, policy, layer
         self.kind = layer_kind(policy, config, index)
-        self.has_rope = policy.rope_layers is None or bool(config_value(config, policy.rope_layers)[index])
+        self.has_rope = has_rope(policy, config, index)
 
         def norm(path: str | None) -> NormView | None:
-            return NormView(submodule(layer, path), policy.norm, parallel) if path else None
+            if path is None:
+                return None
+            module = submodule(layer, path)
+            return NormView(module, policy.norm, parallel, ones_of(module, config.hidden_size, layer, policy))
 
         self.attention_norm, self.mlp_norm = norm(policy.attention_norm), norm(policy.mlp_norm)
         self.attention_post_norm, self.mlp_post_norm = norm(policy.attention_post_norm), norm(policy.mlp_post_norm)
@@ -145,7 +158,15 @@ class InferenceLayer:
             self.mlp = DenseMLP(policy, layer, config, index, norm_in_front, parallel)
         check_divides(self.mixer.heads, [*self.mixer.sizes, *self.mlp.sizes], parallel)
 
-        self._first_norm = next(norm for norm in (self.attention_norm, self.attention_post_norm) if norm)
+        scale = config_value(config, policy.residual_scale) if policy.residual_scale else None
+        self.residual_scale = 1.0 if scale is None else float(scale)
+        # Otherwise outputs are normed or scaled before they are added, so their products do not add them.
+        self.adds_attention = self.attention_post_norm is None and scale is None
+        self.adds_mlp = self.mlp_post_norm is None and scale is None
+        # A norm is never fused into a buffer of its own, as a linear may be, so its storage shows whether it is
+        # gathered.
+        norms = (self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm)
+        self._first_norm = next((norm for norm in norms if norm and norm.has_weight), None)
 
     @property
     def norms(self) -> list[NormView | HeadNormsView]:
@@ -215,13 +236,11 @@ class InferenceLayer:
         Raises:
             RuntimeError: the weights were gathered when they were bound and no longer are.
         """
-        # A norm is never fused into a buffer of its own, as a linear may be, so its storage shows whether it is
-        # gathered.
-        if self._first_norm.gamma.untyped_storage().nbytes() == 0:
+        if self._first_norm and self._first_norm.gamma.untyped_storage().nbytes() == 0:
             raise RuntimeError(
                 f"layer {self.index} reads weights that are not gathered; gather them around the rollout"
             )
-        added = None if self.attention_post_norm else hidden
+        added = hidden if self.adds_attention else None
         attention, normed = self.mixer.forward(hidden, rotary, cache, batch, residual=added)
         if self.policy.block == "parallel":
             return attention + self.mlp.forward(hidden if self.mlp_norm else normed, is_added=False)
@@ -229,10 +248,27 @@ class InferenceLayer:
             assert self.attention_norm and self.mlp_norm
             stream = self.attention_norm.apply(attention)
             return self.mlp_norm.apply(self.mlp.forward(stream, is_added=True))
-        stream = hidden + self.attention_post_norm.apply(attention) if self.attention_post_norm else attention
-        if self.mlp_post_norm:
-            return stream + self.mlp_post_norm.apply(self.mlp.forward(stream, is_added=False))
-        return self.mlp.forward(stream, is_added=True)
+        stream = attention if self.adds_attention else self._add(hidden, attention, self.attention_post_norm)
+        if self.adds_mlp:
+            return self.mlp.forward(stream, is_added=True)
+        return self._add(stream, self.mlp.forward(stream, is_added=False), self.mlp_post_norm)
+
+    def _add(self, stream: torch.Tensor, output: torch.Tensor, norm: NormView | None) -> torch.Tensor:
+        """`stream [N, E]` plus the output `[N, E]` of attention or MLP, normed and scaled."""
+        return torch.add(stream, norm.apply(output) if norm else output, alpha=self.residual_scale)
+
+
+def ones_of(norm: nn.Module, width: int, layer: nn.Module, policy: Policy) -> Ones | None:
+    """Returns the ones that replace the weight of a layer's norm; None if it has a weight."""
+    is_plain = getattr(norm, "weight", None) is None
+    return Ones(width, submodule(layer, policy.attention_output)) if is_plain else None
+
+
+def has_rope(policy: Policy, config: PretrainedConfig, index: int) -> bool:
+    """Whether layer `index` rotates queries and keys, in a family with rotary embedding."""
+    if policy.is_rope_local and policy.window and config_value(config, policy.window) is not None:
+        return sliding_window(policy, config, index) is not None
+    return policy.rope_layers is None or bool(config_value(config, policy.rope_layers)[index])
 
 
 def layer_kind(policy: Policy, config: PretrainedConfig, index: int) -> str | None:
@@ -253,6 +289,29 @@ def soft_capping(policy: Policy, config: PretrainedConfig) -> float | None:
     if policy.softcap is None or getattr(config, "_attn_implementation", None) == "sdpa":
         return None
     return config_value(config, policy.softcap)
+
+
+class Temperature:
+    """Factors of the queries by position, see TemperaturePolicy."""
+
+    def __init__(self, policy: TemperaturePolicy, config: PretrainedConfig):
+        self.strength, self.length = (config_value(config, name) for name in (policy.strength, policy.length))
+        self.offset = policy.offset
+
+    def apply(self, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """`q [N, K, G, D]` of tokens at `positions`; rows after theirs are padding and become 0."""
+        steps = torch.floor((positions.float() + self.offset) / self.length)
+        factors = functional.pad(1 + self.strength * torch.log1p(steps), (0, len(q) - len(positions)))
+        return (q * factors[:, None, None, None]).to(q.dtype)
+
+
+def take_temperature(policy: Policy, config: PretrainedConfig, index: int) -> Temperature | None:
+    """Returns the temperature of layer `index`, or None."""
+    part = policy.temperature
+    if part is None or part.has_rope != has_rope(policy, config, index):
+        return None
+    is_on = part.switch is None or config_value(config, part.switch)
+    return Temperature(part, config) if is_on else None
 
 
 def alibi_slopes(num_heads: int) -> torch.Tensor:
@@ -388,11 +447,15 @@ class Attention:
                 return None
             if policy.qk_norm_width == "each_head":
                 return HeadNormsView(submodule(layer, path), first, num_heads, parallel)
-            return NormView(submodule(layer, path), policy.norm, parallel)
+            module = submodule(layer, path)
+            return NormView(module, policy.norm, parallel, ones_of(module, self.head_dim, layer, policy))
 
         self.q_norm = head_norm(policy.q_norm, parallel.rank * self.num_heads, self.num_heads)
         self.k_norm = head_norm(policy.k_norm, heads.first_kv_head(parallel.rank), self.num_kv_heads)
-        self.is_norm_in_op = policy.qk_norm_width == "head" and isinstance(self.q_norm, NormView)
+        self.is_norm_last = policy.is_qk_norm_last
+        is_in_head = policy.qk_norm_width == "head" and isinstance(self.q_norm, NormView)
+        self.is_norm_in_op, self.norms_heads_alike = is_in_head and not self.is_norm_last, is_in_head
+        self.temperature = take_temperature(policy, config, index)
         self.sinks: torch.Tensor | None = None
         self.alibi: torch.Tensor | None = None
         self._build_ops(policy, config, index)
@@ -460,6 +523,10 @@ class Attention:
         gamma, beta = (self.norm.gamma, self.norm.beta) if self.norm else (None, None)
         (q, k, v), normed = self.qkv_gemm(hidden, weights, biases, gamma, beta)
         weights = HeadWeights(sinks=self.sinks, alibi=self.alibi)
+        if self.temperature and not isinstance(batch, EncoderBatch):
+            q = self.temperature.apply(q, batch.positions)
+        if self.is_norm_last and rotary is not None:
+            (q, k), rotary = self._rotate(q, k, rotary), None
         if self.q_norm and self.k_norm:
             if self.is_norm_in_op:
                 weights = weights._replace(q_gamma=self.q_norm.gamma, k_gamma=self.k_norm.gamma)
@@ -471,9 +538,18 @@ class Attention:
         output = self.parallel.all_reduce(self.vector_matmul(context, *self.output.pair))
         return output if residual is None else residual + output, normed
 
+    def _rotate(self, q: torch.Tensor, k: torch.Tensor, rotary: RotaryRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotates queries and keys before they are normed; rows after those of the batch's tokens become 0."""
+        cos, sin = (functional.pad(rows, (0, 0, 0, len(q) - len(rows))) for rows in rotary)
+        both = apply_rotary(torch.cat((q.flatten(1, 2), k), 1), cos, sin, self.softmax_context.is_interleaved)
+        q_rows, k_rows = both.split((self.num_heads, self.num_kv_heads), 1)
+        return q_rows.view(q.shape), k_rows
+
     def _norm_heads(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Applies norms that span all heads, or have weights for each head."""
+        """Applies norms that the op does not: after rotary embedding, over all heads, or with weights for each head."""
         assert self.q_norm is not None and self.k_norm is not None
+        if self.norms_heads_alike:
+            return self.q_norm.apply(q.contiguous()), self.k_norm.apply(k.contiguous())
         if isinstance(self.q_norm, HeadNormsView):
             return self.q_norm.apply(q.flatten(1, 2)).view(q.shape), self.k_norm.apply(k)
         parallel, num_shared = self.parallel, max(1, self.parallel.size // self.heads.num_kv_heads)

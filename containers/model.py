@@ -40,13 +40,13 @@ from hybrid_engine.containers.policy import (
     submodule,
 )
 from hybrid_engine.containers.quantised import keep_as_loaded
-from hybrid_engine.containers.views import ALONE, EmbeddingView, NormView, TensorParallel, TransposedLinear
+from hybrid_engine.containers.views import ALONE, EmbeddingView, NormView, Ones, TensorParallel, TransposedLinear
 from hybrid_engine.ops import Batch, DecodeBatch, MixedBatch, PrefillBatch, SoftmaxContextOp, VectorMatMulOp
 from hybrid_engine.ops.cpu_kernels import rows_of_pass
 from hybrid_engine.ops.expert_gemm import ExpertGemmOp
 from hybrid_engine.ops.softmax_context import rotary_rows
 
-STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional", "ntk_alpha")
 LENGTH_ROPE_TYPES = ("dynamic", "longrope")
 CHANGED_NUMBERS = ("max_seq_len_cached", "attention_scaling")
 """Name suffixes of numbers that a forward pass of transformers' modules changes."""
@@ -140,7 +140,15 @@ class InferenceModel:
             return None if module is None else TransposedLinear(module, str(path), self.parallel)
 
         def norm(path: str | None) -> NormView | None:
-            return NormView(submodule(decoder, path), policy.norm, self.parallel) if path else None
+            if path is None:
+                return None
+            module = submodule(decoder, path)
+            is_plain = getattr(module, "weight", None) is None
+            ones = Ones(config.hidden_size, self.base.get_output_embeddings()) if is_plain else None
+            return NormView(module, policy.norm, self.parallel, ones)
+
+        def number(name: str | None) -> float | None:
+            return config_value(config, name) if name else None
 
         self.embedding = EmbeddingView(self.base.get_input_embeddings(), self.parallel, is_cut=True)
         self.embedding_norm, self.final_norm = norm(policy.embedding_norm), norm(policy.final_norm)
@@ -160,7 +168,8 @@ class InferenceModel:
         columns = self.parallel.chunks(num_outputs)
         self.lm_head = TransposedLinear(head, "lm_head", self.parallel, columns=columns)
         self.lm_head_op, self.project = VectorMatMulOp(fp32_output=True), VectorMatMulOp()
-        self.logit_softcap = config_value(config, policy.logit_softcap) if policy.logit_softcap else None
+        self.logit_softcap, self.embedding_scale = number(policy.logit_softcap), number(policy.embedding_scale)
+        self.logit_scale = (number(policy.logit_scale) or 1.0) / (number(policy.logit_divisor) or 1.0)
 
     def _position_module(self, path: str, decoder: nn.Module) -> nn.Module:
         return submodule(decoder if has_module(decoder, path) else self.base, path)
@@ -307,6 +316,8 @@ class InferenceModel:
         # An fp32 head on a 16-bit model takes fp32 inputs, by a hook of the module.
         hidden = hidden.to(self.lm_head.pair[0].dtype)
         logits = self._gather_vocabulary(self.lm_head_op(hidden, *self.lm_head.pair))
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
         if self.logit_softcap is not None:
             logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
         return logits
@@ -314,6 +325,8 @@ class InferenceModel:
     def _embed(self, batch: Batch) -> torch.Tensor:
         """Returns the first layer's input `[N, E]`."""
         hidden = self.embedding.look_up(batch.tokens)
+        if self.embedding_scale is not None:
+            hidden = hidden * self.embedding_scale
         if self.project_in:
             hidden = self.project(hidden, *self.project_in.pair)
         if self.position_embedding is not None:
@@ -339,12 +352,21 @@ class Rotary:
         module: transformers' rotary embedding; its buffers are read when the tables are computed.
         kind: kind of layer, if the module has frequencies for each; None: it has one set.
         is_interleaved: whether rotated pairs are adjacent.
+        is_backwards: whether they are rotated by the negative angle.
 
     Raises UnsupportedModelError for an unknown rope type.
     """
 
-    def __init__(self, module: nn.Module, config: PretrainedConfig, kind: str | None, is_interleaved: bool):
+    def __init__(
+        self,
+        module: nn.Module,
+        config: PretrainedConfig,
+        kind: str | None,
+        is_interleaved: bool,
+        is_backwards: bool = False,
+    ):
         self.module, self.config, self.is_interleaved = module, config, is_interleaved
+        self.sign = -1.0 if is_backwards else 1.0
         types = getattr(module, "rope_type", None)
         self.prefix, self.kind = ("", None) if not isinstance(types, dict) else (f"{kind}_", kind)
         self.rope_type = types.get(kind) if isinstance(types, dict) else types
@@ -370,7 +392,7 @@ class Rotary:
         self, positions: torch.Tensor, lengths: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns cos and sin `[N, R]` of tokens at `positions [N]`, fed when their rows had `lengths [N]` tokens."""
-        angles = positions.float()[:, None] * self._frequencies(lengths)
+        angles = self.sign * positions.float()[:, None] * self._frequencies(lengths)
         return rotary_rows(angles, self.scaling, dtype, self.is_interleaved)
 
     def table(
@@ -499,7 +521,7 @@ def take_angles(
     else:
         module = FixedRotary(config_value(config, str(policy.rotary_dim)))
     kinds = {layer.kind for layer in layers} if isinstance(module.rope_type, dict) else {None}
-    rotaries = {kind: Rotary(module, config, kind, policy.is_interleaved) for kind in kinds}
+    rotaries = {kind: Rotary(module, config, kind, policy.is_interleaved, policy.is_backwards) for kind in kinds}
     for layer in layers:
         layer.kind = layer.kind if layer.kind in rotaries else None
     return RotaryAngles(rotaries, policy.recomputes_longrope)

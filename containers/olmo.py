@@ -1,12 +1,13 @@
 """OLMo-2: RMS norms after attention and MLP, not before, and norms over all query heads and over all key heads.
 
 OLMo-3 is the same layer with sliding windows in most layers, which have a rope of their own.
+OLMoE is Llama's layer with these norms of queries and keys and a mixture of experts.
 """
 
 from dataclasses import replace
 
 from hybrid_engine.containers.llama import LLAMA
-from hybrid_engine.containers.policy import register_policy
+from hybrid_engine.containers.policy import MoEPolicy, register_policy
 
 OLMO2 = register_policy(
     replace(
@@ -24,3 +25,16 @@ OLMO2 = register_policy(
 )
 
 OLMO3 = register_policy(replace(OLMO2, layer_class="Olmo3DecoderLayer", window="sliding_window"))
+
+# A clamp of queries, keys and values, which the released model does not have, is not among the parts.
+OLMOE = register_policy(
+    replace(
+        LLAMA,
+        layer_class="OlmoeDecoderLayer",
+        q_norm="self_attn.q_norm",
+        k_norm="self_attn.k_norm",
+        qk_norm_width="whole",
+        moe=MoEPolicy(normalizes="norm_topk_prob"),
+        required={"clip_qkv": None},
+    )
+)

@@ -103,6 +103,25 @@ class MixerPolicy(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TemperaturePolicy:
+    """Policy of attention whose temperature falls with the position (Nakanishi 2025, arXiv 2501.19399).
+
+    Queries are multiplied by `1 + strength * log(1 + floor((position + offset) / length))`.
+    """
+
+    strength: str
+    # Name of the strength; dots lead into dictionaries of the config.
+    length: str
+    # Name of the number of tokens after which the factor rises.
+    offset: int = 0
+    # Number that is added to the position.
+    switch: str | None = None
+    # Name of the switch of it all, which is on if there is none.
+    has_rope: bool
+    # Whether it is in layers with rotary embedding, or in those without.
+
+
+@dataclass(frozen=True, kw_only=True)
 class Policy:
     """Policy of one family. Everything else (sizes, eps, biases) is read from the modules and the config."""
 
@@ -125,6 +144,9 @@ class Policy:
     mlp_norm: str | None
     # Norm before the MLP; in post_norm, after it. None: no norm.
     mlp_post_norm: str | None = None
+    # Norm of the MLP's output before it is added.
+    residual_scale: str | None = None
+    # Name of the factor of the outputs of attention and MLP before they are added; in pre_norm blocks.
 
     mixers: Mapping[str | None, MixerPolicy] = field(default_factory=dict)
     # Mixers in place of attention, by kind of layer (`layer_kinds`); key None: of all kinds that are not named.
@@ -144,6 +166,10 @@ class Policy:
     # Norm of keys before rotary.
     qk_norm_width: Literal["head", "whole", "each_head"] = "head"
     # Extent of these norms: one head, all heads together, or one head with weights of its own.
+    is_qk_norm_last: bool = False
+    # Whether these norms come after rotary embedding.
+    temperature: TemperaturePolicy | None = None
+    # The temperature of attention, if it changes with the position.
     sinks: str | None = None
     # Parameter [H], an additional logit per head.
     softcap: str | None = None
@@ -160,8 +186,12 @@ class Policy:
     # Name of the number of rotated dimensions, if there is no module; frequencies of base 10000.
     is_interleaved: bool = False
     # Whether rotated pairs are adjacent instead of in two halves.
+    is_backwards: bool = False
+    # Whether pairs are rotated by the negative angle.
     rope_layers: str | None = None
     # Name of a list that holds 1 for layers with rotary embedding and 0 for those without.
+    is_rope_local: bool = False
+    # Whether layers without a window have no rotary embedding, in models with a window.
     recomputes_longrope: bool = False
     # Whether keys of earlier tokens are recomputed with longrope's long frequencies when these take effect.
     alibi: str | None = None
@@ -184,6 +214,8 @@ class Policy:
     moe: MoEPolicy | None = None
     # The mixture of experts, in layers that have its router.
 
+    embedding_scale: str | None = None
+    # Name of the factor of the embedded tokens.
     embedding_norm: str | None = None
     # In the decoder: norm of the embedded tokens.
     project_in: str | None = None
@@ -194,6 +226,10 @@ class Policy:
     # In the decoder: the norm before the LM head; None: no norm.
     logit_softcap: str | None = None
     # Name of the soft-capping of the LM head's logits.
+    logit_scale: str | None = None
+    # Name of the factor of these logits.
+    logit_divisor: str | None = None
+    # Name of the number that they are divided by.
 
     required: dict[str, Any] = field(default_factory=dict)
     # Config values that the layer described here requires.
@@ -264,10 +300,18 @@ def attribute(root: nn.Module, path: str) -> Any:
 
 
 def config_value(config: "PretrainedConfig", name: str) -> Any:
-    """Returns the config's value of `name`; raises UnsupportedModelError if it has none."""
-    if not hasattr(config, name):
-        raise UnsupportedModelError(f"{type(config).__name__} has no {name!r}, which the policy names")
-    return getattr(config, name)
+    """Returns the config's value of `name`, whose dots lead into dictionaries.
+
+    Raises UnsupportedModelError if it has none.
+    """
+    attribute_name, *keys = name.split(".")
+    try:
+        value = getattr(config, attribute_name)
+        for key in keys:
+            value = value[key]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UnsupportedModelError(f"{type(config).__name__} has no {name!r}, which the policy names") from error
+    return value
 
 
 def class_name(module: nn.Module) -> str:

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from hybrid_engine.containers.device import LastingBuffer
 from hybrid_engine.containers.policy import NormKind, UnsupportedModelError, class_name, submodule
-from hybrid_engine.containers.quantised import Quantised, read_quantised
+from hybrid_engine.containers.quantised import Quantised, read_quantised, values_dtype
 from hybrid_engine.ops import NORM_OPS
 
 if TYPE_CHECKING:
@@ -135,21 +135,45 @@ def norm_eps(norm: nn.Module) -> float:
     return found
 
 
-class NormView:
-    """`gamma [E]` and `beta [E]` or None of one norm, its kind and eps."""
+@dataclass(frozen=True)
+class Ones:
+    """The weight of a norm that has none: ones, in the dtype and on the device of a linear."""
 
-    def __init__(self, module: nn.Module, kind: NormKind, parallel: TensorParallel = ALONE):
-        if getattr(module, "weight", None) is None:
+    width: int
+    linear: nn.Module
+
+    def fit(self, tensor: torch.Tensor | None) -> torch.Tensor:
+        """Returns `tensor` if it is such a weight, otherwise a new one."""
+        weight = getattr(self.linear, "base_layer", self.linear).weight
+        dtype, device = values_dtype(weight), weight.device
+        if tensor is not None and tensor.dtype == dtype and tensor.device == device:
+            return tensor
+        return torch.ones(self.width, dtype=dtype, device=device)
+
+
+class NormView:
+    """`gamma [E]` and `beta [E]` or None of one norm, its kind and eps.
+
+    `ones` replaces a weight that the module does not have; without it such a module raises UnsupportedModelError.
+    """
+
+    def __init__(self, module: nn.Module, kind: NormKind, parallel: TensorParallel = ALONE, ones: Ones | None = None):
+        self.has_weight = getattr(module, "weight", None) is not None
+        if not self.has_weight and ones is None:
             raise UnsupportedModelError(f"{type(module).__name__} has no weight")
         self.module, self.kind, self.eps, self.parallel = module, kind, norm_eps(module), parallel
         self.op: Any = NORM_OPS[kind](self.eps)
         self.gamma: torch.Tensor
         self.beta: torch.Tensor | None
+        self._ones = ones
 
     def bind(self) -> None:
         """Points the views at the parameters' current memory."""
         name, bias = type(self.module).__name__, getattr(self.module, "bias", None)
-        self.gamma = self.parallel.take(self.module.weight, None, name)
+        if self.has_weight:
+            self.gamma = self.parallel.take(self.module.weight, None, name)
+        elif self._ones is not None:
+            self.gamma = self._ones.fit(getattr(self, "gamma", None))
         self.beta = None if bias is None else self.parallel.take(bias, None, name)
 
     @property
@@ -163,13 +187,14 @@ class NormView:
 
 
 class HeadNormsView:
-    """Layer norms with separate weights for each head, stacked in a buffer that stays in place.
+    """Layer norms with separate weights for each head, a list or one `[H, D]`, in a buffer that stays in place.
 
     Holds `num_heads` of all heads, from `first` on.
     """
 
     def __init__(self, module: nn.Module, first: int, num_heads: int, parallel: TensorParallel = ALONE):
-        self.norms = [NormView(norm, "layer", parallel) for norm in submodule(module, "norms").children()]
+        norms = [module] if getattr(module, "weight", None) is not None else submodule(module, "norms").children()
+        self.norms = [NormView(norm, "layer", parallel) for norm in norms]
         self.eps, self.parallel, self.heads = self.norms[0].eps, parallel, slice(first, first + num_heads)
         self.gamma: torch.Tensor | None = None  # [H, D]
 
@@ -180,7 +205,7 @@ class HeadNormsView:
             if norm.beta is not None:
                 raise UnsupportedModelError("norms of single heads with a bias")
         self.parallel.wait()
-        stacked = torch.stack([norm.gamma for norm in self.norms[self.heads]])
+        stacked = torch.cat([norm.gamma.view(-1, norm.gamma.shape[-1]) for norm in self.norms])[self.heads].clone()
         if self.gamma is None or self.gamma.device != stacked.device or self.gamma.dtype != stacked.dtype:
             self.gamma = stacked
         else:

@@ -165,6 +165,7 @@ SWITCHES = {
     "opt: no final norm": _opt(_remove_final_layer_norm=True),
     "opt: pre-norm with projections": _opt(word_embed_proj_dim=32),
     "opt: no biases": _opt(enable_bias=False),
+    "opt: norms without weights": _opt(layer_norm_elementwise_affine=False),
     "bloom: one series of slopes": _bloom(n_head=4),
     "falcon: 7b with all heads": _falcon(multi_query=False),
     "falcon: 7b in sequence": _falcon(parallel_attn=False),
@@ -186,6 +187,5 @@ SWITCHES = {
 
 FALLING_BACK = {
     "gemma3: bidirectional": _gemma3(use_bidirectional_attention=True),
-    "opt: norms without weights": _opt(layer_norm_elementwise_affine=False),
     "bloom: residual behind the norm": _bloom(n_head=4, apply_residual_connection_post_layernorm=True),
 }

@@ -26,6 +26,14 @@ _LLAMA3_ROPE = {
 }
 _YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}
+_ALPHA_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 9.0}
+_FALLING = {"original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.5}
+_MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 0.8,
+}
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 
@@ -160,6 +168,15 @@ MORE_BUILDERS = _present(
         "helium": ("Helium", {**_GQA, "head_dim": 12}),
         "starcoder2": ("Starcoder2", {**_GQA, "sliding_window": 5}),
         "phi": ("Phi", _GQA),
+        "ministral3": ("Ministral3", {**_GQA, "head_dim": 16, "rope_parameters": {**_YARN_ROPE, **_FALLING}}),
+        "nanochat": ("NanoChat", {**_GQA, "final_logit_softcapping": 9.0}),
+        "granite": ("Granite", {**_GQA, **_MULTIPLIERS}),
+        "exaone4": ("Exaone4", {**_GQA, **_LOCAL}),
+        "hunyuan": ("HunYuanDenseV1", {**_GQA, "head_dim": 16, "rope_parameters": _ALPHA_ROPE}),
+        "cohere": ("Cohere", {**_GQA, "logit_scale": 0.5}),
+        "cohere-head-norms": ("Cohere", {**_GQA, "use_qk_norm": True}),
+        "cohere2": ("Cohere2", {**_GQA, **_LOCAL}),
+        "olmoe": ("Olmoe", {**_GQA, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24}),
     }
 )
 
@@ -209,4 +226,13 @@ FEATURES = {
     "helium": "interleaved rope",
     "starcoder2": "layer norm, plain MLP, sliding window",
     "phi": "partial rope, parallel block, biases",
+    "ministral3": "temperature of attention, yarn rope",
+    "nanochat": "norms without weights, rope backwards, norm of the embedding",
+    "granite": "factors of embedding, attention, residual and logits",
+    "exaone4": "norms after attention and MLP, norm of heads, rope in local layers alone",
+    "hunyuan": "norm of heads after rope, NTK rope",
+    "cohere": "parallel block, interleaved rope, scaled logits",
+    "cohere-head-norms": "norms of single heads",
+    "cohere2": "parallel block, rope in local layers alone",
+    "olmoe": "experts, norm of all query heads together",
 }
