@@ -8,7 +8,7 @@ takes ten to thirty operations of 5 to 20 us each where one of these functions t
 `decode_attention` and `prefill_attention` share their arithmetic, so a token's context has the same bits whether it was
 decoded or prefilled, whole or in chunks. Keys and values are read where they lie: no sequence is padded and none is
 gathered. With its rotations and writes a prefill takes 0.38 to 0.95 of the processor time of torch's flash attention
-(1,000 to 4,096 tokens, 8 to 32 heads of 64 to 256, fp32 and bf16, one Zen 5 core beside other work, torch 2.13).
+(1,000 to 4,096 tokens, 8 to 32 heads of 64 to 256, fp32 and bf16, one core of a busy Zen 5, torch 2.13).
 
 `products` multiplies up to 128 rows. Weights are views `[in, out]` of tensors stored `[out, in]`; fp32 results are
 stored by columns (strides 1, N), the best order for the input of the next product, bf16 results by rows. A linear's

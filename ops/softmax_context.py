@@ -131,13 +131,13 @@ class SoftmaxContextOp:
 
         Rows of `qkv` after those of the batch's tokens, of a prefill, are padding: their context is 0.
         """
-        if isinstance(batch, (PrefillBatch, MixedBatch)) and len(qkv.q) > batch.num_tokens:
-            context = self(qkv.without_padding(batch.num_tokens), cache, batch, weights)
-            return F.pad(context, (0, 0, 0, len(qkv.q) - batch.num_tokens))
         if isinstance(batch, MixedBatch):
             decoded, packed = qkv.split(len(batch.decode.tokens))
             contexts = self(decoded, cache, batch.decode, weights), self(packed, cache, batch.prefill, weights)
             return torch.cat(contexts)
+        if isinstance(batch, PrefillBatch) and len(qkv.q) > len(batch.tokens):
+            context = self(qkv.without_padding(len(batch.tokens)), cache, batch, weights)
+            return F.pad(context, (0, 0, 0, len(qkv.q) - len(batch.tokens)))
         if self._has_kernel(qkv.q):
             return kernel_or_reference(self._launch, self.reference, qkv, cache, batch, weights)
         rounds = self.alibi_rounds and weights.alibi is not None

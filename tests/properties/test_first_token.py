@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybrid_engine
-from hybrid_engine.ops import SampleOp
+from hybrid_engine.ops import SampleOp, dispatch
 from tests.support.paths import ROOT
 
 MOST_FILES = 25
@@ -37,7 +37,8 @@ class FilesUntilSampled:
             self.names.add(path.relative_to(ROOT).as_posix())
 
 
-def test_the_first_token_of_a_rollout_comes_through_few_files():
+def test_the_first_token_of_a_rollout_comes_through_few_files(monkeypatch):
+    monkeypatch.setattr(dispatch, "HAS_TRITON", False)  # as on a machine without a GPU: no interpreted kernels
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, pad_token_id=0, **SIZES))
     engine, *_ = hybrid_engine.initialize(model=model, config=CONFIG)
     engine.eval()
@@ -48,4 +49,4 @@ def test_the_first_token_of_a_rollout_comes_through_few_files():
     finally:
         sys.setprofile(None)
     assert "hybrid_engine/generation/step.py" in files.names and "ops/sample.py" in files.names
-    assert len(files.names) <= MOST_FILES, sorted(files.names)
+    assert len(files.names) <= MOST_FILES, "\n".join(sorted(files.names))
