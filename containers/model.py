@@ -28,7 +28,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hybrid_engine.containers import FAMILIES
 from hybrid_engine.containers.cache import CacheShape, LayerCacheSpec, ModelCache
 from hybrid_engine.containers.layer import Attention, InferenceLayer
-from hybrid_engine.containers.moe import MoEMLP
+from hybrid_engine.containers.moe import MoEBlock, MoEMLP, routing_dtype
 from hybrid_engine.containers.policy import (
     POLICIES,
     POLICIES_BY_NAMES,
@@ -304,6 +304,17 @@ class InferenceModel:
             angles = rotary.get(layer.kind) if layer.has_rope else None
             hidden = layer.forward(hidden, angles, cache.layers[layer.index], batch)
         return hidden[:num_tokens]
+
+    @property
+    def mixtures(self) -> list[MoEBlock]:
+        """The mixtures of experts of all layers, in their order."""
+        return [layer.mlp.block for layer in self.layers if isinstance(layer.mlp, MoEMLP)]
+
+    def taken_experts(self, num_tokens: int) -> torch.Tensor:
+        """`[N, L, k]` uint8 or int16: the experts that the first `num_tokens` tokens of the last pass took."""
+        blocks = self.mixtures
+        taken = [block.taken[:num_tokens] for block in blocks if block.taken is not None]
+        return torch.stack(taken, dim=1).to(routing_dtype(max(block.num_experts for block in blocks)))
 
     def _head(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Returns logits `[R, V]` fp32 from the last layer's output `[N, E]`."""

@@ -44,6 +44,11 @@ from hybrid_engine.ops.moe_gating import ExpertGroups, MoEGatingOp
 from hybrid_engine.ops.moe_res_matmul import MoEResMatmulOp
 
 
+def routing_dtype(num_experts: int) -> torch.dtype:
+    """The dtype that records experts: 1 byte if it can, else 2."""
+    return torch.uint8 if num_experts <= 256 else torch.int16
+
+
 class ExpertList:
     """`tensor [X, out, in]` and `bias [X, out]` or None: the linear at `path` of every expert, or this rank's part.
 
@@ -263,6 +268,8 @@ class MoEBlock:
         def view(module: nn.Module, path: str, parameter: str | None, part: Cut | None = None) -> ParameterView | None:
             return ParameterView(module, parameter, f"{name} {path}", parallel, part) if parameter else None
 
+        self.taken: torch.Tensor | None = None
+        """`[N, top_k]` int64: the experts that the tokens of the last pass took."""
         self.router = self._take_router(router)
         self.choice_bias: ParameterView | None = None
         if policy.choice_bias:
@@ -398,6 +405,7 @@ class MoEBlock:
         """`normed [N, E]` -> the block's output `[N, E]`, plus `residual [N, E]` if it is passed."""
         choice_bias = None if self.choice_bias is None else self.choice_bias.tensor
         routing = self.gating(self._score(normed), choice_bias)
+        self.taken = routing.experts
         up, down = self.up.tensor, self.down.tensor
         if isinstance(self.up, ExpertList) and isinstance(self.down, ExpertList):
             up_bias, down_bias = self.up.bias, self.down.bias

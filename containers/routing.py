@@ -81,11 +81,6 @@ def find_routers(model: nn.Module) -> list[Router]:
     return routers
 
 
-def routing_dtype(num_experts: int) -> torch.dtype:
-    """The dtype that records experts: 1 byte if it can, else 2."""
-    return torch.uint8 if num_experts <= 256 else torch.int16
-
-
 @contextmanager
 def replaying(routers: Sequence[Router], recorded: RecordedExperts) -> Iterator[None]:
     """Inside, forward passes over N tokens take the recorded experts; on exit the model is as before.

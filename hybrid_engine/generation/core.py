@@ -20,6 +20,22 @@ _FINISHED = GenerationOptions(max_new_tokens=1)
 
 
 @dataclass(eq=False)
+class Routes:
+    """Recorded experts of consecutive tokens, in parts `[n, L, k]` on the host."""
+
+    parts: list[torch.Tensor] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def add(self, first: int, part: torch.Tensor) -> None:
+        """Adds the experts of the tokens from `first` on; those of tokens that were fed before stay."""
+        assert first <= self.num_tokens, f"{first=} {self.num_tokens=}"
+        new = part[self.num_tokens - first :]
+        if len(new):
+            self.parts.append(new)
+            self.num_tokens += len(new)
+
+
+@dataclass(eq=False)
 class Prompt:
     """Token ids of one prompt, and its KV blocks while some of its samples have not started."""
 
@@ -29,6 +45,7 @@ class Prompt:
     logits: Any = None  # [V] next-token logits after the prompt, kept with the blocks
     num_tops: int | None = None  # number of likeliest tokens reported at each position; None: the prompt is not scored
     scores: Any = None  # `TokenScores` of its tokens, if requested
+    routes: Routes = field(default_factory=Routes)  # experts of its tokens, if requested
 
     @property
     def is_unscored(self) -> bool:
@@ -37,7 +54,7 @@ class Prompt:
 
     def with_own_blocks(self) -> "Prompt":
         """Returns a copy of the prompt for samples that do not share blocks with the samples of this one."""
-        return Prompt(self.tokens, num_tops=self.num_tops, scores=self.scores)
+        return Prompt(self.tokens, num_tops=self.num_tops, scores=self.scores, routes=self.routes)
 
 
 @dataclass(eq=False)
@@ -60,6 +77,7 @@ class Sequence:
     processors: Any = None  # logits processors, if its rules read its tokens; built at its first draw
     tops: list[list[tuple[int, float]]] = field(default_factory=list)  # likeliest tokens at each position, if requested
     supports: list[bytes] = field(default_factory=list)  # records of `ops/support_log_prob.py`, if requested
+    routes: Routes = field(default_factory=Routes)  # experts of the tokens of the response, if requested
     share: str = ""  # name of the client's share of the places, if client keys have names
     adapter: str | None = None  # peft adapter in a live batch that serves several; None: base model, or fused adapter
     error: Exception | None = None  # error of one of its own rules, which ended it
@@ -110,6 +128,14 @@ class Prefill:
         """The prompt whose tokens `tokens` begins with."""
         return self.owner if isinstance(self.owner, Prompt) else self.owner.prompt
 
+    def note_routes(self, experts: torch.Tensor) -> None:
+        """Stores the experts `[n, L, k]` that its tokens took, unless they are known from an earlier computation."""
+        prompt, num_prompt = self.prompt, len(self.prompt.tokens)
+        num_before = max(0, num_prompt - self.first)
+        prompt.routes.add(min(self.first, num_prompt), experts[:num_before])
+        if isinstance(self.owner, Sequence):
+            self.owner.routes.add(max(0, self.first - num_prompt), experts[num_before:])
+
     @property
     def is_last(self) -> bool:
         """Whether this prefill ends with the owner's last token, so that its next token can be drawn."""
@@ -133,6 +159,7 @@ class Drawn(NamedTuple):
     ends: list[int]  # the rows whose token ends their sequence
     tops: list[list[tuple[int, float]]] | None = None  # likeliest tokens of each row; None if no row requests them
     supports: list[bytes] | None = None  # record of each row; None if no row requests them
+    routes: torch.Tensor | None = None  # [S, L, k]: experts of the token fed before the draw; None: not recorded
 
 
 @dataclass(frozen=True)
@@ -237,6 +264,11 @@ class RolloutPlan:
     def sampling(self) -> SamplingOptions:
         """Sampling options of the decode steps; sequences with other options are drawn after the steps."""
         return self.sequences[0].options.sampling if self.sequences else self.options.sampling
+
+    @property
+    def records_routing(self) -> bool:
+        """Whether the experts that tokens take are recorded."""
+        return any(options.rules.record_routing for options in (self.options, *(s.options for s in self.sequences)))
 
     @property
     def num_columns(self) -> int:

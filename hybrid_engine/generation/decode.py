@@ -32,6 +32,7 @@ from hybrid_engine.containers.cache import ModelCache
 from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.model import InferenceModel
+from hybrid_engine.containers.moe import routing_dtype
 from hybrid_engine.generation.core import PENDING, CaptureStats, Draw, Drawn, RolloutPlan, Sequence
 from hybrid_engine.generation.recorders import (
     FedRows,
@@ -162,6 +163,7 @@ class DecodeStep:
     Args:
         sample: sampler, used if every row has its options.
         recorder: runs the steps; None: as they are written.
+        records_routing: whether the experts that tokens take are recorded.
     """
 
     def __init__(
@@ -171,7 +173,9 @@ class DecodeStep:
         tables: SlotTables,
         cache: ModelCache,
         recorder: StepRecorder | None = None,
+        records_routing: bool = False,
     ):
+        self.records_routing = records_routing
         self.model, self.sample, self.tables, self.cache = model, sample, tables, cache
         self.recorder: StepRecorder = PlainSteps() if recorder is None else recorder
         self.capacity = tables.num_columns * cache.block_size
@@ -182,6 +186,12 @@ class DecodeStep:
         self._mixed: MixedRows | None = None  # rows of the last step if their options differ from `sample`'s
         self._tops: torch.Tensor | None = None  # likeliest tokens of the last draw
         self._supports: torch.Tensor | None = None  # what the last draw's tokens were drawn from
+        self._routes: torch.Tensor | None = None  # [C, L, k]: experts of the tokens that the last step fed
+        if records_routing:
+            mixtures = model.mixtures
+            shape = tables.num_slots, len(mixtures), mixtures[0].gating.top_k
+            dtype = routing_dtype(max(mixture.num_experts for mixture in mixtures))
+            self._routes = torch.zeros(shape, dtype=dtype, device=cache.device)
 
     def run(self, sequences: list[Sequence], changed: list[Sequence], layers: Layers) -> Draw:
         """Feeds each sequence's newest token and draws the next one; `changed` is that of `SlotTables.send`."""
@@ -191,12 +201,19 @@ class DecodeStep:
         logits = self.recorder.run(self, num_rows, tables.longest(), self._mixed is None, layers)
         tables.advance()
         if self._mixed is None:
-            return send_to_host(self._results[:, :num_rows])
+            return send_to_host(self._results[:, :num_rows], routes=self._fed_routes(num_rows))
         slots = tables.rows[:num_rows]
         numbers = tables.numbers.index_select(1, slots)
         drawn_before = numbers[_DRAW] - 1
         self._draw_mixed(self._mixed, logits[:num_rows], slots, numbers[_KEY], drawn_before)
-        return send_to_host(self._results[:, :num_rows], self._tops, self._supports)
+        return send_to_host(self._results[:, :num_rows], self._tops, self._supports, self._fed_routes(num_rows))
+
+    def _fed_routes(self, num_rows: int) -> torch.Tensor | None:
+        return None if self._routes is None else self._routes[:num_rows]
+
+    def _note_routes(self, num_rows: int) -> None:
+        if self._routes is not None:
+            self._routes[:num_rows].copy_(self.model.taken_experts(num_rows))
 
     def run_beside(
         self, prefill: PrefillBatch, sequences: list[Sequence], changed: list[Sequence], layers: Layers
@@ -208,10 +225,12 @@ class DecodeStep:
         rows, context = self.feed(num_rows), tables.longest()
         decode = self._batch(rows, context, self.is_identity(context))
         logits = self.model.forward(MixedBatch(decode=decode, prefill=prefill), self.cache, layers())
+        self._note_routes(num_rows)
         self._draw_by(self._mixed, logits[:num_rows], rows.slots, rows.numbers[_KEY], rows.numbers[_DRAW])
         self._advance(rows)
         tables.advance()
-        return send_to_host(self._results[:, :num_rows], self._tops, self._supports), logits[num_rows:]
+        draw = send_to_host(self._results[:, :num_rows], self._tops, self._supports, self._fed_routes(num_rows))
+        return draw, logits[num_rows:]
 
     def draw(self, sequences: list[Sequence], logits: torch.Tensor) -> Draw:
         """Draws the first token of sequences that start, from `logits [S, V]` fp32 of a prefill."""
@@ -243,7 +262,9 @@ class DecodeStep:
 
     def forward(self, rows: FedRows, context: int, is_identity: bool, layers: Layers) -> torch.Tensor:
         """Returns the logits `[S, V]` after the newest tokens of `rows`, which have up to `context` tokens."""
-        return self.model.forward(self._batch(rows, context, is_identity), self.cache, layers())
+        logits = self.model.forward(self._batch(rows, context, is_identity), self.cache, layers())
+        self._note_routes(len(rows.slots))
+        return logits
 
     def finish(self, rows: FedRows, logits: torch.Tensor, draws: bool) -> None:
         """Draws the rows' next tokens by the options of `sample` if `draws`, and advances the rows."""
@@ -319,6 +340,9 @@ class SteppedModel(Protocol):
     def forward(self, batch: Batch, cache: ModelCache, layers: Iterable[InferenceLayer]) -> torch.Tensor:
         """Returns the logits of `batch`. See `InferenceModel.forward`."""
 
+    def taken_experts(self, num_tokens: int) -> torch.Tensor:
+        """Returns the experts of the last pass. See `InferenceModel.taken_experts`."""
+
 
 Choice = Callable[[list[Sequence], torch.Tensor], Drawn]
 """`(rows, logits [S, V] fp32) -> Drawn`: the next token of each row and which rows it ends.
@@ -330,8 +354,8 @@ If processes share the model, each of them calls it with the same logits, and it
 class OpenStep:
     """Replaces a DecodeStep in rollouts without forks (one sample of each prompt) and without lag."""
 
-    def __init__(self, model: SteppedModel, cache: ModelCache, choice: Choice):
-        self.model, self.cache, self.choice = model, cache, choice
+    def __init__(self, model: SteppedModel, cache: ModelCache, choice: Choice, records_routing: bool = False):
+        self.model, self.cache, self.choice, self.records_routing = model, cache, choice, records_routing
 
     def run(self, sequences: list[Sequence], changed: list[Sequence], layers: Layers) -> Draw:
         """Feeds each sequence's newest token and draws the next one; `changed` is not used."""
@@ -350,7 +374,10 @@ class OpenStep:
             context=context,
             is_identity=in_place,
         )
-        return self.draw(sequences, self.model.forward(batch, self.cache, layers()))
+        logits = self.model.forward(batch, self.cache, layers())
+        routes = self.model.taken_experts(len(sequences)).cpu() if self.records_routing else None
+        drawn = self.choice(sequences, logits)._replace(routes=routes)
+        return Draw(lambda: drawn)
 
     def draw(self, sequences: list[Sequence], logits: torch.Tensor) -> Draw:
         """Draws the next token of each sequence from `logits [S, V]` fp32."""
@@ -403,7 +430,7 @@ class DecodeSteps:
         num_slots, num_columns = batch_bucket(plan.max_running), -(-self.max_tokens // plan.block_size)
         addresses = (cache.data_ptr(), *self.model.addresses())
         self._forget([key for key in self._kept if key[-1] != addresses])
-        key = (plan.sampling, num_slots, num_columns, cache.shape, addresses)
+        key = (plan.sampling, num_slots, num_columns, cache.shape, plan.records_routing, addresses)
         step = self._kept.pop(key, None) or self._build(plan, cache, num_slots, num_columns, StepGraphs(self.recorder))
         self._keep(key, step)
         return step
@@ -440,4 +467,4 @@ class DecodeSteps:
     ) -> DecodeStep:
         tables = SlotTables(num_slots, num_columns, cache.num_blocks - 1, self.model.vocab_size, cache.device)
         sample = SampleOp(plan.sampling, is_exact=self.model.runs_module)
-        return DecodeStep(self.model, sample, tables, cache, recorder)
+        return DecodeStep(self.model, sample, tables, cache, recorder, plan.records_routing)

@@ -53,6 +53,7 @@ RULE_DEFAULTS: dict[str, Any] = {
     "top_logprobs": 0,
     "prompt_logprobs": None,
     "record_supports": False,
+    "record_routing": False,
 }
 # Options that the native backend serves, with transformers' defaults
 # (`GenerationConfig._get_default_generation_params`).
@@ -151,6 +152,8 @@ class Rules:
     """Number of likeliest tokens reported at each prompt position, with its log-probabilities; None: not reported."""
     record_supports: bool = False
     """Whether the tokens that each token was drawn from are recorded (`ops/support_log_prob.py`)."""
+    record_routing: bool = False
+    """Whether the experts that each token took are recorded (`containers/routing.py`)."""
     tokenizer: Any = field(default=None, compare=False)
     """Tokenizer that stop strings and guides need."""
 
@@ -270,7 +273,7 @@ def _check_numbers(values: dict[str, Any]) -> None:
         check_number(name, values.get(name, 0.0), 0, 1)
     if values.get("typical_p") == 0:
         raise ValueError("typical_p=0 must be above 0; pass 1.0 to switch it off")
-    for name in ("trim_stop", "record_supports"):
+    for name in ("trim_stop", "record_supports", "record_routing"):
         check_flag(name, values.get(name, False))
     check_choice("logprobs", values.get("logprobs", "scaled"), LOGPROBS)
     for name in ("top_logprobs", "prompt_logprobs"):

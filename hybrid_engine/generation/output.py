@@ -54,6 +54,13 @@ class GenerateOutput(ModelOutput):
     """`[B*G, T, n]` fp32: their log-probabilities, of the same distribution as `logprobs`; 0 after the response."""
     supports: Supports | None = None
     """`[B*G, T]` with `record_supports=True`: the tokens that each token was drawn from, on the host."""
+    routing: list[torch.Tensor] | None = None
+    """With `record_routing=True`, for each of the B*G rows `[n, L, k]` uint8 or int16 on the host: the experts that its
+    tokens took, from the first token of its prompt on, in each of the model's L mixtures.
+
+    n is one less than the tokens of prompt and response: the last token drawn is never fed. A token that was computed
+    again after a preemption keeps its first experts.
+    """
     prompt_logprobs: torch.Tensor | None = None
     """`[B, P]` fp32 with `prompt_logprobs=n`: log-probabilities of the prompts' own tokens under softmax(logits).
 
@@ -107,7 +114,13 @@ def collect_output(input_ids: torch.Tensor, sequences: list[Sequence], options: 
         finish_reason=[str(row.finish_reason) for row in rows],
         **_tops(rows, width, options.pad_token_id, device),
         supports=Supports.of([row.supports for row in rows]) if has_supports else None,
+        routing=[_routing(row) for row in rows] if options.rules.record_routing else None,
     )
+
+
+def _routing(row: Sequence) -> torch.Tensor:
+    """The experts `[n, L, k]` of the tokens that were fed."""
+    return torch.cat([*row.prompt.routes.parts, *row.routes.parts])[: row.num_fed]
 
 
 def _cut(row: Sequence, length: int) -> None:

@@ -365,13 +365,20 @@ def _with_row(scores: torch.Tensor, row: int, changed: torch.Tensor | None) -> t
     return scores if changed is None else torch.cat((scores[:row], changed, scores[row + 1 :]))
 
 
-def send_to_host(results: torch.Tensor, tops: torch.Tensor | None = None, supports: torch.Tensor | None = None) -> Draw:
-    """Returns a Draw of `results [3, S]` fp64, `tops [2, S, k]` and `supports [S, B]`.
+def send_to_host(
+    results: torch.Tensor,
+    tops: torch.Tensor | None = None,
+    supports: torch.Tensor | None = None,
+    routes: torch.Tensor | None = None,
+) -> Draw:
+    """Returns a Draw of `results [3, S]` fp64, `tops [2, S, k]`, `supports [S, B]` and `routes [S, L, k]`.
 
-    The device may overwrite the results at once.
+    The device may overwrite the results and routes at once.
     """
 
-    def drawn(values: torch.Tensor, tops: torch.Tensor | None, supports: torch.Tensor | None) -> Drawn:
+    def drawn(
+        values: torch.Tensor, tops: torch.Tensor | None, supports: torch.Tensor | None, routes: torch.Tensor | None
+    ) -> Drawn:
         tokens, logprobs, ends = values.numpy()
         likeliest = None
         if tops is not None:
@@ -380,24 +387,24 @@ def send_to_host(results: torch.Tensor, tops: torch.Tensor | None = None, suppor
             likeliest = [list(zip(*row, strict=True)) for row in pairs]
         records = None if supports is None else read_records(supports.numpy())
         return Drawn(
-            tokens.astype(np.int64).tolist(), logprobs.tolist(), ends.nonzero()[0].tolist(), likeliest, records
+            tokens.astype(np.int64).tolist(), logprobs.tolist(), ends.nonzero()[0].tolist(), likeliest, records, routes
         )
 
     if not results.is_cuda:
-        copied = results.clone()
-        return Draw(lambda: drawn(copied, tops, supports))
-    sent = _to_pinned(results)
-    sent_tops, sent_supports = (None if part is None else _to_pinned(part) for part in (tops, supports))
+        copied, copied_routes = results.clone(), None if routes is None else routes.clone()
+        return Draw(lambda: drawn(copied, tops, supports, copied_routes))
+    sent = to_pinned(results)
+    rest = [None if part is None else to_pinned(part) for part in (tops, supports, routes)]
     event = record_event(results.device)
 
     def read() -> Drawn:
         event.synchronize()
-        return drawn(sent, sent_tops, sent_supports)
+        return drawn(sent, *rest)
 
     return Draw(read)
 
 
-def _to_pinned(values: torch.Tensor) -> torch.Tensor:
+def to_pinned(values: torch.Tensor) -> torch.Tensor:
     """Returns pinned host memory that holds `values` once the device has executed the copy."""
     pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     return pinned.copy_(values, non_blocking=True)

@@ -52,7 +52,7 @@ from hybrid_engine.generation.model.weights import (
 )
 from hybrid_engine.generation.output import ScoringTurns, collect_output, score_prompts
 from hybrid_engine.generation.recorders import CudaGraphs, Layers
-from hybrid_engine.generation.sampling import InStep, is_ended
+from hybrid_engine.generation.sampling import InStep, is_ended, to_pinned
 from hybrid_engine.generation.scheduler import Scheduler
 from hybrid_engine.metrics.latency import Stopwatch
 from hybrid_engine.ops import Context, PrefillBatch
@@ -164,6 +164,8 @@ class ContinuousBatch:
                 self._record(rows, draw)
             else:
                 logits = self.model.forward(batch, self.cache, self.layers())
+            if self.decoder.records_routing:
+                self._note_routes(admission.prefills, len(rows))
         for prefill, row in zip(admission.prefills, logits, strict=True):
             if not prefill.is_last:
                 continue
@@ -175,6 +177,15 @@ class ContinuousBatch:
         self.num_prefill_steps += not rows
         self.num_mixed_steps += bool(rows)
         return bool(rows) + bool(admission.sequences)
+
+    def _note_routes(self, prefills: list[Prefill], num_decoded: int) -> None:
+        """Stores the experts that the tokens of `prefills` took in the last pass, after those of `num_decoded` rows."""
+        lengths = [prefill.last - prefill.first for prefill in prefills]
+        taken = self.model.taken_experts(num_decoded + sum(lengths))[num_decoded:]
+        # A device may still copy them; they are read after the rollout.
+        on_host = to_pinned(taken) if taken.is_cuda else taken
+        for prefill, part in zip(prefills, on_host.split(lengths), strict=True):
+            prefill.note_routes(part)
 
     def _rows_beside(self, admission: Admission) -> list[Sequence]:
         """Rows that decode in the pass that prefills `admission`; empty in a pure prefill step."""
@@ -225,7 +236,7 @@ class ContinuousBatch:
         """Fills in the tokens of all steps but the last `lag`; finishes the rows that drew an end."""
         while len(self._under_way) > lag:
             rows, draw = self._under_way.popleft()
-            tokens, logprobs, ends, tops, supports = draw.read()
+            tokens, logprobs, ends, tops, supports, routes = draw.read()
             going_on = [row.finish_reason != "stop" for row in rows]  # the other rows had ended before this draw
             for row, token, logprob, goes_on in zip(rows, tokens, logprobs, going_on, strict=True):
                 if goes_on:
@@ -240,6 +251,10 @@ class ContinuousBatch:
                 for row, record, goes_on in zip(rows, supports, going_on, strict=True):
                     if goes_on and row.options.rules.record_supports:
                         row.supports.append(record)
+            if routes is not None:
+                for place, (row, goes_on) in enumerate(zip(rows, going_on, strict=True)):
+                    if goes_on:
+                        row.routes.add(len(row.logprobs) - 2, routes[place : place + 1])
             ended = [rows[index] for index in ends]
             ended += [row for row in rows if row.options.rules.has_ends and is_ended(row)]
             failed = [row for row in rows if row.error is not None]
@@ -440,7 +455,7 @@ class ContainerRollouts:
         """
         if choice is not None:
             kind = BatchInStep if isinstance(choice, InStep) else ContinuousBatch
-            return kind(self.model, Scheduler.for_plan(plan), OpenStep(self.model, cache, choice), self.layers)
+            return kind(self.model, Scheduler.for_plan(plan), OpenStep(self.model, cache, choice, plan.records_routing), self.layers)
         step = self.steps.for_rollout(plan, cache, self.gatherer.is_streamed or not is_recorded)
         lag = 0 if self.gatherer.is_streamed else self.lag
         return ContinuousBatch(self.model, Scheduler.for_plan(plan), step, self.layers, lag, self.mixes)

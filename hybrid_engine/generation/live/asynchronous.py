@@ -217,6 +217,7 @@ def _check_scores(sequences: list[Sequence]) -> None:
             ("top_logprobs", rules.top_logprobs > 0),
             ("prompt_logprobs", rules.prompt_logprobs is not None),
             ("record_supports", rules.record_supports),
+            ("record_routing", rules.record_routing),
         ):
             if is_wanted:
                 raise ValueError(

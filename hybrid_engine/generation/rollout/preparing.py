@@ -347,6 +347,8 @@ def _fall_back(generator: Generator, local: LocalRequest, merged: dict[str, Any]
     Raises ValueError if it cannot.
     """
     assert local.fallback is not None
+    if local.options.rules.record_routing:
+        raise ValueError(f"record_routing=True needs inference containers, but {local.fallback}")
     _check_can_fall_back(generator, local.fallback)
     mixes = mixes_rows(generator, len(local.prompts) * local.options.num_return_sequences)
     needs_rows = in_sequences or local.only_native is not None
@@ -432,6 +434,25 @@ def _check_result(generator: Generator, options: GenerationOptions, of_prompts: 
             raise ValueError(f"{name} needs return_dict_in_generate=True")
     if has_supports and generator.group.stage is not None:
         raise ValueError("record_supports=True is not supported with pipeline stages; leave it out")
+    if any(of_prompt.rules.record_routing != options.rules.record_routing for of_prompt in of_prompts):
+        raise ValueError("record_routing must be the same for all rows; pass it to generate() itself")
+    if options.rules.record_routing:
+        _check_routing(generator, options)
+
+
+def _check_routing(generator: Generator, options: GenerationOptions) -> None:
+    """Raises ValueError if the experts that tokens take cannot be recorded."""
+    if not options.return_dict:
+        raise ValueError("record_routing needs return_dict_in_generate=True")
+    if generator.group.stage is not None:
+        raise ValueError("record_routing=True is not supported with pipeline stages; leave it out")
+    if generator.exact is not None:
+        raise ValueError("record_routing=True adds nothing to exact mode, in which the trainer chooses the same experts")
+    name = type(generator.module).__name__
+    if generator.model is None:
+        raise ValueError(f"record_routing=True needs inference containers, which {name} does not use")
+    if not generator.model.mixtures:
+        raise ValueError(f"record_routing=True needs a mixture of experts, and {name} has none; leave it out")
 
 
 def _reason_to_fall_back(
