@@ -177,6 +177,7 @@ def own_answers(
     rollout = sample(policy.actor, policy.tokenizer, [start.train[index] for index in records], options, seed)
     scores = start.rewards(rollout.answers)
     figures = global_means(answer_sums(rollout) | {"score": score_sum(torch.tensor(scores.total))})
+    figures |= policy.routing_figures(rollout.sequences, rollout.logprobs, config.temperature)
     repeated = [index for index in records for _ in range(config.group_size)]
     answered = StepAnswers(rollout.sequences.numbered(), rollout.answers, repeated, scores)
     return answered, {"on_policy": 1.0} | figures | reward_figures(scores)

@@ -198,7 +198,10 @@ def train_loop(
                 config.rollout_size // get_world_size(), config.algorithm.dynamic_sampling, carried.num_drawn, step
             )
             actor.train()
-            experience, figures = build_experience(policy, groups, config, carried.coefficients.kl, teacher=teacher)
+            rollout = groups.rollout
+            figures = policy.routing_figures(rollout.sequences, rollout.logprobs, config.temperature)
+            experience, found = build_experience(policy, groups, config, carried.coefficients.kl, teacher=teacher)
+            figures |= found
             figures |= update(policy, experience, config, carried.coefficients, seed=mix_seed(config.seed, step))
             num_answers = config.rollout_size * config.group_size
             coefficients = next_coefficients(config.algorithm, carried.coefficients, figures, num_answers)

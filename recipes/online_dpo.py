@@ -129,7 +129,9 @@ def train_loop(
             groups = source.draw(config.rollout_size // get_world_size(), 0, step * config.rollout_size, step)
             actor.train()
             sums = answer_sums(groups.rollout) | {"score": score_sum(groups.scores)}
+            rollout = groups.rollout
             figures = groups.figures | global_means(sums)
+            figures |= policy.routing_figures(rollout.sequences, rollout.logprobs, config.temperature)
             figures |= update_on_pairs(policy, choose_pairs(policy, groups, config), config)
 
             figures |= actor.latency_stats()  # before an evaluation, whose latencies are not training's
@@ -171,10 +173,14 @@ def choose_pairs(policy: TrainedPolicy, groups: ScoredGroups, config: Config) ->
 
 def encoded(rollout: Rollout, row: int) -> Encoded:
     """An answer of a rollout, of which every token is learned."""
-    answers, supports = rollout.answers, rollout.sequences.supports
+    answers, supports, routing = rollout.answers, rollout.sequences.supports, rollout.sequences.routing
     response = answers.response_ids[row]
-    kept = None if supports is None else supports[row, : len(response)]
-    return Encoded(prompt_ids=answers.prompt_ids[row], response_ids=response, supports=kept)
+    return Encoded(
+        prompt_ids=answers.prompt_ids[row],
+        response_ids=response,
+        supports=None if supports is None else supports[row, : len(response)],
+        routing=None if routing is None else routing[row],
+    )
 
 
 def update_on_pairs(policy: TrainedPolicy, pairs: Sequence[TrainingPair], config: Config) -> dict[str, float]:

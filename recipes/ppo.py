@@ -136,8 +136,9 @@ def train_loop(
             rollout = sample(actor, roles.policy.tokenizer, mine, options, seed)
             actor.train()
 
-            experience, figures = build_experience(roles, rollout, config)
-            figures |= update(roles, experience, config, seed)
+            figures = roles.policy.routing_figures(rollout.sequences, rollout.logprobs, config.temperature)
+            experience, found = build_experience(roles, rollout, config)
+            figures |= found | update(roles, experience, config, seed)
             figures |= actor.latency_stats()  # before an evaluation, whose latencies are not training's
             if is_due(config.eval_every, step, config.steps):
                 evaluation = evaluate_held_out(roles, start, config)

@@ -455,7 +455,12 @@ class ContainerRollouts:
         """
         if choice is not None:
             kind = BatchInStep if isinstance(choice, InStep) else ContinuousBatch
-            return kind(self.model, Scheduler.for_plan(plan), OpenStep(self.model, cache, choice, plan.records_routing), self.layers)
+            return kind(
+                self.model,
+                Scheduler.for_plan(plan),
+                OpenStep(self.model, cache, choice, plan.records_routing),
+                self.layers,
+            )
         step = self.steps.for_rollout(plan, cache, self.gatherer.is_streamed or not is_recorded)
         lag = 0 if self.gatherer.is_streamed else self.lag
         return ContinuousBatch(self.model, Scheduler.for_plan(plan), step, self.layers, lag, self.mixes)

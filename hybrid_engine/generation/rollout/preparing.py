@@ -447,7 +447,9 @@ def _check_routing(generator: Generator, options: GenerationOptions) -> None:
     if generator.group.stage is not None:
         raise ValueError("record_routing=True is not supported with pipeline stages; leave it out")
     if generator.exact is not None:
-        raise ValueError("record_routing=True adds nothing to exact mode, in which the trainer chooses the same experts")
+        raise ValueError(
+            "record_routing=True adds nothing to exact mode, in which the trainer chooses the same experts"
+        )
     name = type(generator.module).__name__
     if generator.model is None:
         raise ValueError(f"record_routing=True needs inference containers, which {name} does not use")

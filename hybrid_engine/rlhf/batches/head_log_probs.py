@@ -21,8 +21,10 @@ from transformers import PretrainedConfig
 
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers.quantised import is_quantised
+from hybrid_engine.containers.routing import RecordedExperts, Router, find_routers, replaying
 from hybrid_engine.distributed.groups import host_group
 from hybrid_engine.distributed.verdict import everyone
+from hybrid_engine.generation.model.probe import evaluating
 from hybrid_engine.generation.rollout.generator import computes_by
 from hybrid_engine.ops.linear_divergence import (
     HeadStates,
@@ -54,6 +56,7 @@ class AskedColumns(NamedTuple):
     cells: tuple[torch.Tensor, ...] | None = None  # rows and columns of the True cells; None: read from the device
     with_sharper: bool = False
     supports: Supports | None = None  # of the True cells in their order: what each distribution is over; None: all
+    routing: RecordedExperts | None = None  # of all tokens of the pass, row after row: the experts that they take
 
 
 class HeadLogProbs(NamedTuple):
@@ -358,7 +361,7 @@ def _logprobs_of(states: HeadStates) -> torch.Tensor:
 
 def _whole_log_probs(model: nn.Module, asked: AskedColumns, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """`[N, V]` fp32: the log-probabilities of the requested tokens' positions, from logits."""
-    logits = model(**_given(asked, inputs)).logits[:, -asked.mask.shape[1] - 1 : -1][asked.mask]
+    logits = _forward(model, asked, inputs).logits[:, -asked.mask.shape[1] - 1 : -1][asked.mask]
     return (logits.float() / asked.temperature).log_softmax(1)
 
 
@@ -388,7 +391,7 @@ def _run_caught(
     if tried is not None and tried.differs:
         return None
     catch = _Catch(head, shape, asked, compute, is_trial=tried is None)
-    found = catch.run(model, module, _given(asked, inputs))
+    found = catch.run(model, module, inputs)
     if catch.difference is not None:
         # A NaN is not a verdict: the next pass tests again.
         differs = _on_any_process(model, not catch.difference <= catch.allowed)
@@ -460,12 +463,44 @@ def _allowed(dtype: torch.dtype) -> float:
     return 1e-4 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
 
 
-def _given(asked: AskedColumns, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    return {**inputs, "logits_to_keep": asked.mask.shape[1] + 1, "use_cache": False}
+def _forward(model: nn.Module, asked: AskedColumns, inputs: Mapping[str, torch.Tensor]) -> Any:
+    """The output of a forward pass, with at least the logits that predict the requested columns."""
+    given = {**inputs, "logits_to_keep": asked.mask.shape[1] + 1, "use_cache": False}
+    if asked.routing is None:
+        return model(**given)
+    with replaying(_routers[getattr(model, "module", model)], asked.routing):
+        return model(**given)
+
+
+_routers: WeakKeyDictionary[nn.Module, list[Router]] = WeakKeyDictionary()
+
+
+def replay_routing(model: nn.Module) -> None:
+    """From now on, passes of `model`, or of an engine's model, take the experts that its tokens have on record.
+
+    Tried on two tokens. Collective if the model's forward pass is.
+
+    Raises:
+        UnsupportedModelError: it has no mixture of experts, or one whose choice cannot be replayed.
+    """
+    module: Any = getattr(model, "module", model)
+    routers = find_routers(module)
+    device = next(module.parameters()).device
+    chosen = torch.arange(routers[0].top_k, device=device).expand(2, len(routers), -1)
+    inputs = {"input_ids": torch.tensor([[1, 2]], device=device)}
+    recorded = RecordedExperts(chosen, torch.ones(2, dtype=torch.bool, device=device))
+    with torch.no_grad(), evaluating(module), replaying(routers, recorded):
+        model(**inputs, use_cache=False)
+    _routers[module] = routers
+
+
+def replays_routing(model: nn.Module) -> bool:
+    """Whether passes of `model`, or of an engine's model, take the experts on record."""
+    return getattr(model, "module", model) in _routers
 
 
 def _from_logits(model: nn.Module, asked: AskedColumns, inputs: Mapping[str, torch.Tensor]) -> HeadLogProbs:
-    logits = model(**_given(asked, inputs)).logits[:, -asked.mask.shape[1] - 1 : -1]
+    logits = _forward(model, asked, inputs).logits[:, -asked.mask.shape[1] - 1 : -1]
     targets, sharper = inputs["input_ids"][:, -asked.mask.shape[1] :], None
     if asked.supports is not None:
         return _from_supports(logits, asked, targets)
@@ -510,13 +545,13 @@ class _Catch:
         self.found: dict[str, torch.Tensor] = {}
         self.expected: torch.Tensor | None = None  # [B, 2, V]: expected logits of the trials
 
-    def run(self, model: nn.Module, module: nn.Module, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def run(self, model: nn.Module, module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         hooks = [
             self.head.register_forward_pre_hook(self._before_head),
             module.register_forward_hook(self._after_model, prepend=True),
         ]
         try:
-            return model(**inputs)
+            return _forward(model, self.asked, inputs)
         finally:
             for hook in hooks:
                 hook.remove()

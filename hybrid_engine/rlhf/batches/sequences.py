@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers.device import send_to_device
+from hybrid_engine.containers.routing import RecordedExperts, recomputation_contexts
 from hybrid_engine.ops.linear_divergence import HeadStates
 from hybrid_engine.ops.support_log_prob import Supports
 from hybrid_engine.rlhf.batches.head_log_probs import (
@@ -24,6 +25,7 @@ from hybrid_engine.rlhf.batches.head_log_probs import (
     HeadLogProbs,
     Taught,
     WholeLogProbs,
+    replays_routing,
     token_comparison,
     token_divergences,
     token_log_probs,
@@ -69,6 +71,10 @@ class Sequences:
     supports: Supports | None = None
     """`[B, T]`: the tokens that each response token was drawn from, over which every model's distribution of it is
     renormalised; None: all tokens.
+    """
+    routing: tuple[torch.Tensor, ...] | None = None
+    """For each row `[n, L, k]` on the host: the experts that its first n tokens took in the rollout, which passes of a
+    model that replays them take again (`replay_routing`); None: the model chooses.
     """
 
     def numbered(self) -> "Sequences":
@@ -122,6 +128,7 @@ class Sequences:
             response_mask=self.response_mask[places, columns[1]],
             numbers=None if self.numbers is None else self.numbers[index],
             supports=None if self.supports is None else self.supports[index.numpy(), columns[1]],
+            routing=None if self.routing is None else tuple(self.routing[row] for row in index.tolist()),
         )
         ids, mask, responses = self.on_host
         on_host = HostRows(ids[index, columns[0]], mask[index, columns[0]], responses[index, columns[1]])
@@ -167,7 +174,11 @@ def build_sequences(
 
 
 def attach_responses(
-    prompt_mask: torch.Tensor, sequences: torch.Tensor, lengths: torch.Tensor, supports: Supports | None = None
+    prompt_mask: torch.Tensor,
+    sequences: torch.Tensor,
+    lengths: torch.Tensor,
+    supports: Supports | None = None,
+    routing: Sequence[torch.Tensor] | None = None,
 ) -> Sequences:
     """The result of `engine.generate()` with its masks.
 
@@ -176,6 +187,7 @@ def attach_responses(
         sequences: `[B, P+T]`, as returned.
         lengths: `[B]`, response tokens of each row.
         supports: `[B, T]`, as returned.
+        routing: of each row, as returned.
     """
     num_columns = sequences.shape[1] - prompt_mask.shape[1]
     response_mask = torch.arange(num_columns, device=sequences.device) < lengths[:, None]  # [B, T]
@@ -184,6 +196,7 @@ def attach_responses(
         attention_mask=torch.cat([prompt_mask, response_mask.to(prompt_mask.dtype)], dim=1),
         response_mask=response_mask,
         supports=supports,
+        routing=None if routing is None else tuple(routing),
     )
 
 
@@ -283,6 +296,8 @@ class _ForwardPass(NamedTuple):
 def _pass_of(model: nn.Module, batch: Sequences, asked: AskedColumns) -> _ForwardPass:
     mask, packed, device = batch.on_host.response_mask, packed_for(model, batch), asked.mask.device
     supports = None if batch.supports is None else batch.supports[mask.numpy()]
+    if batch.routing is not None and replays_routing(model):
+        asked = asked._replace(routing=_routing_of(batch.routing, batch.on_host.attention_mask, packed).to(device))
     if packed is None:
         asked = asked._replace(cells=_cells(mask, device), supports=supports)
         return _ForwardPass(asked, model_inputs(batch), lambda found: found, None)
@@ -302,6 +317,24 @@ def _pass_of(model: nn.Module, batch: Sequences, asked: AskedColumns) -> _Forwar
         lambda found: packed.gather(pad(found, (1, 0)), asked.mask),
         None if is_same else send_to_device(order, device),
     )
+
+
+def _routing_of(
+    routing: Sequence[torch.Tensor], attention_mask: torch.Tensor, packed: PackedRows | None
+) -> RecordedExperts:
+    """The experts of all cells of a pass over rows `[B, P+T]`, on the host."""
+    if packed is None:
+        num_cells, places = attention_mask.numel(), torch.arange(attention_mask.numel()).view(attention_mask.shape)
+    else:
+        num_cells = packed.input_ids.numel()
+        places = packed.places if packed.places_on_host is None else packed.places_on_host
+    of_rows = [row[mask][: len(part)] for part, row, mask in zip(routing, places, attention_mask.bool(), strict=True)]
+    cells = torch.cat(of_rows)
+    experts = torch.zeros(num_cells, *routing[0].shape[1:], dtype=routing[0].dtype)
+    experts[cells] = torch.cat([part[: len(row)] for part, row in zip(routing, of_rows, strict=True)])
+    is_recorded = torch.zeros(num_cells, dtype=torch.bool)
+    is_recorded[cells] = True
+    return RecordedExperts(experts, is_recorded)
 
 
 def _cells(mask: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -453,5 +486,5 @@ def recompute_activations(model: nn.Module, config: RunOptions) -> nn.Module:
         )
     # The name since transformers 5.23 comes first.
     enable = getattr(inner, "activation_checkpointing_enable", None) or inner.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    enable({"use_reentrant": False, "context_fn": recomputation_contexts})
     return model

@@ -12,6 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
@@ -53,6 +54,8 @@ class Encoded:
     """True on the response tokens that are learned; None: all of them."""
     supports: Supports | None = None
     """`[T]`: the tokens that each response token was drawn from, of an answer that a run sampled with filters."""
+    routing: torch.Tensor | None = None
+    """`[n, L, k]`: the experts that its first n tokens took, of an answer that a run sampled to replay them."""
 
     @property
     def prompts(self) -> tuple[SharedPrompt, ...]:

@@ -6,7 +6,7 @@ N: answers, T: response columns.
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,10 +20,12 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 import hybrid_engine
 from hybrid_engine.checkpoint.export import without_renamed_attribute_warning
 from hybrid_engine.containers.device import send_to_device
+from hybrid_engine.containers.policy import UnsupportedModelError
 from hybrid_engine.distributed.processes import default_device, gather_objects, get_world_size
 from hybrid_engine.optim.build import cast_module
 from hybrid_engine.rl.correction import measure_difference
 from hybrid_engine.rlhf.algorithms import PolicyBatch
+from hybrid_engine.rlhf.batches.head_log_probs import replay_routing
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
 from hybrid_engine.rlhf.batches.passes import RunPasses
 from hybrid_engine.rlhf.batches.sequences import (
@@ -46,6 +48,8 @@ from hybrid_engine.rlhf.runs.run_checks import add_adapter
 from hybrid_engine.rlhf.runs.stages import explained, load_model, load_tokenizer
 from hybrid_engine.zero.sharding import full_tensor, local_tensor
 
+MEASURED_ROWS = 8
+"""Answers of a process on which a step measures what router replay changes."""
 AVERAGE = "average"
 """Name of the adapter with averaged weights in the actor's model, and of the checkpoints of an average."""
 
@@ -150,9 +154,9 @@ class TrainedPolicy:
     def reference_logprobs(self, sequences: Sequences, temperature: float) -> torch.Tensor:
         """`[N, T]` fp32 under the first weights, 0 on padding; collective if the actor is sharded.
 
-        Over the supports of `sequences`, if there are any, as the actor's own.
+        Over the supports of `sequences`, if there are any, as the actor's own. The first weights choose their experts.
         """
-        compute = partial(response_logprobs, temperature=temperature)
+        compute, sequences = partial(response_logprobs, temperature=temperature), replace(sequences, routing=None)
         if self.refers_to_base:
             with playing(self.actor.module, None):
                 return in_parts(compute, self.actor, sequences, self.sizes)
@@ -167,6 +171,24 @@ class TrainedPolicy:
             return response_logprobs_and_entropy(model, part, temperature)[1]
 
         return in_parts(compute, self.actor, sequences, self.sizes)
+
+    @torch.no_grad()
+    def routing_figures(self, sequences: Sequences, sampled: torch.Tensor, temperature: float) -> dict[str, float]:
+        """Mean distances of the trainer's log-probabilities from the sampler's (`sampled`), in nats per token.
+
+        With the experts that the rollout recorded and with those that the trainer chooses, by a pass each over
+        MEASURED_ROWS answers of each process; empty if none are recorded. Before any weight changes. Collective.
+        """
+        if sequences.routing is None:
+            return {}
+        few = sequences.rows(torch.arange(min(MEASURED_ROWS, len(sequences.routing))))
+        mask = few.response_mask
+        count, sums = float(mask.sum()), {}
+        for name, part in (("with", few), ("without", replace(few, routing=None))):
+            found = in_parts(partial(response_logprobs, temperature=temperature), self.actor, part, self.sizes)
+            distance = measure_difference(found, sampled[: len(mask), : mask.shape[1]], mask).absolute
+            sums[f"logprob_difference_{name}_replay"] = (float(distance) * count if count else 0.0, count)
+        return global_means(sums)
 
     @torch.no_grad()
     def old_logprobs(
@@ -233,6 +255,7 @@ def build_policy(
     for role in (actor, reference):
         if role is not None:
             pack_where_exact(role, config)
+    replay_where_asked(actor, config)
     return TrainedPolicy(
         actor=actor,
         tokenizer=load_tokenizer(source),
@@ -240,6 +263,19 @@ def build_policy(
         refers_to_base=config.needs_reference and not config.keeps_reference,
         sizes=RunPasses.of(config),
     )
+
+
+def replay_where_asked(actor: Any, config: RolloutRunOptions) -> None:
+    """Makes the passes of `actor` take recorded experts under `--router-replay`. Collective.
+
+    Raises:
+        ValueError: its experts cannot be replayed.
+    """
+    if config.router_replay:
+        try:
+            replay_routing(actor)
+        except UnsupportedModelError as error:
+            raise ValueError(f"--router-replay: {error}; leave it out") from error
 
 
 def copy_adapter(model: PeftModel, name: str) -> None:

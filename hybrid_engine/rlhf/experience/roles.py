@@ -30,7 +30,13 @@ from hybrid_engine.rlhf.batches.sequences import (
     recompute_activations,
 )
 from hybrid_engine.rlhf.experience.evaluation import Evaluation, Sums, answer_sums, evaluate, judge_sums, reference_sums
-from hybrid_engine.rlhf.experience.policy import TrainedPolicy, build_policy, engine_config_of, playing
+from hybrid_engine.rlhf.experience.policy import (
+    TrainedPolicy,
+    build_policy,
+    engine_config_of,
+    playing,
+    replay_where_asked,
+)
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling, Rollout
 from hybrid_engine.rlhf.experience.start import Start
 from hybrid_engine.rlhf.options.reinforcement import PPOConfig
@@ -285,6 +291,7 @@ def build_roles_on_shared_base(
         model=model, model_parameters=groups, config=engine_config, lr_scheduler=schedule.build
     )
     pack_where_exact(engine, config)
+    replay_where_asked(engine, config)
     tokenizer, sizes = load_tokenizer(source), RunPasses.of(config)
     policy = TrainedPolicy(actor=engine, tokenizer=tokenizer, reference=None, refers_to_base=True, sizes=sizes)
     judges = {spec: _shared_reward(policy, spec, role) for spec, role in roles.items()}

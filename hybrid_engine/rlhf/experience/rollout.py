@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from math import inf, nan
 from typing import Any, NamedTuple
 
@@ -53,6 +54,8 @@ class AnswerSampling:
     min_p: float = 0.0
     num_samples: int = 1
     """Answers to each prompt, G."""
+    records_routing: bool = False
+    """Whether the experts that tokens took are recorded."""
 
     @property
     def is_filtered(self) -> bool:
@@ -64,10 +67,12 @@ class AnswerSampling:
 
         If a filter is on, the log-probabilities are of the filtered distribution, whose supports are recorded.
         """
+        recording: dict[str, Any] = {"record_routing": True} if self.records_routing else {}
         if self.temperature == 0:
-            return {"do_sample": False}
+            return {"do_sample": False, **recording}
         filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
-        recording = {"logprobs": "processed", "record_supports": True} if self.is_filtered else {}
+        if self.is_filtered:
+            recording |= {"logprobs": "processed", "record_supports": True}
         return {"do_sample": True, "temperature": self.temperature, **filters, **recording}
 
     @classmethod
@@ -81,6 +86,7 @@ class AnswerSampling:
             top_p=config.top_p,
             min_p=config.min_p,
             num_samples=num_samples,
+            records_routing=getattr(config, "router_replay", False),
         )
 
 
@@ -117,7 +123,7 @@ def sample(
         seed=seed,
     )
     repeated_mask = prompt_mask.repeat_interleave(options.num_samples, dim=0)
-    sequences = attach_responses(repeated_mask, output.sequences, output.lengths, output.supports)
+    sequences = attach_responses(repeated_mask, output.sequences, output.lengths, output.supports, output.routing)
     responses = [row[mask].tolist() for row, mask in zip(sequences.responses, sequences.response_mask, strict=True)]
     answers = Answers(
         prompts=_repeat([row.prompt for row in rows], options.num_samples),
@@ -221,6 +227,7 @@ def join(rollouts: Sequence[Rollout], pad_token: int) -> Rollout:
 
     parts = [rollout.sequences for rollout in rollouts]
     supports = [part.supports for part in parts if part.supports is not None]
+    routing = [part.routing for part in parts if part.routing is not None]
     return Rollout(
         answers=Answers.join([rollout.answers for rollout in rollouts]),
         sequences=Sequences(
@@ -228,6 +235,7 @@ def join(rollouts: Sequence[Rollout], pad_token: int) -> Rollout:
             attention_mask=joined([part.attention_mask for part in parts], True, 0),
             response_mask=joined([part.response_mask for part in parts], False, 0),
             supports=Supports.join(supports) if supports else None,
+            routing=tuple(chain.from_iterable(routing)) if routing else None,
         ),
         logprobs=joined([rollout.logprobs for rollout in rollouts], False, 0),
     )
@@ -257,6 +265,8 @@ class BestAnswer(NamedTuple):
     is_cut_off: bool
     supports: list[str] | None = None
     """`Supports.texts` of its tokens, if they were sampled with filters."""
+    routing: torch.Tensor | None = None
+    """`[n, L, k]` of prompt and answer, if experts are replayed."""
 
 
 @dataclass(kw_only=True)
@@ -318,6 +328,7 @@ def best_answers(
             logprobs=rollout.logprobs[row, : len(ids)].tolist(),
             is_cut_off=rollout.answers.is_cut_off[row],
             supports=None if supports is None else supports[row, : len(ids)].texts(),
+            routing=None if rollout.sequences.routing is None else rollout.sequences.routing[row],
         )
         found.append((index, answer))
     return found
@@ -332,6 +343,9 @@ def with_replayed(rollout: Rollout, replayed: Mapping[int, BestAnswer], pad_toke
     texts = [answer.supports for answer in answers if answer.supports is not None]
     if texts:
         sequences = replace(sequences, supports=Supports.of_texts(texts))
+    routing = tuple(answer.routing for answer in answers if answer.routing is not None)
+    if routing:
+        sequences = replace(sequences, routing=routing)
     earlier = Rollout(
         answers=replace(
             replaced,

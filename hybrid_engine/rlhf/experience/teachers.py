@@ -272,6 +272,7 @@ class ActorTeacher:
     def read(self, sequences: Sequences) -> Sequence[Taught]:
         """Hidden states of all tokens, and the student's head."""
         seen = sequences if self.prompts is None else self.prompts.seen(sequences)
+        seen = replace(seen, routing=None)  # the teacher chooses its own experts
         with evaluating(self.actor.module), self.play():
             stated = response_states(self.actor, seen, self.temperature)
         if isinstance(stated, HeadStates):  # under ZeRO-3 the head is whole only during a pass

@@ -252,6 +252,8 @@ class AgentConfig(RolloutOptions, RolloutRunOptions):
                 "step's conversations may need, all of which are trained on; raise it or leave it out"
             )
         self.algorithm.check_group_size("group_size", self.group_size)
+        if self.router_replay:
+            raise ValueError("--router-replay: the conversations of agent do not record experts; leave it out")
         if self.algorithm.needs_reference:
             raise ValueError("--kl-place: agent has no reference model; leave it at none")
         if self.algorithm.is_decoupled:

@@ -527,6 +527,10 @@ class RolloutRunOptions(LoopOptions, AnswerOptions):
         "Sample from tokens with at least this fraction of the likeliest one's probability, recorded as with --top-k; "
         "0 keeps all",
     )
+    router_replay: bool = option(
+        False,
+        "Train a mixture of experts with the experts that each token took in the rollout, which are recorded with it",
+    )
 
     def __post_init__(self) -> None:
         LoopOptions.__post_init__(self)
@@ -574,6 +578,8 @@ class RolloutOptions(RolloutRunOptions):
             raise ValueError(
                 "--exact uses its own forward pass, which keeps activations; leave it or --activation-checkpointing out"
             )
+        if self.exact and self.router_replay:
+            raise ValueError("--exact chooses the same experts in both anyway; leave it or --router-replay out")
 
 
 @dataclass(frozen=True, kw_only=True)
