@@ -340,9 +340,6 @@ class SteppedModel(Protocol):
     def forward(self, batch: Batch, cache: ModelCache, layers: Iterable[InferenceLayer]) -> torch.Tensor:
         """Returns the logits of `batch`. See `InferenceModel.forward`."""
 
-    def taken_experts(self, num_tokens: int) -> torch.Tensor:
-        """Returns the experts of the last pass. See `InferenceModel.taken_experts`."""
-
 
 Choice = Callable[[list[Sequence], torch.Tensor], Drawn]
 """`(rows, logits [S, V] fp32) -> Drawn`: the next token of each row and which rows it ends.
@@ -375,9 +372,12 @@ class OpenStep:
             is_identity=in_place,
         )
         logits = self.model.forward(batch, self.cache, layers())
-        routes = self.model.taken_experts(len(sequences)).cpu() if self.records_routing else None
-        drawn = self.choice(sequences, logits)._replace(routes=routes)
-        return Draw(lambda: drawn)
+        draw = self.draw(sequences, logits)
+        if not self.records_routing:
+            return draw
+        assert isinstance(self.model, InferenceModel)
+        routes = self.model.taken_experts(len(sequences)).cpu()
+        return Draw(lambda: draw.read()._replace(routes=routes))
 
     def draw(self, sequences: list[Sequence], logits: torch.Tensor) -> Draw:
         """Draws the next token of each sequence from `logits [S, V]` fp32."""

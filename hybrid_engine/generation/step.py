@@ -180,6 +180,7 @@ class ContinuousBatch:
 
     def _note_routes(self, prefills: list[Prefill], num_decoded: int) -> None:
         """Stores the experts that the tokens of `prefills` took in the last pass, after those of `num_decoded` rows."""
+        assert isinstance(self.model, InferenceModel)
         lengths = [prefill.last - prefill.first for prefill in prefills]
         taken = self.model.taken_experts(num_decoded + sum(lengths))[num_decoded:]
         # A device may still copy them; they are read after the rollout.

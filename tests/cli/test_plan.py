@@ -186,6 +186,19 @@ def test_records_of_supports_are_planned_on_the_host_alone():
     assert plan.kept_bytes == part.num_bytes and any("81 bytes x 80 tokens" in line for line in plan.lines())
 
 
+def test_recorded_experts_are_planned_on_the_host_alone():
+    sizes = {"max_prompt_tokens": 7, "max_new_tokens": 10, "rollout_size": 4, "group_size": 2}
+    config = grpo.Config(router_replay=True, **sizes)
+    setting = memory_plan.Setting(recipe="grpo", config=config, num_processes=1, device="cpu")
+    part = memory_plan._routing(setting, build_model("qwen3-moe"))
+    assert part.num_bytes == 2 * 2 * 8 * 16
+    assert part.formula == "2 layers x 2 experts x 1 bytes x at most 128 tokens"
+    others = (replace(setting, device="cuda"), replace(setting, config=grpo.Config(**sizes)))
+    assert [memory_plan._routing(other, build_model("qwen3-moe")) for other in others] == [memory_plan.NO_ROUTING] * 2
+    plan = MemoryPlan(roles=[], accumulates=False, generation=[], routing=part)
+    assert plan.kept_bytes == part.num_bytes and any("at most 128 tokens" in line for line in plan.lines())
+
+
 @pytest.mark.parametrize("family", ["mistral-window", "gpt-oss", "gpt2"])
 @pytest.mark.parametrize("lengths", [(70,), (40, 30), (70, 35, 17) * 4])
 def test_a_pass_over_packed_rows_is_counted_with_its_masks(family, lengths):

@@ -104,9 +104,9 @@ def test_a_router_that_chooses_in_another_way_is_refused_by_name():
     block = PhimoeSparseMoeBlock(config).eval()
     router = Router(block, "layer 3 mlp.router (PhimoeTopKRouter)", 4, 2)
     recorded = RecordedExperts(torch.zeros(5, 1, 2, dtype=torch.uint8), torch.ones(5, dtype=torch.bool))
-    with pytest.raises(UnsupportedModelError, match=r"PhimoeTopKRouter\) cannot replay its choice"):
-        with replaying([router], recorded):
-            block(torch.randn(1, 5, 32))
+    told = r"PhimoeTopKRouter\) cannot replay its choice"
+    with pytest.raises(UnsupportedModelError, match=told), replaying([router], recorded):
+        block(torch.randn(1, 5, 32))
     block(torch.randn(1, 5, 32))  # the hooks are gone
 
 
@@ -117,9 +117,8 @@ def test_a_router_that_chooses_in_another_way_is_refused_by_name():
 def test_a_record_of_another_model_is_refused(shape, told):
     routers = find_routers(build_model("mixtral"))
     recorded = RecordedExperts(torch.zeros(shape, dtype=torch.uint8), torch.ones(5, dtype=torch.bool))
-    with pytest.raises(ValueError, match=told):
-        with replaying(routers, recorded):
-            pass
+    with pytest.raises(ValueError, match=told), replaying(routers, recorded):
+        pass
 
 
 def test_a_model_without_experts_is_refused():

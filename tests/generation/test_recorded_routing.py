@@ -67,10 +67,8 @@ def test_long_prompts_record_the_experts_of_all_their_chunks(monkeypatch):
     input_ids = torch.randint(3, 90, (5, 23), generator=generator)
     mask = torch.ones_like(input_ids)
     output = engine.generate(input_ids, **(OPTIONS | {"trim_stop": True, "stop_sequences": [[5], [11], [20]]}))
-    chunks = engine.latency_stats()
     for tokens, routing in zip(sequences_of(output, input_ids, mask), output.routing, strict=True):
         assert torch.equal(routing.long().sort(2).values, experts_of(model, tokens)[:-1])
-    assert chunks["generated_tokens"] > 0
 
 
 def test_what_cannot_be_recorded_is_refused_by_name():

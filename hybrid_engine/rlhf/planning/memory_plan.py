@@ -21,6 +21,8 @@ from hybrid_engine.config.blocks import ZERO_STAGES, StageRules
 from hybrid_engine.config.checks import check_divides
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.containers.cache import CacheShape, LayerCacheSpec
+from hybrid_engine.containers.moe import routing_dtype
+from hybrid_engine.containers.routing import find_routers
 from hybrid_engine.generation.memory import count_blocks
 from hybrid_engine.generation.scheduler import MAX_PREFILL_TOKENS
 from hybrid_engine.metrics.memory import format_bytes
@@ -64,6 +66,7 @@ class MemoryPart(NamedTuple):
 
 NO_WORKSPACES = MemoryPart("matrix products", 0, "")
 NO_RECORDS = MemoryPart("supports", 0, "")
+NO_ROUTING = MemoryPart("routing", 0, "")
 
 
 class Shape(NamedTuple):
@@ -129,6 +132,8 @@ class MemoryPlan:
     """Workspaces of the GPU's library of matrix products, which it keeps from its first call on."""
     records: MemoryPart = NO_RECORDS
     """Recorded supports of a step's tokens, on a device that is the host."""
+    routing: MemoryPart = NO_ROUTING
+    """Recorded experts of a step's tokens, on a device that is the host."""
     has_state: bool = True
     """Whether the optimizer has its state in the largest pass; it does not in the first step."""
     fuses_at_once: bool = True
@@ -138,7 +143,12 @@ class MemoryPlan:
     def kept_bytes(self) -> int:
         """Bytes of the parts that exist during the whole run."""
         kept = sum(part.num_bytes for role in self.roles for part in role.kept)
-        return self.workspaces.num_bytes + self.records.num_bytes + kept
+        return self.workspaces.num_bytes + sum(part.num_bytes for part in self.recorded) + kept
+
+    @property
+    def recorded(self) -> list[MemoryPart]:
+        """The parts that a rollout records with its tokens; empty if it records none."""
+        return [part for part in (self.records, self.routing) if part.num_bytes]
 
     @property
     def training_peak_bytes(self) -> int:
@@ -182,9 +192,9 @@ class MemoryPlan:
         if self.workspaces.num_bytes:
             yield "cuBLAS, during the whole run"
             yield from _lines([self.workspaces])
-        if self.records.num_bytes:
+        if self.recorded:
             yield "sampling, from a rollout to the end of its step"
-            yield from _lines([self.records])
+            yield from _lines(self.recorded)
         if self.generation:
             yield "generating, in addition to what is kept"
             yield from _lines(self.generation)
@@ -206,7 +216,7 @@ class MemoryPlan:
         return {
             "roles": roles,
             "workspaces": [self.workspaces._asdict()] if self.workspaces.num_bytes else [],
-            "records": [self.records._asdict()] if self.records.num_bytes else [],
+            "records": [part._asdict() for part in self.recorded],
             "generation": [part._asdict() for part in self.generation],
             "training_peak_bytes": self.training_peak_bytes,
             "generation_peak_bytes": self.generation_peak_bytes,
@@ -314,6 +324,7 @@ def _plan_of(read: Read, setting: Setting, largest: Pass) -> MemoryPlan:
             generation=[],
             workspaces=_workspaces(setting.device, read.answered is not None),
             records=_records(setting, base_of(actor).config.get_text_config().vocab_size),
+            routing=_routing(setting, actor),
             has_state=largest.has_state,
         )
         if read.answered is None:
@@ -363,6 +374,23 @@ def _records(setting: Setting, vocab_size: int) -> MemoryPart:
     tokens = config.rollout_size // setting.num_processes * config.group_size * turns * config.max_new_tokens
     formula = f"at most {most:,} bytes x {tokens:,} tokens"
     return NO_RECORDS._replace(num_bytes=most * tokens, formula=formula)
+
+
+def _routing(setting: Setting, actor: nn.Module) -> MemoryPart:
+    """The experts of all tokens of a rollout, if all prompts and answers are long."""
+    config = setting.config
+    if not isinstance(config, RolloutRunOptions) or not config.router_replay or setting.device != "cpu":
+        return NO_ROUTING
+    try:
+        routers = find_routers(actor)
+    except UnsupportedModelError:  # which the run refuses
+        return NO_ROUTING
+    width = routing_dtype(max(router.num_experts for router in routers)).itemsize
+    length = config.max_prompt_tokens + config.max_new_tokens - 1  # the last token is never fed
+    tokens = config.rollout_size // setting.num_processes * config.group_size * length
+    each = len(routers) * routers[0].top_k * width
+    formula = f"{len(routers)} layers x {routers[0].top_k} experts x {width} bytes x at most {tokens:,} tokens"
+    return NO_ROUTING._replace(num_bytes=each * tokens, formula=formula)
 
 
 def _roles(read: Read, setting: Setting, largest: Pass) -> tuple[list[RolePlan], nn.Module]:
