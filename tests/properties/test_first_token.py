@@ -38,7 +38,9 @@ class FilesUntilSampled:
 
 
 def test_the_first_token_of_a_rollout_comes_through_few_files(monkeypatch):
-    monkeypatch.setattr(dispatch, "HAS_TRITON", False)  # as on a machine without a GPU: no interpreted kernels
+    # As on a machine without a GPU: neither references nor interpreted kernels.
+    monkeypatch.setenv("HYBRID_ENGINE_FALLBACK", "0")
+    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, pad_token_id=0, **SIZES))
     engine, *_ = hybrid_engine.initialize(model=model, config=CONFIG)
     engine.eval()
