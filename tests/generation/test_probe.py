@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers as hf
+from transformers.models.starcoder2.modeling_starcoder2 import Starcoder2DecoderLayer
 
 import hybrid_engine
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
@@ -124,8 +125,18 @@ def test_how_far_rollouts_past_the_switch_are_is_what_a_rollout_shows(kind):
     assert 0.001 < float(apart.max()) < 10 * said.max
 
 
+class UnlistedLayer(Starcoder2DecoderLayer):
+    """A class that the package cannot know."""
+
+
 def _without_containers(**options):
-    return lambda: hf.Starcoder2ForCausalLM(hf.Starcoder2Config(**_GQA, pad_token_id=0, **options))
+    def build():
+        model = hf.Starcoder2ForCausalLM(hf.Starcoder2Config(**_GQA, pad_token_id=0, **options))
+        for layer in model.model.layers:
+            layer.__class__ = UnlistedLayer
+        return model
+
+    return build
 
 
 def test_a_model_without_containers_is_measured_too():

@@ -268,9 +268,9 @@ def test_what_processes_cannot_share_is_an_error_on_all(shared):
 
 
 def test_sizes_that_work_are_listed():
-    heads = Heads(12, 4, 8, TensorParallel(size=5))
-    with pytest.raises(ValueError, match=r"MLP size 24.*use one of 1, 2, 4, 12$"):
-        check_divides(heads, [24])
+    parallel = TensorParallel(size=5)
+    with pytest.raises(ValueError, match=r"24.*use one of 1, 2, 4, 12$"):
+        check_divides(Heads(12, 4, 8, parallel), [24], parallel)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
