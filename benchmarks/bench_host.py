@@ -61,7 +61,7 @@ class StandIn:
     def _replay(self) -> None:
         start = time.thread_time()
         assert self.step is not None
-        _, draws, keys, is_live = self.step.tables.numbers
+        _, draws, keys, is_live, _ = self.step.tables.numbers
         rows = self.step.tables.rows
         self.step._results[2] = (draws + 1 >= keys)[rows]
         self.step.tables.numbers[:2] += is_live

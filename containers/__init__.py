@@ -28,6 +28,7 @@ FAMILIES = (
     "granite",
     "helium",
     "hunyuan",
+    "lfm2",
     "llama",
     "megatron",
     "mistral",

@@ -213,8 +213,9 @@ class InferenceModel:
         return tuple(layer.mixer.cache_spec for layer in self.layers)
 
     def cache_shape(self, num_blocks: int, block_size: int, num_slots: int = 0) -> CacheShape:
-        """Shape of a cache of so many blocks and slots."""
-        return CacheShape(self.cache_specs, num_blocks, block_size, num_slots)
+        """Shape of a cache of so many blocks and, if layers keep states, slots."""
+        specs = self.cache_specs
+        return CacheShape(specs, num_blocks, block_size, num_slots if any(spec.state for spec in specs) else 0)
 
     def new_cache(self, num_blocks: int, block_size: int, num_slots: int = 0) -> ModelCache:
         """Returns a cache of zeros with memory of its own."""
@@ -223,6 +224,10 @@ class InferenceModel:
     def bytes_per_block(self, block_size: int, dtype: torch.dtype | None = None) -> int:
         """Bytes of a block of the cache; `dtype`: that of the weights once they are loaded, None: they are."""
         return self.cache_shape(1, block_size).num_bytes(dtype or self.dtype)
+
+    def bytes_per_slot(self, dtype: torch.dtype | None = None) -> int:
+        """Bytes of a slot of the cache, 0 if no layer keeps a state; `dtype` as in `bytes_per_block`."""
+        return self.cache_shape(0, 1, 1).num_bytes(dtype or self.dtype)
 
     def addresses(self) -> tuple[int, ...]:
         """Addresses of all tensors that a forward pass reads, as they are bound now."""

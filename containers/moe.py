@@ -279,7 +279,7 @@ class MoEBlock:
             self._take_list(experts)
         else:
             self._take_stacked(experts, view)
-        activation = getattr(config, policy.activation) if policy.activation else CLAMPED_SWIGLU
+        activation = getattr(config, policy.activation, policy.activation) if policy.activation else CLAMPED_SWIGLU
         if activation not in EXPERT_ACTIVATIONS:
             raise UnsupportedModelError(f"activation {activation!r}; known are {', '.join(EXPERT_ACTIVATIONS)}")
         self.shared = SharedExpert(policy, layer, activation, name, parallel) if policy.shared else None

@@ -70,7 +70,8 @@ class MoEPolicy:
     layout: Literal["plain", "halves", "interleaved"] = "halves"
     # Position of the gate in `up`: none, in the first half, or in every other column, gate first.
     activation: str | None = "hidden_act"
-    # Config attribute that names the activation; None: the clamped SwiGLU, with its numbers from `experts`.
+    # Config attribute that names the activation, or the activation; None: the clamped SwiGLU, with its numbers from
+    # `experts`.
     shared: tuple[str, str, str] | None = None
     # Gate, up and down linear of an expert that sees every token.
     shared_gate: str | None = None

@@ -24,7 +24,7 @@ from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.containers.device import free_and_total_bytes
 from hybrid_engine.distributed.processes import default_device, on_rank_zero
 from hybrid_engine.generation.live.opening import count_tokens
-from hybrid_engine.generation.memory import BLOCK_SIZE, read_memory
+from hybrid_engine.generation.memory import BLOCK_SIZE, NEEDED_SLOTS, read_memory
 from hybrid_engine.rlhf.experience.answering import (
     join,
     load_shared,
@@ -108,12 +108,13 @@ def check_memory(config: Config, first: PretrainedConfig) -> None:
     with torch.device("meta"), explained("model", str(config.model)):
         model = AutoModelForCausalLM.from_config(first, trust_remote_code=False)
     try:
-        block_bytes = InferenceModel(model).bytes_per_block(BLOCK_SIZE, torch_dtype(config.dtype))
+        containers, dtype = InferenceModel(model), torch_dtype(config.dtype)
     except UnsupportedModelError:
         return  # the model's own generate() allocates memory as it runs
     device = default_device()
     free = read_memory(config.memory, device.type).of(free_and_total_bytes(device)[0])
-    held = count_tokens(block_bytes, BLOCK_SIZE, free // (len(config.adapter) + 1), 0)
+    for_blocks = free // (len(config.adapter) + 1) - NEEDED_SLOTS * containers.bytes_per_slot(dtype)
+    held = count_tokens(containers.bytes_per_block(BLOCK_SIZE, dtype), BLOCK_SIZE, for_blocks, 0)
     longest = config.longest or 2
     if held < longest:
         memory = f"--memory={config.memory}" if config.memory is not None else f"the free memory, {free:,} bytes of it,"

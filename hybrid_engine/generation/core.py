@@ -42,6 +42,7 @@ class Prompt:
     tokens: list[int]
     num_waiting: int = 0  # samples that have not started
     blocks: list[int] = field(default_factory=list)  # prefilled blocks that samples fork from; may be empty
+    state_slot: int = -1  # slot of its states, kept with the blocks; -1: none
     logits: Any = None  # [V] next-token logits after the prompt, kept with the blocks
     num_tops: int | None = None  # number of likeliest tokens reported at each position; None: the prompt is not scored
     scores: Any = None  # `TokenScores` of its tokens, if requested
@@ -71,8 +72,10 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)  # its block table, in order
+    state_slot: int = -1  # slot of its states in the KV workspace; -1: none
     slot: int = -1  # row in the device's tables; -1: not running
     is_kept: bool = False  # its blocks are kept after it finishes, until others need them
+    num_late: int = 0  # tokens that were fed after its end was drawn, before the host had read it; the first is the end
     begins_from: "Sequence | None" = None  # kept sequence whose tokens are a prefix of the prompt
     processors: Any = None  # logits processors, if its rules read its tokens; built at its first draw
     tops: list[list[tuple[int, float]]] = field(default_factory=list)  # likeliest tokens at each position, if requested
@@ -122,6 +125,7 @@ class Prefill:
     blocks: list[int]
     first: int  # tokens before this index are in the blocks already
     last: int  # tokens from this index on are fed in a later turn
+    state_slot: int = -1  # slot of the owner's states; -1: the model's layers have none
 
     @property
     def prompt(self) -> Prompt:
@@ -148,6 +152,8 @@ class Admission:
 
     prefills: list[Prefill] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
+    state_copies: list[tuple[int, int]] = field(default_factory=list)
+    """Source and target slot of the states of each fork."""
     sequences: list[Sequence] = field(default_factory=list)
 
 
@@ -250,6 +256,8 @@ class RolloutPlan:
     num_blocks: int
     block_size: int
     max_running: int
+    num_state_slots: int = 0
+    """Slots for the states of sequences; 0: the model's layers have none."""
     longest_later: int = 1
     """Number of tokens that are fed of the longest sequence added later."""
     max_prefill_tokens: int | None = None

@@ -3,7 +3,7 @@
 Every running sequence has a slot. Tables on the device hold the data of each slot, and a step receives only the slots
 of its rows:
 
-    numbers  [4, C+1]   position and draw index of the token to feed, noise key, and 1 for a live slot
+    numbers  [5, C+1]   position and draw index of the token to feed, noise key, 1 for a live slot, and the state slot
     blocks   [C+1, n]   block table
     tokens   [C+1]      the token drawn last, which only the device knows
     seen     [C+1, V]   tokens of prompt and response; allocated once a sequence has a repetition penalty
@@ -12,7 +12,7 @@ of its rows:
 The step advances positions itself, and the host advances its image of them. While the same rows run on the same blocks,
 the host sends nothing; otherwise one copy carries the slots of the rows and the changed cells of the tables. When rows
 leave and enter, their keys and values do not move. Slot C belongs to no sequence: it pads a batch to its bucket, is
-never live, and its block is the last one of the workspace.
+never live, and its block and its state slot are the last ones of the workspace.
 
 A step draws by one set of options. If a row has other options, all rows of the turn are drawn after the step from its
 logits, each by its own options.
@@ -47,7 +47,7 @@ from hybrid_engine.generation.recorders import (
 from hybrid_engine.generation.sampling import DrawnRows, MixedRows, RowState, send_to_host
 from hybrid_engine.ops import Batch, DecodeBatch, MixedBatch, PrefillBatch, SampleOp
 
-_POSITION, _DRAW, _KEY, _LIVE = range(4)
+_POSITION, _DRAW, _KEY, _LIVE, _STATE = range(5)
 
 
 class SlotTables:
@@ -58,11 +58,20 @@ class SlotTables:
         num_columns: n.
         trash_block: block that padding rows write to; any block if there are no padding rows.
         vocab: V.
+        trash_state: state slot that padding rows write to, as `trash_block`.
     """
 
-    def __init__(self, num_slots: int, num_columns: int, trash_block: int, vocab: int, device: torch.device):
+    def __init__(
+        self,
+        num_slots: int,
+        num_columns: int,
+        trash_block: int,
+        vocab: int,
+        device: torch.device,
+        trash_state: int = 0,
+    ):
         self.num_slots, self.num_columns, self.vocab = num_slots, num_columns, vocab
-        shapes = {"rows": (num_slots,), "numbers": (4, num_slots + 1), "blocks": (num_slots + 1, num_columns)}
+        shapes = {"rows": (num_slots,), "numbers": (_STATE + 1, num_slots + 1), "blocks": (num_slots + 1, num_columns)}
         size = sum(torch.Size(shape).numel() for shape in shapes.values())
         self._image = np.zeros(size, dtype=np.int64)
         self._rows, self._numbers, self._blocks = (
@@ -70,10 +79,11 @@ class SlotTables:
         )
         self._rows.fill(num_slots)
         self._numbers[_LIVE, :num_slots] = 1
+        self._numbers[_STATE] = trash_state
         self._blocks.fill(trash_block)
         places, numbers, blocks = (part.numpy() for part in _views(torch.arange(size), shapes))
         self._places_of_rows = places
-        self._places_of_slot = np.concatenate((numbers.T, blocks), axis=1)  # [C+1, 4+n], in the image
+        self._places_of_slot = np.concatenate((numbers.T, blocks), axis=1)  # [C+1, 5+n], in the image
         self._on_device = torch.from_numpy(self._image).to(device, copy=True)
         self.rows, self.numbers, self.blocks = _views(self._on_device, shapes)
         self._sent: list[int] = []  # the slots in `rows` on the device
@@ -117,6 +127,7 @@ class SlotTables:
         """Writes a sequence into the image; returns its slot."""
         slot, blocks = sequence.slot, sequence.blocks
         self._numbers[:_LIVE, slot] = len(sequence) - 1, len(sequence.tokens), sequence.key
+        self._numbers[_STATE, slot] = sequence.state_slot
         self._blocks[slot, : len(blocks)] = blocks
         return slot
 
@@ -279,6 +290,7 @@ class DecodeStep:
             block_tables=self.tables.blocks[rows.slots, : -(-context // self.cache.block_size)],
             context=context,
             is_identity=is_identity,
+            state_slots=rows.numbers[_STATE] if self.cache.num_slots else None,
         )
 
     def _advance(self, rows: FedRows) -> None:
@@ -361,8 +373,8 @@ class OpenStep:
         context, size = max(map(len, sequences)), self.cache.block_size
         num_columns = -(-context // size)
         blocks = [(row.blocks + [row.blocks[0]] * num_columns)[:num_columns] for row in sequences]
-        numbers = torch.tensor([newest, [len(row) - 1 for row in sequences]])
-        tokens, positions = send_to_device(numbers, self.cache.device)
+        numbers = torch.tensor([newest, [len(row) - 1 for row in sequences], [row.state_slot for row in sequences]])
+        tokens, positions, state_slots = send_to_device(numbers, self.cache.device)
         in_place = num_columns == 1 and all(row.blocks[0] == place for place, row in enumerate(sequences))
         batch = DecodeBatch(
             tokens=tokens,
@@ -370,6 +382,7 @@ class OpenStep:
             block_tables=send_to_device(torch.tensor(blocks), self.cache.device),
             context=context,
             is_identity=in_place,
+            state_slots=state_slots if self.cache.num_slots else None,
         )
         logits = self.model.forward(batch, self.cache, layers())
         draw = self.draw(sequences, logits)
@@ -425,7 +438,7 @@ class DecodeSteps:
     def _step(self, plan: RolloutPlan, cache: ModelCache, is_streamed: bool) -> DecodeStep:
         if self.recorder is None or is_streamed:
             can_note = self.has_tapes and not is_streamed and self.model.parallel.size == 1
-            recorder = StepTapes(len(self.model.layers)) if can_note else PlainSteps()
+            recorder = StepTapes(len(self.model.attentions)) if can_note else PlainSteps()
             return self._build(plan, cache, plan.max_running, plan.num_columns, recorder)
         num_slots, num_columns = batch_bucket(plan.max_running), -(-self.max_tokens // plan.block_size)
         addresses = (cache.data_ptr(), *self.model.addresses())
@@ -465,6 +478,8 @@ class DecodeSteps:
     def _build(
         self, plan: RolloutPlan, cache: ModelCache, num_slots: int, num_columns: int, recorder: StepRecorder
     ) -> DecodeStep:
-        tables = SlotTables(num_slots, num_columns, cache.num_blocks - 1, self.model.vocab_size, cache.device)
+        tables = SlotTables(
+            num_slots, num_columns, cache.num_blocks - 1, self.model.vocab_size, cache.device, cache.num_slots - 1
+        )
         sample = SampleOp(plan.sampling, is_exact=self.model.runs_module)
         return DecodeStep(self.model, sample, tables, cache, recorder, plan.records_routing)

@@ -1,8 +1,8 @@
 """Memory of a rollout: free memory, what training will take of it, the KV workspace in it, and the plan of its blocks.
 
-`plan_rollout` sizes the KV blocks of a rollout and the rows that run at once; all checks come before any work. An
-engine releases the workspace where training needs its memory. `count_blocks` is the one formula for the KV blocks of a
-rollout, also for the memory plan of a run.
+`plan_rollout` sizes the KV blocks and state slots of a rollout and the rows that run at once; all checks come before
+any work. An engine releases the workspace where training needs its memory. `count_blocks` is the one formula for the
+blocks and slots of a rollout, also for the memory plan of a run.
 """
 
 import math
@@ -46,6 +46,8 @@ MAX_RUNNING = {"cpu": 64, "cuda": 256}
 BLOCK_GRAIN = 16
 # On other devices attention reads through the block table at no cost, and small blocks are shared and waste little.
 BLOCK_SIZE = 64
+NEEDED_SLOTS = 2
+"""State slots of one sequence: its own, and that of the prompt which it forks from."""
 
 
 def usable_memory_bytes(device: torch.device) -> int:
@@ -368,18 +370,20 @@ def plan_rollout(
     training_bytes: int = 0,
     own: slice = slice(None),
     is_in_step: bool = False,
+    is_live: bool = False,
 ) -> RolloutPlan:
     """Sizes the KV workspace from the demand of `sequences` and the memory available for it, `spare_bytes`.
 
     Args:
-        num_reserved: blocks of the workspace that the plan may not use.
+        num_reserved: blocks, and state slots, of the workspace that the plan may not use.
         training_bytes: memory left to training if that costs the rollout at most half of its blocks; otherwise the
             workspace is large and must be released before training.
         own: the sequences that this process returns.
         is_in_step: whether all sequences run at once.
+        is_live: whether conversations are kept, which take state slots.
 
     Raises:
-        ValueError: not even one sequence fits; names the number of blocks needed and available.
+        ValueError: not even one sequence fits; names the number of blocks or state slots needed and available.
     """
     distinct = len({id(sequence.prompt) for sequence in sequences})
     num_prompts = len(sequences) // options.num_return_sequences if is_in_step else distinct
@@ -388,7 +392,9 @@ def plan_rollout(
     longest = max((sequence.most_fed for sequence in sequences), default=1)
     demand = count_blocks(lengths, longest, num_prompts, model.device.type, config, is_in_step=is_in_step)
     block_size, wanted, needed = demand.block_size, demand.wanted, demand.needed
-    block_bytes = model.bytes_per_block(block_size)
+    block_bytes = max(1, model.bytes_per_block(block_size))  # none if no layer keeps anything per token
+    max_running, num_slots = _fit_slots(demand, block_bytes, model.bytes_per_slot(), spare_bytes, num_reserved, is_live)
+    spare_bytes -= (num_slots + num_reserved) * model.bytes_per_slot()
     affordable = max(0, spare_bytes - num_reserved * block_bytes) // block_bytes
     beside_training = affordable - -(-training_bytes // block_bytes)
     if 2 * beside_training >= wanted:
@@ -403,11 +409,39 @@ def plan_rollout(
             f"{block_size} tokens ({needed * block_bytes:,} bytes) and there are {num_blocks} ({spare_bytes:,} bytes "
             f"are free); lower it or {f'raise {config.prefix}max_kv_blocks' if is_capped else 'free memory'}"
         )
-    return RolloutPlan(sequences, own, options, num_blocks, block_size, demand.max_running)
+    return RolloutPlan(sequences, own, options, num_blocks, block_size, max_running, num_slots)
+
+
+def _fit_slots(
+    demand: "Demand", block_bytes: int, slot_bytes: int, spare_bytes: int, num_reserved: int, is_live: bool
+) -> tuple[int, int]:
+    """Returns the number of sequences that decode at once, and of state slots; (demand.max_running, 0) without states.
+
+    Where memory is short, fewer sequences run: each has a slot, and blocks for its longest.
+
+    Raises:
+        ValueError: the needed slots and blocks do not fit.
+    """
+    if not slot_bytes:
+        return demand.max_running, 0
+    available = spare_bytes - num_reserved * (block_bytes + slot_bytes)
+    bytes_needed = demand.needed * block_bytes + demand.needed_slots * slot_bytes
+    if available < bytes_needed:
+        raise ValueError(
+            f"a rollout needs {demand.needed_slots} state slots of {slot_bytes:,} bytes and {demand.needed} KV blocks "
+            f"of {demand.block_size} tokens, {bytes_needed:,} bytes in all, and {max(0, available):,} bytes are free; "
+            "lower max_new_tokens or free memory"
+        )
+    wanted = demand.wanted_slots + (demand.max_running if is_live else 0)
+    row_bytes = slot_bytes + demand.blocks_of_sequence * block_bytes
+    num_slots = max(demand.needed_slots, min(wanted, available // row_bytes))
+    if demand.needed_slots < demand.max_running:
+        return min(demand.max_running, max(1, num_slots - 1)), num_slots
+    return demand.max_running, num_slots
 
 
 class Demand(NamedTuple):
-    """The KV blocks that a rollout asks for."""
+    """The KV blocks and state slots that a rollout asks for."""
 
     block_size: int
     """Number of tokens of a block."""
@@ -417,6 +451,12 @@ class Demand(NamedTuple):
     """Number of blocks with which no sequence waits for blocks."""
     needed: int
     """Number of blocks without which the rollout cannot run."""
+    blocks_of_sequence: int
+    """Number of blocks of the longest sequence."""
+    wanted_slots: int
+    """Number of state slots with which no sequence waits for one, if layers keep states."""
+    needed_slots: int
+    """Number of state slots without which the rollout cannot run."""
 
 
 def count_blocks(
@@ -443,9 +483,12 @@ def count_blocks(
     most_running = len(lengths) if is_in_step else config.max_running or MAX_RUNNING.get(device_type, 256)
     max_running = min(most_running, len(lengths))
     per_sequence = -(-longest // block_size)
-    kept = 0
+    kept = kept_prompts = 0
     if num_prompts < len(lengths):  # prompts stay until their last sample has started
         kept_prompts = min(num_prompts, -(-max_running * num_prompts // len(lengths)) + 1)
         kept = kept_prompts * -(-max(lengths) // block_size)
     wanted = max_running * per_sequence + kept
-    return Demand(block_size, max_running, wanted, wanted if is_in_step else per_sequence + (1 if kept else 0))
+    if is_in_step:
+        return Demand(block_size, max_running, wanted, wanted, per_sequence, max_running, max_running)
+    slots = max_running + kept_prompts + 1, NEEDED_SLOTS if kept else 1  # one more for a prompt that is fed in chunks
+    return Demand(block_size, max_running, wanted, per_sequence + (1 if kept else 0), per_sequence, *slots)

@@ -188,14 +188,14 @@ def score_packed(
     """
     longest = max(lengths)
     model.prepare_positions(longest)
-    cache = model.new_cache(len(lengths), longest)
+    cache = model.new_cache(len(lengths), longest, len(lengths))
     return model.forward(pack(tokens, lengths, wanted), cache, model.layers if layers is None else layers)
 
 
 def pack(
     tokens: torch.Tensor, lengths: list[int], wanted: torch.Tensor | None = None, num_before: int = 0
 ) -> PrefillBatch:
-    """Packs the `tokens [N]` of sequences of `lengths`, each in a block of its own; logits after all or `wanted`.
+    """Packs the `tokens [N]` of sequences of `lengths`, each in its own block and slot; logits after all or `wanted`.
 
     `num_before` tokens of each sequence have been fed before.
     """
@@ -213,6 +213,7 @@ def pack(
         wanted=torch.arange(len(tokens), device=device) if wanted is None else wanted,
         row_lengths=(sizes + num_before).repeat_interleave(sizes).to(device),
         context=None if num_before == 0 else _whole_blocks([num_before + length for length in lengths], device),
+        state_slots=torch.arange(len(lengths), device=device),
     )
 
 
@@ -249,7 +250,7 @@ def score_in_passes(
             return score_packed(model, given, [longest], places, layers())
         if cache is None:
             model.prepare_positions(longest)
-            cache = model.new_cache(1, longest)
+            cache = model.new_cache(1, longest, 1)
         return model.forward(pack(given[places], [len(places)], num_before=int(places[0])), cache, layers())
 
     return _score(prompt, logits_after, model.vocab_size, model.device, MOST_TOKENS.get(model.device.type, 2048))

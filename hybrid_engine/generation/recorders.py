@@ -118,7 +118,7 @@ class FedRows(NamedTuple):
     slots: torch.Tensor
     """`[S]` int64."""
     numbers: torch.Tensor
-    """`[4, S]` int64: their columns of the tables."""
+    """`[5, S]` int64: their columns of the tables."""
 
 
 Layers = Callable[[], Iterable[InferenceLayer]]
@@ -287,12 +287,12 @@ class StepTapes:
     """A StepRecorder that plays forward passes from tapes; a step that cannot be recorded runs as usual.
 
     Args:
-        num_layers: number of layers whose attention must be compiled: torch's would read all places of the cache at
+        num_attentions: number of layers whose attention must be compiled: torch's would read all places of the cache at
             every step.
     """
 
-    def __init__(self, num_layers: int):
-        self.num_layers, self.stats = num_layers, CaptureStats()
+    def __init__(self, num_attentions: int):
+        self.num_attentions, self.stats = num_attentions, CaptureStats()
         self._tapes: dict[Hashable, _Tape] = {}
         self._uses: Counter[Hashable] = Counter()
         self._can_note, self._num_bytes = True, 0
@@ -344,7 +344,7 @@ class StepTapes:
         with reads, tape, cpu_kernels.calls_noted_by(tape.note):
             result = noted()
         self._num_bytes += tape.num_bytes
-        is_whole = tape.num_attentions == self.num_layers and not reads.were_seen
+        is_whole = tape.num_attentions == self.num_attentions and not reads.were_seen
         self._can_note = is_whole and self._num_bytes <= MAX_BYTES
         if self._can_note:
             tape.result = result

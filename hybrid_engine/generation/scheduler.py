@@ -7,6 +7,10 @@ freed, and it is prefilled again later, response included. `Starts` decides whic
 `WaitingLine` which sequence is first in line, fair between clients. If there are several shares, the newest sequence
 of the largest share is preempted, also to make way for a share that has fewer rows than its part.
 
+If layers keep states of fixed size, everything that owns blocks owns a state slot too: a running sequence, a prompt
+that samples fork from, a prompt fed in part, and a finished sequence whose conversation may go on. A fork copies the
+prompt's slot. A state cannot be cut: a finished sequence is continued from exactly where its state ends, or fed again.
+
 A pass with a prefill is not a recorded step, and running sequences wait for it unless they can decode in the same pass
 (see `grow_beside`), so prompts enter in bulk: see `_is_worth_a_pass`. Samples of a prompt that is prefilled already
 enter at once. A prompt that would make others wait long is fed in chunks, one per turn, and the others decode in the
@@ -18,6 +22,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from hybrid_engine.generation.core import PENDING, Admission, Copy, Prefill, Prompt, RolloutPlan, Sequence
 
@@ -44,14 +49,17 @@ class Scheduler:
         block_size: int,
         max_prefill_tokens: int,
         longest: int | None = None,
+        num_state_slots: int = 0,
     ):
         """Queues `sequences`.
 
+        `num_state_slots`: slots of states, 0 for a model without states.
         `longest`: number of tokens that are fed of the longest sequence ever added; None: of the longest of
         `sequences`.
         """
         self.pool = BlockPool(num_blocks)
-        self.kept = KeptBlocks(self.pool)
+        self.states = StateSlots(num_state_slots)
+        self.kept = KeptBlocks(self.pool, self.states)
         self.waiting = WaitingLine(self.kept)
         for sequence in sequences:
             self.add(sequence)
@@ -75,6 +83,7 @@ class Scheduler:
             block_size=plan.block_size,
             max_prefill_tokens=plan.max_prefill_tokens or MAX_PREFILL_TOKENS,
             longest=plan.longest,
+            num_state_slots=plan.num_state_slots,
         )
 
     def add(self, sequence: Sequence) -> None:
@@ -266,6 +275,7 @@ class Scheduler:
         self.running.remove(sequence)
         if sequence not in self.kept.sequences:
             self.pool.release(sequence.blocks)
+            self.states.release(sequence)
         insort(self.free_slots, sequence.slot)
         sequence.slot = -1
         self.waiting.leave(sequence)
@@ -345,13 +355,47 @@ class Begun:
     sequence: Sequence
     blocks: list[int]
     num_fed: int
+    state_slot: int = -1
+
+
+class StateSlots:
+    """Slots `0 .. num_slots - 1` for the states of sequences; with none, layers have no states and owners no slot."""
+
+    def __init__(self, num_slots: int):
+        self.num_slots, self.free = num_slots, list(range(num_slots))
+
+    def has_free(self, count: int) -> bool:
+        """Whether `count` slots can be allocated."""
+        return not self.num_slots or count <= len(self.free)
+
+    def allocate(self) -> int:
+        """Takes a free slot; -1 if layers have no states."""
+        return self.free.pop(0) if self.num_slots else -1
+
+    def release(self, owner: Prompt | Sequence | Begun) -> None:
+        """Frees the slot of `owner`, if it has one."""
+        if owner.state_slot >= 0:
+            insort(self.free, owner.state_slot)
+        owner.state_slot = -1
+
+
+class Beginning(NamedTuple):
+    """The prefix of a waiting sequence that was fed before."""
+
+    blocks: list[int]
+    num_fed: int
+    """Number of its tokens."""
+    state_slot: int = -1
 
 
 class KeptBlocks:
-    """Blocks of `pool` whose owners do not run: prefilled prompts, finished sequences and a sequence fed in part."""
+    """Blocks of `pool`, and slots of `states`, of owners that do not run.
 
-    def __init__(self, pool: BlockPool):
-        self.pool = pool
+    These are prefilled prompts, finished sequences and a sequence fed in part.
+    """
+
+    def __init__(self, pool: BlockPool, states: StateSlots):
+        self.pool, self.states = pool, states
         self.prompts: list[Prompt] = []  # prefilled prompts whose samples still wait
         self.sequences: dict[Sequence, None] = {}  # finished sequences with their blocks, oldest first
         self.begun: Begun | None = None
@@ -371,28 +415,30 @@ class KeptBlocks:
         """Whether some but not all of a sequence's tokens have been fed."""
         return self.begun is not None and self.begun.sequence is sequence
 
-    def beginning_of(self, sequence: Sequence, is_alone: bool) -> tuple[list[int], int]:
-        """Returns blocks that hold a prefix of a waiting sequence and the prefix's number of tokens, often none and 0.
+    def beginning_of(self, sequence: Sequence, is_alone: bool) -> Beginning:
+        """Returns the prefix of a waiting sequence whose blocks and state exist, often an empty one.
 
-        `is_alone`: whether the sequence is prefilled for itself. The blocks still belong to their owner.
+        `is_alone`: whether the sequence is prefilled for itself. Blocks and slot still belong to their owner.
         """
         if self.begun is not None and self.begun.sequence is sequence:
-            return self.begun.blocks, self.begun.num_fed
+            return Beginning(self.begun.blocks, self.begun.num_fed, self.begun.state_slot)
         finished = sequence.begins_from
         if finished in self.sequences and is_alone and not sequence.tokens:
-            return finished.blocks, finished.num_fed
-        return [], 0
+            num_fed = finished.num_fed + (finished.num_late if self.states.num_slots else 0)
+            if num_fed < len(sequence):
+                return Beginning(finished.blocks, num_fed, finished.state_slot)
+        return Beginning([], 0)
 
-    def take_beginning(self, sequence: Sequence, is_alone: bool) -> tuple[list[int], int]:
-        """`beginning_of`, but the blocks belong to the caller from now on."""
-        blocks, num_fed = self.beginning_of(sequence, is_alone)
+    def take_beginning(self, sequence: Sequence, is_alone: bool) -> Beginning:
+        """`beginning_of`, but blocks and slot belong to the caller from now on."""
+        beginning = self.beginning_of(sequence, is_alone)
         if self.has_begun(sequence):
             self.begun = None
-        elif num_fed:
+        elif beginning.num_fed:
             assert sequence.begins_from is not None
             del self.sequences[sequence.begins_from]
-            sequence.begins_from.blocks = []
-        return blocks, num_fed
+            sequence.begins_from.blocks, sequence.begins_from.state_slot = [], -1
+        return beginning
 
     def give_up_sequence(self, wanted: Sequence | None = None) -> bool:
         """Frees the blocks of the oldest finished sequence, `wanted` last; returns False if there is none."""
@@ -401,6 +447,7 @@ class KeptBlocks:
         oldest = min(self.sequences, key=lambda kept: kept is wanted)
         del self.sequences[oldest]
         self.pool.release(oldest.blocks)
+        self.states.release(oldest)
         return True
 
     def give_up_begun(self) -> bool:
@@ -408,6 +455,7 @@ class KeptBlocks:
         if self.begun is None:
             return False
         self.pool.release(self.begun.blocks)
+        self.states.release(self.begun)
         self.begun = None
         return True
 
@@ -415,6 +463,7 @@ class KeptBlocks:
         """Frees a prompt's blocks. They are not allocated before this turn's prefills and copies have run."""
         self.prompts.remove(prompt)
         self.pool.release(prompt.blocks)
+        self.states.release(prompt)
 
     def give_up_one(self) -> bool:
         """Frees the kept blocks that are cheapest to lose; returns False if nothing is kept."""
@@ -430,70 +479,86 @@ class Starts:
     """Starts sequences on blocks of `block_size` tokens, from their first token or from a prefix that `kept` holds."""
 
     def __init__(self, kept: KeptBlocks, block_size: int) -> None:
-        self._kept, self._pool, self._block_size = kept, kept.pool, block_size
+        self._kept, self._pool, self._states, self._block_size = kept, kept.pool, kept.states, block_size
 
     def num_to_prefill(self, sequence: Sequence) -> int:
         """Number of tokens that are fed before a waiting sequence draws: 0 if its prompt's blocks exist."""
         if sequence.prompt.blocks and not sequence.tokens:
             return 0
-        return len(sequence) - self._kept.beginning_of(sequence, _is_alone(sequence))[1]
+        return len(sequence) - self._kept.beginning_of(sequence, _is_alone(sequence)).num_fed
 
     def num_blocks(self, sequence: Sequence, is_kept: bool) -> int:
         """Number of blocks that a waiting sequence takes at its start; with `is_kept` its prompt has some already."""
         is_alone = _is_alone(sequence)
-        there = len(self._kept.beginning_of(sequence, is_alone)[0])
+        there = len(self._kept.beginning_of(sequence, is_alone).blocks)
         if is_alone:
             return max(0, self._num_blocks_for(len(sequence)) - there)
         prompt_length = len(sequence.prompt.tokens)
         kept = 0 if is_kept else self._num_blocks_for(prompt_length) - there
         return kept + (1 if prompt_length % self._block_size else 0)
 
+    def num_states(self, sequence: Sequence) -> int:
+        """Number of state slots that a waiting sequence takes at its start, with the one of its prompt."""
+        is_alone = _is_alone(sequence)
+        own = 0 if self._kept.beginning_of(sequence, is_alone).num_fed else 1
+        return own if is_alone else 1 + (0 if sequence.prompt.blocks else own)
+
     def make_room(self, sequence: Sequence, others_run: bool) -> bool:
-        """Whether there are blocks to start a sequence; frees blocks of finished sequences if it needs them."""
+        """Whether there are blocks and a slot to start a sequence; frees those of finished sequences if needed."""
         can_grow = self._num_blocks_for(sequence.most_fed) > self._num_blocks_for(len(sequence))
         spare = 1 if others_run and can_grow else 0  # without it the new sequence would be the next one preempted
-        while self.num_blocks(sequence, bool(sequence.prompt.blocks)) + spare > len(self._pool.free):
+        while not self._has_room(sequence, spare):
             if not self._kept.give_up_sequence(wanted=sequence.begins_from):
                 return False
         return True
 
+    def _has_room(self, sequence: Sequence, spare: int) -> bool:
+        num_blocks = self.num_blocks(sequence, bool(sequence.prompt.blocks)) + spare
+        return num_blocks <= len(self._pool.free) and self._states.has_free(self.num_states(sequence))
+
     def start(self, sequence: Sequence, admission: Admission) -> None:
-        """Gives a sequence its blocks, and adds its prefill and copies to `admission`."""
+        """Gives a sequence its blocks and slot, and adds its prefill and copies to `admission`."""
         prompt = sequence.prompt
         if _is_alone(sequence):
-            sequence.blocks, first = self._take_blocks(sequence)
-            admission.prefills.append(_prefill_of(sequence, sequence.blocks, first))
+            beginning = self._take_beginning(sequence)
+            sequence.blocks, sequence.state_slot = beginning.blocks, beginning.state_slot
+            admission.prefills.append(_prefill_of(sequence, beginning))
         else:
             if not prompt.blocks:
-                prompt.blocks, first = self._take_blocks(sequence)
+                beginning = self._take_beginning(sequence)
+                prompt.blocks, prompt.state_slot = beginning.blocks, beginning.state_slot
                 self._kept.prompts.append(prompt)
-                admission.prefills.append(_prefill_of(prompt, prompt.blocks, first))
+                admission.prefills.append(_prefill_of(prompt, beginning))
             self._fork(sequence, admission)
         prompt.num_waiting -= 0 if sequence.tokens else 1
         admission.sequences.append(sequence)
 
     def feed_chunk(self, sequence: Sequence, num_tokens: int, admission: Admission) -> None:
         """Feeds the next `num_tokens` of a sequence that keeps waiting, with blocks for all its tokens."""
-        blocks, first = self._take_blocks(sequence)
-        last = first + num_tokens
-        self._kept.begun = Begun(sequence, blocks, last)
-        admission.prefills.append(_prefill_of(sequence, blocks, first, last))
+        beginning = self._take_beginning(sequence)
+        last = beginning.num_fed + num_tokens
+        self._kept.begun = Begun(sequence, beginning.blocks, last, beginning.state_slot)
+        admission.prefills.append(_prefill_of(sequence, beginning, last))
 
-    def _take_blocks(self, sequence: Sequence) -> tuple[list[int], int]:
-        """Returns the blocks to prefill a waiting sequence into, and the number of tokens that they already hold."""
+    def _take_beginning(self, sequence: Sequence) -> Beginning:
+        """Returns blocks and slot to prefill a waiting sequence into, with the number of tokens that they hold."""
         is_alone = _is_alone(sequence)
-        blocks, num_fed = self._kept.take_beginning(sequence, is_alone)
+        blocks, num_fed, state_slot = self._kept.take_beginning(sequence, is_alone)
         missing = max(0, self._num_blocks_for(len(sequence)) - len(blocks))
-        return blocks + self._pool.allocate(missing, highest=not is_alone), num_fed
+        blocks = blocks + self._pool.allocate(missing, highest=not is_alone)
+        return Beginning(blocks, num_fed, state_slot if num_fed else self._states.allocate())
 
     def _fork(self, sequence: Sequence, admission: Admission) -> None:
-        """Shares the prompt's full blocks and copies the last partial one."""
+        """Shares the prompt's full blocks, and copies the last partial one and the states."""
         prompt = sequence.prompt
         num_full, num_rest = divmod(len(prompt.tokens), self._block_size)
         sequence.blocks = self._pool.share(prompt.blocks[:num_full])
         if num_rest:
             sequence.blocks += self._pool.allocate(1)
             admission.copies.append(Copy(prompt.blocks[num_full], sequence.blocks[num_full], num_rest))
+        if self._states.num_slots:
+            sequence.state_slot = self._states.allocate()
+            admission.state_copies.append((prompt.state_slot, sequence.state_slot))
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
@@ -505,9 +570,10 @@ def _is_alone(sequence: Sequence) -> bool:
     return bool(sequence.tokens) or (not prompt.blocks and prompt.num_waiting == 1)
 
 
-def _prefill_of(owner: Prompt | Sequence, blocks: list[int], first: int, last: int | None = None) -> Prefill:
+def _prefill_of(owner: Prompt | Sequence, beginning: Beginning, last: int | None = None) -> Prefill:
     tokens = owner.tokens if isinstance(owner, Prompt) else owner.prompt.tokens + owner.tokens
-    return Prefill(owner, tokens, list(blocks), first, len(tokens) if last is None else last)
+    last = len(tokens) if last is None else last
+    return Prefill(owner, tokens, list(beginning.blocks), beginning.num_fed, last, beginning.state_slot)
 
 
 class WaitingLine:

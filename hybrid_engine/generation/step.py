@@ -201,6 +201,8 @@ class ContinuousBatch:
         if not admission.sequences:
             return
         self._copy(admission.copies)
+        if admission.state_copies:
+            self.cache.copy_states(*send_to_device(torch.tensor(admission.state_copies).t(), self.cache.device))
         rows = [(own or {}).get(sequence, sequence.prompt.logits) for sequence in admission.sequences]
         self._record(admission.sequences, self.decoder.draw(admission.sequences, torch.stack(rows)))
         for prompt in {sequence.prompt for sequence in admission.sequences}:
@@ -264,6 +266,7 @@ class ContinuousBatch:
             ended += failed
             for row in ended:
                 if row.finish_reason != "stop":
+                    row.num_late = len(row.tokens) - len(row.logprobs)
                     del row.tokens[len(row.logprobs) :]
                     self.scheduler.finish(row, "stop")
 
@@ -329,6 +332,7 @@ def pack_prefills(
         wanted=starts[1:] - 1,
         row_lengths=row_lengths,
         context=_context(prefills, block_size, device) if any(prefill.first for prefill in prefills) else None,
+        state_slots=_state_slots(prefills, device),
     )
 
 
@@ -339,6 +343,13 @@ def _context(prefills: list[Prefill], block_size: int, device: torch.device) -> 
     places = torch.stack((_blocks_of(prefills, parts, block_size), torch.cat(parts) % block_size))
     blocks, offsets = send_to_device(places, device)
     return Context(blocks, offsets, lengths, _starts(lengths, device).int())
+
+
+def _state_slots(prefills: list[Prefill], device: torch.device) -> torch.Tensor | None:
+    """Returns the slot of each owner's states; None if layers have no states."""
+    if prefills[0].state_slot < 0:
+        return None
+    return send_to_device(torch.tensor([prefill.state_slot for prefill in prefills]), device)
 
 
 def _blocks_of(prefills: list[Prefill], positions: list[torch.Tensor], block_size: int) -> torch.Tensor:
@@ -382,8 +393,8 @@ class ContainerRollouts:
         self.lag = 1 if is_cuda else 0  # turns read late, so that the host does not wait
 
     @property
-    def num_reserved_blocks(self) -> int:
-        """Workspace blocks outside the scheduler's: one that the padding rows of a graph's batch write to."""
+    def num_reserved(self) -> int:
+        """Blocks, and state slots, outside the scheduler's: one that the padding rows of a graph's batch write to."""
         return 0 if self.steps.recorder is None else 1
 
     def new_recorder(self) -> Any:
@@ -426,7 +437,9 @@ class ContainerRollouts:
         self.model.prepare_positions(plan.longest + 1 if self.steps.recorder is None else self.config.max_out_tokens)
         release.push(self._give_back_workspace)
         return self.workspace.take(
-            self.model.cache_shape(plan.num_blocks + self.num_reserved_blocks, plan.block_size),
+            self.model.cache_shape(
+                plan.num_blocks + self.num_reserved, plan.block_size, plan.num_state_slots + self.num_reserved
+            ),
             self.model.dtype,
             self.model.device,
         )

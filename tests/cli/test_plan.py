@@ -130,7 +130,7 @@ def test_the_kv_workspace_is_what_a_rollout_takes():
     engine.generate(input_ids, attention_mask=mask, max_new_tokens=20, **options)
     repeated = [length for length in lengths for _ in range(3)]
     demand = count_blocks(repeated, max(lengths) + 19, len(lengths), "cpu", HybridEngineConfig(enabled=True))
-    reserved = engine.generator.native.num_reserved_blocks
+    reserved = engine.generator.native.num_reserved
     shape = engine.generator.model.cache_shape(demand.wanted + reserved, demand.block_size)
     assert kv_part(shape, torch.float32, demand.max_running).num_bytes == engine.generator.workspace.allocated_bytes
 

@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.containers import InferenceModel
@@ -37,7 +44,16 @@ def build_gpt2():
     return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=4, n_head=4, n_positions=64, vocab_size=VOCAB))
 
 
-BUILDERS = {"llama": build_llama, "tied": build_gpt2}
+def build_lfm2():
+    """Stages of convolutions alone, of both kinds of layers and, with four, of attention alone."""
+    config = Lfm2Config(
+        hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+        vocab_size=VOCAB, pad_token_id=PAD, layer_types=["conv", "conv", "full_attention", "conv"],
+    )  # fmt: skip
+    return Lfm2ForCausalLM(config)
+
+
+BUILDERS = {"llama": build_llama, "unlike layers": build_lfm2, "tied": build_gpt2}
 
 
 def rolled(engine, kind):

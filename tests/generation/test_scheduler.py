@@ -18,12 +18,19 @@ class Memory:
     def __init__(self, num_blocks, block_size):
         self.block_size = block_size
         self.blocks = [[None] * block_size for _ in range(num_blocks)]
+        self.states = {}
 
     def write(self, blocks, position, token):
         self.blocks[blocks[position // self.block_size]][position % self.block_size] = token
 
     def read(self, blocks, length):
         return [self.blocks[blocks[i // self.block_size]][i % self.block_size] for i in range(length)]
+
+    def feed(self, slot, tokens, first):
+        """Feeds the tokens from `first` on to the state in `slot`, which must have been fed those before."""
+        if slot >= 0:
+            assert first == 0 or self.states[slot] == tokens[:first]
+            self.states[slot] = list(tokens)
 
     def copy(self, copy):
         self.blocks[copy.target][: copy.num_tokens] = self.blocks[copy.source][: copy.num_tokens]
@@ -57,6 +64,7 @@ def run(sequences, scheduler, lengths, mixes=False, chunk_tokens=None):
     def decode(rows):
         for row in rows:
             memory.write(row.blocks, len(row) - 1, row.tokens[-1])
+            memory.feed(row.state_slot, row.prompt.tokens + row.tokens, len(row) - 1)
         for row in rows:
             assert memory.read(row.blocks, len(row)) == row.prompt.tokens + row.tokens
 
@@ -69,12 +77,15 @@ def run(sequences, scheduler, lengths, mixes=False, chunk_tokens=None):
         rows = scheduler.grow_beside(admission) if mixes and admission.prefills else []
         for prefill in admission.prefills:
             assert memory.read(prefill.blocks, prefill.first) == prefill.tokens[: prefill.first]
+            memory.feed(prefill.state_slot, prefill.tokens[: prefill.last], prefill.first)
             for position in range(prefill.first, prefill.last):
                 memory.write(prefill.blocks, position, prefill.tokens[position])
         decode(rows)
         draw(rows)
         for copy in admission.copies:
             memory.copy(copy)
+        for source, target in admission.state_copies:
+            memory.states[target] = memory.states[source]
         draw(admission.sequences)
         if admission.prefills or not scheduler.running:
             continue
@@ -207,11 +218,13 @@ def test_random_rollouts_finish_keep_their_tokens_and_leak_no_block(num_shares, 
         block_size=block_size,
         max_prefill_tokens=rng.choice([8, 64]),
         num_shares=num_shares,
+        num_state_slots=rng.choice([0, rng.randint(2, 9)]),
     )
     order, _ = run(sequences, scheduler, lengths, mixes, chunk_tokens)
     assert sorted(order) == list(range(len(sequences)))
     assert [len(sequence.tokens) for sequence in sequences] == lengths
     assert scheduler.pool.free == list(range(scheduler.pool.num_blocks))
+    assert scheduler.states.free == list(range(scheduler.states.num_slots))
     assert set(scheduler.pool.num_owners) == {0}
     assert all(not sequence.prompt.blocks and sequence.prompt.num_waiting == 0 for sequence in sequences)
 

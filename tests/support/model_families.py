@@ -145,6 +145,14 @@ BUILDERS = {
     "stablelm-parallel-head-norms": _stablelm(use_parallel_residual=True, qk_layernorm=True),
     "olmo2": lambda: hf.Olmo2ForCausalLM(hf.Olmo2Config(**_GQA)),
     "smollm3-some-rope": lambda: hf.SmolLM3ForCausalLM(hf.SmolLM3Config(**_GQA, no_rope_layers=[1, 0])),
+    "lfm2": lambda: hf.Lfm2ForCausalLM(
+        hf.Lfm2Config(
+            **_GQA,
+            layer_types=["conv", "full_attention"],
+            conv_L_cache=4,
+            block_auto_adjust_ff_dim=False,
+        )
+    ),
     "gpt-oss": lambda: hf.GptOssForCausalLM(
         hf.GptOssConfig(
             **{**_GQA, "intermediate_size": 32}, **_LOCAL, head_dim=16, num_local_experts=4, num_experts_per_tok=2
@@ -177,6 +185,7 @@ MORE_BUILDERS = _present(
         "cohere-head-norms": ("Cohere", {**_GQA, "use_qk_norm": True}),
         "cohere2": ("Cohere2", {**_GQA, **_LOCAL}),
         "olmoe": ("Olmoe", {**_GQA, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24}),
+        "lfm2-moe": ("Lfm2Moe", {**_GQA, **_EXPERTS, "num_dense_layers": 1, "layer_types": ["full_attention", "conv"]}),
     }
 )
 
@@ -214,6 +223,7 @@ FEATURES = {
     "stablelm-parallel-head-norms": "parallel block, norms of single heads",
     "olmo2": "norms after attention and MLP, norm of all query heads together",
     "smollm3-some-rope": "layers without rope",
+    "lfm2": "gated short convolutions in some layers, norm of query and key heads",
     "gpt-oss": "attention sinks, experts with clamped SwiGLU, local layers",
     "seed-oss": "biases, wide heads",
     "cwm": "local and global layers, llama3 rope",
@@ -235,4 +245,5 @@ FEATURES = {
     "cohere-head-norms": "norms of single heads",
     "cohere2": "parallel block, rope in local layers alone",
     "olmoe": "experts, norm of all query heads together",
+    "lfm2-moe": "gated short convolutions, experts with a bias that only chooses",
 }

@@ -195,11 +195,11 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
         return output.logits[:, -tokens.shape[1] :].float()
 
     def _prefill(self, model: InferenceModel, tokens: torch.Tensor) -> torch.Tensor:
-        """The first window: whole rows one after the other, row r in block r."""
+        """The first window: whole rows one after the other, row r in block and slot r."""
         num_rows, length = tokens.shape
         width = self.prompts_tokens.shape[1]
         model.prepare_positions(width)
-        self._state = cache = model.new_cache(num_rows, width)
+        self._state = cache = model.new_cache(num_rows, width, num_rows)
         batch = pack(tokens.reshape(-1), [length] * num_rows)
         return model.forward(batch, cache, self.generator.layers()).unflatten(0, (num_rows, length))
 
@@ -215,6 +215,7 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
                 block_tables=torch.arange(num_rows, device=device)[:, None],
                 context=start + 1,
                 is_identity=True,
+                state_slots=torch.arange(num_rows, device=device),
             )
         return model.forward(batch, self._state, self.generator.layers()).unflatten(0, tokens.shape)
 
@@ -228,7 +229,8 @@ def _own_cache(output: Any) -> dict[str, Any] | None:
 
 
 def _check_memory(model: InferenceModel, tokens: torch.Tensor) -> None:
-    wanted = model.cache_shape(*tokens.shape).num_bytes(model.dtype)
+    num_rows, width = tokens.shape
+    wanted = model.cache_shape(num_rows, width, num_rows).num_bytes(model.dtype)
     free = usable_memory_bytes(model.device)
     if wanted > free:
         raise ValueError(

@@ -33,7 +33,7 @@ from hybrid_engine.generation.live.batches import (
     open_own,
 )
 from hybrid_engine.generation.live.shared import LeadingBatch, LiveLink
-from hybrid_engine.generation.memory import BLOCK_SIZE, MAX_RUNNING, MemoryLimit, plan_rollout
+from hybrid_engine.generation.memory import BLOCK_SIZE, MAX_RUNNING, NEEDED_SLOTS, MemoryLimit, plan_rollout
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.generation.rollout.stages import OrderedTurns, StageRollouts
@@ -89,8 +89,11 @@ def live_batch(
         plan = partners.agree(lambda: _plan(generator, asked, of_all))
         native = generator.native
         assert native is not None
-        num_blocks = num_parts * (plan.num_blocks + native.num_reserved_blocks) - native.num_reserved_blocks
-        whole = replace(plan, num_blocks=num_blocks)
+        num_blocks, num_slots = (
+            num_parts * (number + native.num_reserved) - native.num_reserved
+            for number in (plan.num_blocks, plan.num_state_slots)
+        )
+        whole = replace(plan, num_blocks=num_blocks, num_state_slots=num_slots)
         cache = partners.agree(lambda: native.gather(whole, release, is_recorded=not adapters))
         generator.is_live = True
         release.callback(setattr, generator, "is_live", False)
@@ -225,7 +228,7 @@ def _plan(generator: Generator, asked: LiveBatchRequest, memory: list[Memory]) -
         # The next turn of a conversation continues from the blocks of the last one. On a CPU, where a rollout gives
         # each sequence a single block, small blocks took 0.97 to 1.03 of the CPU seconds.
         config = replace(config, kv_block_size=config.kv_block_size or BLOCK_SIZE)
-    num_held = _most_tokens(model, config, spare, native.num_reserved_blocks)
+    num_held = _most_tokens(model, config, spare, native.num_reserved)
     longest = max(2, min(longest, num_held)) if is_free else longest
     if longest > num_held:
         raise ValueError(
@@ -234,7 +237,7 @@ def _plan(generator: Generator, asked: LiveBatchRequest, memory: list[Memory]) -
         )
     options = GenerationOptions(max_new_tokens=longest - 1)
     shapes = [Sequence(Prompt([0]), row, options) for row in range(rows)]
-    plan = plan_rollout(model, shapes, options, config, spare, native.num_reserved_blocks, training)
+    plan = plan_rollout(model, shapes, options, config, spare, native.num_reserved, training, is_live=True)
     num_blocks = max(plan.num_blocks, plan.num_columns + 1)  # samples of the longest prompt fork into one more
     return replace(plan, sequences=[], own=slice(0), longest_later=plan.longest, num_blocks=num_blocks)
 
@@ -242,15 +245,17 @@ def _plan(generator: Generator, asked: LiveBatchRequest, memory: list[Memory]) -
 def _most_tokens(model: InferenceModel, config: HybridEngineConfig, spare_bytes: int, num_reserved: int) -> int:
     """Number of tokens of the longest sequence that memory suffices for."""
 
+    slot_bytes = model.bytes_per_slot()
+    spare_bytes = max(0, spare_bytes - (num_reserved + NEEDED_SLOTS) * slot_bytes)
     if config.kv_block_size == 0 and model.device.type == "cpu":  # one block holds a whole sequence
-        return spare_bytes // model.bytes_per_block(1) // (num_reserved + 2)
+        return spare_bytes // max(1, model.bytes_per_block(1)) // (num_reserved + 2)
     block_size = config.kv_block_size or BLOCK_SIZE
     return count_tokens(model.bytes_per_block(block_size), block_size, spare_bytes, num_reserved)
 
 
 def count_tokens(block_bytes: int, block_size: int, spare_bytes: int, num_reserved: int) -> int:
     """Number of tokens of the longest sequence in these blocks, less the reserved ones and one for a fork."""
-    return max(0, spare_bytes // block_bytes - num_reserved - 1) * block_size
+    return max(0, spare_bytes // max(1, block_bytes) - num_reserved - 1) * block_size
 
 
 class FusedAdapter:
@@ -375,4 +380,5 @@ class AdapterBatches:
 
 def split_workspace(cache: ModelCache, model: InferenceModel, plan: RolloutPlan, num_parts: int) -> list[ModelCache]:
     """Returns the caches of `num_parts` batches like `plan` in the memory of `cache`."""
-    return cache.split([model.cache_shape(cache.num_blocks // num_parts, plan.block_size)] * num_parts)
+    shape = model.cache_shape(cache.num_blocks // num_parts, plan.block_size, cache.num_slots // num_parts)
+    return cache.split([shape] * num_parts)

@@ -136,6 +136,9 @@ class ExactModel(InferenceModel):
             for text in replaced_kernels():
                 raise UnsupportedModelError(text)
             need_kernels(self)
+        stateful = {type(layer.mixer).__name__ for layer in self.layers if layer.mixer.cache_spec.state}
+        if stateful:
+            raise UnsupportedModelError(f"its layers keep a state per sequence ({', '.join(sorted(stateful))})")
         if any(rotary.depends_on_length for rotary in self.angles.rotaries.values()):
             raise UnsupportedModelError("its rotary angles depend on the final length of a sequence")
         if "logits_to_keep" not in inspect.signature(self.base.forward).parameters:

@@ -6,8 +6,9 @@ The wide probe covers the conditions of large rollouts: more than one split of a
 a recorded step. Containers that differ from the module by more than rounding explains are not used.
 `container_probe.py` runs both; engines report the `LogprobDifference` that they measure.
 
-All rows of the wide probe's decode steps are places of one sequence, so its keys and values are computed only once. R
-rows, V vocabulary.
+All rows of the wide probe's decode steps are places of one sequence, so its keys and values are computed only once. If
+layers keep states, each row has a slot, with the state that a prefill of the tokens before its place leaves. R rows, V
+vocabulary.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -38,6 +39,8 @@ NUM_OWN_TOKENS = 64
 NUM_WIDE_TOKENS = 320
 WIDE_ROWS = (1, 8, 64, 128)
 NUM_RECORDED_ROWS = 8
+MAX_STATE_TOKENS, MAX_STATE_BYTES = 8192, 2**30
+"""Tokens of one pass that computes the states before the places of a decode step, and bytes of these states."""
 NUM_EXACT_TOKENS, EXACT_BLOCK_SIZE, EXACT_ROWS = 80, 32, (1, 8, 33)
 """More keys than one chunk of `fixed_attention.py`, more rows than one piece of `fixed_shapes.py`."""
 Found = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -192,7 +195,7 @@ def _probe_beginning(module: nn.Module, model: InferenceModel, layers: LayerPass
     num_prefilled = max(1, len(tokens) // 2)
     passes = _ProbePasses(model, layers, tokens, len(tokens))
     logits = [passes.prefill(num_prefilled)]
-    logits += [passes.decode([position], is_identity=True) for position in range(num_prefilled, len(tokens) - 1)]
+    logits += [passes.decode_next(position) for position in range(num_prefilled, len(tokens) - 1)]
     found = token_logprobs(torch.cat(logits)[: len(tokens) - 1], tokens[1:])
     places = torch.arange(len(tokens) - 1, device=tokens.device)
     if model.dtype != torch.float32:
@@ -364,20 +367,30 @@ class _ProbePasses:
         num_blocks = -(-len(tokens) // block_size)
         self.table = torch.arange(num_blocks, device=tokens.device)
         model.prepare_positions(len(tokens))
-        self.cache = model.new_cache(num_blocks, block_size)
+        self.rows_at_once, slot_bytes = max(*WIDE_ROWS, len(tokens)), model.bytes_per_slot()
+        if slot_bytes:
+            self.rows_at_once = max(NUM_RECORDED_ROWS, min(self.rows_at_once, MAX_STATE_BYTES // slot_bytes))
+        self.cache = model.new_cache(num_blocks, block_size, 1 + self.rows_at_once)
 
     def prefill(self, length: int) -> torch.Tensor:
-        """Returns logits `[length, V]` after each of the first `length` tokens."""
-        places = torch.arange(length, device=self.tokens.device)
+        """Returns logits `[length, V]` after each of the first `length` tokens; their state is left in slot 0."""
+        return self._prefill([length], [0])
+
+    def _prefill(self, lengths: list[int], slots: list[int]) -> torch.Tensor:
+        """Feeds the first tokens of the sequence, as many as each of `lengths`; their states are left in `slots`."""
+        device = self.tokens.device
+        places = torch.cat([torch.arange(length, device=device) for length in lengths])
+        sizes = torch.tensor(lengths, device=device)
         batch = PrefillBatch(
-            tokens=self.tokens[:length],
+            tokens=self.tokens[places],
             positions=places,
             write_blocks=places // self.block_size,
             write_offsets=places % self.block_size,
-            lengths=(length,),
-            starts=torch.tensor([0, length], dtype=torch.int32, device=places.device),
-            wanted=places,
-            row_lengths=torch.full_like(places, length),
+            lengths=tuple(lengths),
+            starts=nn.functional.pad(sizes.cumsum(0), (1, 0)).int(),
+            wanted=torch.arange(len(places), device=device),
+            row_lengths=sizes.repeat_interleave(sizes),
+            state_slots=torch.tensor(slots, device=device),
         )
         return self.model.forward(batch, self.cache, self.layers())
 
@@ -386,32 +399,56 @@ class _ProbePasses:
         places = torch.arange(len(self.tokens) - 1, device=self.tokens.device)
         return token_logprobs(self.prefill(len(self.tokens))[:-1], self.tokens[1:]), places
 
-    def decode(self, rows: list[int], is_identity: bool = False) -> torch.Tensor:
+    def decode_next(self, place: int) -> torch.Tensor:
+        """Returns logits `[1, V]` after the token at `place`, which follows those that were fed last."""
+        return self._decode([place], torch.zeros(1, dtype=torch.int64, device=self.tokens.device), is_identity=True)
+
+    def decode(self, rows: list[int]) -> torch.Tensor:
         """Returns logits `[R, V]` after the tokens at `rows`; the keys and values before them must exist."""
+        pieces = [rows[first : first + self.rows_at_once] for first in range(0, len(rows), self.rows_at_once)]
+        return torch.cat([self._decode(piece, self._take_states(piece)) for piece in pieces])
+
+    def _decode(self, rows: list[int], slots: torch.Tensor, is_identity: bool = False) -> torch.Tensor:
         places = torch.tensor(rows, device=self.tokens.device)
-        batch = self._batch(self.tokens[places], places, max(rows) + 1, is_identity)
+        batch = self._batch(self.tokens[places], places, slots, max(rows) + 1, is_identity)
         return self.model.forward(batch, self.cache, self.layers())
+
+    def _take_states(self, rows: list[int]) -> torch.Tensor:
+        """Returns a slot for each row `[R]`, with the state before its token if layers keep states."""
+        slots = torch.arange(1, len(rows) + 1, device=self.tokens.device)
+        if not self.cache.num_slots:
+            return slots
+        for state in (state for layer in self.cache.layers for state in layer.states):
+            state.zero_()
+        fed = [(place, slot) for slot, place in enumerate(rows, 1) if place > 0]
+        num_at_once = max(1, MAX_STATE_TOKENS // len(self.tokens))
+        for first in range(0, len(fed), num_at_once):
+            places, of_places = zip(*fed[first : first + num_at_once], strict=True)
+            self._prefill(list(places), list(of_places))
+        return slots
 
     def replay(self, rows: list[int], recorder: Any) -> torch.Tensor:
         """Returns the logits `[R, V]` of `decode` from a step that was recorded for other rows."""
         wanted = torch.tensor(rows, device=self.tokens.device)
         places = torch.full_like(wanted, max(rows))
         tokens = self.tokens[places]
+        slots = self._take_states(rows)
         outputs: list[torch.Tensor] = []
 
         def run() -> None:
-            batch = self._batch(tokens, places, max(rows) + 1)
+            batch = self._batch(tokens, places, slots, max(rows) + 1)
             outputs[:] = [self.model.forward(batch, self.cache, self.layers())]
 
         run()  # compiles
         replay = recorder.capture(run) if self.model.can_be_recorded else run
         tokens.copy_(self.tokens[wanted])
         places.copy_(wanted)
+        self._take_states(rows)
         replay()
         return outputs[0].clone()
 
     def _batch(
-        self, tokens: torch.Tensor, places: torch.Tensor, context: int, is_identity: bool = False
+        self, tokens: torch.Tensor, places: torch.Tensor, slots: torch.Tensor, context: int, is_identity: bool = False
     ) -> DecodeBatch:
         return DecodeBatch(
             tokens=tokens,
@@ -419,6 +456,7 @@ class _ProbePasses:
             block_tables=self.table.repeat(len(tokens), 1),
             context=context,
             is_identity=is_identity,
+            state_slots=slots,
         )
 
 

@@ -389,7 +389,8 @@ def _halved(plan: RolloutPlan, rows: int) -> RolloutPlan:
         prompt = prompts.setdefault(old, old.with_own_blocks())
         sequences.append(Sequence(prompt, sequence.row, sequence.options, sequence.key))
     num_blocks = min(plan.num_blocks, max(plan.num_blocks * rows // plan.max_running, 2 * plan.num_columns))
-    return replace(plan, sequences=sequences, max_running=rows, num_blocks=num_blocks)
+    num_slots = min(plan.num_state_slots, max(plan.num_state_slots * rows // plan.max_running, 2))
+    return replace(plan, sequences=sequences, max_running=rows, num_blocks=num_blocks, num_state_slots=num_slots)
 
 
 def computes_by(module: nn.Module) -> tuple[Any, ...]:

@@ -244,7 +244,7 @@ def _plan(generator: Generator, local: LocalRequest, shares: list[Share]) -> Rol
     sequences = build_sequences(prompts, of_prompts, 1 if is_in_step else num_samples, shares_equal=not is_in_step)
     spare_bytes = min(share.spare_bytes for share in shares)
     training_bytes = max(share.training_bytes for share in shares)
-    reserved, config = generator.native.num_reserved_blocks, generator.config
+    reserved, config = generator.native.num_reserved, generator.config
     return plan_rollout(
         generator.model, sequences, local.options, config, spare_bytes, reserved, training_bytes, own, is_in_step
     )

@@ -256,7 +256,14 @@ class StageModel(InferenceModel):
 
     def bytes_per_block(self, block_size: int, dtype: torch.dtype | None = None) -> int:
         """Bytes of a block on the stage where it takes most, so that all stages make the same plan."""
-        shapes = [CacheShape(specs, 1, block_size) for specs in self._stage_specs]
+        return self._most_bytes(1, block_size, 0, dtype)
+
+    def bytes_per_slot(self, dtype: torch.dtype | None = None) -> int:
+        """Bytes of a slot on the stage where it takes most."""
+        return self._most_bytes(0, 1, 1, dtype)
+
+    def _most_bytes(self, num_blocks: int, block_size: int, num_slots: int, dtype: torch.dtype | None) -> int:
+        shapes = [CacheShape(specs, num_blocks, block_size, num_slots) for specs in self._stage_specs]
         return max(shape.num_bytes(dtype or self.dtype) for shape in shapes)
 
     def forward(self, batch: Batch, cache: ModelCache, layers: Iterable[InferenceLayer]) -> torch.Tensor:
@@ -387,7 +394,7 @@ def split_plan(plan: RolloutPlan, num_parts: int) -> list[RolloutPlan]:
         hands = [[sequence] for sequence in plan.sequences]
     for number in range(num_parts, 1, -1):
         parts = [_part(plan, number, place, hands[place::number]) for place in range(number)]
-        if all(part.num_blocks >= _fewest_blocks(part) for part in parts):
+        if all(part.num_blocks >= _fewest_blocks(part) and _has_slots(part, plan) for part in parts):
             _separate_prompts(parts)
             return parts
     return [plan]
@@ -395,14 +402,24 @@ def split_plan(plan: RolloutPlan, num_parts: int) -> list[RolloutPlan]:
 
 def _part(plan: RolloutPlan, num_parts: int, place: int, hands: list[list[Sequence]]) -> RolloutPlan:
     first, last = (-(-plan.max_running * edge // num_parts) for edge in (place, place + 1))
-    blocks = plan.num_blocks * last // plan.max_running - plan.num_blocks * first // plan.max_running
+    blocks, slots = (
+        number * last // plan.max_running - number * first // plan.max_running
+        for number in (plan.num_blocks, plan.num_state_slots)
+    )
     sequences = [sequence for hand in hands for sequence in hand]
-    return replace(plan, sequences=sequences, max_running=last - first, num_blocks=blocks, own=slice(None))
+    return replace(
+        plan, sequences=sequences, max_running=last - first, num_blocks=blocks, num_state_slots=slots, own=slice(None)
+    )
 
 
 def _fewest_blocks(part: RolloutPlan) -> int:
     """Number of blocks for the longest sequence, and one more if samples fork from its prompt."""
     return part.num_columns + (1 if part.options.num_return_sequences > 1 else 0)
+
+
+def _has_slots(part: RolloutPlan, plan: RolloutPlan) -> bool:
+    """Whether `part` of `plan` has state slots for a sequence and its prompt, or layers have no states."""
+    return part.num_state_slots >= min(2, plan.num_state_slots)
 
 
 def _separate_prompts(parts: list[RolloutPlan]) -> None:
@@ -417,14 +434,15 @@ def split_empty_plan(plan: RolloutPlan, num_parts: int) -> list[RolloutPlan]:
     """Splits a plan without sequences into micro-batches with blocks for one sequence each, for a live batch."""
     for number in range(min(num_parts, plan.max_running), 1, -1):
         parts = [_part(plan, number, place, []) for place in range(number)]
-        if all(part.num_blocks > part.num_columns for part in parts):  # one more for samples to fork into
+        # One block more for samples to fork into.
+        if all(part.num_blocks > part.num_columns and _has_slots(part, plan) for part in parts):
             return parts
     return [plan]
 
 
 def split_workspace(cache: ModelCache, model: StageModel, parts: list[RolloutPlan]) -> list[ModelCache]:
     """Returns each part's cache in the memory of `cache`, which has at least all their blocks."""
-    return cache.split([model.cache_shape(part.num_blocks, part.block_size) for part in parts])
+    return cache.split([model.cache_shape(part.num_blocks, part.block_size, part.num_state_slots) for part in parts])
 
 
 class StageRollouts(ContainerRollouts):
@@ -461,7 +479,10 @@ class StageRollouts(ContainerRollouts):
 
     def _start(self, plan: RolloutPlan, cache: ModelCache, choice: Choice | None) -> MicroBatch:
         model = self.model
-        tables = SlotTables(plan.max_running, plan.num_columns, cache.num_blocks - 1, model.vocab_size, cache.device)
+        trash_block, trash_state = cache.num_blocks - 1, cache.num_slots - 1
+        tables = SlotTables(
+            plan.max_running, plan.num_columns, trash_block, model.vocab_size, cache.device, trash_state
+        )
         drawer = DecodeStep(model, SampleOp(plan.sampling), tables, cache)
         step = StageStep(model, cache, drawer, choice, self.peers)
         return MicroBatch(StageTurns(model), Scheduler.for_plan(plan), step, self.layers)

@@ -260,7 +260,7 @@ def run_sequences(
             sequence.prompt = sequence.prompt.with_own_blocks()
     spare = generator.memory.spare_bytes(model)
     (least,) = partners.highest([-spare])
-    plan = plan_rollout(model, sequences, options, config, -least, native.num_reserved_blocks)
+    plan = plan_rollout(model, sequences, options, config, -least, native.num_reserved)
     with holding_interrupts(), torch.inference_mode(False), torch.no_grad(), ExitStack() as release:
         cache = partners.agree(lambda: native.gather(plan, release))
         partners.agree(lambda: native.run_turns(plan, cache, None, tell))

@@ -262,11 +262,13 @@ def gradient_part(shapes: Sequence[Shape], sharded: Sharded) -> MemoryPart:
 
 def kv_part(shape: CacheShape, dtype: torch.dtype, running: int) -> MemoryPart:
     """Returns the KV workspace of `shape` in a model of `dtype`, for `running` sequences at once."""
-    per_token = shape.bytes_per_block(dtype) // shape.block_size
+    per_token, per_slot = shape.bytes_per_block(dtype) // shape.block_size, shape.bytes_per_slot(dtype)
     formula = (
-        f"{per_token:,} bytes of {len(shape.specs)} layers x {shape.num_blocks:,} blocks of {shape.block_size} tokens, "
-        f"{running} sequences at once"
+        f"{per_token:,} bytes of {len(shape.specs)} layers x {shape.num_blocks:,} blocks of {shape.block_size} tokens"
     )
+    if shape.num_slots:
+        formula += f", {per_slot:,} bytes x {shape.num_slots} slots of states"
+    formula += f", {running} sequences at once"
     return MemoryPart(KV_WORKSPACE, shape.num_bytes(dtype), formula)
 
 
@@ -578,7 +580,8 @@ def _generation(actor: nn.Module, prompt_tokens: int, setting: Setting, *, is_st
         model = InferenceModel(actor)
     except UnsupportedModelError:
         return [_own_cache(text, demand.max_running, longest, setting.weight)]
-    parts = [kv_part(model.cache_shape(demand.wanted, demand.block_size), setting.weight, demand.max_running)]
+    shape = model.cache_shape(demand.wanted, demand.block_size, demand.wanted_slots)
+    parts = [kv_part(shape, setting.weight, demand.max_running)]
     if fused := model.buffer_bytes(is_streamed):
         how = "of one layer at a time" if is_streamed else "once more, dequantised where they are quantised"
         parts.append(MemoryPart("fused adapters", fused, f"the linears with an adapter, {how}"))
