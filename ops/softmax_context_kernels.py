@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from hybrid_engine.ops.dispatch import next_power_of_2, tl, triton
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 SPLIT = 256  # tokens of one decode program
 # Triton spends two of the five on the block table's look-up, which the addresses of keys and values depend on: two
 # tiles are in flight (triton 3.6).

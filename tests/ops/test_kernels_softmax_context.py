@@ -220,7 +220,8 @@ def test_blocks_of_any_size(kernels, block_size):
 
 
 @pytest.mark.parametrize(
-    ("heads", "dim"), [((1, 1), 8), ((3, 3), 10), ((20, 1), 63), ((2, 2), 80), ((4, 2), 96), ((1, 1), 256)]
+    ("heads", "dim"),
+    [((1, 1), 8), ((3, 3), 10), ((20, 1), 63), ((2, 2), 80), ((4, 2), 96), ((1, 1), 256), ((2, 1), 512)],
 )
 def test_heads_of_any_number_and_size(kernels, heads, dim):
     features = {"rotary_dim": dim // 4 * 2, "qk_norm": "rms"}
@@ -319,10 +320,10 @@ def test_one_launch_decodes_a_split_and_two_decode_any_context(kernels, monkeypa
 
 def test_heads_beyond_the_kernel_run_on_the_reference_and_say_so(kernels, caplog):
     batch, num_blocks = decode_batch(kernels, [2, 5], 16)
-    case = Case(kernels, 2, (2, 1), 260, 16, num_blocks)
+    case = Case(kernels, 2, (2, 1), 520, 16, num_blocks)
     actual, expected = (case.run(run, batch, torch.float32)[0] for run in (case.op, case.op.reference))
     assert torch.equal(actual, expected)
-    assert "heads of 260" in caplog.text
+    assert "heads of 520" in caplog.text
 
 
 def change(name, how):

@@ -47,6 +47,8 @@ FAMILIES = {
     "qwen3": Family(2, 128, 128, norm=1),
     "phi": Family(1, 80, 32),
     "gemma2": Family(2, 256, 256, has_window=True, has_softcap=True),
+    "gemma4": Family(4, 512, 512, norm=2),
+    "gemma4-shared": Family(8, 512),
     "gpt-oss": Family(8, 64, 64, has_window=True, has_sinks=True),
     "falcon-7b": Family(71, 64, 64),
     "bloom": Family(1, 128, has_alibi=True),
