@@ -19,6 +19,8 @@ FAMILIES = (
     "exaone",
     "falcon",
     "gemma",
+    "gemma3n",
+    "gemma4",
     "glm",
     "gpt2",
     "gpt_neo",

@@ -123,8 +123,32 @@ class LayerMixer(Protocol):
         """
 
 
+class LayerPart:
+    """A part of a family's own layer in addition to mixer and MLP, on views."""
+
+    linears: list[TransposedLinear]
+    """Linears, which adapters may be on."""
+    norms: list[NormView]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Tensors other than linears and norms that a forward pass reads."""
+        return []
+
+    def bind(self) -> None:
+        """Points all views at the parameters' current memory, unfused; except the norms, which the layer binds."""
+        for linear in self.linears:
+            linear.bind()
+
+
 class InferenceLayer:
-    """One decoder layer on views. `forward` neither reads nor changes the module's mode or hooks."""
+    """One decoder layer on views. `forward` neither reads nor changes the module's mode or hooks.
+
+    A family with a block of its own has a subclass, which its policy names: it sets `parts` and overrides `run`.
+    """
+
+    parts: Sequence[LayerPart] = ()
+    """Parts in addition to mixer and MLP."""
 
     def __init__(
         self, policy: Policy, layer: nn.Module, config: PretrainedConfig, index: int, parallel: TensorParallel = ALONE
@@ -151,11 +175,7 @@ class InferenceLayer:
         else:
             heads = read_heads(policy, config, parallel)
             self.mixer = Attention(policy, layer, config, index, norm_in_front, heads)
-        norm_in_front = self.mlp_norm if in_front else None
-        if policy.moe and MoEMLP.is_in(policy.moe, layer):
-            self.mlp: LayerMLP = MoEMLP(policy.moe, layer, config, index, norm_in_front, parallel)
-        else:
-            self.mlp = DenseMLP(policy, layer, config, index, norm_in_front, parallel)
+        self.mlp = self.build_mlp(config, self.mlp_norm if in_front else None, parallel)
         check_divides(self.mixer.heads, [*self.mixer.sizes, *self.mlp.sizes], parallel)
 
         scale = config_value(config, policy.residual_scale) if policy.residual_scale else None
@@ -168,23 +188,38 @@ class InferenceLayer:
         norms = (self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm)
         self._first_norm = next((norm for norm in norms if norm and norm.has_weight), None)
 
+    def build_mlp(self, config: PretrainedConfig, norm: NormView | None, parallel: TensorParallel) -> LayerMLP:
+        """Builds the MLP; `norm` is applied before it."""
+        policy = self.policy
+        if policy.moe and MoEMLP.is_in(policy.moe, self.module):
+            return MoEMLP(policy.moe, self.module, config, self.index, norm, parallel)
+        return DenseMLP(policy, self.module, config, self.index, norm, parallel)
+
     @property
     def norms(self) -> list[NormView | HeadNormsView]:
         """All norms of the layer."""
         own = (self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm)
-        return [*(norm for norm in own if norm), *self.mixer.norms]
+        others = [norm for part in self.parts for norm in part.norms]
+        return [*(norm for norm in own if norm), *self.mixer.norms, *others]
 
     @property
     def linears(self) -> list[TransposedLinear]:
         """All linears of the layer, including those of experts."""
-        return [*self.mixer.linears, *self.mlp.linears]
+        return [*self.mixer.linears, *self.mlp.linears, *(linear for part in self.parts for linear in part.linears)]
+
+    @property
+    def adaptable(self) -> list[TransposedLinear | ParameterView | ExpertList]:
+        """All parts of the layer that adapters may be on."""
+        others = [linear for part in self.parts for linear in part.linears]
+        return [*self.mixer.linears, *self.mlp.adaptable, *others]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All tensors that a forward pass reads, as they are bound now."""
         linears = [tensor for linear in self.linears for tensor in linear.pair if tensor is not None]
         norms = [tensor for norm in self.norms for tensor in norm.tensors]
-        return [*linears, *norms, *self.mixer.tensors, *self.mlp.tensors]
+        others = [tensor for part in self.parts for tensor in part.tensors]
+        return [*linears, *norms, *self.mixer.tensors, *self.mlp.tensors, *others]
 
     def bind(self) -> None:
         """Points all views at the parameters' current memory, unfused."""
@@ -192,11 +227,13 @@ class InferenceLayer:
             norm.bind()
         self.mixer.bind()
         self.mlp.bind()
+        for part in self.parts:
+            part.bind()
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes that `fuse_lora` will take."""
-        return sum(part.buffer_bytes for part in (*self.mixer.linears, *self.mlp.adaptable))
+        return sum(part.buffer_bytes for part in self.adaptable)
 
     def fuse_lora(self, lender: "InferenceLayer | None" = None) -> int:
         """Dequantizes and fuses the weights that need it; returns the bytes of the buffers.
@@ -204,10 +241,10 @@ class InferenceLayer:
         With a `lender`, which may be this layer, linears use the buffers of its linears of the same shape and leave the
         memory allocated: no other layer may be fused in them meanwhile.
         """
-        parts = (*self.mixer.linears, *self.mlp.adaptable)
+        parts = self.adaptable
         if lender is None:
             return sum(part.fuse_lora() for part in parts)
-        others = (*lender.mixer.linears, *lender.mlp.adaptable)[: len(parts)]
+        others = lender.adaptable[: len(parts)]
         num_bytes = 0
         for part, other in zip_longest(parts, others):
             if isinstance(part, TransposedLinear) and isinstance(other, TransposedLinear) and part.is_like(other):
@@ -218,7 +255,7 @@ class InferenceLayer:
 
     def unfuse_lora(self, keeps_lent: bool = False) -> None:
         """Restores the parameters themselves; with `keeps_lent`, the lender's buffers stay allocated."""
-        for part in (*self.mixer.linears, *self.mlp.adaptable):
+        for part in self.adaptable:
             if isinstance(part, TransposedLinear):
                 part.unfuse_lora(keeps_lent)
             else:
@@ -240,6 +277,16 @@ class InferenceLayer:
             raise RuntimeError(
                 f"layer {self.index} reads weights that are not gathered; gather them around the rollout"
             )
+        return self.run(hidden, rotary, cache, batch)
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        rotary: RotaryRows | None,
+        cache: LayerCache,
+        batch: Batch | EncoderBatch,
+    ) -> torch.Tensor:
+        """The block of `forward`, on weights that are there."""
         added = hidden if self.adds_attention else None
         attention, normed = self.mixer.forward(hidden, rotary, cache, batch, residual=added)
         if self.policy.block == "parallel":

@@ -17,7 +17,7 @@ modeling_rope_utils.py.
 import importlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -99,6 +99,37 @@ def has_names(policy: Policy, layer: nn.Module) -> bool:
     return policy.norm != "layer" or all(getattr(layer.get_submodule(path), "bias", None) is not None for path in norms)
 
 
+class LayerStream(Protocol):
+    """The stream of layers that pass on more than one hidden state, and the parts of the model that make it.
+
+    It is one tensor `[N, W]`, whose columns the family's own layers read and write.
+    """
+
+    width: int
+    """W."""
+
+    def __init__(self, policy: Policy, base: Any, decoder: nn.Module, parallel: TensorParallel):
+        """`base` is the whole model, with its config."""
+
+    @property
+    def linears(self) -> list[TransposedLinear]:
+        """Linears, which adapters may be on."""
+
+    @property
+    def views(self) -> list[NormView | EmbeddingView]:
+        """All that it reads except linears."""
+
+    @staticmethod
+    def is_in(config: PretrainedConfig) -> bool:
+        """Whether a model has it; otherwise its layers pass on the hidden state alone."""
+
+    def enter(self, tokens: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """`tokens [N]` and their embeddings `[N, E]` -> the first layer's input `[N, W]`, which layers may change."""
+
+    def leave(self, stream: torch.Tensor) -> torch.Tensor:
+        """The last layer's output `[R, W]` -> the hidden state `[R, E]` before the final norm."""
+
+
 class InferenceModel:
     """A causal language model on containers, or this rank's part of it.
 
@@ -119,7 +150,8 @@ class InferenceModel:
         if policy.is_encoder:
             raise UnsupportedModelError(f"{policy.layer_class} is an encoder's layer: there is nothing to generate")
         self.policy, self.layer_class = policy, layer_class_name(layers[0])
-        self.layers = [InferenceLayer(policy, layer, config, index, parallel) for index, layer in enumerate(layers)]
+        build = policy.layer or InferenceLayer
+        self.layers = [build(policy, layer, config, index, parallel) for index, layer in enumerate(layers)]
         self._take_ends(policy, decoder, config)
         self.angles = take_angles(policy, decoder, config, self.layers)
         self.vocab_size = config.vocab_size
@@ -159,6 +191,11 @@ class InferenceModel:
             else None
         )
         self.position_offset = policy.position_offset
+        has_stream = policy.stream is not None and policy.stream.is_in(config)
+        self.stream = policy.stream(policy, self.base, decoder, self.parallel) if policy.stream and has_stream else None
+        own = self.base.config  # of a class that has more than text
+        tokens = [] if own is config else [getattr(own, name, None) for name in policy.padded_tokens]
+        self.padded_tokens, self.padding = [token for token in tokens if token is not None], config.pad_token_id
         head = self.base.get_output_embeddings()
         if head is None:
             raise UnsupportedModelError(f"{type(self.base).__name__} has no LM head")
@@ -236,12 +273,14 @@ class InferenceModel:
         tensors += [tensor for norm in self._norms for tensor in norm.tensors]
         tensors += [tensor for table in self.angles.tables.values() for tensor in table]
         tensors += [table.weight for table in (self.embedding, self.position_embedding) if table is not None]
+        tensors += [tensor for view in (self.stream.views if self.stream else ()) for tensor in view.tensors]
         return tuple(tensor.data_ptr() for tensor in tensors)
 
     @property
     def _linears(self) -> list[TransposedLinear]:
         """The linears outside the layers."""
-        return [linear for linear in (self.project_in, self.project_out, self.lm_head) if linear]
+        others = self.stream.linears if self.stream else ()
+        return [linear for linear in (self.project_in, self.project_out, self.lm_head, *others) if linear]
 
     @property
     def _norms(self) -> list[NormView]:
@@ -249,7 +288,8 @@ class InferenceModel:
 
     def bind_rest(self) -> None:
         """Points the views outside the layers at the parameters' current memory."""
-        for part in (self.embedding, self.position_embedding, *self._norms, *self._linears):
+        views = self.stream.views if self.stream else ()
+        for part in (self.embedding, self.position_embedding, *self._norms, *self._linears, *views):
             if part is not None:
                 part.bind()
         self.parallel.wait()
@@ -325,6 +365,8 @@ class InferenceModel:
         """Returns logits `[R, V]` fp32 from the last layer's output `[N, E]`."""
         if batch.wanted is not None:
             hidden = hidden[batch.wanted]
+        if self.stream:
+            hidden = self.stream.leave(hidden)
         if self.final_norm:
             hidden = self.final_norm.apply(hidden)
         if self.project_out:
@@ -340,14 +382,18 @@ class InferenceModel:
 
     def _embed(self, batch: Batch) -> torch.Tensor:
         """Returns the first layer's input `[N, E]`."""
-        hidden = self.embedding.look_up(batch.tokens)
+        tokens = batch.tokens
+        for token in self.padded_tokens:
+            tokens = tokens.masked_fill(tokens == token, self.padding)
+        hidden = self.embedding.look_up(tokens)
         if self.embedding_scale is not None:
             hidden = hidden * self.embedding_scale
         if self.project_in:
             hidden = self.project(hidden, *self.project_in.pair)
         if self.position_embedding is not None:
             hidden = hidden + self.position_embedding.look_up(batch.positions + self.position_offset)
-        return self.embedding_norm.apply(hidden) if self.embedding_norm else hidden
+        hidden = self.embedding_norm.apply(hidden) if self.embedding_norm else hidden
+        return self.stream.enter(tokens, hidden) if self.stream else hidden
 
     def _gather_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """Gathers the logits `[R, V]` from the ranks' parts of the vocabulary.

@@ -40,7 +40,7 @@ from hybrid_engine.containers.views import (
 from hybrid_engine.ops.expert_gemm import CLAMPED_SWIGLU, EXPERT_ACTIVATIONS, ExpertGemmOp
 from hybrid_engine.ops.expert_sum import ExpertSumOp
 from hybrid_engine.ops.linears import MLPGemmOp, VectorMatMulOp
-from hybrid_engine.ops.moe_gating import ExpertGroups, MoEGatingOp
+from hybrid_engine.ops.moe_gating import ExpertGroups, ExpertRouting, MoEGatingOp
 from hybrid_engine.ops.moe_res_matmul import MoEResMatmulOp
 
 
@@ -401,11 +401,21 @@ class MoEBlock:
             weight, bias = weight.float(), None if bias is None else bias.float()
         return self.vector_matmul(normed.to(weight.dtype), weight, bias)
 
+    def route(self, input: torch.Tensor) -> ExpertRouting:
+        """The experts of each token, by the router's input `[N, E]`, and their weights."""
+        choice_bias = None if self.choice_bias is None else self.choice_bias.tensor
+        routing = self.gating(self._score(input), choice_bias)
+        self.taken = routing.experts
+        return routing
+
     def forward(self, normed: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """`normed [N, E]` -> the block's output `[N, E]`, plus `residual [N, E]` if it is passed."""
-        choice_bias = None if self.choice_bias is None else self.choice_bias.tensor
-        routing = self.gating(self._score(normed), choice_bias)
-        self.taken = routing.experts
+        return self.run_experts(normed, self.route(normed), residual)
+
+    def run_experts(
+        self, normed: torch.Tensor, routing: ExpertRouting, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`forward` with each token's experts chosen before."""
         up, down = self.up.tensor, self.down.tensor
         if isinstance(self.up, ExpertList) and isinstance(self.down, ExpertList):
             up_bias, down_bias = self.up.bias, self.down.bias

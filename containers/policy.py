@@ -19,7 +19,8 @@ from hybrid_engine.ops.moe_gating import Scoring
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from hybrid_engine.containers.layer import LayerMixer
+    from hybrid_engine.containers.layer import InferenceLayer, LayerMixer
+    from hybrid_engine.containers.model import LayerStream
     from hybrid_engine.containers.views import NormView, TensorParallel
 
 NormKind = Literal["layer", "rms", "rms_fp32", "rms_offset"]
@@ -132,6 +133,11 @@ class Policy:
     is_encoder: bool = False
     # Whether tokens also see those after them. The model runs its own embeddings and heads around these layers and
     # generates nothing; fields for modules outside the layers are not used.
+    layer: "type[InferenceLayer] | None" = None
+    # Class of the inference layer, for a block of the family's own; None: the one that `block` describes.
+    stream: "type[LayerStream] | None" = None
+    # Class of what the layers pass on where it is more than a hidden state.
+
     norm: NormKind
     # Kind of every norm, see `ops.norm`.
     block: Literal["pre_norm", "post_norm", "parallel"] = "pre_norm"
@@ -217,6 +223,8 @@ class Policy:
 
     embedding_scale: str | None = None
     # Name of the factor of the embedded tokens.
+    padded_tokens: tuple[str, ...] = ()
+    # Names, in the config of a class that has more than text, of tokens that are embedded as padding.
     embedding_norm: str | None = None
     # In the decoder: norm of the embedded tokens.
     project_in: str | None = None

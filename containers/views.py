@@ -242,6 +242,11 @@ class EmbeddingView:
         """Points the view at the parameter's current memory, or reads this rank's part of it."""
         self.weight = self.parallel.take(self.module.weight, cut(0, self.ranges), "the embedding")
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Tensors that a forward pass reads."""
+        return [self.weight]
+
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
         """`[N]` -> `[N, E]`."""
         hidden = self.weight[tokens] if self.ranges is None else self._look_up_cut(tokens)

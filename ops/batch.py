@@ -183,6 +183,14 @@ def read_context(cache: KVBlocks, context: Context) -> tuple[torch.Tensor, torch
     return cache.keys.flatten(0, 2)[rows], cache.values.flatten(0, 2)[rows]
 
 
+def read_stored(cache: KVBlocks, batch: PrefillBatch | DecodeBatch | MixedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values `[N, K, D]` each, dense, that a layer has stored of the batch's own tokens."""
+    _, num_kv_heads, block_size, _ = cache.keys.shape
+    parts = (batch.decode, batch.prefill) if isinstance(batch, MixedBatch) else (batch,)
+    rows = torch.cat([write_rows(part, num_kv_heads, block_size) for part in parts])
+    return cache.keys.flatten(0, 2)[rows], cache.values.flatten(0, 2)[rows]
+
+
 def write_rows(batch: PrefillBatch | DecodeBatch, num_kv_heads: int, block_size: int) -> torch.Tensor:
     """Rows `[N, K]` that the tokens write, in the workspace viewed as `[num_blocks * K * block_size, D]`."""
     return _rows(*batch.places(block_size), num_kv_heads, block_size)

@@ -64,7 +64,8 @@ def test_every_parameter_moves_exactly_as_without_the_engine(family):
     moved = snapshot(build_model(family))
     for name, tensor in engine.module.state_dict().items():
         assert torch.equal(tensor, plain.state_dict()[name]), name
-        assert not torch.equal(tensor, moved[name]) or name.endswith("masked_bias"), f"{name} is frozen"
+        is_buffer = name.endswith(("masked_bias", "layer_scalar"))
+        assert not torch.equal(tensor, moved[name]) or is_buffer, f"{name} is frozen"
 
 
 def test_the_next_rollout_sees_the_new_weights_without_rebinding():

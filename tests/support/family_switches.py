@@ -3,9 +3,12 @@
 SWITCHES run on containers. FALLING_BACK are models that containers do not compute, and of which they say so.
 """
 
+from unittest import mock
+
+import torch
 import transformers as hf
 
-from tests.support.model_families import VOCAB
+from tests.support.model_families import VOCAB, scaled
 
 _IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB, **_IDS}
@@ -113,6 +116,53 @@ def _multimodal_gemma3():
     return hf.Gemma3ForConditionalGeneration(config)
 
 
+def _multimodal_gemma4():
+    config = hf.Gemma4Config(
+        text_config={
+            **_GEMMA,
+            "global_head_dim": 8,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+        },
+        vision_config={**_VISION, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16},
+        image_token_id=97,
+        video_token_id=96,
+        audio_token_id=95,
+    )
+    return scaled(hf.Gemma4ForConditionalGeneration(config))
+
+
+def _multimodal_gemma3n():
+    """Its vision tower, which rollouts of text do not read, is of a package that is not required."""
+    config = hf.Gemma3nConfig(
+        text_config={
+            **_GEMMA,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 90,
+            "num_kv_shared_layers": 0,
+            "laurel_rank": 4,
+            "altup_num_inputs": 2,
+        },
+        vision_config={"hidden_size": 16, "vocab_size": 4, "vocab_offset": 90},
+        audio_config={
+            "hidden_size": 16,
+            "vocab_size": 5,
+            "vocab_offset": 94,
+            "conf_num_hidden_layers": 1,
+            "conf_num_attention_heads": 2,
+        },
+        image_token_id=91,
+        audio_token_id=95,
+    )
+    build = hf.AutoModel.from_config
+
+    def without_towers(config, **options):
+        return build(config, **options) if isinstance(config, hf.Gemma3nTextConfig) else torch.nn.Identity()
+
+    with mock.patch.object(hf.AutoModel, "from_config", without_towers):
+        return scaled(hf.Gemma3nForConditionalGeneration(config))
+
+
 SWITCHES = {
     "llama: wide heads": _llama(head_dim=16),
     "llama: gelu": _llama(hidden_act="gelu"),
@@ -141,6 +191,8 @@ SWITCHES = {
     ),
     "gemma3: untied": _gemma3(tie_word_embeddings=False),
     "gemma3: with a vision tower": _multimodal_gemma3,
+    "gemma4: with a vision tower": _multimodal_gemma4,
+    "gemma3n: with a vision tower": _multimodal_gemma3n,
     "phi3: longrope": _phi3(**_longrope(6)),
     "phi4-mini: longrope on some dimensions": _phi3(hidden_size=64, **_longrope(6, partial_rotary_factor=0.75)),
     "gpt2: relu, narrow": _gpt2(activation_function="relu", n_inner=40),

@@ -68,6 +68,34 @@ def _neox(**options):
     return lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**_WIDE, **options))
 
 
+_GEMMA4 = {
+    **_GQA,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 4,
+    "head_dim": 16,
+    "final_logit_softcapping": 9.0,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 2,
+}
+
+
+def scaled(model):
+    """A Gemma whose scores, which are not scaled, and layers are no larger than those of a trained one."""
+    for name, tensor in model.state_dict().items():
+        if name.endswith("q_norm.weight"):
+            tensor.mul_(0.1)
+        elif name.endswith("layer_scalar"):
+            tensor.fill_(0.8)
+    return model
+
+
+def _gemma4(**options):
+    options = {**_GEMMA4, "global_head_dim": 24, **options}
+    return lambda: scaled(hf.Gemma4ForCausalLM(hf.Gemma4TextConfig(**options)))
+
+
 BUILDERS = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_GQA)),
     "llama-mha-tied": lambda: hf.LlamaForCausalLM(
@@ -109,6 +137,7 @@ BUILDERS = {
     "gemma3": lambda: hf.Gemma3ForCausalLM(
         hf.Gemma3TextConfig(**_GQA, **_LOCAL, head_dim=16, query_pre_attn_scalar=20)
     ),
+    "gemma4": _gemma4(use_double_wide_mlp=True),
     "phi3": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**_GQA, sliding_window=5)),
     "phi4-partial-rope": lambda: hf.Phi3ForCausalLM(
         hf.Phi3Config(
@@ -187,7 +216,26 @@ MORE_BUILDERS = _present(
         "olmoe": ("Olmoe", {**_GQA, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24}),
         "lfm2-moe": ("Lfm2Moe", {**_GQA, **_EXPERTS, "num_dense_layers": 1, "layer_types": ["full_attention", "conv"]}),
     }
-)
+) | {
+    "gemma4-experts": _gemma4(
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=24,
+    ),
+    "gemma4-keys-are-values": _gemma4(
+        num_kv_shared_layers=0, hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1
+    ),
+    "gemma3n": lambda: scaled(
+        hf.Gemma3nForCausalLM(
+            hf.Gemma3nTextConfig(
+                **_GEMMA4, laurel_rank=4, altup_num_inputs=3, activation_sparsity_pattern=[0.6, 0.0, 0.6, 0.0]
+            )
+        )
+    ),
+}
 
 FEATURES = {
     "llama": "grouped heads",
@@ -205,6 +253,7 @@ FEATURES = {
     "gemma": "norm with weight 1 + gamma, scaled embedding",
     "gemma2": "soft-capping, sandwich norms, local and global layers",
     "gemma3": "norm of query and key heads, local and global layers with a rope each",
+    "gemma4": "layers' own inputs, shared keys and values, heads and rope of each kind of layer, wide MLPs",
     "phi3": "fused projections, sliding window",
     "phi4-partial-rope": "fused projections, partial rope",
     "gpt2": "learned positions, scale by layer",
@@ -246,4 +295,7 @@ FEATURES = {
     "cohere2": "parallel block, rope in local layers alone",
     "olmoe": "experts, norm of all query heads together",
     "lfm2-moe": "gated short convolutions, experts with a bias that only chooses",
+    "gemma4-experts": "experts in addition to the MLP, a scale for each expert",
+    "gemma4-keys-are-values": "global layers whose values are their keys, with fewer heads",
+    "gemma3n": "several streams, low-rank path, sparse activations, layers' own inputs, shared keys and values",
 }

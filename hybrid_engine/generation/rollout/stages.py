@@ -228,6 +228,10 @@ class StageModel(InferenceModel):
         super().__init__(model, parallel)
         stage = group.stage
         assert stage is not None
+        if self.stream is not None:
+            raise UnsupportedModelError(
+                f"{self.layer_class}: pipeline stages pass on a hidden state, and its layers have inputs of their own"
+            )
         self.group, self.stage, self.links = group, stage, StageLinks(stage, device)
         self.num_layers = len(self.layers)
         self._stage_specs = [self._specs_of(layers) for layers in stage.all_layers(self.num_layers)]

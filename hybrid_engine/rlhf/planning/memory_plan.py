@@ -589,8 +589,12 @@ def _generation(actor: nn.Module, prompt_tokens: int, setting: Setting, *, is_st
         layers = [layer.module for layer in model.layers] if is_streamed else []
         parts.append(_whole_weights(actor, layers, setting))
     fed = min(MAX_PREFILL_TOKENS, demand.max_running * prompt_tokens)
-    width = 3 * text.hidden_size + 3 * getattr(text, "intermediate_size", 4 * text.hidden_size)
+    inner = getattr(text, "intermediate_size", 4 * text.hidden_size)
+    width = 3 * text.hidden_size + 3 * (max(inner) if isinstance(inner, list) else inner)
     formula = f"{size} bytes x {fed:,} tokens of prompts in a pass x {width} (3 times hidden and MLP size)"
+    if model.stream is not None:
+        width += model.stream.width
+        formula = formula.replace(")", f", and {model.stream.width} that layers pass on)")
     parts.append(MemoryPart(PREFILL, size * fed * width, formula))
     logits = f"2 x 4 bytes x {demand.max_running} rows x {text.vocab_size:,} tokens"
     return [*parts, MemoryPart(LOGITS, 2 * 4 * demand.max_running * text.vocab_size, logits)]
@@ -598,10 +602,12 @@ def _generation(actor: nn.Module, prompt_tokens: int, setting: Setting, *, is_st
 
 def _own_cache(text: Any, rows: int, columns: int, dtype: torch.dtype) -> MemoryPart:
     """Keys and values of the model's own `generate()`; none for a model without attention."""
-    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
-    if heads is None:
+    if getattr(text, "num_attention_heads", None) is None:
         return MemoryPart(OWN_CACHE, 0, "no attention, no keys and values; its states are not counted")
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    spec = LayerCacheSpec(kv=((heads, width), (heads, width)))
-    shape = CacheShape((spec,) * text.num_hidden_layers, rows, columns)
+    specs = []
+    for layer in getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers:
+        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+        width = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        specs.append(LayerCacheSpec(kv=((heads, width), (heads, width))))
+    shape = CacheShape(tuple(specs), rows, columns)
     return kv_part(shape, dtype, rows)._replace(name=OWN_CACHE)
