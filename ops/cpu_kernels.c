@@ -23,13 +23,17 @@ typedef struct {  /* of an attention, the same in every step */
 typedef struct {  /* keys and values [num_blocks, K, block_size, D], which share their strides */
     void *keys, *values;
     int64_t block, head, place, block_size, num_blocks;
-    int64_t table_step;  /* in a table, from the entry of a block to that of the next */
-    int64_t reach;       /* no sequence has more tokens than `reach`, its new ones included */
+    int64_t reach;  /* no sequence has more tokens than `reach`, its new ones included */
 } Workspace;
 
-typedef struct {  /* `count` neighboring tokens of a batch, from n on, at `position` and after in the sequence of `table` */
+typedef struct {  /* where the tokens of a sequence lie */
+    const int64_t *blocks;   /* the block of each block_size tokens, or, with offsets, of each token */
+    const int64_t *offsets;  /* the place of each token in its block; NULL: they follow each other */
+} Table;
+
+typedef struct {  /* `count` neighboring tokens of a batch, from n on, at `position` and after in their sequence */
     int64_t n, count, position;
-    const int64_t *table;
+    Table table;
 } Span;
 
 typedef struct {  /* rows of signed rotations [N, R], and what a head adds; NULL: none */
@@ -327,16 +331,22 @@ static Rows rows_of(const void *cache, int64_t start, int64_t count, int64_t pla
 }
 
 /* Where the key and the value of a sequence's token j lie, of one head. */
-static int64_t place_of(const Workspace *kv, const int64_t *table, int64_t h, int64_t j) {
-    int64_t block = table[j / kv->block_size * kv->table_step];
-    return block * kv->block + h * kv->head + j % kv->block_size * kv->place;
+static int64_t place_of(const Workspace *kv, const Table *table, int64_t h, int64_t j) {
+    int64_t block = table->offsets ? table->blocks[j] : table->blocks[j / kv->block_size];
+    int64_t offset = table->offsets ? table->offsets[j] : j % kv->block_size;
+    return block * kv->block + h * kv->head + offset * kv->place;
 }
 
 /* Tokens from j on to the last one that lie side by side in a block, at most a tile of them. */
-static int64_t run_from(const Workspace *kv, int64_t j, int64_t last) {
-    int64_t run = kv->block_size - j % kv->block_size;
-    if (run > TILE) run = TILE;
-    return run > last + 1 - j ? last + 1 - j : run;
+static int64_t run_from(const Workspace *kv, const Table *table, int64_t j, int64_t last) {
+    int64_t most = last + 1 - j < TILE ? last + 1 - j : TILE, run = 1;
+    if (!table->offsets) {
+        int64_t rest = kv->block_size - j % kv->block_size;
+        return rest < most ? rest : most;
+    }
+    while (run < most && table->blocks[j + run] == table->blocks[j] && table->offsets[j + run] == table->offsets[j] + run)
+        run++;
+    return run;
 }
 
 /* Asks for `count` keys and values of a sequence from j on, if it has them, into the second cache: the first can wait
@@ -344,7 +354,7 @@ static int64_t run_from(const Workspace *kv, int64_t j, int64_t last) {
 static void ask_for(const Workspace *kv, const Span *span, int64_t h, int64_t j, int64_t count, int64_t dim,
                     int is_bf16) {
     if (j > span->position) return;
-    int64_t bytes = is_bf16 ? 2 : 4, start = place_of(kv, span->table, h, j) * bytes;
+    int64_t bytes = is_bf16 ? 2 : 4, start = place_of(kv, &span->table, h, j) * bytes;
     if (kv->place != dim) return;  /* other layouts than the workspace's are left to the processor */
     for (int64_t i = start; i < start + count * kv->place * bytes; i += 64) {
         __builtin_prefetch((const char *)kv->keys + i, 0, 2);
@@ -382,7 +392,7 @@ static void write_span(const Heads *k, const Heads *v, const Extras *extras, con
                        const Span *span, int64_t h, Scratch *s, int is_bf16) {
     int64_t dim = a->head_dim;
     for (int64_t t = 0; t < span->count; t++) {
-        int64_t n = span->n + t, here = place_of(kv, span->table, h, span->position + t);
+        int64_t n = span->n + t, here = place_of(kv, &span->table, h, span->position + t);
         int64_t width = load_rotations(extras, n, s, is_bf16);
         load(s->row, k->data, n * k->row + h * k->head, k->dim, dim, is_bf16);
         if (width) rotate(s->row, s->spare, s->cos, s->sin, width, a->is_interleaved);
@@ -440,9 +450,9 @@ static void attend(const Heads *q, const Extras *extras, const Workspace *kv, co
     int64_t first = first_seen(a, span->position), last = span->position + span->count - 1, num = span->count * groups;
     load_queries(q, extras, a, span, h, s, is_bf16);
     for (int64_t j = first; j <= last;) {
-        int64_t run = run_from(kv, j, last);
+        int64_t run = run_from(kv, &span->table, j, last);
         if (next) ask_for(kv, next, next_h, j, run, dim, is_bf16);
-        Rows keys = rows_of(kv->keys, place_of(kv, span->table, h, j), run, kv->place, dim, s->tile, is_bf16);
+        Rows keys = rows_of(kv->keys, place_of(kv, &span->table, h, j), run, kv->place, dim, s->tile, is_bf16);
         for (int64_t i = 0; i < num; i += MOST_QUERIES) {
             int count = queries_at_once(num - i);
             if (span->position + (i + count - 1) / groups < j) continue;  /* all of these keys come later */
@@ -453,8 +463,8 @@ static void attend(const Heads *q, const Extras *extras, const Workspace *kv, co
     weigh_span(extras, a, span, h, first, last, reach, s, is_bf16);
     memset(s->context, 0, num * wide * sizeof(float));
     for (int64_t j = first; j <= last;) {
-        int64_t run = run_from(kv, j, last);
-        Rows values = rows_of(kv->values, place_of(kv, span->table, h, j), run, kv->place, dim, s->tile, is_bf16);
+        int64_t run = run_from(kv, &span->table, j, last);
+        Rows values = rows_of(kv->values, place_of(kv, &span->table, h, j), run, kv->place, dim, s->tile, is_bf16);
         for (int64_t i = 0; i < num; i += MOST_QUERIES) {
             int count = queries_at_once(num - i);
             if (span->position + (i + count - 1) / groups < j) continue;
@@ -468,12 +478,12 @@ static void attend(const Heads *q, const Extras *extras, const Workspace *kv, co
     }
 }
 
-/* Whether tokens 0 to `last` of a sequence lie in blocks that there are. */
-static int fits(const Workspace *kv, const int64_t *table, int64_t last) {
+/* Whether tokens 0 to `last` of a sequence lie in places that there are. */
+static int fits(const Workspace *kv, const Table *table, int64_t last) {
     if (last < 0 || last >= kv->reach) return 0;
-    for (int64_t b = 0; b <= last / kv->block_size; b++) {
-        int64_t block = table[b * kv->table_step];
-        if (block < 0 || block >= kv->num_blocks) return 0;
+    for (int64_t i = 0; i <= (table->offsets ? last : last / kv->block_size); i++) {
+        if (table->blocks[i] < 0 || table->blocks[i] >= kv->num_blocks) return 0;
+        if (table->offsets && (table->offsets[i] < 0 || table->offsets[i] >= kv->block_size)) return 0;
     }
     return 1;
 }
@@ -483,12 +493,13 @@ int decode_attention(const Heads *q, const Heads *k, const Heads *v, const Extra
                      const Attention *a, const int64_t *positions, const int64_t *tables, int64_t table_row,
                      void *output, int64_t num_rows, int64_t is_bf16, int64_t threads) {
     for (int64_t n = 0; n < num_rows; n++)
-        if (!fits(kv, tables + n * table_row, positions[n])) return BAD_PLACE;
+        if (!fits(kv, &(Table){tables + n * table_row, NULL}, positions[n])) return BAD_PLACE;
     int64_t needed = scratch_size(a, 1, kv->reach);
     float *memory = calloc(threads * needed, sizeof(float));
     if (!memory) return NO_MEMORY;
     int64_t num_parts = num_rows * a->num_kv_heads;  /* by heads: rows may lie by columns */
-#define ROW(part) (Span){(part) % num_rows, 1, positions[(part) % num_rows], tables + (part) % num_rows * table_row}
+#define ROW(part) \
+    (Span){(part) % num_rows, 1, positions[(part) % num_rows], {tables + (part) % num_rows * table_row, NULL}}
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t thread = 0; thread < threads; thread++) {
         Scratch scratch = scratch_at(memory + thread * needed, a, 1);
@@ -506,15 +517,16 @@ int decode_attention(const Heads *q, const Heads *k, const Heads *v, const Extra
 
 enum { SPAN = 16, SPAN_SCORES = 1 << 16 };  /* tokens at once, as long as their scores stay in the second cache */
 
-/* output [N, H D], dense, of R packed sequences. Token j of sequence r lies in block `blocks[key_starts[r] + j]`, and
-   its last tokens are those of the batch from `starts[r]` on. */
+/* output [N, H D], dense, of R packed sequences. The places of sequence r's tokens are those from `key_starts[r]` on, and
+   its last tokens are the batch's from `starts[r]` on. */
 int prefill_attention(const Heads *q, const Heads *k, const Heads *v, const Extras *extras, const Workspace *kv,
-                      const Attention *a, const int64_t *blocks, const int32_t *starts, const int32_t *key_starts,
-                      void *output, int64_t num_sequences, int64_t is_bf16, int64_t threads) {
+                      const Attention *a, const int64_t *blocks, const int64_t *offsets, const int32_t *starts,
+                      const int32_t *key_starts, void *output, int64_t num_sequences, int64_t is_bf16, int64_t threads) {
     int64_t tokens = SPAN_SCORES / (a->num_queries * kv->reach), num_spans = 0;
     tokens = tokens < 1 ? 1 : tokens > SPAN ? SPAN : tokens;
     for (int64_t r = 0; r < num_sequences; r++) {
-        if (!fits(kv, blocks + key_starts[r], key_starts[r + 1] - key_starts[r] - 1)) return BAD_PLACE;
+        Table table = {blocks + key_starts[r], offsets + key_starts[r]};
+        if (!fits(kv, &table, key_starts[r + 1] - key_starts[r] - 1)) return BAD_PLACE;
         num_spans += (starts[r + 1] - starts[r] + tokens - 1) / tokens;
     }
     int64_t needed = scratch_size(a, tokens, kv->reach);
@@ -528,7 +540,8 @@ int prefill_attention(const Heads *q, const Heads *k, const Heads *v, const Extr
     for (int64_t r = 0; r < num_sequences; r++) {
         int64_t count = starts[r + 1] - starts[r], earlier = key_starts[r + 1] - key_starts[r] - count;
         for (int64_t t = 0; t < count; t += tokens)
-            *span++ = (Span){starts[r] + t, count - t < tokens ? count - t : tokens, earlier + t, blocks + key_starts[r]};
+            *span++ = (Span){starts[r] + t, count - t < tokens ? count - t : tokens, earlier + t,
+                             {blocks + key_starts[r], offsets + key_starts[r]}};
     }
     int64_t num_parts = num_spans * a->num_kv_heads;
 #pragma omp parallel num_threads(threads)

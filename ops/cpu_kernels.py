@@ -265,24 +265,24 @@ def can_attend(qkv: QKV, cache: KVBlocks, batch: DecodeBatch | PrefillBatch, wei
     dense: list[torch.Tensor] = [x for x in (keys, values, sinks, alibi) if x is not None]
     dense += rotary or ()
     places = _places(batch)
-    types = (torch.int64, torch.int64) if isinstance(batch, DecodeBatch) else (torch.int64, torch.int32, torch.int32)
+    types = [torch.int64] * 2 + ([] if isinstance(batch, DecodeBatch) else [torch.int32] * 2)
     return (
         all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in (*dense, *places))
         and keys.stride() == values.stride()
         and (rotary is None or (rotary[0].stride() == rotary[1].stride() and rotary[0].shape[1] <= keys.shape[3]))
         and all(x.is_cpu for x in places)
-        and tuple(x.dtype for x in places) == types
+        and [x.dtype for x in places] == types
         and (alibi is None or (alibi.dtype == torch.float32 and alibi.is_cpu))
     )
 
 
 def _places(batch: DecodeBatch | PrefillBatch) -> tuple[torch.Tensor, ...]:
-    """The tensors that say where a batch's tokens and their keys are: positions and tables; or blocks and starts."""
+    """The tensors that say where tokens and their keys are: positions and tables; or blocks, offsets and starts."""
     if isinstance(batch, DecodeBatch):
         return batch.positions, batch.block_tables
     if batch.context is None:
-        return batch.write_blocks, batch.starts, batch.starts
-    return batch.context.blocks, batch.starts, batch.context.starts
+        return batch.write_blocks, batch.write_offsets, batch.starts, batch.starts
+    return batch.context.blocks, batch.context.offsets, batch.starts, batch.context.starts
 
 
 def decode_attention(
@@ -296,7 +296,7 @@ def decode_attention(
     positions, tables = _places(batch)
     reach = min(batch.context, tables.shape[1] * cache.keys.shape[2])
     places = positions.data_ptr(), tables.data_ptr(), tables.stride(0)
-    return _attend("decode_attention", numbers, qkv, cache, weights, (1, reach), places, len(qkv.q))
+    return _attend("decode_attention", numbers, qkv, cache, weights, reach, places, len(qkv.q))
 
 
 def prefill_attention(
@@ -309,8 +309,7 @@ def prefill_attention(
     """
     reach = max(batch.lengths if batch.context is None else batch.context.lengths)
     places = [x.data_ptr() for x in _places(batch)]
-    layout = cache.keys.shape[2], reach
-    return _attend("prefill_attention", numbers, qkv, cache, weights, layout, places, len(batch.lengths))
+    return _attend("prefill_attention", numbers, qkv, cache, weights, reach, places, len(batch.lengths))
 
 
 def _attend(
@@ -319,11 +318,11 @@ def _attend(
     qkv: QKV,
     cache: KVBlocks,
     weights: HeadWeights,
-    layout: tuple[int, int],
+    reach: int,
     places: Sequence[int],
     num_sequences: int,
 ) -> torch.Tensor:
-    """Calls one of the two; `layout`: steps from block to block in a table, and tokens of the longest sequence."""
+    """Calls one of the two; no sequence has more tokens than `reach`."""
     (q, k, v, rotary), (keys, values) = qkv, cache
     num_heads = numbers.num_kv_heads * numbers.num_queries
     output = q.new_empty(len(q), num_heads * numbers.head_dim)
@@ -332,14 +331,14 @@ def _attend(
         cos, sin = rotary
         rotated = (cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.shape[1])
     workspace = CWorkspace(
-        keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], keys.shape[2], len(keys), *layout
+        keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], keys.shape[2], len(keys), reach
     )  # fmt: skip
     extras = CExtras(*rotated, pointer(weights.sinks), pointer(weights.alibi))
     heads = [CHeads(q.data_ptr(), *q.stride())]
     heads += [CHeads(x.data_ptr(), x.stride(0), x.stride(1), 0, x.stride(2)) for x in (k, v)]
     call(
         name, *map(byref, heads), byref(extras), byref(workspace), byref(numbers), *places, output.data_ptr(),
-        num_sequences, q.dtype == torch.bfloat16, _threads(output.numel() * layout[1]),
+        num_sequences, q.dtype == torch.bfloat16, _threads(output.numel() * reach),
     )  # fmt: skip
     return output
 

@@ -52,7 +52,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "norm": [c_void_p] * 6 + [c_int64] * 3 + [c_double] + [c_int64] * 2,
     "gated_activation": [c_void_p] * 3 + [c_int64] * 5,
     "decode_attention": [c_void_p] * 8 + [c_int64, c_void_p] + [c_int64] * 3,
-    "prefill_attention": [c_void_p] * 10 + [c_int64] * 3,
+    "prefill_attention": [c_void_p] * 11 + [c_int64] * 3,
     "decode_conv": [c_void_p] * 5 + [c_int64] * 6,
     "decode_delta": [c_void_p] * 8 + [c_int64] * 3,
     "gated_norm": [c_void_p] * 4 + [c_int64] * 4 + [c_double] + [c_int64] * 3,
@@ -84,7 +84,7 @@ class AttentionNumbers(Structure):
 class CWorkspace(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("keys", "values")),
-        *((name, c_int64) for name in ("block", "head", "place", "block_size", "num_blocks", "table_step", "reach")),
+        *((name, c_int64) for name in ("block", "head", "place", "block_size", "num_blocks", "reach")),
     ]
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -482,9 +483,21 @@ def test_attention_of_a_prompt_is_the_same_to_the_bit_however_it_is_cut(compiled
 
 
 @needs_compiler
+def test_prefill_attention_finds_tokens_wherever_they_lie(compiled):
+    op, qkv, (keys, values), batch, weights = prefill_case(torch.float32, PARTS[0])
+    places = torch.randperm(16 * 8)[:73]
+    batch = replace(batch, write_blocks=places // 8, write_offsets=places % 8)
+    wide_cache = widened(KVBlocks(keys, values))
+    context = op(qkv, KVBlocks(keys, values), batch, weights)
+    assert compiled[-1] == "prefill_attention"
+    torch.testing.assert_close(context.double(), op.reference(widened(qkv), wide_cache, batch), rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(keys.double(), wide_cache.keys, rtol=2e-6, atol=2e-6)
+
+
+@needs_compiler
 def test_a_block_beyond_the_workspace_is_an_error_in_a_prefill_too(compiled):
     op, qkv, cache, batch, weights = prefill_case(torch.float32, PARTS[0])
-    batch.write_blocks[31] = 16  # the second block of the third sequence
+    batch.write_blocks[31] = 16
     before = cache.keys.clone()
     with pytest.raises(ValueError, match="a row's position lies beyond its context or blocks"):
         op(qkv, cache, batch, weights)
