@@ -13,7 +13,7 @@ from hybrid_engine.containers.views import TensorParallel
 from hybrid_engine.extensions.megatron.loading import load_megatron_gpt
 from hybrid_engine.inference.build import share_linears
 from hybrid_engine.inference.config import read_config
-from tests.inference.test_init_inference import build_granite
+from tests.inference.test_init_inference import build_unlisted
 from tests.support.distributed import run_distributed
 from tests.support.family_checks import adapted as with_peft
 from tests.support.family_checks import check_training_step
@@ -234,7 +234,7 @@ def test_the_saved_model_has_the_adapters_merged_and_the_live_one_not(tmp_path, 
 def test_processes_that_share_a_model_without_a_policy_ask_for_merged_adapters(adapt):
     config = read_config(None, {"tensor_parallel": {"tp_size": 2}})
     with pytest.raises(ValueError, match=r"q_proj carries an adapter.*merge the adapters first"):
-        share_linears(adapt(build_granite()), config, TensorParallel(size=2))
+        share_linears(adapt(build_unlisted()), config, TensorParallel(size=2))
 
 
 def test_the_report_counts_them():

@@ -91,11 +91,11 @@ class OnSecond(torch.Tensor):
 
 
 def test_drawn_tokens_are_awaited_on_the_device_that_has_them(cuda, monkeypatch):
-    monkeypatch.setattr(sampling, "_to_pinned", lambda values: values.as_subclass(torch.Tensor).clone())
+    monkeypatch.setattr(sampling, "to_pinned", lambda values: values.as_subclass(torch.Tensor).clone())
     results = torch.tensor([[3.0, 5.0], [-0.5, -0.25], [0.0, 1.0]], dtype=torch.float64).as_subclass(OnSecond)
     draw = sampling.send_to_host(results)
     assert [event.device for event in cuda.events] == [1]
-    assert draw.read() == ([3, 5], [-0.5, -0.25], [1], None, None)
+    assert draw.read() == ([3, 5], [-0.5, -0.25], [1], None, None, None)
     assert cuda.events[0].is_done
 
 
