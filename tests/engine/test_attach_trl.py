@@ -11,11 +11,12 @@ import trl
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
 import hybrid_engine
 from tests.support.distributed import run_distributed
+from tests.support.models import build_model
 
 PROMPTS = ["w1 w2 w3", "w4 w5", "w6", "w7 w8 w9 w10"]
 COMMON = {
@@ -72,7 +73,7 @@ class Rewards:
 def run(trainer_class, arguments, folder, tokenizer, is_attached, prompts=PROMPTS, **more):
     """Losses of the steps, the answers, and what `attach` returned."""
     rewards = Rewards()
-    model = LlamaForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     attached = hybrid_engine.attach(model) if is_attached else None
     if is_attached and more.pop("rollout", False):
         more["rollout_func"] = attached.rollout_func
@@ -134,6 +135,20 @@ def test_losses_are_those_without_it_under_greedy_decoding(name, folder, tokeniz
     assert followed == answers
     assert len({str(batch) for batch in answers}) > 1 and len(set(plain)) == len(plain)
     assert losses == pytest.approx(plain, abs=1e-6)
+
+
+def test_losses_of_gemma4_are_those_without_it(tokenizer, tmp_path):
+    """Its layers share keys and values, and recomputing them reads those of the pass."""
+    build_model("gemma4").save_pretrained(tmp_path / "policy")
+    arguments = trl.GRPOConfig(output_dir=str(tmp_path), **COMMON, **GROUPS, beta=0.1, gradient_checkpointing=True)
+    runs = []
+    for is_attached in (False, True):
+        torch.manual_seed(1)
+        runs.append(run(trl.GRPOTrainer, arguments, str(tmp_path / "policy"), tokenizer, is_attached))
+    (plain, answers, *_), (losses, followed, attached, _) = runs
+    assert attached.generator.model is not None, attached.report()
+    assert followed == answers and len(set(plain)) == len(plain)
+    assert losses == pytest.approx(plain, abs=1e-5)
 
 
 def grpo_on_each(rank, world_size, folder, out):
