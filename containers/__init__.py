@@ -33,6 +33,7 @@ FAMILIES = (
     "lfm2",
     "llama",
     "megatron",
+    "minimax",
     "mistral",
     "nanochat",
     "olmo",

@@ -55,6 +55,8 @@ from hybrid_engine.ops.softmax_context import apply_rotary
 
 RotaryRows = tuple[torch.Tensor, torch.Tensor]
 WINDOWED_KINDS = ("sliding_attention", "local")
+KINDS = (*WINDOWED_KINDS, "full_attention", "global")
+"""Kinds of layers with attention, by the names that configs use."""
 
 
 class LayerMLP(Protocol):
@@ -170,6 +172,9 @@ class InferenceLayer:
         in_front = policy.block != "post_norm"
         norm_in_front = self.attention_norm if in_front else None
         mixer = policy.mixers.get(self.kind, policy.mixers.get(None))
+        if mixer is None and self.kind is not None and self.kind not in KINDS:
+            known = ", ".join(str(kind) for kind in (*KINDS, *policy.mixers))
+            raise UnsupportedModelError(f"layer {index} is of kind {self.kind!r}; known are {known}")
         if mixer is not None:
             self.mixer: LayerMixer = mixer.build(policy, layer, config, index, norm_in_front, parallel)
         else:

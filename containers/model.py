@@ -83,8 +83,10 @@ def find_decoder(model: nn.Module, config: PretrainedConfig) -> tuple[nn.Module,
             if all(has_names(policy, layer) for layer in layers):
                 return decoder, layers, policy
     found = sorted({layer_class_name(layers[0]) for _, layers, _ in lists}) or ["no list of layers"]
+    indexers = sorted({type(part).__name__ for part in model.modules() if type(part).__name__.endswith("Indexer")})
+    reason = f", whose attention chooses its keys by {', '.join(indexers)}" if indexers else ""
     raise UnsupportedModelError(
-        f"no policy for {', '.join(found)}; layer classes with one are {', '.join(sorted(POLICIES))}"
+        f"no policy for {', '.join(found)}{reason}; layer classes with one are {', '.join(sorted(POLICIES))}"
     )
 
 

@@ -16,6 +16,19 @@ _WIDE = {**_SIZES, "intermediate_size": 80}
 _GPT = {"n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB, **_IDS}
 _LOCAL = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_GROUPS = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
+_M2 = {
+    "head_dim": 12,
+    "intermediate_size": 24,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -35,6 +48,22 @@ _MULTIPLIERS = {
     "logits_scaling": 0.8,
 }
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+_LATENT_SIZES = {
+    **_SIZES,
+    "intermediate_size": 80,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+_INDEXER = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
 
 
 def _present(families: dict[str, tuple[str, dict]]) -> dict[str, Callable[[], hf.PreTrainedModel]]:
@@ -213,6 +242,9 @@ MORE_BUILDERS = _present(
         "cohere": ("Cohere", {**_GQA, "logit_scale": 0.5}),
         "cohere-head-norms": ("Cohere", {**_GQA, "use_qk_norm": True}),
         "cohere2": ("Cohere2", {**_GQA, **_LOCAL}),
+        "glm4-moe": ("Glm4Moe", {**_GQA, **_GROUPS}),
+        "glm4-moe-head-norms": ("Glm4Moe", {**_GQA, **_GROUPS, "use_qk_norm": True, "attention_bias": True}),
+        "minimax-m2": ("MiniMaxM2", {**_GQA, **_M2, "num_local_experts": 4, "num_experts_per_tok": 2}),
         "olmoe": ("Olmoe", {**_GQA, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24}),
         "lfm2-moe": ("Lfm2Moe", {**_GQA, **_EXPERTS, "num_dense_layers": 1, "layer_types": ["full_attention", "conv"]}),
     }
@@ -293,9 +325,22 @@ FEATURES = {
     "cohere": "parallel block, interleaved rope, scaled logits",
     "cohere-head-norms": "norms of single heads",
     "cohere2": "parallel block, rope in local layers alone",
+    "glm4-moe": "experts by groups, shared expert, dense first layer, partial rope",
+    "glm4-moe-head-norms": "the same, norm of heads, biases",
+    "minimax-m2": "experts that sigmoids weigh, norm of all query heads together, partial rope",
     "olmoe": "experts, norm of all query heads together",
     "lfm2-moe": "gated short convolutions, experts with a bias that only chooses",
     "gemma4-experts": "experts in addition to the MLP, a scale for each expert",
     "gemma4-keys-are-values": "global layers whose values are their keys, with fewer heads",
     "gemma3n": "several streams, low-rank path, sparse activations, layers' own inputs, shared keys and values",
 }
+
+FALLBACKS = _present(
+    {
+        "deepseek_v32": ("DeepseekV32", {**_LATENT_SIZES, **_INDEXER, "first_k_dense_replace": 1}),
+        "glm_moe_dsa": ("GlmMoeDsa", {**_LATENT_SIZES, **_INDEXER}),
+        "deepseek_v4": ("DeepseekV4", {**_SIZES, **_INDEXER}),
+        "hy_v4": ("HYV4", {**_SIZES, **_INDEXER}),
+    }
+)
+"""Families that generate by their own `generate()` for now."""

@@ -41,6 +41,9 @@ def randomised(build: Callable[[], hf.PreTrainedModel], seed: int = 0) -> hf.Pre
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2).add_(torch.randn_like(parameter) * 0.05)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # which only chooses experts
+                buffer.add_(torch.randn_like(buffer) * 0.2)
     model.generation_config.pad_token_id = PAD
     return model.eval()
 
