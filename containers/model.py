@@ -86,7 +86,8 @@ def find_decoder(model: nn.Module, config: PretrainedConfig) -> tuple[nn.Module,
     indexers = sorted({type(part).__name__ for part in model.modules() if type(part).__name__.endswith("Indexer")})
     reason = f", whose attention chooses its keys by {', '.join(indexers)}" if indexers else ""
     raise UnsupportedModelError(
-        f"no policy for {', '.join(found)}{reason}; layer classes with one are {', '.join(sorted(POLICIES))}"
+        f"no policy for {', '.join(found)}{reason}; {len(POLICIES)} layer classes have one, such as LlamaDecoderLayer "
+        "(docs/models.md)"
     )
 
 

@@ -339,8 +339,8 @@ FALLBACKS = _present(
     {
         "deepseek_v32": ("DeepseekV32", {**_LATENT_SIZES, **_INDEXER, "first_k_dense_replace": 1}),
         "glm_moe_dsa": ("GlmMoeDsa", {**_LATENT_SIZES, **_INDEXER}),
+        "hy_v4": ("HYV4", {**_SIZES, **_INDEXER, "head_dim": 16, "qk_rope_head_dim": 8}),
         "deepseek_v4": ("DeepseekV4", {**_SIZES, **_INDEXER}),
-        "hy_v4": ("HYV4", {**_SIZES, **_INDEXER}),
     }
 )
 """Families that generate by their own `generate()` for now."""
