@@ -18,6 +18,8 @@ LEAST = 1e-4
 
 # Field, a family that has it, and another value.
 CHANGED: dict[str, tuple[str, Any]] = {
+    "layer": ("gemma4", None),
+    "stream": ("gemma3n", None),
     "norm": ("llama", "rms_offset"),
     "block": ("gpt-neox-parallel", "pre_norm"),
     "attention_norm": ("llama", None),
@@ -25,6 +27,7 @@ CHANGED: dict[str, tuple[str, Any]] = {
     "mlp_norm": ("llama", None),
     "mlp_post_norm": ("gemma2", None),
     "residual_scale": ("granite", None),
+    "mixers": ("lfm2", {}),
     "qkv": ("llama", ("self_attn.q_proj", "self_attn.v_proj", "self_attn.k_proj")),
     "qkv_layout": ("gpt-neox-parallel", "blocks"),
     "attention_output": ("llama", "self_attn.q_proj"),
@@ -94,8 +97,8 @@ CHANGED_TEMPERATURE: dict[str, tuple[str, Any]] = {
 # Fields that change where 16-bit values are rounded, and nothing else.
 ROUNDING: dict[str, tuple[str, Any]] = {"fp32_logits": ("glm4-moe", False), "fp32_weights": ("mixtral", False)}
 # `layer_class` and `required` choose the policy, an encoder generates nothing, DeepSpeed's residual experts are tested
-# in test_moe_block.py, mixers in the files of their families.
-ELSEWHERE = {"layer_class", "required", "is_encoder", "residual", "recomputes_longrope", "mixers"}
+# in test_moe_block.py, and padded tokens are those of classes that have more than text.
+ELSEWHERE = {"layer_class", "required", "is_encoder", "residual", "recomputes_longrope", "padded_tokens"}
 ALL = BUILDERS | MORE_BUILDERS | SWITCHES
 
 
