@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hybrid_engine.ops.deepspeed_bindings import GELUGemmOp, LinearOp, ResidualAddOp
     from hybrid_engine.ops.gated_delta import GatedDeltaOp
     from hybrid_engine.ops.gated_norm import GatedNormOp
+    from hybrid_engine.ops.latent_attention import Expansion, LatentAttentionOp, LatentHeads
     from hybrid_engine.ops.linears import GatedActivationOp, MLPGemmOp, QKVGemmOp, VectorMatMulOp
     from hybrid_engine.ops.norm import NORM_OPS, LayerNormOp, NormOp, RMSNormOp
     from hybrid_engine.ops.sample import SampleOp, SamplingOptions, token_logprobs
@@ -37,12 +38,15 @@ __all__ = [
     "Context",
     "DecodeBatch",
     "EncoderBatch",
+    "Expansion",
     "GELUGemmOp",
     "GatedActivationOp",
     "GatedDeltaOp",
     "GatedNormOp",
     "HeadWeights",
     "KVBlocks",
+    "LatentAttentionOp",
+    "LatentHeads",
     "LayerNormOp",
     "LinearOp",
     "MLPGemmOp",
@@ -76,6 +80,7 @@ _NAMES_OF = {
     "deepspeed_bindings": ("GELUGemmOp", "LinearOp", "ResidualAddOp"),
     "gated_delta": ("GatedDeltaOp",),
     "gated_norm": ("GatedNormOp",),
+    "latent_attention": ("Expansion", "LatentAttentionOp", "LatentHeads"),
     "linears": ("GatedActivationOp", "MLPGemmOp", "QKVGemmOp", "VectorMatMulOp"),
     "norm": ("NORM_OPS", "LayerNormOp", "NormOp", "RMSNormOp"),
     "sample": ("SampleOp", "SamplingOptions", "token_logprobs"),

@@ -44,7 +44,6 @@ from hybrid_engine.ops import softmax_context_kernels as kernels
 from hybrid_engine.ops.batch import (
     QKV,
     Batch,
-    Context,
     DecodeBatch,
     EncoderBatch,
     HeadWeights,
@@ -56,7 +55,7 @@ from hybrid_engine.ops.batch import (
 )
 from hybrid_engine.ops.dispatch import kernel_or_reference, say_once, use_triton
 from hybrid_engine.ops.norm import NORM_OPS
-from hybrid_engine.ops.softmax_context_launch import Numbers, attend_by_kernels
+from hybrid_engine.ops.softmax_context_launch import Numbers, attend_by_kernels, attend_packed_by_kernel
 
 NO_WEIGHTS = HeadWeights()
 
@@ -148,6 +147,25 @@ class SoftmaxContextOp:
             return cpu_kernels.prefill_attention(*arguments, batch, weights)
         return self.reference(qkv, cache, batch, weights)
 
+    def attend_packed(self, qkv: QKV, batch: PrefillBatch, weights: HeadWeights = NO_WEIGHTS) -> torch.Tensor:
+        """Attention of a prefill's queries `[N, K, G, D]` to keys and values that are passed; no workspace is used.
+
+        Queries and keys are as they enter the scores. `k` and `v` are those of `batch.context`, if it has one:
+        `[C, K, D]`; else of the batch's tokens. The result is `[N, H * D]`.
+        """
+        if self._has_kernel(qkv.q):
+            return kernel_or_reference(self._launch_packed, self._attend_packed, qkv, batch, weights)
+        return self._attend_packed(qkv, batch, weights)
+
+    def _attend_packed(self, qkv: QKV, batch: PrefillBatch, weights: HeadWeights) -> torch.Tensor:
+        heads = qkv._replace(q=qkv.q.reshape(-1, self.num_heads, self.head_dim))
+        if batch.context is not None:
+            return self._continued(heads, batch.lengths, batch.context.lengths, weights)
+        return self._packed(heads, batch.lengths, lambda q, k, v, _: self._causal(q, k, v, weights))
+
+    def _launch_packed(self, qkv: QKV, batch: PrefillBatch, weights: HeadWeights) -> torch.Tensor:
+        return attend_packed_by_kernel(self._numbers, qkv, batch, weights)
+
     def _norm(self, qkv: QKV, weights: HeadWeights) -> QKV:
         """Norms queries and keys, if the layer has norms."""
         if self.qk_norm is None:
@@ -191,7 +209,8 @@ class SoftmaxContextOp:
         for blocks, new in ((cache.keys, k), (cache.values, v.contiguous())):
             blocks.view(-1, self.head_dim).index_put_((rows,), new)
         if isinstance(batch, PrefillBatch) and batch.context is not None:
-            return self._continued(q, batch.lengths, cache, batch.context, weights)
+            heads = QKV(q, *read_context(cache, batch.context))
+            return self._continued(heads, batch.lengths, batch.context.lengths, weights)
         if isinstance(batch, PrefillBatch):
             return self._packed(QKV(q, k, v), batch.lengths, lambda q, k, v, _: self._causal(q, k, v, weights))
         return self._decode(q, cache, batch, weights)
@@ -226,11 +245,10 @@ class SoftmaxContextOp:
         return torch.cat(contexts)
 
     def _continued(
-        self, q: torch.Tensor, lengths: tuple[int, ...], cache: KVBlocks, context: Context, weights: HeadWeights
+        self, heads: QKV, lengths: tuple[int, ...], key_lengths: tuple[int, ...], weights: HeadWeights
     ) -> torch.Tensor:
         """Attention of the last tokens of sequences, `q [N, H, D]`, one sequence at a time."""
-        keys, values = (x.split(context.lengths) for x in read_context(cache, context))
-        parts = zip(q.split(lengths), keys, values, strict=True)
+        parts = zip(heads.q.split(lengths), heads.k.split(key_lengths), heads.v.split(key_lengths), strict=True)
         return torch.cat([self._causal(q[None], k[None], v[None], weights)[0] for q, k, v in parts])
 
     def _both_ways(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int] | None) -> torch.Tensor:

@@ -145,6 +145,32 @@ def _attend_packed(
     return output
 
 
+def attend_packed_by_kernel(numbers: Numbers, qkv: QKV, batch: PrefillBatch, weights: HeadWeights) -> torch.Tensor:
+    """Context `[N, H*D]` of queries as they enter the scores and of keys and values that no workspace holds."""
+    starts = batch.starts if batch.context is None else batch.context.starts
+    attend = prepared(_prepare_attend, numbers, max(batch.lengths), len(batch.lengths), batch.form, *qkv[:3], *weights)
+    output = qkv.q.new_empty((qkv.q.shape[0], numbers.num_heads * numbers.head_dim))
+    attend(_new_heads(qkv), batch.starts, starts, numbers.scores(weights), output)
+    return output
+
+
+def _prepare_attend(
+    numbers: Numbers,
+    max_length: int,
+    num_sequences: int,
+    batch_form: tuple[Any, ...],  # compiled for
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *weights: torch.Tensor | None,  # compiled for
+) -> Launch:
+    heads, dim = numbers.num_kv_heads, numbers.head_dim
+    check_tensor("q", q, shape=(None, heads, numbers.num_heads // heads, dim), is_dense_last=True)
+    for name, tensor in (("k", k), ("v", v)):
+        check_tensor(name, tensor, like=q, shape=(None, heads, dim), is_dense_last=True)
+    return _attend_launch(numbers, numbers.form(0), True, max_length, num_sequences, q)
+
+
 def _store(
     launch: Launch, numbers: Numbers, qkv: QKV, cache: KVBlocks, batch: PrefillBatch, weights: HeadWeights
 ) -> QKV:
@@ -174,12 +200,22 @@ def _prepare_packed(
         num_heads = numbers.num_kv_heads + (numbers.num_heads if is_changed else 0)
         grid = (-(-q.shape[0] // kernels.STORE_TOKENS), num_heads)
         store = Launch(kernels.store_kernel, grid, q.device, FORM=form, TOKENS=kernels.STORE_TOKENS, num_warps=4)
+    return PackedLaunches(store, _attend_launch(numbers, form, is_causal, max_length, num_sequences, q))
+
+
+def _attend_launch(
+    numbers: Numbers,
+    form: kernels.AttentionForm,
+    is_causal: bool,
+    max_length: int,
+    num_sequences: int,
+    q: torch.Tensor,
+) -> Launch:
     tiles, num_warps = kernels.prefill_tiles(numbers.head_dim, q.element_size())
-    attend = Launch(
+    return Launch(
         kernels.prefill_kernel, (-(-max_length // tiles.queries), num_sequences, numbers.num_heads), q.device,
         IS_CAUSAL=is_causal, FORM=form, TILES=tiles, num_warps=num_warps, num_stages=2,
     )  # fmt: skip
-    return PackedLaunches(store, attend)
 
 
 def _check(

@@ -12,10 +12,13 @@ from hybrid_engine.ops import (
     NORM_OPS,
     QKV,
     DecodeBatch,
+    Expansion,
     GatedActivationOp,
     GELUGemmOp,
     HeadWeights,
     KVBlocks,
+    LatentAttentionOp,
+    LatentHeads,
     MLPGemmOp,
     PrefillBatch,
     QKVGemmOp,
@@ -69,7 +72,7 @@ HEADS = {
 
 def op_checks(dtype: torch.dtype) -> Iterator[Check]:
     """Names and calls, for tensors of `dtype`."""
-    families = (products, norms, activations, attentions, experts, log_probs, exact_mode)
+    families = (products, norms, activations, attentions, latent_attentions, experts, log_probs, exact_mode)
     for checks in families:
         yield from checks(dtype)
     if dtype == torch.float32:  # of logits, whatever the weights are
@@ -127,6 +130,27 @@ def attentions(dtype: torch.dtype) -> Iterator[Check]:
             yield f"decode attention, {name}, {rows} x {context}", call
         prefill = partial(attend_with, op, dtype, dim, weights, prefill_batch((17, 48)), "rotary" in reads)
         yield f"prefill attention, {name}", prefill
+
+
+def latent_attentions(dtype: torch.dtype) -> Iterator[Check]:
+    """Decode of few heads and of many, short and long contexts, and prefill."""
+    for heads, latent, rotary, key, value in ((4, 128, 32, 64, 64), (20, 256, 64, 48, 80)):
+        op, sizes = LatentAttentionOp(heads, latent, rotary, key, value, 0.1), f"{heads} heads, {latent}"
+        for rows, context in ((1, 64), (3, 2048)):
+            call = partial(attend_latents, op, dtype, decode_batch(rows, context))
+            yield f"decode of latents, {sizes}, {rows} x {context}", call
+        yield f"prefill of latents, {sizes}", partial(attend_latents, op, dtype, prefill_batch((17, 48)))
+
+
+def attend_latents(op: LatentAttentionOp, dtype: torch.dtype, batch: DecodeBatch | PrefillBatch) -> torch.Tensor:
+    """One call on blocks of 64 tokens."""
+    rows, width = len(batch.tokens), op.key_dim + op.value_dim
+    blocks = batch.block_tables.numel() if isinstance(batch, DecodeBatch) else rows // 64 + 1
+    rotary = rotary_table(torch.rand(op.rotary_dim // 2), 1.0, rows, dtype, is_interleaved=True)
+    q, keys = randn(dtype, rows, op.num_heads, op.key_dim + op.rotary_dim), randn(dtype, rows, op.rotary_dim)
+    cache = torch.zeros(blocks, 1, 64, op.rotary_dim + op.latent_dim, dtype=dtype)
+    expansion = Expansion(randn(dtype, op.num_heads * width, op.latent_dim).t())
+    return op(LatentHeads(q, keys, randn(dtype, rows, op.latent_dim), rotary), cache, batch, expansion)
 
 
 def head_weights(dtype: torch.dtype, dim: int, reads: tuple[str, ...]) -> HeadWeights:

@@ -1,7 +1,8 @@
 """Compiles the attention kernels for an H100 without one, and prints a line for each.
 
 Run in a process without TRITON_INTERPRET: `python -m tests.tools.compile_attention_kernels [name ...]`.
-Heads are those of Qwen2-0.5B, OPT-1.3B, Llama-3-8B, Phi-2 (80 wide), Gemma-2 (256 wide), gpt-oss and others.
+Heads are those of Qwen2-0.5B, OPT-1.3B, Llama-3-8B, Phi-2 (80 wide), Gemma-2 (256 wide), gpt-oss and others; latents
+those of DeepSeek-V3, GLM-4.7-Flash and Mistral 4.
 """
 
 import sys
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from hybrid_engine.ops import latent_attention_kernels as latent
 from hybrid_engine.ops import softmax_context_kernels as kernels
 from hybrid_engine.ops.softmax_context_kernels import (
     AttentionForm,
@@ -89,9 +91,39 @@ def compile_family(label: str, dtype: torch.dtype) -> None:
         compile_one(kernels.prefill_kernel, prefill, warps, 2, IS_CAUSAL=is_causal, TILES=tiles)
 
 
+LATENTS = {"deepseek-v3": (128, 512, 64), "glm-4.7-flash": (20, 512, 64), "mistral4": (32, 256, 64)}  # heads, L, R
+
+
+def compile_latents(label: str, dtype: torch.dtype) -> None:
+    """Decode of latent attention with one split and with several, and the merging of latents."""
+    x, (num_heads, latent_dim, rotary_dim) = NAMES[dtype], LATENTS[label]
+    numbers = latent.LatentNumbers(num_heads, latent_dim, rotary_dim, 1.0, True)
+    tiles, warps = latent.latent_tiles(num_heads, dtype.itemsize)
+    given = {
+        "new": latent.NewLatents(x, STRIDE, STRIDE, x, STRIDE, STRIDE, x, STRIDE, x, STRIDE),
+        "changes": Changes(x, x, STRIDE, None, None, "fp32"), "cache": latent.LatentCache(x, STRIDE, STRIDE),
+        "tables": Tables("*i64", "i32", "i32"), "scale": "fp32", "positions_ptr": "*i64",
+    }  # fmt: skip
+    fixed = {
+        "FORM": latent.LatentForm(num_heads, latent_dim, kernels.padded_dim(latent_dim)),
+        "ROTARY": numbers.attention_form(rotary_dim, rotary_dim), "TILES": tiles,
+    }  # fmt: skip
+    for parts in (SplitContexts(x, None), SplitContexts("*fp32", "*fp32")):
+        compile_kernel(latent.latent_decode_kernel, {**given, "parts": parts}, fixed, warps, 2, may_spill=True)
+    merge = {"parts": SplitContexts("*fp32", "*fp32"), "scores": AttentionScores("fp32", "i32", "fp32", None, None)}
+    merge |= {"positions_ptr": "*i64", "output_ptr": x, "num_splits": "i32"}
+    fixed = {"FORM": numbers.attention_form(latent_dim, 0), "SPLIT": kernels.SPLIT}
+    fixed["SPLITS_AT_ONCE"] = kernels.SPLITS_AT_ONCE
+    compile_kernel(kernels.merge_kernel, merge, fixed, latent.MERGE_WARPS, 3)
+
+
 if __name__ == "__main__":
     labels = sys.argv[1:]
     for label in labels or FAMILIES:
         compile_family(label, torch.bfloat16)
     for label in () if labels else ("gemma2", "all"):
         compile_family(label, torch.float32)
+    for label in tuple(LATENTS)[2:] if labels else LATENTS:
+        compile_latents(label, torch.bfloat16)
+    if not labels:
+        compile_latents("deepseek-v3", torch.float32)
