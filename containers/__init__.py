@@ -15,6 +15,7 @@ FAMILIES = (
     "bert",
     "bloom",
     "cohere",
+    "deepseek",
     "ernie",
     "exaone",
     "falcon",

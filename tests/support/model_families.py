@@ -48,6 +48,13 @@ _MULTIPLIERS = {
     "logits_scaling": 0.8,
 }
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_LATENT = {
+    **_WIDE, "kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2, "n_group": 4,
+    "topk_group": 2, "routed_scaling_factor": 1.7, "num_key_value_heads": 4, "max_position_embeddings": 64,
+}  # fmt: skip
+_LATENT_YARN = {**_YARN_ROPE, "mscale": 0.8, "mscale_all_dim": 1.2}
+_DENSE_FIRST = {"first_k_dense_replace": 1}
 
 _LATENT_SIZES = {
     **_SIZES,
@@ -216,10 +223,35 @@ BUILDERS = {
             **{**_GQA, "intermediate_size": 32}, **_LOCAL, head_dim=16, num_local_experts=4, num_experts_per_tok=2
         )
     ),
+    "deepseek-v3": lambda: hf.DeepseekV3ForCausalLM(
+        hf.DeepseekV3Config(**_LATENT, **_DENSE_FIRST, rope_parameters=_LATENT_YARN)
+    ),
 }
 
 MORE_BUILDERS = _present(
     {
+        "deepseek-v3-halves": (
+            "DeepseekV3",
+            {**_LATENT, **_DENSE_FIRST, "q_lora_rank": None, "rope_interleave": False, "attention_bias": True},
+        ),
+        "deepseek-v2": (
+            "DeepseekV2",
+            {**_LATENT, **_DENSE_FIRST, "topk_method": "group_limited_greedy", "rope_parameters": _LATENT_YARN},
+        ),
+        "deepseek-v2-lite": ("DeepseekV2", {**_LATENT, **_DENSE_FIRST, "q_lora_rank": None}),
+        "glm4-moe-lite": ("Glm4MoeLite", _LATENT),
+        "mistral4": (
+            "Mistral4",
+            {
+                **_LATENT,
+                "rope_parameters": {
+                    **_YARN_ROPE,
+                    "original_max_position_embeddings": 6,
+                    "llama_4_scaling_beta": 0.3,
+                    "partial_rotary_factor": 0.5,
+                },
+            },
+        ),
         "seed-oss": ("SeedOss", {**_GQA, "head_dim": 16, "attention_bias": True, "mlp_bias": True}),
         "cwm": ("Cwm", {**_GQA, **_LOCAL, "head_dim": 12, "rope_parameters": _LLAMA3_ROPE}),
         "arcee": ("Arcee", {**_GQA, "mlp_bias": True, "rope_parameters": _YARN_ROPE}),
@@ -306,6 +338,12 @@ FEATURES = {
     "smollm3-some-rope": "layers without rope",
     "lfm2": "gated short convolutions in some layers, norm of query and key heads",
     "gpt-oss": "attention sinks, experts with clamped SwiGLU, local layers",
+    "deepseek-v3": "latent attention, experts in groups chosen with a bias, shared experts, dense first layers",
+    "deepseek-v3-halves": "latent attention without a narrow query, rope in halves",
+    "deepseek-v2": "latent attention, softmax over experts in groups",
+    "deepseek-v2-lite": "latent attention without a narrow query, softmax over experts",
+    "glm4-moe-lite": "latent attention, experts in groups chosen with a bias (GLM-4.7-Flash)",
+    "mistral4": "latent attention, queries that grow with the position",
     "seed-oss": "biases, wide heads",
     "cwm": "local and global layers, llama3 rope",
     "arcee": "squared ReLU without a gate, yarn rope",
