@@ -120,14 +120,17 @@ class LatentAttentionOp:
     def _decode(
         self, heads: LatentHeads, cache: torch.Tensor, batch: DecodeBatch, expansion: Expansion
     ) -> torch.Tensor:
-        key_half, _ = self._halves(expansion)
-        unrotated, to_rotate = heads.q.split((self.key_dim, self.rotary_dim), -1)
-        absorbed = torch.bmm(unrotated.transpose(0, 1), key_half).transpose(0, 1)  # [S, H, L]
+        absorbed, to_rotate = self._absorb(heads, expansion)
         if use_triton(absorbed) and has_kernel(self._numbers, absorbed):
             latents = kernel_or_reference(self._launch, self.reference, absorbed, to_rotate, heads, cache, batch)
         else:
             latents = self.reference(absorbed, to_rotate, heads, cache, batch)
         return self._expand_contexts(latents, expansion)
+
+    def _absorb(self, heads: LatentHeads, expansion: Expansion) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries times the keys' half of the expansion, `[N, H, L]`, and their part to be rotated, `[N, H, R]`."""
+        unrotated, to_rotate = heads.q.split((self.key_dim, self.rotary_dim), -1)
+        return torch.bmm(unrotated.transpose(0, 1), self._halves(expansion)[0]).transpose(0, 1), to_rotate
 
     def reference(
         self,
@@ -135,19 +138,18 @@ class LatentAttentionOp:
         to_rotate: torch.Tensor,
         heads: LatentHeads,
         cache: torch.Tensor,
-        batch: DecodeBatch,
+        batch: DecodeBatch | PrefillBatch,
     ) -> torch.Tensor:
-        """The function of the decode kernel in plain torch, or the compiled function of a CPU.
+        """Absorbed attention in plain torch, or the compiled function of a CPU; of a decode step the kernel's function.
 
         Args:
-            absorbed: `[S, H, L]`, the queries times the keys' half of the expansion.
-            to_rotate: `[S, H, R]`, the rotary part of the queries.
+            absorbed, to_rotate: the results of `_absorb`.
 
-        Returns the context of latents, `[S, H, L]`.
+        Returns the context of latents, `[N, H, L]`.
         """
         q, rows = self._rotate(to_rotate, heads)
-        rows = torch.cat((rows, heads.latent), -1)[:, None]  # [S, 1, R + L]
-        q = torch.cat((q, absorbed), -1)[:, None]  # [S, 1, H, R + L]
+        rows = torch.cat((rows, heads.latent), -1)[:, None]  # [N, 1, R + L]
+        q = torch.cat((q, absorbed), -1)[:, None]  # [N, 1, H, R + L]
         attend = self._absorbed.reference if use_triton(q) else self._absorbed
         context = attend(QKV(q, rows, rows), KVBlocks(cache, cache), batch)
         return context.unflatten(1, (self.num_heads, -1))[..., self.rotary_dim :]
@@ -166,6 +168,10 @@ class LatentAttentionOp:
     def _prefill(
         self, heads: LatentHeads, cache: torch.Tensor, batch: PrefillBatch, expansion: Expansion
     ) -> torch.Tensor:
+        old = None if batch.context is None else batch.context.lengths
+        if old is not None and not use_triton(heads.q) and self.is_absorbed(batch.lengths, old):
+            latents = self.reference(*self._absorb(heads, expansion), heads, cache, batch)
+            return self._expand_contexts(latents, expansion)
         unrotated, to_rotate = heads.q.split((self.key_dim, self.rotary_dim), -1)
         q, keys = self._rotate(to_rotate, heads)
         rows = torch.cat((keys, heads.latent), -1)
@@ -173,14 +179,6 @@ class LatentAttentionOp:
         cache.view(-1, cache.shape[3]).index_put_((places,), rows)
         if batch.context is not None:
             rows = read_rows(cache, batch.context)
-            if not use_triton(q) and self.is_absorbed(batch.lengths, batch.context.lengths):
-                key_half, _ = self._halves(expansion)
-                absorbed = torch.bmm(unrotated.transpose(0, 1), key_half).transpose(0, 1)
-                q = torch.cat((q, absorbed), -1)[:, None]
-                context = self._absorbed.attend_packed(QKV(q, rows[:, None], rows[:, None]), batch)
-                return self._expand_contexts(
-                    context.unflatten(1, (self.num_heads, -1))[..., self.rotary_dim :], expansion
-                )
         return self._attend_expanded(torch.cat((q, unrotated), -1), rows, batch, expansion)
 
     def is_absorbed(self, lengths: tuple[int, ...], context_lengths: tuple[int, ...]) -> bool:

@@ -121,8 +121,10 @@ def test_on_a_gpu_a_run_keeps_workspaces_of_matrix_products(capability, setting,
     assert memory_plan._workspaces("cuda" if capability else "cpu", generates) == part
 
 
-def test_the_kv_workspace_is_what_a_rollout_takes():
-    engine = build_engine(build_model(), release_inference_cache=False)
+@pytest.mark.parametrize(("family", "per_token"), [("llama", 2 * 2 * 2 * 12 * 4), ("deepseek-v3", 2 * (16 + 8) * 4)])
+def test_the_kv_workspace_is_what_a_rollout_takes(family, per_token):
+    """Two layers in fp32: keys and values of 2 heads of 12, or a latent of 16 and a rotary key of 8."""
+    engine = build_engine(build_model(family), release_inference_cache=False)
     input_ids, mask = padded_prompts()
     lengths = mask.sum(dim=1).tolist()
     engine.eval()
@@ -132,7 +134,10 @@ def test_the_kv_workspace_is_what_a_rollout_takes():
     demand = count_blocks(repeated, max(lengths) + 19, len(lengths), "cpu", HybridEngineConfig(enabled=True))
     reserved = engine.generator.native.num_reserved
     shape = engine.generator.model.cache_shape(demand.wanted + reserved, demand.block_size)
-    assert kv_part(shape, torch.float32, demand.max_running).num_bytes == engine.generator.workspace.allocated_bytes
+    part = kv_part(shape, torch.float32, demand.max_running)
+    assert part.num_bytes == engine.generator.workspace.allocated_bytes
+    assert part.num_bytes == (demand.wanted + reserved) * demand.block_size * per_token
+    assert part.formula.startswith(f"{per_token:,} bytes of 2 layers")
 
 
 @pytest.mark.parametrize("accumulates", [True, False])

@@ -191,6 +191,8 @@ def test_gradients_are_those_of_a_plain_forward():
 def test_what_cannot_be_exact_is_refused_by_name():
     with pytest.raises(ValueError, match=r"hybrid_engine\.exact: .*products"):
         build_engine(build_model("gptj"))
+    with pytest.raises(ValueError, match=r"hybrid_engine\.exact: .*LatentAttention, which has no exact form"):
+        build_engine(build_model("deepseek-v3"))
     with pytest.raises(ValueError, match=r"hybrid_engine\.exact.*pin_parameters=true"):
         build_engine(build_model(), pin_parameters=False)
     engine = build_engine(build_model("gpt2"))  # which has dropout

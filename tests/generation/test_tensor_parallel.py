@@ -57,6 +57,7 @@ FAMILIES = {
     ),
     "qwen2-moe": lambda: Qwen2MoeForCausalLM(Qwen2MoeConfig(**_SIZES, **_MOE)),
     "gpt-oss": lambda: GptOssForCausalLM(GptOssConfig(**_SIZES, head_dim=16, num_local_experts=4, sliding_window=4)),
+    "deepseek-v3": None,
 }
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 import transformers as hf
 
-from tests.support.model_families import VOCAB, scaled
+from tests.support.model_families import LATENT, VOCAB, scaled
 
 _IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB, **_IDS}
@@ -163,6 +163,22 @@ def _multimodal_gemma3n():
         return scaled(hf.Gemma3nForConditionalGeneration(config))
 
 
+def _kimi_k25():
+    """The checkpoints name their text `kimi_k2`, which is a DeepSeek-V3."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = hf.Kimi_K25Config(
+        text_config={**LATENT, "model_type": "kimi_k2", "first_k_dense_replace": 1},
+        vision_config={**sizes, "pos_emb_height": 4, "pos_emb_width": 4},
+        projection_hidden_size=16,
+        image_token_id=95,
+        video_token_id=96,
+        vision_start_token_id=97,
+        vision_end_token_id=98,
+        tie_word_embeddings=False,
+    )
+    return hf.Kimi_K25ForConditionalGeneration(config)
+
+
 SWITCHES = {
     "llama: wide heads": _llama(head_dim=16),
     "llama: gelu": _llama(hidden_act="gelu"),
@@ -236,6 +252,8 @@ SWITCHES = {
         "GptOssForCausalLM", "GptOssConfig", _OSS, num_experts_per_tok=1, attention_bias=False
     ),
 }  # fmt: skip
+if "Kimi_K25Config" in dir(hf):
+    SWITCHES["kimi-k2.5: with a vision tower"] = _kimi_k25
 
 FALLING_BACK = {
     "gemma3: bidirectional": _gemma3(use_bidirectional_attention=True),

@@ -48,7 +48,7 @@ _MULTIPLIERS = {
     "logits_scaling": 0.8,
 }
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
-_LATENT = {
+LATENT = {
     **_WIDE, "kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
     "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2, "n_group": 4,
     "topk_group": 2, "routed_scaling_factor": 1.7, "num_key_value_heads": 4, "max_position_embeddings": 64,
@@ -224,7 +224,7 @@ BUILDERS = {
         )
     ),
     "deepseek-v3": lambda: hf.DeepseekV3ForCausalLM(
-        hf.DeepseekV3Config(**_LATENT, **_DENSE_FIRST, rope_parameters=_LATENT_YARN)
+        hf.DeepseekV3Config(**LATENT, **_DENSE_FIRST, rope_parameters=_LATENT_YARN)
     ),
 }
 
@@ -232,18 +232,18 @@ MORE_BUILDERS = _present(
     {
         "deepseek-v3-halves": (
             "DeepseekV3",
-            {**_LATENT, **_DENSE_FIRST, "q_lora_rank": None, "rope_interleave": False, "attention_bias": True},
+            {**LATENT, **_DENSE_FIRST, "q_lora_rank": None, "rope_interleave": False, "attention_bias": True},
         ),
         "deepseek-v2": (
             "DeepseekV2",
-            {**_LATENT, **_DENSE_FIRST, "topk_method": "group_limited_greedy", "rope_parameters": _LATENT_YARN},
+            {**LATENT, **_DENSE_FIRST, "topk_method": "group_limited_greedy", "rope_parameters": _LATENT_YARN},
         ),
-        "deepseek-v2-lite": ("DeepseekV2", {**_LATENT, **_DENSE_FIRST, "q_lora_rank": None}),
-        "glm4-moe-lite": ("Glm4MoeLite", _LATENT),
+        "deepseek-v2-lite": ("DeepseekV2", {**LATENT, **_DENSE_FIRST, "q_lora_rank": None}),
+        "glm4-moe-lite": ("Glm4MoeLite", LATENT),
         "mistral4": (
             "Mistral4",
             {
-                **_LATENT,
+                **LATENT,
                 "rope_parameters": {
                     **_YARN_ROPE,
                     "original_max_position_embeddings": 6,

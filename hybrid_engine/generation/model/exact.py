@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.containers.cache import LayerCache, ModelCache
-from hybrid_engine.containers.layer import InferenceLayer
+from hybrid_engine.containers.layer import Attention, InferenceLayer
 from hybrid_engine.ops import Batch, DecodeBatch, MixedBatch, PrefillBatch
 from hybrid_engine.ops.dispatch import SWITCH, need_kernels, replaced_kernels, use_triton
 from hybrid_engine.ops.fixed_attention import AttentionParameters, attend, attend_decode, attend_prefill
@@ -139,6 +139,8 @@ class ExactModel(InferenceModel):
         stateful = {type(layer.mixer).__name__ for layer in self.layers if layer.mixer.cache_spec.state}
         if stateful:
             raise UnsupportedModelError(f"its layers keep a state per sequence ({', '.join(sorted(stateful))})")
+        if other := [layer.mixer for layer in self.layers if not isinstance(layer.mixer, Attention)]:
+            raise UnsupportedModelError(f"its layers have a {type(other[0]).__name__}, which has no exact form")
         if any(rotary.depends_on_length for rotary in self.angles.rotaries.values()):
             raise UnsupportedModelError("its rotary angles depend on the final length of a sequence")
         if "logits_to_keep" not in inspect.signature(self.base.forward).parameters:
