@@ -140,9 +140,10 @@ def decode_by_kernels(
         parts = kernels.SplitContexts(context, output.new_empty(decoding.lse_sizes, dtype=torch.float32))
     key, latent = rows
     cos, sin = rotary
+    (absorbed_row, absorbed_head, _), (q_row, q_head, _) = absorbed.stride(), to_rotate.stride()
     decoding.launch(
         NewLatents(
-            absorbed, *absorbed.stride()[:2], to_rotate, *to_rotate.stride()[:2], key, key.stride(0), latent,
+            absorbed, absorbed_row, absorbed_head, to_rotate, q_row, q_head, key, key.stride(0), latent,
             latent.stride(0),
         ),
         kernels.Changes(cos, sin, cos.stride(0), None, None, 0.0),

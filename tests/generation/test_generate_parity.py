@@ -7,7 +7,7 @@ import hybrid_engine
 from tests.support.models import BUILDERS, PAD, build_model, module_logprobs, padded_prompts
 
 EOS = [7, 11, 23]
-EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss")
+EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek-v3")
 NEW_TOKENS = 16
 WORKSPACES = {
     "one slot": {"max_running": 1},
