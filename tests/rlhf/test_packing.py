@@ -10,14 +10,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
 
 import hybrid_engine
 from hybrid_engine.ops.support_log_prob import Supports, pack_support, read_records
-from hybrid_engine.rlhf.batches import micro_batches
+from hybrid_engine.rlhf.batches import micro_batches, packable
 from hybrid_engine.rlhf.batches import packing as data_spans
 from hybrid_engine.rlhf.batches.micro_batches import check_budget, deal, fill_evenly
-from hybrid_engine.rlhf.batches.packable import pack_where_exact
+from hybrid_engine.rlhf.batches.packable import expected_layout, pack_where_exact
 from hybrid_engine.rlhf.batches.packing import (
     TOGETHER,
     Layout,
@@ -212,6 +221,65 @@ def test_a_model_whose_attention_does_not_allow_it_is_padded_and_one_line_says_w
     assert pack_where_exact(model, BUDGET) is layout_of(model) is Layout.PADDED
     assert "are padded, not packed: " in capsys.readouterr().out
     assert torch.equal(response_logprobs(model, batch), expected)
+
+
+SIZES = {
+    "vocab_size": 99, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 80, "pad_token_id": 0,
+}  # fmt: skip
+WITH_STATE = {
+    "lfm2": lambda: Lfm2ForCausalLM(Lfm2Config(**SIZES, layer_types=["conv", "full_attention"])),
+    "falcon-h1": lambda: FalconH1ForCausalLM(
+        FalconH1Config(
+            **SIZES, head_dim=12, mamba_n_heads=8, mamba_d_head=12, mamba_d_ssm=96, mamba_n_groups=1, mamba_d_state=16
+        )
+    ),
+    "jamba": lambda: JambaForCausalLM(
+        JambaConfig(
+            **SIZES, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False, num_experts=4,
+            num_experts_per_tok=2,
+        )
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["lfm2", "falcon-h1", "jamba", "mixtral", "llama"])
+def test_layers_that_go_on_across_a_boundary_are_found_in_every_precision(
+    family, dtype, is_sharded, capsys, monkeypatch
+):
+    """With their first weights their effect is smaller than the rounding of bf16. A sharded model has no gradients."""
+    torch.manual_seed(0)
+    has_state = family in WITH_STATE
+    model = (WITH_STATE[family]() if has_state else build_model(family)).to(dtype)
+    if is_sharded:
+        monkeypatch.setattr(packable, "FSDPModule", torch.nn.Module)
+        if (family, dtype) == ("jamba", torch.bfloat16):
+            return  # rounding of its experts and this effect are alike
+    layout = pack_where_exact(model, BUDGET)
+    assert expected_layout(BUDGET, model.config) is layout
+    assert (layout is Layout.PADDED) == has_state
+    assert ("do not begin again where a sequence does" in capsys.readouterr().out) == has_state
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["lfm2", "falcon-h1"])
+def test_padded_rows_of_a_model_with_state_are_those_of_single_sequences(family):
+    torch.manual_seed(0)
+    model, batch = WITH_STATE[family]().eval(), sampled()
+    for parameter in model.parameters():
+        parameter.data *= 2 if parameter.dim() > 1 else 1
+    together = response_logprobs(model, batch)
+    weights = torch.randn(together.shape, generator=torch.Generator().manual_seed(1))
+    expected = gradients(model, (together * weights).sum())
+    found, total = torch.zeros_like(together), 0.0
+    for row in range(len(together)):
+        alone = response_logprobs(model, batch.rows(torch.tensor([row])))
+        found[row, : alone.shape[1]] = alone[0].detach()
+        total = total + (alone[0] * weights[row, : alone.shape[1]]).sum()
+    torch.testing.assert_close(found, together.detach(), atol=1e-5, rtol=1e-5)
+    assert (gradients(model, total) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_without_a_budget_and_in_exact_mode_nothing_is_packed(capsys):
