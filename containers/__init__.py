@@ -41,6 +41,7 @@ FAMILIES = (
     "opt",
     "phi",
     "qwen",
+    "qwen_hybrid",
     "smollm",
     "stablelm",
     "starcoder",

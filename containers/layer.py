@@ -484,7 +484,7 @@ class Attention:
         self.layer, self.sinks_path = layer, policy.sinks
         name, parallel = f"layer {index}", heads.parallel
         if len(policy.qkv) == 3:
-            columns = [heads.queries(), heads.keys(), heads.keys()]
+            columns = [heads.queries(heads.head_dim * (1 + policy.gates_context)), heads.keys(), heads.keys()]
         else:
             columns = [heads.blocks() if policy.qkv_layout == "blocks" else heads.groups()]
         self.qkv = [
@@ -515,7 +515,9 @@ class Attention:
     def _build_ops(self, policy: Policy, config: PretrainedConfig, index: int) -> None:
         heads = self.num_heads, self.num_kv_heads, self.head_dim
         kind, eps = (self.norm.kind, self.norm.eps) if self.norm else (None, 0.0)
-        self.qkv_gemm = QKVGemmOp(kind, eps, *heads, layout=policy.qkv_layout)
+        # A gate stands after its query as a query head of its own.
+        self.gates_context, num_projected = policy.gates_context, self.num_heads * (1 + policy.gates_context)
+        self.qkv_gemm = QKVGemmOp(kind, eps, num_projected, *heads[1:], layout=policy.qkv_layout)
         scale = policy.scale
         if scale is None:
             scale = self.head_dim**-0.5
@@ -574,6 +576,9 @@ class Attention:
         weights, biases = zip(*(linear.pair for linear in self.qkv), strict=True)
         gamma, beta = (self.norm.gamma, self.norm.beta) if self.norm else (None, None)
         (q, k, v), normed = self.qkv_gemm(hidden, weights, biases, gamma, beta)
+        gate = None
+        if self.gates_context:
+            q, gate = q[:, :, ::2], q[:, :, 1::2]
         weights = HeadWeights(sinks=self.sinks, alibi=self.alibi)
         if self.temperature and not isinstance(batch, EncoderBatch):
             q = self.temperature.apply(q, batch.positions)
@@ -585,6 +590,8 @@ class Attention:
             else:
                 q, k = self._norm_heads(q, k)
         context = self.softmax_context(QKV(q, k, v, rotary), cache.kv, batch, weights)
+        if gate is not None:
+            context = context * torch.sigmoid(gate.flatten(1))
         if self.parallel.size == 1:
             return self.vector_matmul(context, *self.output.pair, residual=residual), normed
         output = self.parallel.all_reduce(self.vector_matmul(context, *self.output.pair))

@@ -66,6 +66,8 @@ def layer_class_name(layer: nn.Module) -> str:
 def find_decoder(model: nn.Module, config: PretrainedConfig) -> tuple[nn.Module, nn.ModuleList, Policy]:
     """Returns the module that holds the decoder layers, the layers and their policy.
 
+    Layers of several classes may have a policy each; the first one's is returned, for the modules outside the layers.
+
     Raises UnsupportedModelError if no list of layers has a policy.
     """
     lists = [
@@ -75,8 +77,8 @@ def find_decoder(model: nn.Module, config: PretrainedConfig) -> tuple[nn.Module,
         if isinstance(child, nn.ModuleList) and len(child) > 0
     ]
     for _, layers, decoder in lists:
-        policies = [find_policy(name, config) for name in {layer_class_name(layer) for layer in layers}]
-        if (policy := policies[0]) is not None and all(other is policy for other in policies):
+        policies = [find_policy(name, config) for name in dict.fromkeys(map(layer_class_name, layers))]
+        if (policy := policies[0]) is not None and all(other is not None for other in policies):
             return decoder, layers, policy
     for _, layers, decoder in lists:
         for policy in POLICIES_BY_NAMES:
@@ -89,6 +91,11 @@ def find_decoder(model: nn.Module, config: PretrainedConfig) -> tuple[nn.Module,
         f"no policy for {', '.join(found)}{reason}; {len(POLICIES)} layer classes have one, such as LlamaDecoderLayer "
         "(docs/models.md)"
     )
+
+
+def layer_policy(policy: Policy, layer: nn.Module, config: PretrainedConfig) -> Policy:
+    """Returns the policy of one layer of a model whose first layer has `policy`."""
+    return policy if policy.layer_class is None else find_policy(layer_class_name(layer), config) or policy
 
 
 def has_names(policy: Policy, layer: nn.Module) -> bool:
@@ -153,8 +160,11 @@ class InferenceModel:
         if policy.is_encoder:
             raise UnsupportedModelError(f"{policy.layer_class} is an encoder's layer: there is nothing to generate")
         self.policy, self.layer_class = policy, layer_class_name(layers[0])
-        build = policy.layer or InferenceLayer
-        self.layers = [build(policy, layer, config, index, parallel) for index, layer in enumerate(layers)]
+        policies = [layer_policy(policy, layer, config) for layer in layers]
+        self.layers = [
+            (own.layer or InferenceLayer)(own, layer, config, index, parallel)
+            for index, (own, layer) in enumerate(zip(policies, layers, strict=True))
+        ]
         self._take_ends(policy, decoder, config)
         self.angles = take_angles(policy, decoder, config, self.layers)
         self.vocab_size = config.vocab_size
@@ -579,7 +589,8 @@ def take_angles(
 ) -> RotaryAngles:
     """Builds the angles that `decoder` gives its `layers`; sets each layer's `kind` to that of its angles."""
     has_alibi = any(isinstance(layer.mixer, Attention) and layer.mixer.alibi is not None for layer in layers)
-    if has_alibi or not (policy.rotary or policy.rotary_dim):
+    has_module = policy.rotary is not None and getattr(decoder, policy.rotary, decoder) is not None
+    if has_alibi or not (has_module or policy.rotary_dim):
         return RotaryAngles({}, policy.recomputes_longrope)
     if policy.rotary:
         module = submodule(decoder, policy.rotary)

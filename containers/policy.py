@@ -163,6 +163,9 @@ class Policy:
     # Rows of a fused projection: [q | k | v], or by key/value head [its queries, key, value].
     attention_output: str
     # Projection of the context.
+    gates_context: bool = False
+    # Whether the first projection has, for each query head, the query and a gate, whose sigmoid the context is
+    # multiplied by.
     scale: str | float | None = None
     # Multiplies q.k: path of the attribute that holds the factor, a number, or None for head_dim ** -0.5.
     num_kv_heads: str | int = "num_key_value_heads"
