@@ -1,8 +1,8 @@
 """Qwen3-Next and Qwen3.5: three layers with a gated delta net for each one with gated attention.
 
 Norms have the weight 1 + gamma, rotary is partial, and each head's context is multiplied by the sigmoid of a gate from
-the query projection. Qwen3-Next and Qwen3.5-MoE have experts with one that sees every token. The text part of the vision
-models is the same layer; for text its rotary embedding of three axes is the ordinary one.
+the query projection. Qwen3-Next and Qwen3.5-MoE have experts with one that sees every token. The text part of the
+vision models is the same layer; for text its rotary embedding of three axes is the ordinary one.
 """
 
 from dataclasses import replace
@@ -27,9 +27,7 @@ QWEN3_5 = register_policy(
     replace(
         QWEN3_NEXT,
         layer_class="Qwen3_5DecoderLayer",
-        mixers={
-            "linear_attention": GatedDeltaPolicy(inputs=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
-        },
+        mixers={"linear_attention": GatedDeltaPolicy(inputs=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))},
         moe=None,
     )
 )

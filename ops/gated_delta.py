@@ -35,8 +35,16 @@ import torch
 import torch.nn.functional as F
 
 from hybrid_engine.ops import cpu_kernels
+from hybrid_engine.ops import gated_delta_kernels as kernels
 from hybrid_engine.ops.batch import Batch, DecodeBatch, MixedBatch, PrefillBatch
-from hybrid_engine.ops.dispatch import check_tensor
+from hybrid_engine.ops.dispatch import (
+    Launch,
+    check_tensor,
+    kernel_or_reference,
+    next_power_of_2,
+    prepared,
+    use_triton,
+)
 from hybrid_engine.ops.short_conv import slots_of
 
 CHUNK = 64
@@ -116,6 +124,8 @@ class GatedDeltaOp:
             decoded = self(inputs.part(slice(num_decoded)), weights, states, batch.decode)
             packed = self(inputs.part(slice(num_decoded, None)), weights, states, batch.prefill)
             return torch.cat((decoded, packed))
+        if use_triton(inputs.mixed):
+            return kernel_or_reference(self._launch, self.reference, inputs, weights, states, batch)
         slots, numbers = slots_of(batch), self._cpu_numbers
         self._check(inputs, weights, states, slots)
         if isinstance(batch, DecodeBatch) and cpu_kernels.can_recur(numbers, inputs, states, slots):
@@ -141,6 +151,53 @@ class GatedDeltaOp:
         if len(states) and not states[0].is_contiguous():
             raise ValueError(f"states have strides {states.stride()}; expected dense slots")
         check_tensor("slots", slots, like=mixed, dtype=torch.int64, shape=(None,), is_dense_last=True)
+
+    def _launch(
+        self,
+        inputs: DeltaInputs,
+        weights: DecayWeights,
+        states: torch.Tensor,
+        batch: PrefillBatch | DecodeBatch,
+    ) -> torch.Tensor:
+        """The op by its kernels. Raises ValueError for a tensor that they cannot read."""
+        slots, starts, anew = slots_of(batch), None, None
+        if isinstance(batch, PrefillBatch):
+            starts, anew = batch.starts, batch.starts_anew
+        launch = prepared(self._prepare, *inputs, *weights, states, slots, starts, anew)
+        output = inputs.mixed.new_empty(len(inputs.mixed), self.num_value_heads * self.value_dim)
+        strides = [part for x in inputs for part in (x, x.stride(0), x.stride(1))]
+        launch(
+            kernels.DeltaRows(*strides, output), kernels.DeltaDecay(*weights, self.beta_scale),
+            kernels.DeltaSequences(states, states.stride(0), slots, starts, anew),
+        )  # fmt: skip
+        return output
+
+    def _prepare(
+        self,
+        mixed: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        a_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        states: torch.Tensor,
+        slots: torch.Tensor,
+        starts: torch.Tensor | None,
+        anew: torch.Tensor | None,
+    ) -> Launch:
+        self._check(DeltaInputs(mixed, a, b), DecayWeights(a_log, dt_bias), states, slots)
+        columns = min(kernels.COLUMNS, max(next_power_of_2(self.value_dim), 16))
+        form = kernels.DeltaForm(
+            self.num_key_heads, self.num_value_heads // self.num_key_heads, self.key_dim, self.value_dim,
+            max(next_power_of_2(self.key_dim), 16), columns, kernels.CHUNK_TOKENS,
+        )  # fmt: skip
+        grid = (len(slots), self.num_value_heads, -(-self.value_dim // columns))
+        if starts is None:
+            return Launch(kernels.delta_step_kernel, grid, mixed.device, FORM=form, num_warps=4)
+        precision, num_warps = ("ieee", 8) if mixed.dtype == torch.float32 else ("tf32", 4)
+        return Launch(
+            kernels.delta_chunks_kernel, grid, mixed.device,
+            FORM=form, PRECISION=precision, num_warps=num_warps, num_stages=1,
+        )  # fmt: skip
 
     def reference(
         self,

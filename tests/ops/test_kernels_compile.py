@@ -9,12 +9,21 @@ import pytest
 
 from tests.support.paths import ROOT
 
-FEW = {"attention": "all", "exact": "few", "gemm": "few", "linear_log_prob": "few", "moe": "few", "sample": "few"}
+FEW = {
+    "attention": "all",
+    "exact": "few",
+    "gemm": "few",
+    "linear_log_prob": "few",
+    "moe": "few",
+    "sample": "few",
+    "state": "few",
+}
 """By the name of a script what it is told."""
 KERNELS = """
     decode_kernel draw_kernel fixed_attention_kernel fixed_product_kernel gradient_kernel greedy_kernel
     latent_decode_kernel linear_kernel logprob_kernel merge_kernel norm_kernel norm_rows_kernel prefill_kernel
     qkv_kernel reduce_rows_kernel scan_kernel softmax_rows_kernel store_kernel sums_kernel up_kernel block_copy_kernel
+    conv_prefill_kernel conv_step_kernel delta_chunks_kernel delta_step_kernel gated_norm_kernel
     _down_kernel _gating_kernel _mix_kernel _sort_kernel _sum_kernel _up_kernel
 """
 # One process for all scripts: importing takes longer than compiling.

@@ -14,6 +14,8 @@ from hybrid_engine.ops import (
     DecodeBatch,
     Expansion,
     GatedActivationOp,
+    GatedDeltaOp,
+    GatedNormOp,
     GELUGemmOp,
     HeadWeights,
     KVBlocks,
@@ -25,6 +27,7 @@ from hybrid_engine.ops import (
     ResidualAddOp,
     SampleOp,
     SamplingOptions,
+    ShortConvOp,
     SoftmaxContextOp,
     VectorMatMulOp,
     token_logprobs,
@@ -33,12 +36,14 @@ from hybrid_engine.ops.expert_gemm import CLAMPED_SWIGLU, ExpertGemmOp
 from hybrid_engine.ops.expert_sum import ExpertSumOp
 from hybrid_engine.ops.fixed_attention import AttentionParameters, attend
 from hybrid_engine.ops.fixed_product import REDUCTIONS, SOFTMAXES, fixed_product, norm_rows, reduce_rows, softmax_rows
+from hybrid_engine.ops.gated_delta import DecayWeights, DeltaInputs
 from hybrid_engine.ops.linear_log_prob import linear_log_prob
 from hybrid_engine.ops.linear_log_prob_tiles import PLAIN, LogitShape
 from hybrid_engine.ops.linears import ACTIVATIONS
 from hybrid_engine.ops.moe_gating import SCORINGS, ExpertGroups, MoEGatingOp
 from hybrid_engine.ops.moe_res_matmul import MoEResMatmulOp
 from hybrid_engine.ops.softmax_context import rotary_table
+from tests.support.batches import decode_of, prefill_of
 
 Check = tuple[str, Callable[[], object]]
 N, E, I, V = 5, 256, 512, 4099  # noqa: E741
@@ -72,7 +77,7 @@ HEADS = {
 
 def op_checks(dtype: torch.dtype) -> Iterator[Check]:
     """Names and calls, for tensors of `dtype`."""
-    families = (products, norms, activations, attentions, latent_attentions, experts, log_probs, exact_mode)
+    families = (products, norms, activations, attentions, latent_attentions, states, experts, log_probs, exact_mode)
     for checks in families:
         yield from checks(dtype)
     if dtype == torch.float32:  # of logits, whatever the weights are
@@ -193,6 +198,24 @@ def attend_with(
     rotary = rotary_table(torch.rand(dim // 2), 1.0, rows, dtype) if has_rotary else None
     qkv = QKV(randn(dtype, rows, 2, 2, dim), randn(dtype, rows, 2, dim), randn(dtype, rows, 2, dim), rotary)
     return op(qkv, KVBlocks(*torch.zeros(2, blocks, 2, 64, dim, dtype=dtype)), batch, weights)
+
+
+def states(dtype: torch.dtype) -> Iterator[Check]:
+    """Layers that keep a state: a step of some rows, and a prefill in which one sequence goes on."""
+    slots = torch.arange(2)
+    for kind, batch in (("step", decode_of([3, 5], slots)), ("prefill", prefill_of([(0, 70), (3, 5)], slots))):
+        for dim in (64, 128):
+            yield f"{kind} of states, heads of {dim}", partial(run_states, dtype, dim, batch)
+
+
+def run_states(dtype: torch.dtype, dim: int, batch: DecodeBatch | PrefillBatch) -> None:
+    """The short convolution, the gated delta rule and the gated norm."""
+    delta, rows = GatedDeltaOp(2, 4, dim, dim), len(batch.tokens)
+    mixed, weights = randn(dtype, rows, 8 * dim), DecayWeights(randn(dtype, 4), randn(dtype, 4))
+    mixed = ShortConvOp("silu")(mixed, randn(dtype, 8 * dim, 4), None, randn(dtype, 2, 3, 8 * dim), batch)
+    inputs = DeltaInputs(mixed, randn(dtype, rows, 4), randn(dtype, rows, 4))
+    context = delta(inputs, weights, torch.zeros(2, *delta.state_shape), batch)
+    GatedNormOp(dim, EPS)(context, randn(dtype, rows, 4 * dim), randn(dtype, dim))
 
 
 def experts(dtype: torch.dtype) -> Iterator[Check]:

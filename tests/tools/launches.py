@@ -54,7 +54,8 @@ KINDS = ("PrefillBatch", "MixedBatch", "DecodeBatch")
 SHORT_OPS = (
     "gated silu", "residual", "experts, silu, halves, 33 rows", "sum with a shared expert", "residual experts",
     "log-probabilities", "log-probabilities of a head, plain, 5 rows", "exact product", "exact sum", "exact _softmax",
-    "exact RMS norm", "exact attention of 64, window None, no sinks",
+    "exact RMS norm", "exact attention of 64, window None, no sinks", "step of states, heads of 64",
+    "prefill of states, heads of 64",
 )  # fmt: skip
 SAMPLINGS: tuple[dict[str, object], ...] = (
     {"do_sample": True, "top_k": 50, "top_p": 0.9},
