@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from hybrid_engine.containers.cache import LayerCache, LayerCacheSpec, StateSpec
-from hybrid_engine.containers.layer import RotaryRows
+from hybrid_engine.containers.layer import Heads, RotaryRows
 from hybrid_engine.containers.policy import (
     Policy,
     UnsupportedModelError,
@@ -26,6 +26,7 @@ from hybrid_engine.containers.policy import (
     config_value,
     submodule,
 )
+from hybrid_engine.containers.short_conv import ConvView
 from hybrid_engine.containers.views import (
     HeadNormsView,
     NormView,
@@ -39,7 +40,6 @@ from hybrid_engine.ops import Batch, EncoderBatch, GatedDeltaOp, GatedNormOp, Sh
 from hybrid_engine.ops.cpu_kernels import linears_transposed
 from hybrid_engine.ops.gated_delta import DecayWeights, DeltaInputs
 from hybrid_engine.ops.linears import ACTIVATIONS
-from hybrid_engine.ops.short_conv import conv_state_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ class DeltaSizes:
 class GatedDeltaNet:
     """A LayerMixer: the gated delta rule, or this rank's heads of it."""
 
-    heads = None
+    heads: Heads | None = None
 
     def __init__(
         self,
@@ -150,23 +150,20 @@ class GatedDeltaNet:
         output, rows = submodule(module, policy.output), parallel.even(whole.value_width)
         self.output = TransposedLinear(output, f"{name}.{policy.output}", parallel, rows=rows)
         self.head_norm = NormView(submodule(module, policy.norm), "rms", parallel)
+        conv, name = submodule(module, "conv1d"), f"{name}.conv1d"
+        self.conv = ConvView(conv, name, parallel, whole.num_channels, whole.channels())
         self._build_ops(beta_scale)
 
     def _build_ops(self, beta_scale: float) -> None:
-        local, conv, activation = self.local, submodule(self.module, "conv1d"), attribute(self.module, "activation")
+        local, activation = self.local, attribute(self.module, "activation")
         if activation not in ACTIVATIONS:
             raise UnsupportedModelError(f"{self.name} activates by {activation!r}; known are {', '.join(ACTIVATIONS)}")
-        if tuple(conv.weight.shape[:2]) != (self.whole.num_channels, 1):
-            raise UnsupportedModelError(f"{self.name}.conv1d has a weight of shape {tuple(conv.weight.shape)}")
-        self.conv = ShortConvOp(activation)
+        self.convolve = ShortConvOp(activation)
         heads = (local.num_key_heads, local.num_value_heads, local.key_dim, local.value_dim)
         self.delta = GatedDeltaOp(*heads, beta_scale)
         self.gated_norm = GatedNormOp(local.value_dim, self.head_norm.eps)
         self.vector_matmul = VectorMatMulOp()
-        kept = conv_state_shape(local.num_channels, conv.weight.shape[2])
-        self.cache_spec = LayerCacheSpec(state=(StateSpec(kept), StateSpec(self.delta.state_shape, torch.float32)))
-        self.conv_weight: torch.Tensor
-        self.conv_bias: torch.Tensor | None
+        self.cache_spec = LayerCacheSpec(state=(self.conv.state, StateSpec(self.delta.state_shape, torch.float32)))
         self.decay: DecayWeights
 
     @property
@@ -182,23 +179,15 @@ class GatedDeltaNet:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """See LayerMixer."""
-        bias = [] if self.conv_bias is None else [self.conv_bias]
-        return [self.conv_weight, *bias, *self.decay]
+        return [*self.conv.tensors, *self.decay]
 
     def bind(self) -> None:
         """See LayerMixer."""
-        for linear in self.linears:
-            linear.bind()
-        self.head_norm.bind()
-
-        def take(parameter: torch.Tensor, ranges: Ranges | None, name: str) -> torch.Tensor:
-            return self.parallel.take(parameter, cut(0, ranges), f"{self.name}.{name}")
-
-        conv, channels = self.module.conv1d, self.whole.channels()
-        self.conv_weight = take(conv.weight, channels, "conv1d").squeeze(1)
-        self.conv_bias = None if conv.bias is None else take(conv.bias, channels, "conv1d")
-        heads = self.parallel.even(self.whole.num_value_heads)
-        self.decay = DecayWeights(*(take(getattr(self.module, name), heads, name) for name in ("A_log", "dt_bias")))
+        for part in (*self.linears, self.head_norm, self.conv):
+            part.bind()
+        heads = cut(0, self.parallel.even(self.whole.num_value_heads))
+        parts = ((attribute(self.module, name), f"{self.name}.{name}") for name in ("A_log", "dt_bias"))
+        self.decay = DecayWeights(*(self.parallel.take(parameter, heads, name) for parameter, name in parts))
 
     def forward(
         self,
@@ -213,7 +202,7 @@ class GatedDeltaNet:
         normed = self.norm.apply(hidden) if self.norm else hidden
         mixed, z, b, a = self._project(normed)
         conv_states, delta_states = cache.states
-        mixed = self.conv(mixed, self.conv_weight, self.conv_bias, conv_states, batch)
+        mixed = self.convolve(mixed, self.conv.weight, self.conv.bias, conv_states, batch)
         context = self.delta(DeltaInputs(mixed, a, b), self.decay, delta_states, batch)
         context = self.gated_norm(context, z, self.head_norm.gamma)
         if self.parallel.size == 1:

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from hybrid_engine.containers.cache import LayerCache, LayerCacheSpec, StateSpec
 from hybrid_engine.containers.layer import Heads, RotaryRows
 from hybrid_engine.containers.policy import Policy, UnsupportedModelError, class_name, submodule
-from hybrid_engine.containers.views import HeadNormsView, NormView, TensorParallel, TransposedLinear, cut, join
+from hybrid_engine.containers.views import HeadNormsView, NormView, Ranges, TensorParallel, TransposedLinear, cut, join
 from hybrid_engine.ops import Batch, EncoderBatch, QKVGemmOp, VectorMatMulOp
 from hybrid_engine.ops.short_conv import ShortConvOp, conv_state_shape
 
@@ -23,14 +23,24 @@ from hybrid_engine.ops.short_conv import ShortConvOp, conv_state_shape
 class ConvView:
     """`weight [C, W]` and `bias [C]` or None of a depthwise convolution, or of this rank's channels.
 
+    Args:
+        channels: each rank's channels; None: equal parts.
+
     Raises UnsupportedModelError for a module that is none.
     """
 
-    def __init__(self, module: nn.Module, name: str, parallel: TensorParallel, num_channels: int):
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        parallel: TensorParallel,
+        num_channels: int,
+        channels: Ranges | None = None,
+    ):
         if not isinstance(module, nn.Conv1d) or module.groups != num_channels:
             raise UnsupportedModelError(f"{name}: {class_name(module)} in the place of a depthwise convolution")
         self.module, self.name, self.parallel = module, name, parallel
-        self._cut = cut(0, parallel.even(num_channels))
+        self._cut = cut(0, channels or parallel.even(num_channels))
         self.weight = torch.empty(0)
         self.bias: torch.Tensor | None = None
 

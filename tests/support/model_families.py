@@ -29,6 +29,15 @@ _M2 = {
     "intermediate_size": 24,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+_SHARED_EXPERT = {**_EXPERTS, "shared_expert_intermediate_size": 40}
+_NO_WIDTH = {name: value for name, value in _GQA.items() if name != "intermediate_size"}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -218,6 +227,7 @@ BUILDERS = {
             block_auto_adjust_ff_dim=False,
         )
     ),
+    "qwen3.5": lambda: hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**_GQA, **_DELTA, head_dim=16)),
     "gpt-oss": lambda: hf.GptOssForCausalLM(
         hf.GptOssConfig(
             **{**_GQA, "intermediate_size": 32}, **_LOCAL, head_dim=16, num_local_experts=4, num_experts_per_tok=2
@@ -278,6 +288,9 @@ MORE_BUILDERS = _present(
         "glm4-moe-head-norms": ("Glm4Moe", {**_GQA, **_GROUPS, "use_qk_norm": True, "attention_bias": True}),
         "minimax-m2": ("MiniMaxM2", {**_GQA, **_M2, "num_local_experts": 4, "num_experts_per_tok": 2}),
         "olmoe": ("Olmoe", {**_GQA, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24}),
+        "qwen3-next": ("Qwen3Next", {**_GQA, **_DELTA, **_SHARED_EXPERT, "head_dim": 16, "mlp_only_layers": [1]}),
+        "qwen3.5-moe": ("Qwen3_5Moe", {**_NO_WIDTH, **_DELTA, **_SHARED_EXPERT, "head_dim": 16}),
+        "olmo-hybrid": ("OlmoHybrid", {**_GQA, **_DELTA, "rope_parameters": None}),
         "lfm2-moe": ("Lfm2Moe", {**_GQA, **_EXPERTS, "num_dense_layers": 1, "layer_types": ["full_attention", "conv"]}),
     }
 ) | {
@@ -337,6 +350,10 @@ FEATURES = {
     "olmo2": "norms after attention and MLP, norm of all query heads together",
     "smollm3-some-rope": "layers without rope",
     "lfm2": "gated short convolutions in some layers, norm of query and key heads",
+    "qwen3.5": "gated delta nets in some layers, gated attention, partial rope, norm with weight 1 + gamma",
+    "qwen3-next": "gated delta nets with fused projections, gated attention, experts and dense layers",
+    "qwen3.5-moe": "gated delta nets, gated attention, experts, shared expert",
+    "olmo-hybrid": "gated delta nets with negative eigenvalues, norms in two places, no rope",
     "gpt-oss": "attention sinks, experts with clamped SwiGLU, local layers",
     "deepseek-v3": "latent attention, experts in groups chosen with a bias, shared experts, dense first layers",
     "deepseek-v3-halves": "latent attention without a narrow query, rope in halves",
