@@ -139,7 +139,8 @@ class GatedDeltaNet:
         """`norm` is applied before the projections; None: no norm. Raises UnsupportedModelError for unknown parts."""
         self.module, self.norm, self.parallel, self.layout = module, norm, parallel, policy.layout
         names = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
-        whole = DeltaSizes(*(attribute(module, number) for number in names), parallel)
+        num_key_heads, num_value_heads, key_dim, value_dim = (attribute(module, number) for number in names)
+        whole = DeltaSizes(num_key_heads, num_value_heads, key_dim, value_dim, parallel)
         self.whole, self.local, self.name = whole, whole.local, name
         self.sizes = [whole.num_key_heads]
         columns = whole.columns(policy.layout, len(policy.inputs))
@@ -183,8 +184,10 @@ class GatedDeltaNet:
 
     def bind(self) -> None:
         """See LayerMixer."""
-        for part in (*self.linears, self.head_norm, self.conv):
-            part.bind()
+        for linear in self.linears:
+            linear.bind()
+        self.head_norm.bind()
+        self.conv.bind()
         heads = cut(0, self.parallel.even(self.whole.num_value_heads))
         parts = ((attribute(self.module, name), f"{self.name}.{name}") for name in ("A_log", "dt_bias"))
         self.decay = DecayWeights(*(self.parallel.take(parameter, heads, name) for parameter, name in parts))

@@ -165,9 +165,11 @@ class GatedDeltaOp:
             starts, anew = batch.starts, batch.starts_anew
         launch = prepared(self._prepare, *inputs, *weights, states, slots, starts, anew)
         output = inputs.mixed.new_empty(len(inputs.mixed), self.num_value_heads * self.value_dim)
-        strides = [part for x in inputs for part in (x, x.stride(0), x.stride(1))]
+        (mixed, a, b), strides = inputs, [x.stride() for x in inputs]
+        (mixed_row, mixed_column), (a_row, a_column), (b_row, b_column) = strides
+        rows = kernels.DeltaRows(mixed, mixed_row, mixed_column, a, a_row, a_column, b, b_row, b_column, output)
         launch(
-            kernels.DeltaRows(*strides, output), kernels.DeltaDecay(*weights, self.beta_scale),
+            rows, kernels.DeltaDecay(*weights, self.beta_scale),
             kernels.DeltaSequences(states, states.stride(0), slots, starts, anew),
         )  # fmt: skip
         return output
