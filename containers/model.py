@@ -589,8 +589,8 @@ def take_angles(
 ) -> RotaryAngles:
     """Builds the angles that `decoder` gives its `layers`; sets each layer's `kind` to that of its angles."""
     has_alibi = any(isinstance(layer.mixer, Attention) and layer.mixer.alibi is not None for layer in layers)
-    has_module = policy.rotary is not None and getattr(decoder, policy.rotary, decoder) is not None
-    if has_alibi or not (has_module or policy.rotary_dim):
+    has_rotary = policy.rotary is not None and getattr(decoder, policy.rotary, decoder) is not None
+    if has_alibi or not (has_rotary or policy.rotary_dim):
         return RotaryAngles({}, policy.recomputes_longrope)
     if policy.rotary:
         module = submodule(decoder, policy.rotary)
