@@ -19,7 +19,8 @@ from hybrid_engine.ops.short_conv import ShortConvOp
 from tests.generation.test_mixed_turns import build
 from tests.support.models import PAD, build_model, module_logprobs, padded_prompts, randomised
 
-STATEFUL = ["lfm2"]
+STATEFUL = {"lfm2": "ShortConv", "qwen3.5": "GatedDeltaNet"}
+"""The mixer that keeps a state, by family."""
 LATE = pytest.mark.parametrize("is_recorded", [False, True], ids=["as they come", "recorded and read late"])
 GREEDY = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
 
@@ -154,7 +155,8 @@ def test_memory_is_flat_over_rollouts_and_slots_are_counted_by_the_plan(family):
 
 @pytest.mark.parametrize("family", STATEFUL)
 def test_exact_mode_is_refused_by_name(family):
-    with pytest.raises(ValueError, match=r"hybrid_engine.exact: its layers keep a state per sequence \(ShortConv\)"):
+    refusal = rf"hybrid_engine.exact: its layers keep a state per sequence \({STATEFUL[family]}\)"
+    with pytest.raises(ValueError, match=refusal):
         build(family, exact=True)
 
 

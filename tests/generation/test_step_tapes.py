@@ -59,7 +59,7 @@ def roll_out(monkeypatch, engine, noted_at, **options):
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("family", ["llama", "qwen2-mixed-windows", "gemma2", "bloom", "gptj", "lfm2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2-mixed-windows", "gemma2", "bloom", "gptj", "lfm2", "qwen3.5"])
 def test_a_rollout_from_tapes_is_the_one_without(monkeypatch, played, family, options):
     engine = build_engine(build_model(family))
     expected = roll_out(monkeypatch, engine, FOREVER, **options)

@@ -46,6 +46,8 @@ FAMILIES = {
     "opt": None,
     "qwen3-qk-norm": None,
     "lfm2": None,
+    "qwen3.5": None,
+    "olmo-hybrid": None,
     "gpt-neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**{**_SIZES, "hidden_size": 64, "num_key_value_heads": 4})),
     "bloom": lambda: BloomForCausalLM(BloomConfig(hidden_size=48, n_layer=2, n_head=4, vocab_size=VOCAB)),
     "phi3": lambda: Phi3ForCausalLM(Phi3Config(**_SIZES)),
