@@ -491,6 +491,10 @@ class Attention:
             TransposedLinear(submodule(layer, path), f"{name} {path}", parallel, columns=part)
             for path, part in zip(policy.qkv, columns, strict=True)
         ]
+        width = heads.num_heads * heads.head_dim * (1 + policy.gates_context)
+        if len(policy.qkv) == 3 and self.qkv[0].num_outputs != width:
+            found = f"{name} {policy.qkv[0]} has {self.qkv[0].num_outputs} outputs"
+            raise UnsupportedModelError(f"{found}; its {heads.num_heads} heads take {width}")
         output = submodule(layer, policy.attention_output)
         self.output = TransposedLinear(output, f"{name} {policy.attention_output}", parallel, rows=heads.queries())
 
