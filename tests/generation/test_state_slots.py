@@ -45,7 +45,7 @@ def roll_out(engine, **options):
 
 
 @LATE
-@pytest.mark.parametrize("family", STATEFUL)
+@pytest.mark.parametrize("family", [*STATEFUL, "gemma4"])  # whose layers share keys and values
 def test_samples_are_the_models_own_whatever_is_chunked_forked_and_preempted(
     small_chunks, monkeypatch, family, is_recorded
 ):
