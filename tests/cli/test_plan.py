@@ -509,6 +509,18 @@ def test_a_model_without_attention_has_a_plan_without_keys_and_values(tmp_path, 
     assert "peak of generation" in capsys.readouterr().out
 
 
+def test_keys_and_values_that_layers_share_are_planned_once(tmp_path, capsys):
+    tokenizer, config = arithmetic.build_tokenizer(), build_model("gemma4").config
+    config.vocab_size = config.vocab_size_per_layer_input = len(tokenizer)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    given = f"--model {tmp_path / 'model'} --dataset {save_sums(tmp_path)} --reward exact --out {tmp_path / 'run'}"
+    assert cli.main(["plan", "grpo", *given.split(), "--memory", "8GB"]) == 0
+    printed = capsys.readouterr().out
+    per_token = 4 * 2 * 2 * (16 + 24)  # keys and values of two heads, of the two layers that keep them
+    assert f"{per_token} bytes of 4 layers" in printed and "and the 80 that its layers pass on" in printed
+
+
 def test_a_model_that_is_no_causal_one_is_refused_in_one_short_line(tmp_path, capsys):
     T5Config(vocab_size=32, d_model=16, num_layers=1, num_heads=2).save_pretrained(tmp_path / "model")
     arithmetic.build_tokenizer().save_pretrained(tmp_path / "model")

@@ -591,10 +591,11 @@ def _generation(actor: nn.Module, prompt_tokens: int, setting: Setting, *, is_st
     fed = min(MAX_PREFILL_TOKENS, demand.max_running * prompt_tokens)
     inner = getattr(text, "intermediate_size", 4 * text.hidden_size)
     width = 3 * text.hidden_size + 3 * (max(inner) if isinstance(inner, list) else inner)
-    formula = f"{size} bytes x {fed:,} tokens of prompts in a pass x {width} (3 times hidden and MLP size)"
+    counted = "3 times hidden and MLP size"
     if model.stream is not None:
         width += model.stream.width
-        formula = formula.replace(")", f", and {model.stream.width} that layers pass on)")
+        counted += f", and the {model.stream.width} that its layers pass on"
+    formula = f"{size} bytes x {fed:,} tokens of prompts in a pass x {width} ({counted})"
     parts.append(MemoryPart(PREFILL, size * fed * width, formula))
     logits = f"2 x 4 bytes x {demand.max_running} rows x {text.vocab_size:,} tokens"
     return [*parts, MemoryPart(LOGITS, 2 * 4 * demand.max_running * text.vocab_size, logits)]
