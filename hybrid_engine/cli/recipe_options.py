@@ -50,7 +50,17 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "rewards": ("reward", "reward_weights", "reward_time_limit", "missing_eos_penalty", "missing_eos_score"),
     "rollout": (
         *("rollout_size", "group_size", "k", "num_samples", "max_new_tokens", "max_prompt_tokens", "temperature"),
-        *("top_k", "top_p", "min_p", "max_running", "longest", "exact", "logprob_bound", "num_clients"),
+        *(
+            "top_k",
+            "top_p",
+            "min_p",
+            "router_replay",
+            "max_running",
+            "longest",
+            "exact",
+            "logprob_bound",
+            "num_clients",
+        ),
         "serving_memory",
     ),
     "algorithm": (

@@ -77,6 +77,10 @@ class Sequences:
     model that replays them take again (`replay_routing`); None: the model chooses.
     """
 
+    def with_records(self, supports: Supports | None, routing: tuple[torch.Tensor, ...] | None) -> "Sequences":
+        """These rows with what their rollout recorded; see `supports` and `routing`."""
+        return _with_host_rows(replace(self, supports=supports, routing=routing), self.on_host)
+
     def numbered(self) -> "Sequences":
         """These rows, which keep their present numbers when `rows` chooses from them."""
         numbers = torch.arange(len(self.response_mask))

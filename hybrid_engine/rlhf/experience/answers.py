@@ -66,7 +66,7 @@ def _sequences_of(answers: Sequence[Encoded], reading: Reading) -> Sequences:
     sequences = build_sequences(prompts, responses, reading.pad_token, default_device(), learned)
     supports = [answer.supports[None] for answer in answers if answer.supports is not None]
     routing = tuple(answer.routing for answer in answers if answer.routing is not None)
-    return replace(sequences, supports=Supports.join(supports) if supports else None, routing=routing or None)
+    return sequences.with_records(Supports.join(supports) if supports else None, routing or None)
 
 
 @torch.no_grad()
