@@ -31,6 +31,7 @@ CHANGED: dict[str, tuple[str, Any]] = {
     "qkv": ("llama", ("self_attn.q_proj", "self_attn.v_proj", "self_attn.k_proj")),
     "qkv_layout": ("gpt-neox-parallel", "blocks"),
     "attention_output": ("llama", "self_attn.q_proj"),
+    "gates_context": ("qwen3.5", False),
     "scale": ("llama", 0.3),
     "num_kv_heads": ("llama", "num_attention_heads"),
     "q_norm": ("qwen3-qk-norm", "self_attn.k_norm"),
