@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import hybrid_engine
-from hybrid_engine.containers.routing import find_routers
 from tests.support.models import PAD, build_model, padded_prompts
 
 OPTIONS = {"do_sample": True, "max_new_tokens": 8, "pad_token_id": PAD, "seed": 5, "eos_token_id": [7, 13]}
@@ -20,8 +19,9 @@ def experts_of(model, tokens):
     """`[n, L, k]`: what the routers of a model choose in one pass over `tokens`."""
     seen = []
     hooks = [
-        router.block.experts.register_forward_pre_hook(lambda module, given: seen.append(given[1].sort(1).values))
-        for router in find_routers(model)
+        module.register_forward_pre_hook(lambda module, given: seen.append(given[1].sort(1).values))
+        for name, module in model.named_modules()
+        if name.endswith(".experts")
     ]
     model(input_ids=torch.tensor([tokens]))
     for hook in hooks:
@@ -36,7 +36,7 @@ def sequences_of(output, input_ids, mask):
         yield input_ids[prompt][mask[prompt].bool()].tolist() + sequence[input_ids.shape[1] :][:length].tolist()
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "gpt-oss"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "gpt-oss", "gemma4-experts"])
 @torch.no_grad()
 def test_recorded_experts_are_those_that_transformers_chooses(family):
     """For every token that was fed; also after preemptions, in mixed turns and where functions keep rows in step."""
