@@ -38,6 +38,7 @@ from hybrid_engine.containers.views import (
     TensorParallel,
     TransposedLinear,
     cut,
+    halves,
     join,
 )
 from hybrid_engine.ops import (
@@ -681,11 +682,7 @@ class DenseMLP:
         """See LayerMLP."""
         gate, up = (self.gate.pair if self.gate else None), self.up.pair
         if self.is_fused_gate:
-            weight, bias = up
-            size = weight.shape[1] // 2
-            gate, up = (
-                (weight[:, part], None if bias is None else bias[part]) for part in (slice(size), slice(size, None))
-            )
+            gate, up = halves(up)
         gamma, beta = (self.norm.gamma, self.norm.beta) if self.norm else (None, None)
         op = self.mlp_gemm_adding if is_added and self.parallel.size == 1 else self.mlp_gemm
         output = op(input, None, gate, up, self.down.pair, gamma, beta)[0]

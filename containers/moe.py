@@ -34,6 +34,7 @@ from hybrid_engine.containers.views import (
     TransposedLinear,
     active_adapters,
     cut,
+    halves,
     is_linear,
     join,
 )
@@ -237,7 +238,11 @@ class SharedExpert:
         gate, up, down = ((submodule(layer, path), f"{name} {path}", parallel) for path in policy.shared)
         self.size = TransposedLinear(*down).num_inputs
         part = parallel.even(self.size)
-        self.linears = [*(TransposedLinear(*linear, columns=part) for linear in (gate, up))]
+        if policy.shared[0] == policy.shared[1]:
+            self.linears = [TransposedLinear(*up, columns=join(part, parallel.even(self.size, self.size)))]
+        else:
+            self.linears = [*(TransposedLinear(*linear, columns=part) for linear in (gate, up))]
+        self.num_inputs = len(self.linears)
         self.linears.append(TransposedLinear(*down, rows=part))
         if policy.shared_gate:
             weigher = submodule(layer, policy.shared_gate)
@@ -246,8 +251,9 @@ class SharedExpert:
 
     def forward(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Maps `[N, E]` to the output `[N, E]` and the logit of its weight `[N, 1]`, or None."""
-        gate, up, down, *weigher = self.linears
-        output, _ = self.mlp_gemm(normed, None, gate.pair, up.pair, down.pair, None, None)
+        inputs, (down, *weigher) = self.linears[: self.num_inputs], self.linears[self.num_inputs :]
+        gate, up = halves(inputs[0].pair) if self.num_inputs == 1 else (linear.pair for linear in inputs)
+        output, _ = self.mlp_gemm(normed, None, gate, up, down.pair, None, None)
         return output, self.vector_matmul(normed, *weigher[0].pair) if weigher else None
 
 

@@ -74,7 +74,7 @@ class MoEPolicy:
     # Config attribute that names the activation, or the activation; None: the clamped SwiGLU, with its numbers from
     # `experts`.
     shared: tuple[str, str, str] | None = None
-    # Gate, up and down linear of an expert that sees every token.
+    # Gate, up and down linear of an expert that sees every token; the first two are equal if both are one linear.
     shared_gate: str | None = None
     # Linear [1, E] whose sigmoid is that expert's weight.
     residual: tuple[str, str, str] | None = None

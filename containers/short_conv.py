@@ -47,7 +47,10 @@ class ConvView:
     @property
     def state(self) -> StateSpec:
         """The tensor of a sequence's last inputs."""
-        return StateSpec(conv_state_shape(self.module.groups // self.parallel.size, self.module.kernel_size[0]))
+        num_channels = self.module.groups
+        if self._cut is not None:
+            num_channels = sum(stop - start for start, stop in self._cut.ranges[self.parallel.rank])
+        return StateSpec(conv_state_shape(num_channels, self.module.kernel_size[0]))
 
     @property
     def tensors(self) -> list[torch.Tensor]:

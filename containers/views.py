@@ -324,6 +324,20 @@ def is_adapted(module: nn.Module) -> bool:
     return hasattr(module, "base_layer") or carries_lora(module)
 
 
+Pair = tuple[torch.Tensor, torch.Tensor | None]
+"""Weight `[in, out]` and bias `[out]` or None of a linear."""
+
+
+def halves(pair: Pair) -> tuple[Pair, Pair]:
+    """Returns the two linears, of equal width, that are one."""
+    weight, bias = pair
+    size = weight.shape[1] // 2
+    first, second = (
+        (weight[:, part], None if bias is None else bias[part]) for part in (slice(size), slice(size, None))
+    )
+    return first, second
+
+
 def is_linear(module: nn.Module) -> bool:
     """Whether `module` is a linear: plain, wrapped in peft's adapters, or with LoRA of its own."""
     base = getattr(module, "base_layer", module)

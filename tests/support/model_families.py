@@ -56,6 +56,8 @@ _MULTIPLIERS = {
     "attention_multiplier": 0.4,
     "logits_scaling": 0.8,
 }
+_SPACE = {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_chunk_size": 8}
+_SPACE_FIRST = {**_SPACE, "layer_types": ["linear_attention", "full_attention"]}
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 LATENT = {
     **_WIDE, "kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
@@ -291,6 +293,22 @@ MORE_BUILDERS = _present(
         "qwen3-next": ("Qwen3Next", {**_GQA, **_DELTA, **_SHARED_EXPERT, "head_dim": 16, "mlp_only_layers": [1]}),
         "qwen3.5-moe": ("Qwen3_5Moe", {**_NO_WIDTH, **_DELTA, **_SHARED_EXPERT, "head_dim": 16}),
         "olmo-hybrid": ("OlmoHybrid", {**_GQA, **_DELTA, "rope_parameters": None}),
+        "granite4": (
+            "GraniteMoeHybrid",
+            {**_GQA, **_MULTIPLIERS, **_SPACE_FIRST, "num_local_experts": 0, "shared_intermediate_size": 40},
+        ),
+        "granite4-moe": (
+            "GraniteMoeHybrid",
+            {
+                **_GQA,
+                **_SPACE_FIRST,
+                "num_local_experts": 4,
+                "intermediate_size": 24,
+                "shared_intermediate_size": 40,
+                "position_embedding_type": "rope",
+            },
+        ),
+        "bamba": ("Bamba", {**_GQA, **_SPACE, "mamba_n_groups": 2, "attn_layer_indices": [1]}),
         "lfm2-moe": ("Lfm2Moe", {**_GQA, **_EXPERTS, "num_dense_layers": 1, "layer_types": ["full_attention", "conv"]}),
     }
 ) | {
@@ -384,6 +402,9 @@ FEATURES = {
     "glm4-moe-head-norms": "the same, norm of heads, biases",
     "minimax-m2": "experts that sigmoids weigh, norm of all query heads together, partial rope",
     "olmoe": "experts, norm of all query heads together",
+    "granite4": "state spaces, attention without rope, factors as in Granite",
+    "granite4-moe": "state spaces, experts, one that sees every token with a fused gate",
+    "bamba": "state spaces in two groups, partial rope",
     "lfm2-moe": "gated short convolutions, experts with a bias that only chooses",
     "gemma4-experts": "experts in addition to the MLP, a scale for each expert",
     "gemma4-keys-are-values": "global layers whose values are their keys, with fewer heads",
