@@ -42,6 +42,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("chat_template", "tool_call_parser", "model_name", "shared_base", "vocab_size", "hidden_size", "num_layers"),
     ),
     "data": (
+        *("environment", "tools", "action_pattern"),
         *("dataset", "prompts", "task", "split", "dataset_config", "columns", "prompt_template", "system_prompt"),
         *("as_conversation", "held_out", "held_out_share", "held_out_dataset", "held_out_split", "row_key"),
         *("dataset_weights", "deduplicate", "skip_bad_rows", "skip_too_long", "max_tokens", "max_examples"),
@@ -50,18 +51,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "rewards": ("reward", "reward_weights", "reward_time_limit", "missing_eos_penalty", "missing_eos_score"),
     "rollout": (
         *("rollout_size", "group_size", "k", "num_samples", "max_new_tokens", "max_prompt_tokens", "temperature"),
-        *(
-            "top_k",
-            "top_p",
-            "min_p",
-            "router_replay",
-            "max_running",
-            "longest",
-            "exact",
-            "logprob_bound",
-            "num_clients",
-        ),
-        "serving_memory",
+        *("top_k", "top_p", "min_p", "router_replay", "max_running", "longest", "exact", "logprob_bound"),
+        *("num_clients", "max_turns", "max_episode_seconds", "serving_memory"),
     ),
     "algorithm": (
         *(
@@ -101,7 +92,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("host", "port", "api_key", "api_key_file", "allow_host", "allow_origin", "memory", "max_waiting"),
         *("max_session_bytes", "stall_seconds", "finish_seconds"),
     ),
-    "run": ("out", "seed", "resume", "restart", "save_every", "tp", "pp", "tracker", "metric_names"),
+    "run": (
+        *("out", "seed", "episodes", "no_train", "replay"),
+        *("resume", "restart", "save_every", "tp", "pp", "tracker", "metric_names"),
+    ),
 }
 """The headings of `--help` and the options below each, those that a beginner needs first."""
 OPTIONS = {

@@ -110,7 +110,7 @@ def test_the_agents_update_has_the_loss_and_the_gradient_of_trl(real_model, tmp_
 
     def update(policy, episodes, config):
         # This model solves nothing, and what both solve or neither does is not trained on.
-        marked = [replace(episode, success=float(index % 2)) for index, episode in enumerate(episodes)]
+        marked = [replace(episode, score=float(index % 2)) for index, episode in enumerate(episodes)]
         experience = agent.build_experience(policy, marked, config)
         steps.append((experience, real_update(policy, marked, config)))
         return steps[-1][1]

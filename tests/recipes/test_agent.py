@@ -5,7 +5,8 @@ import json
 import math
 import random
 import shutil
-from dataclasses import replace
+from contextlib import closing
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import httpx
@@ -17,7 +18,11 @@ from transformers import AutoConfig, AutoTokenizer
 from hybrid_engine.generation.model.probe import LogprobDifference
 from hybrid_engine.recipes import agent, sft
 from hybrid_engine.rlhf.batches.sequences import epochs_of_similar_length, response_logprobs
+from hybrid_engine.rlhf.environments import tasks
+from hybrid_engine.rlhf.environments.playing import PolicyClient
+from hybrid_engine.rlhf.environments.tasks import prepare_episodes
 from hybrid_engine.rlhf.experience.policy import build_policy
+from hybrid_engine.rlhf.experience.start import judge_nothing
 from hybrid_engine.rlhf.options.algorithm import Algorithm
 from hybrid_engine.rlhf.runs.engine_config import Schedule
 from hybrid_engine.rlhf.runs.run_folder import read_metrics
@@ -80,8 +85,27 @@ def tiny(model, tmp_path):
 @pytest.fixture
 def few_problems(monkeypatch):
     """Four held-out problems, and answers of an untrained model of which some pass, so that steps have variance."""
-    monkeypatch.setattr(agent, "held_out_problems", lambda: [PROBLEM] * 4)
-    monkeypatch.setattr(agent, "is_right", lambda problem, said: sum(map(ord, said)) % 2 == 0)
+    monkeypatch.setattr(tasks, "held_out_problems", lambda: [PROBLEM] * 4)
+    monkeypatch.setattr(calculator, "is_right", lambda problem, said: sum(map(ord, said)) % 2 == 0)
+
+
+@pytest.fixture
+def play(tiny):
+    """Plays episodes of PROBLEM with a policy."""
+    with closing(prepare(tiny).playground):
+        yield lambda policy, config=tiny: agent.play(policy, [one_task(config)] * 4, prepare(config), 0)[0]
+
+
+def prepare(config):
+    return prepare_episodes(config, calculator.build_tokenizer(), judge_nothing)
+
+
+def one_task(config):
+    return prepare(config).tasks.held_out[0]._replace(arguments=asdict(PROBLEM))
+
+
+def with_scores(episodes, scores):
+    return [replace(episode, score=score) for episode, score in zip(episodes, scores, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -120,6 +144,36 @@ def test_a_run_leaves_metrics_and_an_actor(tiny, tmp_path, few_problems):
     assert len(AutoTokenizer.from_pretrained(tmp_path / "run" / "actor")) == len(calculator.build_tokenizer())
 
 
+FLAKY = ("gymnasium:tests.support.some_environments:Flaky",)
+
+
+def test_a_run_in_an_environment_that_fails_learns_from_the_other_episodes(tiny, tmp_path, monkeypatch, capfd):
+    steps, update = [], agent.update
+
+    def watched(policy, episodes, config):
+        steps.append((episodes, agent.build_experience(policy, episodes, config)))
+        return update(policy, episodes, config)
+
+    monkeypatch.setattr(agent, "update", watched)
+    agent.run(replace(tiny, environment=FLAKY, eval_prompts=4, rollout_size=4, save_every=0))
+    for (episodes, experience), line in zip(steps, read_metrics(tmp_path / "run" / "metrics.jsonl"), strict=True):
+        errors = [episode.played.error for episode in episodes]
+        learned = experience.sequences.response_mask.any(dim=1).tolist()
+        assert learned == [error is None for error in errors]
+        assert line["failed_share"] == line["ended_failed_share"] == sum(map(bool, errors)) / 8
+        assert line["reward_Flaky"] == line["score"]
+    assert 0 < sum(error is not None for episodes, _ in steps for error in [e.played.error for e in episodes]) < 16
+    stored = (tmp_path / "run" / "failed_episodes.jsonl").read_text()
+    assert "the server is away" in stored and "episodes failed and are left out" in capfd.readouterr().out
+
+
+def test_a_dry_run_shows_conversations_and_trains_nothing(tiny, tmp_path, capfd):
+    agent.run(replace(tiny, environment=FLAKY, episodes=3, no_train=True))
+    shown = capfd.readouterr().out
+    assert shown.count("--- episode") == shown.count("[user]\nguess") == 3 and "[assistant]" in shown
+    assert not (tmp_path / "run" / "actor").exists() and not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 class Says:
     """A stand-in for the `openai` client that answers from a list; an answer that ends with … is cut off."""
 
@@ -131,41 +185,51 @@ class Says:
         self.asked.append([dict(message) for message in messages])
         said = self.answers.pop(0)
         reason = "length" if said.endswith("…") else "stop"
-        message = SimpleNamespace(content=said.removesuffix("…"))
+        message = SimpleNamespace(content=said.removesuffix("…"), tool_calls=None)
         return SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason=reason)])
 
 
 def test_the_environment_answers_with_the_calculator_and_judges_the_last_answer(tiny):
-    client = Says("?47+38", "?0085*6", "=0510")
-    assert agent.solve(client, PROBLEM, "0", tiny, 0) == (1.0, 3, 0)
+    def solve(client):
+        policy = PolicyClient(client=client, session_id="0", seed=0, sampling=agent.request_options(tiny))
+        (played,) = prepared.playground.play([one_task(tiny)], [policy])
+        return played.reward, played.finish_reason, played.num_turns, played.num_cut_off
+
+    prepared, client = prepare(tiny), Says("?47+38", "?0085*6", "=0510")
+    assert solve(client) == (1.0, "done", 3, 0)
     assert [message["content"] for message in client.asked[-1]] == ["(47+38)*6", "?47+38", "0085", "?0085*6", "0510"]
-    assert agent.solve(Says("=0500"), PROBLEM, "0", tiny, 0) == (0.0, 1, 0)
-    assert agent.solve(Says("?1+1…", "?1+1", "?1+1…"), PROBLEM, "0", tiny, 0) == (0.0, 3, 2)
+    assert solve(Says("=0500")) == (0.0, "done", 1, 0)
+    assert solve(Says("?1+1…", "?1+1", "?1+1…")) == (0.0, "turns", 3, 2)
 
 
-def test_a_stranger_on_this_machine_plays_no_episode(tiny, monkeypatch):
-    solve, answered = agent.solve, []
+def test_a_stranger_on_this_machine_plays_no_episode(tiny, play, monkeypatch):
+    ask, answered = PolicyClient.ask, []
 
-    def beside_a_stranger(client, problem, session_id, *more):
-        for key, session in (("none", session_id), ("none", "0"), (client.api_key, "0"), (client.api_key, "x" * 43)):
+    def beside_a_stranger(policy, *more):
+        for key, session in (
+            ("none", policy.session_id), ("none", "0"), (policy.client.api_key, "0"), (policy.client.api_key, "x" * 43),
+        ):  # fmt: skip
             body = {"model": "policy", "messages": [{"role": "user", "content": "poison"}], "session_id": session}
             headers = {"Authorization": f"Bearer {key}"}
-            answered.append(httpx.post(f"{client.base_url}chat/completions", json=body, headers=headers).status_code)
-        return solve(client, problem, session_id, *more)
+            answered.append(
+                httpx.post(f"{policy.client.base_url}chat/completions", json=body, headers=headers).status_code
+            )
+        return ask(policy, *more)
 
     policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"))
-    alone = agent.play(policy, [PROBLEM] * 4, tiny, seed=0)
-    monkeypatch.setattr(agent, "solve", beside_a_stranger)
-    beside = agent.play(policy, [PROBLEM] * 4, tiny, seed=0)
-    assert answered.count(401) == answered.count(403) == 8
+    alone = play(policy)
+    monkeypatch.setattr(PolicyClient, "ask", beside_a_stranger)
+    beside = play(policy)
+    num_asked = sum(episode.played.num_turns for episode in beside)
+    assert answered.count(401) == answered.count(403) == 2 * num_asked
     assert [episode.trajectory.messages[0] for episode in beside] == [{"role": "user", "content": PROBLEM.text}] * 4
     assert len({episode.trajectory.session_id for episode in [*alone, *beside]}) == 8
 
 
-def test_rows_learn_from_what_the_policy_wrote_alone(tiny):
+def test_rows_learn_from_what_the_policy_wrote_alone(tiny, play):
     seed_everything(0)
     policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"))
-    episodes = agent.play(policy, [PROBLEM] * 4, tiny, seed=0)
+    episodes = play(policy)
     experience = agent.build_experience(policy, episodes, replace(tiny, group_size=4))
     for row, episode in enumerate(episodes):
         mask = experience.sequences.response_mask[row]
@@ -176,12 +240,12 @@ def test_rows_learn_from_what_the_policy_wrote_alone(tiny):
         assert (logprobs < 0).all()
 
 
-def test_filtered_answers_are_learned_over_the_supports_of_their_own_turns(tiny):
+def test_filtered_answers_are_learned_over_the_supports_of_their_own_turns(tiny, play):
     seed_everything(0)
     policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"))
     config = replace(tiny, group_size=4, top_k=5, top_p=0.7, temperature=0.8)
-    episodes = agent.play(policy, [PROBLEM] * 4, config, seed=0)
-    assert max(episode.num_turns for episode in episodes) > 1
+    episodes = play(policy, config)
+    assert max(episode.played.num_turns for episode in episodes) > 1
     policy.actor.train()
     sequences, sampled = agent.build_experience(policy, episodes, config)[:2]
     mask, vocab = sequences.response_mask, policy.actor.module.config.vocab_size
@@ -198,12 +262,12 @@ def test_filtered_answers_are_learned_over_the_supports_of_their_own_turns(tiny)
     torch.testing.assert_close(found[mask], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_old_log_probabilities_are_the_trainers_where_the_bound_asks_for_them(tiny):
+def test_old_log_probabilities_are_the_trainers_where_the_bound_asks_for_them(tiny, play):
     seed_everything(0)
     policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"))
     corrected = Algorithm(correction="truncated", correction_threshold=0.0)
     config = replace(tiny, group_size=4, logprob_bound=0.0, algorithm=corrected)
-    episodes = agent.play(policy, [PROBLEM] * 4, config, seed=0)
+    episodes = play(policy, config)
     policy.actor.generator.logprob_difference = LogprobDifference(mean=0.125, max=0.125)
     for episode in episodes:  # as a sampler in 16 bits has them
         episode.trajectory.logprobs = [logprob - 0.125 for logprob in episode.trajectory.logprobs]
@@ -216,11 +280,11 @@ def test_old_log_probabilities_are_the_trainers_where_the_bound_asks_for_them(ti
     torch.testing.assert_close(batch.weights[mask], torch.full((int(mask.sum()),), math.exp(0.125)))
 
 
-def test_a_gradient_that_was_left_does_not_count_in_the_first_step(tiny):
+def test_a_gradient_that_was_left_does_not_count_in_the_first_step(tiny, play):
     def first_step(is_left):
         seed_everything(0)
         policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"))
-        told = [agent.Episode(t, float(n % 2), 1, 0) for n, t in enumerate(trajectories)]
+        told = with_scores(episodes, [0.0, 1.0, 0.0, 1.0])
         policy.actor.train()
         if is_left:
             policy.actor.backward(sum(p.sum() for p in policy.actor.module.parameters()))
@@ -229,22 +293,21 @@ def test_a_gradient_that_was_left_does_not_count_in_the_first_step(tiny):
 
     seed_everything(0)
     policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"))
-    trajectories = [episode.trajectory for episode in agent.play(policy, [PROBLEM] * 4, tiny, seed=0)]
+    episodes = play(policy)
     (norm, weights), (norm_left, weights_left) = first_step(False), first_step(True)
     assert norm > 0 and norm_left == norm
     assert all(torch.equal(left, weight) for left, weight in zip(weights_left, weights, strict=True))
 
 
-def test_a_step_whose_episodes_all_succeed_moves_nothing_after_one_that_did(tiny):
+def test_a_step_whose_episodes_all_succeed_moves_nothing_after_one_that_did(tiny, play):
     def update(successes):
-        told = [agent.Episode(t, success, 1, 0) for t, success in zip(trajectories, successes, strict=True)]
         policy.actor.train()
-        figures = agent.update(policy, told, replace(tiny, group_size=4))
+        figures = agent.update(policy, with_scores(episodes, successes), replace(tiny, group_size=4))
         return figures["trained_share"], [p.detach().clone() for p in policy.actor.module.parameters()]
 
     seed_everything(0)
     policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"))
-    trajectories = [episode.trajectory for episode in agent.play(policy, [PROBLEM] * 4, tiny, seed=0)]
+    episodes = play(policy)
     begun = [p.detach().clone() for p in policy.actor.module.parameters()]
     share, moved = update([0.0, 1.0, 0.0, 1.0])
     assert share == 1 and not all(torch.equal(*pair) for pair in zip(begun, moved, strict=True))
@@ -266,13 +329,12 @@ def test_what_leaves_no_room_for_the_conversation_is_refused_before_anything_is_
 
 def test_lengths_that_are_not_given_are_those_of_the_model_and_of_the_longest_conversation(tiny, capfd):
     assert (agent.Config().max_prompt_tokens, agent.Config().max_new_tokens) == (256, 24)
-    tokenizer = calculator.build_tokenizer()
     positions = AutoConfig.from_pretrained(tiny.model).max_position_embeddings
-    settled = calculator.settle_conversations(replace(tiny, max_prompt_tokens=0, max_new_tokens=0), tokenizer)
+    settled = prepare(replace(tiny, max_prompt_tokens=0, max_new_tokens=0)).config
     assert f"--model has {positions} positions" in capfd.readouterr().out
     assert 24 < settled.max_new_tokens <= 256
     assert settled.max_prompt_tokens + settled.max_new_tokens <= positions
-    given = calculator.settle_conversations(replace(tiny, max_prompt_tokens=0, max_new_tokens=7), tokenizer)
+    given = prepare(replace(tiny, max_prompt_tokens=0, max_new_tokens=7)).config
     assert given.max_new_tokens == 7
     assert settled.max_prompt_tokens - given.max_prompt_tokens == 2 * (settled.max_new_tokens - 7)
 
@@ -315,7 +377,7 @@ def test_steps_of_the_first_stage_see_those_who_ask_and_those_who_guess(tmp_path
         ({"algorithm": Algorithm(entropy_target=0.2)}, "--entropy-target=0.2: agent keeps"),
         (
             {"algorithm": Algorithm(reward_aggregation="normalize-then-sum")},
-            "--reward-aggregation=normalize-then-sum: an episode of agent has one reward",
+            "--reward-aggregation=normalize-then-sum: agent learns from the sum",
         ),
         ({"algorithm": Algorithm(dynamic_sampling=2)}, "--dynamic-sampling=2"),
         ({"algorithm": Algorithm(overlong_buffer=0.5)}, "--overlong-buffer=0.5"),

@@ -169,7 +169,7 @@ def test_conversations_may_have_more_bytes_than_other_counts_may_be():
 def test_a_step_of_the_agent_is_remembered_whole():
     few, many = agent.Config(), agent.Config(rollout_size=512, group_size=16, max_new_tokens=1024)
     assert few.server_options["max_session_bytes"] == 2 * GIB
-    assert many.server_options["max_session_tokens"] >= 512 * 16 * agent.MAX_TURNS * 1280
+    assert many.server_options["max_session_tokens"] >= 512 * 16 * many.num_turns * 1280
     with pytest.raises(ValueError, match="--max-session-bytes=1000000 is less than"):
         agent.Config(max_session_bytes=1_000_000)
     with pytest.raises(ValueError, match="serving_memory='3' must be a fraction"):

@@ -30,6 +30,8 @@ PROMPTS: Needs = (frozenset({"prompt"}),)
 LEARNED: Needs = (frozenset({"messages"}), frozenset({"prompt", "completion"}))
 COMPARED: Needs = (frozenset({"prompt", "chosen", "rejected"}),)
 LABELLED: Needs = (frozenset({"prompt", "completion", "label"}), *COMPARED)
+NO_PROMPT: list[Message] = [{"role": "user", "content": ""}]
+"""The prompt of a task whose environment says everything, as in TRL."""
 LABELS = {True: True, False: False, "true": True, "false": False, "True": True, "False": False, "1": True, "0": False}
 """Values of a label; a CSV file contains text. 1, 1.0, 0 and 0.0 equal True and False."""
 LARGEST_NUMBER = 1e12
@@ -47,6 +49,11 @@ def read_prompt_rows(source: DataSource | str) -> list[PromptRow]:
             conversation; it names the dataset, the rows and the remedy. All functions of this file raise the same.
     """
     return _read(source, PROMPTS, _prompt_rows)
+
+
+def read_task_rows(source: DataSource | str) -> list[PromptRow]:
+    """The rows of a dataset of tasks for environments: a row without `prompt` has NO_PROMPT; see `read_prompt_rows`."""
+    return _read(source, PROMPTS, lambda table, skips: _build_each(table, _task_row, skips))
 
 
 def read_learned_rows(source: DataSource | str) -> list[LearnedRow]:
@@ -166,6 +173,10 @@ def _check_columns(table: Table, needed: set[str], remedy: str) -> None:
 
 def _prompt_row(place: str, row: dict[str, Any]) -> PromptRow:
     return PromptRow(prompt=_turns(place, "prompt", row), **_rest(place, row, "prompt"))
+
+
+def _task_row(place: str, row: dict[str, Any]) -> PromptRow:
+    return _prompt_row(place, row if row.get("prompt") is not None else row | {"prompt": NO_PROMPT})
 
 
 def _text_row(place: str, row: dict[str, Any]) -> TextRow:

@@ -20,7 +20,6 @@ from hybrid_engine.rlhf.options.distillation import is_model
 from hybrid_engine.rlhf.options.shared import (
     PromptRunOptions,
     RolloutOptions,
-    RolloutRunOptions,
     check_minibatch,
     derive_minibatch,
 )
@@ -32,8 +31,12 @@ OF_SCORES = ("dynamic_sampling", "overlong_buffer")
 """Choices of an algorithm that act on the scores of answers, besides baselines and scales."""
 NOT_OF_EPISODES = ("dynamic_sampling", "overlong_buffer", "mask_cut_off")
 """Choices of an algorithm that concern single answers to prompts."""
-MAX_TURNS = 3
-"""Answers of a conversation without a detour."""
+CALCULATOR = "calculator"
+"""The environment of a run that names none."""
+CALCULATOR_TURNS = 3
+"""Answers of a conversation with the calculator without a detour."""
+OTHER_TURNS = 10
+"""Default limit of answers in other environments."""
 MESSAGES_BYTES = 2**14
 """Bytes of a conversation's messages, as Python objects."""
 
@@ -188,13 +191,17 @@ def check_teacher_options(config: GRPOConfig) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgentConfig(RolloutOptions, RolloutRunOptions):
-    """Trains a language model on multi-turn episodes, in which it learns to use a calculator.
+class AgentConfig(RolloutOptions, PromptRunOptions):
+    """Trains a language model on episodes of several turns in an environment.
 
         hybrid-engine agent
+        hybrid-engine agent --model Qwen/Qwen3-0.6B --environment my_game:Wordle --dataset words.jsonl
+        hybrid-engine agent --model Qwen/Qwen3-0.6B --environment my_game:Wordle --episodes 4 --no-train
 
-    Without --model, a small model that sometimes uses the calculator and often guesses is trained first. Writes to
-    --out: config.yaml, metrics.jsonl (one line per step), plot.png, result.json and actor/, a Hugging Face folder.
+    An environment is a class as TRL's `environment_factory` takes it: `reset`, public methods as tools, `get_reward`
+    (docs/environments.md). Without --environment it is a calculator; without --model, a small model that sometimes uses
+    the calculator and often guesses is trained first. Writes to --out: config.yaml, metrics.jsonl (one line per step),
+    plot.png, result.json, failed_episodes.jsonl and actor/, a Hugging Face folder.
     """
 
     OWN_LENGTHS = (256, 24)
@@ -204,10 +211,37 @@ class AgentConfig(RolloutOptions, RolloutRunOptions):
         None,
         "Hugging Face name or folder of the initial actor; default: one trained on a pupil's conversations",
     )
+    environment: tuple[str, ...] = option(
+        (),
+        "Environments: module:factory, gymnasium:..., reasoning_gym:NAME, mcp:COMMAND_OR_URL or openenv:URL "
+        "(docs/environments.md); several, each as NAME=SPEC, are chosen by the data's column environment; "
+        "default: a calculator",
+    )
+    tools: tuple[str, ...] = option((), "Functions that the model may call in addition, each as module:function")
+    action_pattern: str | None = option(
+        None,
+        "Regular expression that finds a text game's action in an answer: its first group, or all of it; default: the "
+        "whole answer",
+    )
+    dataset: str | tuple[str, ...] | None = option(
+        None,
+        "Tasks: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, whose columns `reset` gets by name; "
+        "default: the environment makes tasks from seeds",
+    )
     steps: int = 20
-    rollout_size: int = option(32, "Problems per step")
-    group_size: int = option(8, "Episodes per problem")
-    num_clients: int = option(32, "Concurrent episodes")
+    rollout_size: int = option(32, "Tasks per step")
+    group_size: int = option(8, "Episodes per task")
+    num_clients: int = option(32, "Concurrent episodes, each with an instance of its environment")
+    max_turns: int = option(0, "Maximum answers of an episode; 0: 3 for the calculator, otherwise 10")
+    max_episode_seconds: float = option(300.0, "Maximum duration of an episode, in seconds; also ends one that hangs")
+    pass_score: float = option(1.0, "Minimum score of an episode that counts as a success")
+    episodes: int = option(0, "With --no-train: number of held-out tasks to play, one episode each")
+    no_train: bool = option(False, "Only play --episodes and show their conversations")
+    replay: str | None = option(
+        None,
+        "Id of an episode in failed_episodes.jsonl of --out: give its environment the same answers again and show what "
+        "happens; needs no model",
+    )
     max_prompt_tokens: int = option(0, "Maximum tokens before the last answer; 0: what the turns before it can need")
     max_new_tokens: int = option(
         0,
@@ -236,10 +270,11 @@ class AgentConfig(RolloutOptions, RolloutRunOptions):
     def __post_init__(self) -> None:
         from hybrid_engine.generation.memory import read_memory  # imports torch
 
-        RolloutRunOptions.__post_init__(self)
+        PromptRunOptions.__post_init__(self)
         RolloutOptions.__post_init__(self)
         for name in ("group_size", "num_clients"):
             check_count(name, getattr(self, name), 1)
+        self._check_environment()
         if self.learning_rate is not None:
             check_above("learning_rate", self.learning_rate, 0)
         check_answers(self.rollout_size, self.group_size)
@@ -258,8 +293,8 @@ class AgentConfig(RolloutOptions, RolloutRunOptions):
             raise ValueError("--kl-place: agent has no reference model; leave it at none")
         if self.algorithm.is_decoupled:
             raise ValueError(
-                f"--reward-aggregation={self.algorithm.reward_aggregation}: an episode of agent has one reward; leave "
-                "it out"
+                f"--reward-aggregation={self.algorithm.reward_aggregation}: agent learns from the sum of an episode's "
+                "rewards; leave it out"
             )
         if self.algorithm.entropy_target:
             raise ValueError(
@@ -273,6 +308,44 @@ class AgentConfig(RolloutOptions, RolloutRunOptions):
                     f"it out, or with --preset set it to {getattr(Algorithm, name)}"
                 )
 
+    def _check_environment(self) -> None:
+        """Raises ValueError for options of the environment and its episodes that are wrong or do not go together."""
+        check_count("max_turns", self.max_turns, 0)
+        check_above("max_episode_seconds", self.max_episode_seconds, 0)
+        check_finite("pass_score", self.pass_score)
+        check_count("episodes", self.episodes, 0)
+        if self.no_train != bool(self.episodes):
+            raise ValueError(
+                f"--episodes={self.episodes} and --no-train={self.no_train} belong together: --episodes 4 --no-train "
+                "plays 4 episodes and shows them; give both, or leave both out"
+            )
+        if isinstance(self.environment, str):
+            object.__setattr__(self, "environment", (self.environment,))
+        others = [name for name in ("environment", "dataset", "tools") if getattr(self, name)]
+        if others and not self.plays_calculator and not self.model and self.replay is None:
+            raise ValueError(
+                f"{flag(others[0])}: the model that is trained without --model only knows the calculator; give --model"
+            )
+        if self.tools and not (self.environment or self.dataset):
+            raise ValueError("--tools needs tasks in which they are used; give --dataset or --environment")
+        if self.dataset and not self.environment and not self.reward:
+            raise ValueError("--dataset without --environment needs --reward to score its episodes; give one")
+
+    @property
+    def plays_calculator(self) -> bool:
+        """Whether the run's environment is the calculator, which makes its own problems."""
+        return self.environment in ((), (CALCULATOR,)) and not self.dataset
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the run compares its actor with the first weights."""
+        return False
+
+    @property
+    def num_turns(self) -> int:
+        """Maximum answers of an episode."""
+        return self.max_turns or (CALCULATOR_TURNS if self.plays_calculator else OTHER_TURNS)
+
     @property
     def minibatch_size(self) -> int:
         """Episodes of an optimizer step."""
@@ -283,7 +356,7 @@ class AgentConfig(RolloutOptions, RolloutRunOptions):
         """Memory of a step's conversations, or an evaluation's, with answers of the maximum length."""
         from hybrid_engine.serving.sessions import size_of, support_bytes
 
-        num_answers = MAX_TURNS * max(self.minibatch_size, self.eval_prompts)
+        num_answers = self.num_turns * max(self.minibatch_size, self.eval_prompts)
         num_tokens = num_answers * (self.max_prompt_tokens + self.max_new_tokens)
         record = support_bytes(self.top_k) if self.is_filtered else 0
         return size_of(num_answers, num_tokens, num_answers * (MESSAGES_BYTES + self.max_new_tokens * record))

@@ -29,7 +29,7 @@ from hybrid_engine.metrics.memory import format_bytes
 from hybrid_engine.ops.support_log_prob import record_bytes
 from hybrid_engine.rlhf.batches.sequences import ValueModel, recompute_activations
 from hybrid_engine.rlhf.experience.policy import AVERAGE, copy_adapter
-from hybrid_engine.rlhf.options.reinforcement import MAX_TURNS
+from hybrid_engine.rlhf.options.reinforcement import AgentConfig
 from hybrid_engine.rlhf.options.shared import AdapterOptions, AnswerOptions, RolloutRunOptions, TrainingOptions
 from hybrid_engine.rlhf.planning.reading import Read
 from hybrid_engine.rlhf.planning.training_passes import Pass, base_of, count_pass, widest_passes
@@ -372,7 +372,7 @@ def _records(setting: Setting, vocab_size: int) -> MemoryPart:
         return NO_RECORDS
     assert isinstance(config, RolloutRunOptions)
     most = record_bytes(config.top_k or vocab_size, vocab_size)
-    turns = MAX_TURNS if setting.recipe == "agent" else 1
+    turns = config.num_turns if isinstance(config, AgentConfig) else 1
     tokens = config.rollout_size // setting.num_processes * config.group_size * turns * config.max_new_tokens
     formula = f"at most {most:,} bytes x {tokens:,} tokens"
     return NO_RECORDS._replace(num_bytes=most * tokens, formula=formula)

@@ -5,7 +5,7 @@ what it has read to `read_answers`, `read_preferences` or `read_episodes`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from hybrid_engine.rlhf.batches.passes import Items
 from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair, encode_completion, encode_pair
 from hybrid_engine.rlhf.data.prompts import PromptTokens, select_prompts
 from hybrid_engine.rlhf.data.rows import told_together
+from hybrid_engine.rlhf.environments.tasks import prepare_episodes
 from hybrid_engine.rlhf.experience import start
 from hybrid_engine.rlhf.experience.answers import answers_of, load_answers, load_pairs
 from hybrid_engine.rlhf.experience.start import (
@@ -42,7 +43,6 @@ from hybrid_engine.rlhf.rewards.learned import (
 )
 from hybrid_engine.rlhf.runs.run_checks import check_trainable
 from hybrid_engine.rlhf.runs.stages import load_config, load_tokenizer
-from hybrid_engine.rlhf.tasks.calculator import held_out_problems, settle_conversations
 from hybrid_engine.rlhf.tasks.corpus import batches_of, build_small_llama, load_corpus, load_pair_corpus
 
 
@@ -154,13 +154,10 @@ def read_answers(
     )
 
 
-def read_episodes(config: AgentConfig, first: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Read:
-    """Plan inputs of a run whose actor has the config `first`: an episode is a problem, followed by turns."""
-    lengths = []
-    for problem in held_out_problems():
-        messages = [{"role": "user", "content": problem.text}]
-        lengths.append(len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)))
-    return Read(first=first, answered=PromptTokens(min(lengths), config.max_prompt_tokens), has_turns=True)
+def read_episodes(config: AgentConfig, first: PretrainedConfig, answered: PromptTokens) -> Read:
+    """Plan inputs of a run whose actor has the config `first`: an episode is a first message, followed by turns."""
+    read = read_answers(config, config.reward, first, answered, config.model)
+    return replace(read, has_turns=True)
 
 
 def _read_sft(config: SFTConfig) -> ReadRun:
@@ -221,8 +218,9 @@ def _read_agent(config: AgentConfig) -> ReadRun:
         made = character_stage("calculator", config, group_by_length=False)
         tokenizer, _ = load_corpus(made)
         first = _small_config(made, tokenizer)
-    config = settle_conversations(config, tokenizer)
-    return ReadRun(read_episodes(config, first, tokenizer), config)
+    prepared = prepare_episodes(config, tokenizer, lambda spec: start.judge_nothing)
+    prepared.playground.close()
+    return ReadRun(read_episodes(prepared.config, first, prepared.answered), prepared.config)
 
 
 READERS: dict[str, Callable[[Any], ReadRun]] = {

@@ -106,8 +106,8 @@ def _check_not_misspelt(spec: str) -> None:
         )
 
 
-def find_function(spec: str) -> Callable[..., Any]:
-    """The function that `module:function` names, in a module on the path or in the current folder.
+def find_function(spec: str, option: str = "--reward") -> Callable[..., Any]:
+    """The function that `module:function`, a value of `option`, names, in a module on the path or in this folder.
 
     Errors that the module raises during its import are not converted.
 
@@ -117,7 +117,7 @@ def find_function(spec: str) -> Callable[..., Any]:
     module_name, _, function_name = spec.partition(":")
     for part, name in (("module", module_name), ("function", function_name)):
         if not name:
-            raise ValueError(f"--reward={spec!r} has no {part}; write module:function")
+            raise ValueError(f"{option}={spec!r} has no {part}; write module:function")
     sys.path.insert(0, "")
     try:
         module = importlib.import_module(module_name)
@@ -125,14 +125,22 @@ def find_function(spec: str) -> Callable[..., Any]:
         if not f"{module_name}.".startswith(f"{error.name}."):  # the module exists, and imports a missing one
             raise
         raise ValueError(
-            f"--reward={spec!r}: no module {error.name!r} in this folder or on the Python path; write module:function"
+            f"{option}={spec!r}: no module {error.name!r} in this folder or on the Python path; write module:function"
         ) from error
     finally:
         sys.path.remove("")
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ValueError(f"--reward={spec!r}: {module_name} has no function {function_name!r}; write module:function")
+        raise ValueError(f"{option}={spec!r}: {module_name} has no function {function_name!r}; write module:function")
     return function
+
+
+def would_get(spec: str, column: str) -> bool:
+    """Whether `spec` is a function that gets `column` if there is one: it names it, or takes any."""
+    if spec.partition(":")[0] in RULES or names_model(spec):
+        return False
+    parameters = _parameters(find_function(spec))
+    return any(parameter.name == column or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def call_function(function: Callable[..., Any], answers: Answers, view: RunView | None = None) -> Any:
@@ -159,7 +167,7 @@ def call_function(function: Callable[..., Any], answers: Answers, view: RunView 
 
 def everything_given(answers: Answers, view: RunView) -> dict[str, Any]:
     """Values of the parameters that functions may have by the names `GIVEN`."""
-    completions = [
+    completions: Sequence[Any] = answers.conversations or [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(answers.prompts, answers.responses, strict=True)
     ]

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import TrainerState
 
 from hybrid_engine.distributed.processes import gather_objects
-from hybrid_engine.rlhf.data.rows import Turns
+from hybrid_engine.rlhf.data.rows import Message, Turns
 
 SHOWN_CHARACTERS = 200
 LISTS = ("prompts", "responses", "prompt_ids", "response_ids", "is_cut_off")
@@ -39,6 +39,8 @@ class Answers:
     """The dataset's other columns, a value for each answer."""
     decode: Callable[[list[int]], str] | None = None
     """Decodes token ids to text, without special tokens; only needed by a reward that scores steps."""
+    conversations: Sequence[list[Message]] | None = None
+    """For episodes: all messages after the prompt; None if an answer is its text alone."""
 
     def __post_init__(self) -> None:
         for name in LISTS:
@@ -53,7 +55,8 @@ class Answers:
         """The answers at `index`, in that order."""
         chosen = {name: [getattr(self, name)[row] for row in index] for name in LISTS}
         columns = {name: [values[row] for row in index] for name, values in self.columns.items()}
-        return Answers(**chosen, columns=columns, decode=self.decode)
+        conversations = None if self.conversations is None else [self.conversations[row] for row in index]
+        return Answers(**chosen, columns=columns, decode=self.decode, conversations=conversations)
 
     @classmethod
     def join(cls, parts: "Sequence[Answers]") -> "Answers":

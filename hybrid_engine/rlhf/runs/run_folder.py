@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 """The file among a run's checkpoints that names the complete one; see `checkpoints.py`."""
-BESIDE = ("config.yaml", "answers.jsonl", "teacher.jsonl", "tensorboard", "dvclive")
+FAILED_EPISODES = "failed_episodes.jsonl"
+BESIDE = ("config.yaml", "answers.jsonl", FAILED_EPISODES, "teacher.jsonl", "tensorboard", "dvclive")
 """Files that a run writes before its first step, which are not a result by themselves."""
 RUN_RESULTS = ("metrics.jsonl", CHECKPOINTS, "actor", "best", "plot.png", "samples.json", "result.json", *BESIDE)
 """Files and folders in the run's folder of a recipe that is not a stage of another."""

@@ -15,18 +15,15 @@ import itertools
 import operator
 import random
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
-from jinja2 import TemplateError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from hybrid_engine.rlhf.data.parts import is_held_out
-from hybrid_engine.rlhf.data.prompts import LONGEST_ANSWER, Room
 from hybrid_engine.rlhf.data.rows import ConversationRow, LearnedRow, Message
-from hybrid_engine.rlhf.options.reinforcement import MAX_TURNS, AgentConfig
-from hybrid_engine.rlhf.runs.run_log import say
 
 GUESSES = (0.6, 0.25)
 """Probability that the pupil guesses where he should ask, the first time and the second."""
@@ -90,6 +87,24 @@ LONGEST_RESULT = calculate("999999*999999")
 def is_right(problem: Problem, answer: str) -> bool:
     """Whether an answer is the result."""
     return answer == f"={written(problem.answer)}"
+
+
+class Calculator:
+    """The calculator as a text game by gymnasium's contract: an action is a request, or the answer, which is scored."""
+
+    observation_role = "tool"
+    longest_observation = LONGEST_RESULT
+
+    def reset(self, *, seed: int | None = None, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Begins the problem whose fields are among the options."""
+        self._problem = Problem(**{field.name: options[field.name] for field in fields(Problem)})
+        return self._problem.text, {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """The result of `?47+38`; anything else is the answer and ends the game."""
+        if action.startswith("?"):
+            return calculate(action[1:]), 0.0, False, False, {}
+        return "", float(is_right(self._problem, action)), True, False, {}
 
 
 def pupils_conversation(problem: Problem, generator: random.Random) -> list[Message]:
@@ -169,49 +184,3 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         chat_template=TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
-
-
-def settle_conversations(config: AgentConfig, tokenizer: PreTrainedTokenizerBase) -> AgentConfig:
-    """The options, with lengths of 0 replaced by those of the model and the longest conversation, which is logged.
-
-    Raises:
-        ValueError: --max-prompt-tokens is too small for the turns before the last answer, or the tokenizer of --model
-            has no chat template, or one that refuses such a conversation.
-    """
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"--model={config.model}: its tokenizer has no chat template to render conversations; use a "
-            "model with one (their names often end in Instruct or Chat), or set tokenizer.chat_template and save it"
-        )
-    messages = [{"role": "user", "content": next(problems(False, 0)).text}]
-    for _ in range(MAX_TURNS - 1):
-        messages += [{"role": "assistant", "content": ""}, {"role": "tool", "content": LONGEST_RESULT}]
-    try:
-        said = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"--model={config.model}: its chat template refuses a conversation of user, assistant and tool: "
-            f"{' '.join(str(error).split())}; use a model that is trained for tool calls"
-        ) from error
-    config = _settle_lengths(config, len(said))
-    longest = len(said) + (MAX_TURNS - 1) * config.max_new_tokens
-    if longest > config.max_prompt_tokens:
-        raise ValueError(
-            f"--max-prompt-tokens={config.max_prompt_tokens} must be at least {longest}: so many can come before the "
-            f"last of {MAX_TURNS} answers of --max-new-tokens={config.max_new_tokens}; raise the one or lower the other"
-        )
-    return config
-
-
-def _settle_lengths(config: AgentConfig, num_said: int) -> AgentConfig:
-    """`settle_conversations` for a conversation with `num_said` tokens that are not the policy's."""
-    if config.max_prompt_tokens and config.max_new_tokens:
-        return config
-    room = Room.of(config)
-    num_new = config.max_new_tokens or max(1, min(LONGEST_ANSWER, (room.total - num_said) // MAX_TURNS))
-    num_prompt = config.max_prompt_tokens or num_said + (MAX_TURNS - 1) * num_new
-    say(
-        f"up to {num_prompt} tokens before the last of {MAX_TURNS} answers, each of up to {num_new}: {room.reason}; "
-        "--max-prompt-tokens and --max-new-tokens change it"
-    )
-    return replace(config, max_prompt_tokens=num_prompt, max_new_tokens=num_new)
