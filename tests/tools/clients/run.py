@@ -28,6 +28,7 @@ SCRIPTS = {
     "openai-agents": "agents_sdk.py",
     "verifiers": "verifiers_eval.py",
     "lm-eval": "lm_eval_harness.py",
+    **dict.fromkeys(("gymnasium", "mcp", "openenv", "reasoning-gym"), "environments.py"),
 }
 SECONDS = 300
 """For all checks of one client."""
@@ -62,12 +63,16 @@ def main(clients: list[str]) -> int:
 
 def run_client(client: str, url: str, folder: Path) -> Outcome:
     """Runs one client's script in its environment, and tells its lines."""
-    python = ROOT / f".venv-clients-{client}" / "bin" / "python"
+    own = ROOT / f".venv-clients-{client}"
+    python = own / "bin" / "python"
     work = folder / client
     work.mkdir()
-    environment = os.environ | {"SERVED_URL": url, "CLIENT_FOLDER": str(work), "HF_HOME": str(work)}
+    environment = os.environ | {"SERVED_URL": url, "CLIENT_FOLDER": str(work), "HF_HOME": str(work), "CLIENT": client}
+    runs_here = SCRIPTS[client] == "environments.py"
+    if runs_here:
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, own.glob("lib/python*/site-packages")))
     begin = time.perf_counter()
-    ended = run_script([str(python), str(HERE / SCRIPTS[client])], environment)
+    ended = run_script([sys.executable if runs_here else str(python), str(HERE / SCRIPTS[client])], environment)
     seconds = time.perf_counter() - begin
     passed, failed = (re.findall(rf"^{word} (\w+)$", ended.stdout, re.MULTILINE) for word in ("PASSED", "FAILED"))
     if not (passed or failed) or (ended.returncode and not failed):
