@@ -243,8 +243,8 @@ class GatedDeltaOp:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Packed sequences, from their states `[R, V, Dk, Dv]`: outputs `[N, V, Dv]` and the next states."""
         size = min(CHUNK, max(lengths))
-        places, firsts = _chunk_places(lengths, size, heads.q.device)
-        chunks = [_pad_to_chunks(x, places) for x in heads]
+        places, firsts = chunk_places(lengths, size, heads.q.device)
+        chunks = [pad_to_chunks(x, places) for x in heads]
         intra = _within_chunks(DeltaHeads(*chunks))
         outputs, state = torch.empty_like(intra.values), state.clone()
         num_chunks = [-(-length // size) for length in lengths]
@@ -267,7 +267,7 @@ class ChunkParts(NamedTuple):
     decay: torch.Tensor  # exp(G_C), [M, V]
 
 
-def _chunk_places(lengths: tuple[int, ...], size: int, device: torch.device) -> tuple[torch.Tensor, list[int]]:
+def chunk_places(lengths: tuple[int, ...], size: int, device: torch.device) -> tuple[torch.Tensor, list[int]]:
     """The packed token of each place of each chunk, `[M, size]`, -1 for padding, and each sequence's first chunk."""
     rows: list[list[int]] = []
     firsts, start = [], 0
@@ -280,7 +280,7 @@ def _chunk_places(lengths: tuple[int, ...], size: int, device: torch.device) -> 
     return torch.tensor(rows, device=device), firsts
 
 
-def _pad_to_chunks(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def pad_to_chunks(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """`x [N, heads, ...]` -> `[M, heads, C, ...]`, 0 for padding, which changes no state."""
     padded = torch.cat((x, x.new_zeros(1, *x.shape[1:])))
     return padded[places].transpose(1, 2)

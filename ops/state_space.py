@@ -28,8 +28,8 @@ import torch
 import torch.nn.functional as F
 
 from hybrid_engine.ops.batch import Batch, DecodeBatch, MixedBatch, PrefillBatch
-from hybrid_engine.ops.dispatch import check_tensor
-from hybrid_engine.ops.gated_delta import _chunk_places, _pad_to_chunks
+from hybrid_engine.ops.dispatch import check_tensor, say_once, use_triton
+from hybrid_engine.ops.gated_delta import chunk_places, pad_to_chunks
 from hybrid_engine.ops.short_conv import slots_of
 
 CHUNK = 64
@@ -103,6 +103,8 @@ class StateSpaceOp:
             packed = self(mixed[num_rows:], dt[num_rows:], weights, states, batch.prefill)
             return torch.cat((decoded, packed))
         self._check(mixed, dt, weights, states, slots_of(batch))
+        if use_triton(mixed):
+            say_once("state space: there is no kernel; in torch")
         return self.reference(mixed, dt, weights, states, batch)
 
     def _check(
@@ -158,8 +160,8 @@ class StateSpaceOp:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Packed sequences, from their states `[R, H, P, S]`: outputs `[N, H, P]` and the next states."""
         size = min(CHUNK, max(lengths))
-        places, firsts = _chunk_places(lengths, size, state.device)
-        parts = self._within_chunks(SpaceHeads(*(_pad_to_chunks(part, places) for part in heads)))
+        places, firsts = chunk_places(lengths, size, state.device)
+        parts = self._within_chunks(SpaceHeads(*(pad_to_chunks(part, places) for part in heads)))
         outputs, state = parts.outputs, state.clone()
         num_chunks = [-(-length // size) for length in lengths]
         for step in range(max(num_chunks)):
