@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hybrid_engine.containers.policy import POLICIES, Policy, UnsupportedModelError, register_policy
 
 FAMILIES = (
+    "apertus",
     "bamba",
     "bert",
     "bloom",

@@ -53,6 +53,7 @@ from hybrid_engine.ops import (
 )
 from hybrid_engine.ops.linears import ACTIVATIONS
 from hybrid_engine.ops.softmax_context import apply_rotary
+from hybrid_engine.ops.xielu import XIELUOp
 
 RotaryRows = tuple[torch.Tensor, torch.Tensor]
 WINDOWED_KINDS = ("sliding_attention", "local")
@@ -626,6 +627,24 @@ class Attention:
         return all_q.unflatten(1, (-1, *q.shape[1:]))[:, parallel.rank], all_k[:, parallel.rank // num_shared]
 
 
+class LearnedXIELU:
+    """The activation xIELU with views of its learned numbers."""
+
+    def __init__(self, module: nn.Module, parallel: TensorParallel):
+        self.module, self.parallel = module, parallel
+        self.op = XIELUOp(float(module.beta), float(module.eps))  # type: ignore[arg-type]
+        self.tensors: list[torch.Tensor] = []
+
+    def bind(self) -> None:
+        """Points the views at the parameters' current memory."""
+        alphas = (self.module.alpha_p, self.module.alpha_n)
+        self.tensors = [self.parallel.take(alpha, None, "xIELU") for alpha in alphas]  # type: ignore[arg-type]
+
+    def apply(self, input: torch.Tensor) -> torch.Tensor:
+        """`[N, I]` -> `[N, I]`."""
+        return self.op(input, *self.tensors)
+
+
 class DenseMLP:
     """A LayerMLP of two or three linears."""
 
@@ -652,6 +671,10 @@ class DenseMLP:
         self.down = linear(policy.down, rows=part)
         self.gate = linear(policy.gate, columns=part) if policy.gate and not self.is_fused_gate else None
         activation = getattr(config, policy.activation, policy.activation)
+        self.xielu: LearnedXIELU | None = None
+        if policy.xielu and activation == "xielu":
+            self.xielu, self.product = LearnedXIELU(submodule(layer, policy.xielu), parallel), VectorMatMulOp()
+            return
         if activation not in ACTIVATIONS:
             raise UnsupportedModelError(f"activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
         kind, eps = (norm.kind, norm.eps) if norm else (None, 0.0)
@@ -671,21 +694,28 @@ class DenseMLP:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """See LayerMLP."""
-        return []
+        return self.xielu.tensors if self.xielu else []
 
     def bind(self) -> None:
         """See LayerMLP."""
         for linear in self.linears:
             linear.bind()
+        if self.xielu:
+            self.xielu.bind()
 
     def forward(self, input: torch.Tensor, is_added: bool) -> torch.Tensor:
         """See LayerMLP."""
         gate, up = (self.gate.pair if self.gate else None), self.up.pair
         if self.is_fused_gate:
             gate, up = halves(up)
-        gamma, beta = (self.norm.gamma, self.norm.beta) if self.norm else (None, None)
-        op = self.mlp_gemm_adding if is_added and self.parallel.size == 1 else self.mlp_gemm
-        output = op(input, None, gate, up, self.down.pair, gamma, beta)[0]
+        adds_here = is_added and self.parallel.size == 1
+        if self.xielu:
+            inner = self.xielu.apply(self.product(self.norm.apply(input) if self.norm else input, *up))
+            output = self.product(inner, *self.down.pair, residual=input if adds_here else None)
+        else:
+            gamma, beta = (self.norm.gamma, self.norm.beta) if self.norm else (None, None)
+            op = self.mlp_gemm_adding if adds_here else self.mlp_gemm
+            output = op(input, None, gate, up, self.down.pair, gamma, beta)[0]
         if self.parallel.size == 1:
             return output
         output = self.parallel.all_reduce(output)

@@ -221,6 +221,8 @@ class Policy:
     # The gate of a gated MLP; equal to `up` if both are one linear.
     activation: str = "hidden_act"
     # Name of the activation in the config, or the activation itself if the config does not have that name.
+    xielu: str | None = None
+    # Module with the learned numbers of the activation, if that is xIELU.
     moe: MoEPolicy | None = None
     # The mixture of experts, in layers that have its router.
 

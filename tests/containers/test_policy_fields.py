@@ -57,6 +57,7 @@ CHANGED: dict[str, tuple[str, Any]] = {
     "down": ("llama", "mlp.up_proj"),
     "gate": ("llama", None),
     "activation": ("llama", "gelu"),
+    "xielu": ("apertus", None),
     "moe": ("mixtral", None),
     "embedding_scale": ("granite", None),
     "embedding_norm": ("bloom", None),

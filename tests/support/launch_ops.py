@@ -43,6 +43,7 @@ from hybrid_engine.ops.linears import ACTIVATIONS
 from hybrid_engine.ops.moe_gating import SCORINGS, ExpertGroups, MoEGatingOp
 from hybrid_engine.ops.moe_res_matmul import MoEResMatmulOp
 from hybrid_engine.ops.softmax_context import rotary_table
+from hybrid_engine.ops.xielu import XIELUOp
 from tests.support.batches import decode_of, prefill_of
 
 Check = tuple[str, Callable[[], object]]
@@ -123,6 +124,7 @@ def activations(dtype: torch.dtype) -> Iterator[Check]:
     for name in ACTIVATIONS:
         yield f"gated {name}", partial(GatedActivationOp(), randn(dtype, N, 2 * I), randn(dtype, 2 * I), name)
         yield f"MLP of {name}", partial(MLPGemmOp(None, EPS, name), x, None, None, up, down)
+    yield "xIELU", partial(XIELUOp(), x, *torch.ones(2, 1, dtype=dtype))
 
 
 def attentions(dtype: torch.dtype) -> Iterator[Check]:

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from hybrid_engine.ops import deepspeed_bindings, linears, linears_kernels, norm
+from hybrid_engine.ops import deepspeed_bindings, linears, linears_kernels, norm, xielu
 from hybrid_engine.ops.linears_kernels import NO_WEIGHTS, Output, ProductWeights, Rows
 from hybrid_engine.ops.norm import NormWeights
 from tests.tools.compile_kernels import compile_kernel
@@ -80,6 +80,9 @@ def compile_rest(pointer: str) -> None:
     for name in ("silu", "relu", "relu2", "gelu", "gelu_new", "quick_gelu"):
         fixed = {"ACTIVATION": name, "BLOCK": linears.GATED_BLOCK}
         compile_flat(linears_kernels.gated_activation_kernel, pointer, fixed)
+    numbers = {"beta": "fp32", "eps": "fp32", "stride": WIDTH, "width": WIDTH}
+    pointers = {name: pointer for name in xielu.xielu_kernel.arg_names if name.endswith("_ptr")}
+    compile_kernel(xielu.xielu_kernel, {**pointers, **numbers}, {"BLOCK": xielu.BLOCK})
     compile_flat(
         deepspeed_bindings.residual_add_kernel, pointer, {"IS_PARALLEL": True, "BLOCK": deepspeed_bindings.BLOCK}
     )
