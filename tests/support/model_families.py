@@ -48,7 +48,6 @@ _LLAMA3_ROPE = {
 }
 _YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}
-_ALPHA_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 9.0}
 _FALLING = {"original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.5}
 _MULTIPLIERS = {
     "embedding_multiplier": 3.0,
@@ -66,6 +65,9 @@ LATENT = {
 }  # fmt: skip
 _LATENT_YARN = {**_YARN_ROPE, "mscale": 0.8, "mscale_all_dim": 1.2}
 _DENSE_FIRST = {"first_k_dense_replace": 1}
+# Releases before 5.18 change these frequencies with the length of a sequence.
+_HAS_FIXED_ALPHA = tuple(map(int, hf.__version__.split(".")[:2])) >= (5, 18)
+_ALPHA_ROPE = {**_PLAIN_ROPE, "rope_type": "dynamic", "factor": 1.0, "alpha": 9.0} if _HAS_FIXED_ALPHA else _PLAIN_ROPE
 
 _LATENT_SIZES = {
     **_SIZES,
@@ -419,6 +421,8 @@ FALLBACKS = _present(
         "glm_moe_dsa": ("GlmMoeDsa", {**_LATENT_SIZES, **_INDEXER}),
         "hy_v4": ("HYV4", {**_SIZES, **_INDEXER, "head_dim": 16, "qk_rope_head_dim": 8}),
         "deepseek_v4": ("DeepseekV4", {**_SIZES, **_INDEXER}),
+        "llama4": ("Llama4", {**_GQA, "head_dim": 12, "intermediate_size_mlp": 80, "num_local_experts": 4}),
+        "phimoe": ("Phimoe", {**_GQA, "num_local_experts": 4, "num_experts_per_tok": 2}),
     }
 )
 """Families that generate by their own `generate()` for now."""
