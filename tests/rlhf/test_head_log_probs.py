@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
 import hybrid_engine
 from hybrid_engine.ops.sample import token_logprobs
@@ -12,6 +13,8 @@ from hybrid_engine.ops.support_log_prob import Supports, pack_support, read_reco
 from hybrid_engine.rl.estimates import token_entropy
 from hybrid_engine.rlhf.batches import head_log_probs
 from hybrid_engine.rlhf.batches.head_log_probs import AskedColumns, token_log_probs
+from hybrid_engine.rlhf.batches.sequences import build_sequences, recompute_activations, response_logprobs
+from hybrid_engine.rlhf.options.shared import TrainingOptions
 from tests.support.distributed import run_distributed
 from tests.support.models import BUILDERS, build_model
 
@@ -308,3 +311,40 @@ def test_two_processes_learn_what_one_learns_from_logits():
         for _, weights in run_distributed(train, 2, stage):
             for name, weight in model.named_parameters():
                 torch.testing.assert_close(weights[name], weight.detach(), rtol=1e-4, atol=1e-5, msg=name)
+
+
+def _granite_hybrid():
+    """Granite 4: recurrent and attention layers, experts, a shared MLP, and scaled logits."""
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    state = {"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_expand": 2}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32}
+    return GraniteMoeHybridForCausalLM(
+        GraniteMoeHybridConfig(
+            **sizes, **state, **experts, vocab_size=99, intermediate_size=40, logits_scaling=3.0, pad_token_id=0,
+            layer_types=["mamba", "attention"],
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "deepseek-v3", "lfm2", "granite-4"])
+def test_models_with_states_and_latents_have_plain_heads_and_can_be_recomputed(family):
+    torch.manual_seed(0)
+    model = _granite_hybrid() if family == "granite-4" else build_model(family)
+    model.train()
+    ids = torch.randint(3, 90, (3, 9), generator=torch.Generator().manual_seed(1))
+    batch = build_sequences(*([row.tolist() for row in part] for part in ids.split([4, 5], dim=1)), 0, ids.device)
+
+    def with_gradients():
+        found = response_logprobs(model, batch, 0.7)
+        return found.detach(), torch.autograd.grad(found.sum(), list(model.parameters()), allow_unused=True)
+
+    logprobs, kept = with_gradients()
+    assert not head_log_probs._tried[model.get_output_embeddings()].differs
+    logits = model(input_ids=ids).logits[:, 3:-1].float() / 0.7
+    expected = logits.log_softmax(-1).gather(2, ids[:, 4:, None]).squeeze(2)
+    torch.testing.assert_close(logprobs, expected.detach(), atol=1e-5, rtol=1e-5)
+    recompute_activations(model, TrainingOptions(activation_checkpointing=True))
+    again, others = with_gradients()
+    assert torch.equal(logprobs, again)
+    for one, other in zip(kept, others, strict=True):
+        assert (one is None and other is None) or torch.allclose(one, other, atol=1e-6, rtol=1e-5)

@@ -8,6 +8,7 @@ import torch
 import transformers as hf
 
 import hybrid_engine
+from hybrid_engine.containers.routing import find_routers
 from hybrid_engine.recipes import grpo, ppo
 from hybrid_engine.rlhf.batches.head_log_probs import replay_routing
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
@@ -24,7 +25,8 @@ from hybrid_engine.rlhf.runs.run_folder import read_metrics
 from hybrid_engine.rlhf.tasks import arithmetic
 from hybrid_engine.zero.sharding import full_tensor
 from tests.support.distributed import run_distributed
-from tests.support.models import build_model
+from tests.support.model_families import BUILDERS, MORE_BUILDERS
+from tests.support.models import build_model, padded_prompts, randomised
 from tests.support.small_actors import save_small_actor, save_sums
 
 BUDGET = TrainingOptions(tokens_per_micro_batch=64)
@@ -119,6 +121,27 @@ def test_sharded_engines_train_with_the_recorded_experts_as_one_process_does():
                 torch.testing.assert_close(one, other[rows][:, : one.shape[1]], atol=1e-5, rtol=1e-4)
             torch.testing.assert_close(its_weights, weights, atol=1e-5, rtol=1e-4)
     assert not torch.allclose(alone[0][0], alone[0][1], atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "deepseek-v2", "lfm2-moe", "gemma4-experts"])
+def test_routers_of_every_kind_are_recorded_and_replayed(family):
+    """In fp32 rollout and trainer choose alike; other experts on record give other log-probabilities."""
+    model, (input_ids, mask) = randomised((BUILDERS | MORE_BUILDERS)[family]), padded_prompts(num_prompts=4)
+    engine = hybrid_engine.initialize(model=model, config={"train_batch_size": 1, "hybrid_engine": {"enabled": True}})
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 6, "seed": 1, "eos_token_id": None, "pad_token_id": 0}
+    options |= {"return_dict_in_generate": True, "record_routing": True}
+    output = engine[0].eval().generate(input_ids, attention_mask=mask, **options)
+    replay_routing(engine[0])
+    batch = attach_responses(mask, output.sequences, output.lengths, routing=output.routing)
+    num_experts = find_routers(model)[0].num_experts
+    others = tuple((row.int() + 1).remainder(num_experts).byte() for row in output.routing)
+    with torch.no_grad():
+        own, replayed, changed = (
+            response_logprobs(engine[0], replace(batch, routing=routing)) for routing in (None, output.routing, others)
+        )
+    assert torch.equal(own, replayed)
+    torch.testing.assert_close(output.logprobs, replayed, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(own, changed, atol=0.1)
 
 
 SIZES = {
