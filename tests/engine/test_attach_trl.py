@@ -137,9 +137,10 @@ def test_losses_are_those_without_it_under_greedy_decoding(name, folder, tokeniz
     assert losses == pytest.approx(plain, abs=1e-6)
 
 
-def test_losses_of_gemma4_are_those_without_it(tokenizer, tmp_path):
-    """Its layers share keys and values, and recomputing them reads those of the pass."""
-    build_model("gemma4").save_pretrained(tmp_path / "policy")
+@pytest.mark.parametrize("family", ["gemma4", "qwen3.5", "deepseek-v3", "lfm2"])
+def test_losses_of_new_families_are_those_without_it(family, tokenizer, tmp_path):
+    """Layers of Gemma 4 share keys and values, and recomputing them reads those of the pass."""
+    build_model(family).save_pretrained(tmp_path / "policy")
     arguments = trl.GRPOConfig(output_dir=str(tmp_path), **COMMON, **GROUPS, beta=0.1, gradient_checkpointing=True)
     runs = []
     for is_attached in (False, True):
