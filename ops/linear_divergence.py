@@ -11,7 +11,14 @@ TRL's GKD trainer. With logit_v of the student and g_v = dD / dq_v
 
 Neither head's `[N, V]` logits ever exist: both are computed in the same tiles of the vocabulary, once for the two
 KLs, whose sums over p and q are kept with a running maximum, and twice for a mixture, which needs both normalizers
-first. The backward pass computes the tiles again. The teacher is frozen.
+first. The teacher is frozen. If the student's head is frozen too, the gradient of the hidden states is computed in the
+forward pass from the same tiles, as in `linear_log_prob`: sums of the head's rows w_v, divided by the normalizers at
+the end,
+
+    beta = 0:   sum_v (q_v - p_v) w_v        beta = 1:   sum_v q_v d_v w_v - D sum_v q_v w_v,  d_v = log(q_v / p_v)
+
+A trained head's own gradient needs the normalizers first; its backward pass computes the tiles again. So do the Triton
+kernels (`linear_divergence_kernels.py`), whose tiles stay in registers, also for a frozen head.
 
 `linear_top_divergence` compares K + 1 classes: K tokens that the teacher names, and the rest of the vocabulary as one.
 Merging classes lowers a divergence, so it is a lower bound of the one above; K = V gives that one. The probability of
@@ -23,21 +30,27 @@ c_k of class k has
 N tokens, K tokens of a teacher, V vocabulary, E and F the hidden sizes of student and teacher.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from hybrid_engine.ops.dispatch import check_tensor
+from hybrid_engine.ops import linear_divergence_kernels as kernels
+from hybrid_engine.ops.dispatch import check_tensor, kernel_or_reference, use_triton
 from hybrid_engine.ops.linear_log_prob_tiles import (
     LEAST_LOGIT,
     PLAIN,
     Head,
+    HeadPair,
     LogitShape,
     add_product,
+    exp_rows,
+    far_of,
     product_fp32,
-    tile_width,
+    raised_base,
+    times,
 )
 
 __all__ = [
@@ -212,33 +225,63 @@ class _Totals(NamedTuple):
 
 class _LinearDivergence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, teacher, beta, shape):
-        student, taught = Head(weight, bias, shape), Head(teacher.weight, teacher.bias, teacher.shape)
-        parts = [
-            _totals(own, theirs, student, taught, beta)
-            for own, theirs in zip(hidden.split(ROWS_AT_ONCE), teacher.hidden.split(ROWS_AT_ONCE), strict=True)
-        ]
-        totals = _Totals(*(torch.cat(part) for part in zip(*parts, strict=True)))
-        ctx.beta, ctx.shapes = beta, (shape, teacher.shape)
-        ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *totals)
-        return totals.divergence
+    def forward(ctx, hidden, *arguments):
+        if use_triton(hidden):
+            return kernel_or_reference(_forward_in_kernels, _forward_in_torch, ctx, hidden, *arguments)
+        return _forward_in_torch(ctx, hidden, *arguments)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, above):
-        hidden, weight, bias, *theirs = ctx.saved_tensors
-        (taught_hidden, taught_weight, taught_bias), totals = theirs[:3], _Totals(*theirs[3:])
-        student = Head(weight, bias, ctx.shapes[0])
-        taught = Head(taught_weight, taught_bias, ctx.shapes[1])
+        if ctx.is_made:
+            (gradient,) = ctx.saved_tensors
+            return (gradient * above[:, None]).to(gradient.dtype), *[None] * 5
+        hidden, weight, bias, taught, taught_weight, taught_bias, *totals = ctx.saved_tensors
+        above = above.contiguous()  # a sum's gradient is one number in memory
+        shape, taught_shape = ctx.shapes
+        whole = HeadPair(hidden, Head(weight, bias, shape), taught, Head(taught_weight, taught_bias, taught_shape))
         found = _Gradients(ctx.needs_input_grad, hidden, weight, bias)
+        gradient_of: Callable[..., torch.Tensor] = _gradient
+        if ctx.in_kernels:
+            gradient_of = partial(kernel_or_reference, _gradient_in_kernels, _gradient)
         with torch.autocast(hidden.device.type, enabled=False):
-            for columns, own, other in _tiles(student, taught, min(len(hidden), ROWS_AT_ONCE)):
+            for columns, pair in whole.tiles(min(len(hidden), ROWS_AT_ONCE)):
                 for rows in _row_parts(hidden):
-                    kept = _Totals(*(part[rows] for part in totals))
-                    of_products = _gradient(own, other, hidden[rows], taught_hidden[rows], kept, ctx.beta)
-                    found.add(columns, rows, own, of_products.mul_(above[rows, None]))
+                    some = _Totals(*(part[rows] for part in totals))
+                    of_products = gradient_of(pair.rows(rows), some, above[rows], ctx.beta)
+                    found.add(columns, rows, pair.student, of_products)
                     del of_products  # before the next tile is computed
         return (*found.results(), None, None, None)
+
+
+def _forward_in_kernels(ctx, *arguments):
+    return _forward(ctx, True, *arguments)
+
+
+def _forward_in_torch(ctx, *arguments):
+    return _forward(ctx, False, *arguments)
+
+
+def _forward(ctx, in_kernels, hidden, weight, bias, teacher, beta, shape):
+    of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
+    # In 16 bits a reverse KL's two sums of rows would be rounded before their difference is taken.
+    is_exact = hidden.dtype == torch.float32 or beta != 1
+    ctx.in_kernels = in_kernels
+    ctx.is_made = of_hidden and is_exact and not (of_weight or of_bias or in_kernels)
+    taught = Head(teacher.weight, teacher.bias, teacher.shape)
+    whole = HeadPair(hidden, Head(weight, bias, shape), teacher.hidden, taught)
+    pairs = [whole.rows(rows) for rows in _row_parts(hidden) or [slice(0)]]
+    if in_kernels:
+        parts = [(_totals_in_kernels(pair, beta), None) for pair in pairs]
+    else:
+        parts = [_totals(pair, beta, ctx.is_made) for pair in pairs]
+    totals = _Totals(*(torch.cat(part) for part in zip(*(part[0] for part in parts), strict=True)))
+    if ctx.is_made:
+        ctx.save_for_backward(torch.cat([part[1] for part in parts]))
+    else:
+        ctx.beta, ctx.shapes = beta, (shape, teacher.shape)
+        ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *totals)
+    return totals.divergence
 
 
 class _ClassLogProbs(torch.autograd.Function):
@@ -334,31 +377,33 @@ def _row_parts(hidden: torch.Tensor) -> list[slice]:
     return [slice(first, first + ROWS_AT_ONCE) for first in range(0, len(hidden), ROWS_AT_ONCE)]
 
 
-def _tiles(student: Head, teacher: Head, num_rows: int) -> Iterator[tuple[slice, Head, Head]]:
-    """The same parts of the vocabulary of both heads, half as wide as those of one head."""
-    widest = max(num_rows, student.weight.shape[1], teacher.weight.shape[1])
-    width = tile_width(2 * widest, student.weight.is_cuda)
-    for first in range(0, len(student.weight), width):
-        columns = slice(first, first + width)
-        yield columns, student.part(columns), teacher.part(columns)
-
-
 class _Running:
-    """logsumexp of the tiles so far, and the expectation of a value under their softmax."""
+    """Sums of exp(logit - base) over the tiles so far, alone, times a value, and times the rows of a head.
 
-    def __init__(self, like: torch.Tensor) -> None:
-        self.base = like.new_full((len(like),), -torch.inf, dtype=torch.float32)
+    `base` is near the largest logit of a row: the largest of the first tile, until a later one is far above it.
+    """
+
+    def __init__(self, hidden: torch.Tensor, num_row_sums: int = 0) -> None:
+        self.far = far_of(hidden.dtype)
+        self.base = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
         self.total, self.weighted = torch.zeros_like(self.base), torch.zeros_like(self.base)
+        self.rows = [torch.zeros_like(hidden, dtype=torch.float32) for _ in range(num_row_sums)]
 
-    def add(self, logits: torch.Tensor, values: torch.Tensor | None) -> None:
-        """Adds a tile: logits and values `[N, columns]`."""
-        base = torch.maximum(self.base, logits.amax(1))
-        fading = torch.exp(self.base - base)
-        exps = torch.exp(logits - base[:, None])
-        self.total = self.total * fading + exps.sum(1)
+    def add(self, logits: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
+        """Adds a tile, logits and values `[N, columns]`; overwrites and returns the logits: exp(logit - base)."""
+        raised = raised_base(self.base, logits.amax(1), self.far)
+        if raised is not None:
+            self.base, fading = raised
+            for sums in (self.total, self.weighted, *self.rows):
+                sums.mul_(fading if sums.dim() == 1 else fading[:, None])
+        self.total += exp_rows(logits, self.base)
         if values is not None:
-            self.weighted = self.weighted * fading + torch.linalg.vecdot(exps, values)
-        self.base = base
+            self.weighted += torch.linalg.vecdot(logits, values)
+        return logits
+
+    def add_rows(self, number: int, weights: torch.Tensor, head: Head) -> None:
+        """Adds `weights [N, columns]` fp32 times the head's rows to the sum of that number."""
+        add_product(self.rows[number], weights.to(head.weight.dtype), head.weight)
 
     @property
     def log_total(self) -> torch.Tensor:
@@ -370,46 +415,138 @@ class _Running:
         """Expectation of the values, `[N]`."""
         return self.weighted / self.total
 
+    def mean_rows(self, number: int) -> torch.Tensor:
+        """`[N, E]`: the sum of rows of that number over `total`; overwrites the sum."""
+        return self.rows[number].div_(self.total[:, None])
 
-def _totals(hidden: torch.Tensor, taught: torch.Tensor, student: Head, teacher: Head, beta: float) -> _Totals:
-    """The totals of some rows: one pass over the tiles, or two for a mixture."""
-    own, other = _Running(hidden), _Running(hidden)
-    for _, mine, theirs in _tiles(student, teacher, len(hidden)):
-        logits, targets = mine.logits(hidden), theirs.logits(taught)
-        own.add(logits, logits - targets if beta == 1 else None)
-        other.add(targets, targets - logits if beta == 0 else None)
-    log_q, log_p = own.log_total, other.log_total
+
+def _totals(pair: HeadPair, beta: float, with_gradient: bool) -> tuple[_Totals, torch.Tensor | None]:
+    """The totals of some rows, and `[N, E]`, in its dtype, the gradient of the hidden states."""
     if beta == 0:
-        return _Totals(log_q, log_p, other.mean - log_p + log_q, torch.full_like(log_q, -1.0))
-    if beta == 1:
-        divergence = own.mean - log_q + log_p
-        return _Totals(log_q, log_p, divergence, divergence)
-    divergence, slope = torch.zeros_like(log_q), torch.zeros_like(log_q)
-    for _, mine, theirs in _tiles(student, teacher, len(hidden)):
-        q, p = mine.logits(hidden).sub_(log_q[:, None]), theirs.logits(taught).sub_(log_p[:, None])
-        mixture = _log_mixture(q, p, beta)
-        of_student = torch.linalg.vecdot(q.exp(), q.sub_(mixture))
-        divergence += beta * torch.linalg.vecdot(p.exp(), p.sub_(mixture)) + (1 - beta) * of_student
-        slope += (1 - beta) * of_student
-    return _Totals(log_q, log_p, divergence, slope)
-
-
-def _gradient(
-    student: Head, teacher: Head, hidden: torch.Tensor, taught: torch.Tensor, totals: _Totals, beta: float
-) -> torch.Tensor:
-    """`[N, columns]` fp32: the gradient of a tile's products."""
-    logits = student.logits(hidden)
-    slope = student.shape.slope(logits)
-    log_q = logits.sub(totals.student[:, None])
-    log_p = teacher.logits(taught).sub_(totals.teacher[:, None])
-    q = log_q.exp()
-    if beta == 0:
-        gradient = q.sub_(log_p.exp_())
+        totals, gradient = _forward_kl(pair, with_gradient)
     elif beta == 1:
-        gradient = log_q.sub_(log_p).sub_(totals.slope[:, None]).mul_(q)
+        totals, gradient = _reverse_kl(pair, with_gradient)
     else:
-        gradient = log_q.sub(_log_mixture(log_q, log_p, beta)).mul_(1 - beta).sub_(totals.slope[:, None]).mul_(q)
-    return gradient.mul_(slope)
+        totals, gradient = _mixed(pair, beta, with_gradient)
+    return totals, None if gradient is None else gradient.to(pair.hidden.dtype)
+
+
+def _forward_kl(pair: HeadPair, with_gradient: bool) -> tuple[_Totals, torch.Tensor | None]:
+    own, other = (_Running(pair.hidden, int(with_gradient)) for _ in range(2))
+    for _, tile in pair.tiles(len(pair.hidden)):
+        logits, targets = tile.logits()
+        values, slope = targets - logits, _slope(tile, logits, with_gradient)
+        exps = own.add(logits), other.add(targets, values)
+        del values
+        if with_gradient:
+            for running, weights in zip((own, other), exps, strict=True):
+                running.add_rows(0, times(weights, slope), tile.student)
+        del logits, targets, exps  # before the next tile is computed
+    log_q, log_p = own.log_total, other.log_total
+    totals = _Totals(log_q, log_p, other.mean - log_p + log_q, torch.full_like(log_q, -1.0))
+    return totals, own.mean_rows(0).sub_(other.mean_rows(0)) if with_gradient else None
+
+
+def _reverse_kl(pair: HeadPair, with_gradient: bool) -> tuple[_Totals, torch.Tensor | None]:
+    own, other = _Running(pair.hidden, 2 * with_gradient), _Running(pair.hidden)
+    center = torch.zeros_like(own.base)
+    for columns, tile in pair.tiles(len(pair.hidden)):
+        logits, targets = tile.logits()
+        if columns.start == 0:
+            center = _distance(logits, targets)
+        values, slope = logits.sub(targets).sub_(center[:, None]), _slope(tile, logits, with_gradient)
+        exps = own.add(logits, values)
+        other.add(targets)
+        if with_gradient:
+            own.add_rows(0, times(exps, slope), tile.student)
+            own.add_rows(1, values.mul_(exps), tile.student)
+        del logits, targets, values, exps  # before the next tile is computed
+    log_q, log_p = own.log_total, other.log_total
+    divergence = own.mean + center - log_q + log_p
+    gradient = own.mean_rows(1).sub_(own.mean_rows(0).mul_(own.mean[:, None])) if with_gradient else None
+    return _Totals(log_q, log_p, divergence, divergence), gradient
+
+
+def _mixed(pair: HeadPair, beta: float, with_gradient: bool) -> tuple[_Totals, torch.Tensor | None]:
+    own, other = _Running(pair.hidden, int(with_gradient)), _Running(pair.hidden)
+    for _, tile in pair.tiles(len(pair.hidden)):
+        logits, targets = tile.logits()
+        slope = _slope(tile, logits, with_gradient)
+        exps = own.add(logits)
+        other.add(targets)
+        if with_gradient:
+            own.add_rows(0, times(exps, slope), tile.student)
+        del logits, targets, exps  # before the next tile is computed
+    log_q, log_p = own.log_total, other.log_total
+    of_teacher, of_student = torch.zeros_like(log_q), torch.zeros_like(log_q)
+    gradient = torch.zeros_like(pair.hidden, dtype=torch.float32) if with_gradient else None
+    for _, tile in pair.tiles(len(pair.hidden)):
+        logits, targets = tile.logits()
+        slope = _slope(tile, logits, with_gradient)
+        q, p = logits.sub_(log_q[:, None]), targets.sub_(log_p[:, None])
+        mixture = _log_mixture(q, p, beta)
+        of_teacher += torch.linalg.vecdot(p.exp(), p.sub_(mixture))
+        terms = q.exp().mul_(q.sub_(mixture))
+        of_student += terms.sum(1)
+        if gradient is not None:
+            weights = times(terms.mul_(1 - beta), slope)
+            add_product(gradient, weights.to(tile.student.weight.dtype), tile.student.weight)
+        del logits, targets, q, p, mixture, terms  # before the next tile is computed
+    totals = _mixed_totals(log_q, log_p, of_teacher, of_student, beta)
+    if gradient is not None:
+        gradient.sub_(own.mean_rows(0).mul_(totals.slope[:, None]))
+    return totals, gradient
+
+
+def _mixed_totals(
+    log_q: torch.Tensor, log_p: torch.Tensor, of_teacher: torch.Tensor, of_student: torch.Tensor, beta: float
+) -> _Totals:
+    """`of_teacher`, `of_student`: KL(p || m) and KL(q || m)."""
+    slope = (1 - beta) * of_student
+    return _Totals(log_q, log_p, beta * of_teacher + slope, slope)
+
+
+def _totals_in_kernels(pair: HeadPair, beta: float) -> _Totals:
+    log_q, log_p, mean = kernels.merged(kernels.partial_sums(pair, beta), beta)
+    if beta == 0:
+        return _Totals(log_q, log_p, log_q - log_p - mean, torch.full_like(log_q, -1.0))
+    if beta == 1:
+        divergence = mean - log_q + log_p
+        return _Totals(log_q, log_p, divergence, divergence)
+    return _mixed_totals(log_q, log_p, *kernels.mixture_sums(pair, log_q, log_p, beta), beta)
+
+
+def _slope(tile: HeadPair, logits: torch.Tensor, is_needed: bool) -> torch.Tensor | float:
+    return tile.student.shape.slope(logits) if is_needed else 1.0
+
+
+def _distance(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """`[N]`: about the constant between both models' logits, which must not be most of a value that is rounded."""
+    largest, largest_target = logits.amax(1), targets.amax(1)
+    is_logit = torch.minimum(largest, largest_target) > LEAST_LOGIT / 2
+    return torch.where(is_logit, largest - largest_target, 0.0)
+
+
+def _gradient(tile: HeadPair, totals: _Totals, above: torch.Tensor, beta: float) -> torch.Tensor:
+    """`[N, columns]` fp32: the gradient of a tile's products, times `above [N]`."""
+    logits, targets = tile.logits()
+    slope = tile.student.shape.slope(logits)
+    if beta == 0:
+        exp_rows(logits, totals.student, above)
+        exp_rows(targets, totals.teacher, above)
+        return times(logits.sub_(targets), slope)
+    if beta == 1:
+        values = torch.sub(logits, targets, out=targets).sub_((totals.student - totals.teacher + totals.slope)[:, None])
+    else:
+        log_q, log_p = logits - totals.student[:, None], targets.sub_(totals.teacher[:, None])
+        values = log_q.sub_(_log_mixture(log_q, log_p, beta)).mul_(1 - beta).sub_(totals.slope[:, None])
+    exp_rows(logits, totals.student, above)
+    return times(values.mul_(logits), slope)
+
+
+def _gradient_in_kernels(tile: HeadPair, totals: _Totals, above: torch.Tensor, beta: float) -> torch.Tensor:
+    rows = kernels.TotalPointers(totals.student, totals.teacher, totals.slope, above)
+    return kernels.gradient_of_products(tile, rows, beta)
 
 
 def _class_logits(head: Head, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -418,7 +555,7 @@ def _class_logits(head: Head, hidden: torch.Tensor, ids: torch.Tensor) -> torch.
     for columns, tile in head.tiles(len(hidden)):
         logits, places = tile.logits(hidden), _InTile.of(ids - columns.start, tile)
         chosen = places.take(logits, chosen)
-        rest.add(places.without(logits), None)
+        rest.add(places.without(logits))
         del logits  # before the next tile is computed
     return torch.cat([chosen, rest.log_total[:, None]], dim=1)
 
@@ -431,7 +568,7 @@ def _top_of_rows(teacher: HeadStates, hidden: torch.Tensor, num_tokens: int) -> 
         best, places = logits.topk(num_tokens, dim=1)
         earlier = ids.gather(1, places.clamp(max=num_tokens - 1))
         ids = torch.where(places < num_tokens, earlier, columns.start + places - num_tokens)
-        rest.add(logits.scatter_(1, places, LEAST_LOGIT), None)
+        rest.add(logits.scatter_(1, places, LEAST_LOGIT))
         del logits  # before the next tile is computed
     log_total = torch.cat([best, rest.log_total[:, None]], dim=1).logsumexp(1)
     return TopTokens(ids, best - log_total[:, None], rest.log_total - log_total)

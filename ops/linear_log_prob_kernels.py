@@ -177,12 +177,12 @@ def partial_sums(hidden: torch.Tensor, head: Head, places: torch.Tensor, with_en
         hidden: `[N, E]`.
         places: `[N]` int64, the targets counted from the first row of the head.
     """
-    (num_rows, width_in), weights, hidden = hidden.shape, _weights(head), hidden.contiguous()
+    (num_rows, width_in), weights, hidden = hidden.shape, weights_of_head(head), hidden.contiguous()
     has_softcap = head.shape.softcap is not None
     launch, num_runs, run = prepared(_prepare_sums, has_softcap, with_entropy, hidden, *head[:2], places)
     sums = Sums(*hidden.new_empty(len(Sums._fields), num_runs, num_rows, dtype=torch.float32))
     if num_rows:
-        launch(hidden, weights, places, SumPointers(*sums), _shape(head.shape), num_rows, width_in, run)
+        launch(hidden, weights, places, SumPointers(*sums), shape_args(head.shape), num_rows, width_in, run)
     return sums
 
 
@@ -220,7 +220,7 @@ def gradient_of_products(
 ) -> torch.Tensor:
     """`linear_log_prob_tiles.gradient_of_products` in a kernel; it does not use tiles kept from the forward pass."""
     assert kept is None
-    (num_rows, width_in), weights, hidden = hidden.shape, _weights(tile), hidden.contiguous()
+    (num_rows, width_in), weights, hidden = hidden.shape, weights_of_head(tile), hidden.contiguous()
     gradient = hidden.new_empty(num_rows, weights.width)
     rows = RowPointers(
         places,
@@ -230,7 +230,7 @@ def gradient_of_products(
     )
     if num_rows:
         launch = prepared(_prepare_gradient, tile.shape.softcap is not None, hidden, *tile[:2], *rows)
-        launch(hidden, weights, gradient, rows, _shape(tile.shape), num_rows, width_in)
+        launch(hidden, weights, gradient, rows, shape_args(tile.shape), num_rows, width_in)
     return gradient
 
 
@@ -249,9 +249,11 @@ def _prepare_gradient(
     )  # fmt: skip
 
 
-def _weights(head: Head) -> ProductWeights:
+def weights_of_head(head: Head) -> ProductWeights:
+    """The head's weight as `[E, V]`, and its bias, for a kernel."""
     return weights_of(head.weight.t(), None if head.bias is None else head.bias.contiguous())
 
 
-def _shape(shape: LogitShape) -> ShapeArgs:
+def shape_args(shape: LogitShape) -> ShapeArgs:
+    """`shape` for a kernel."""
     return ShapeArgs(float(shape.scale), float(shape.softcap or 0.0), 1.0 / shape.temperature)

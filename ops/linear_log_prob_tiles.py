@@ -87,6 +87,31 @@ class Head(NamedTuple):
         return logits if self.kept is None else logits.masked_fill_(~self.kept, LEAST_LOGIT)
 
 
+class HeadPair(NamedTuple):
+    """Hidden states of the same tokens in a student and a teacher, and both heads, or the same rows of both."""
+
+    hidden: torch.Tensor  # [N, E]
+    student: Head
+    taught: torch.Tensor  # [N, F]: the teacher's hidden states
+    teacher: Head
+
+    def tiles(self, num_rows: int) -> Iterator[tuple[slice, "HeadPair"]]:
+        """Parts of the vocabulary, half as wide as those of one head, and the pair of each."""
+        widest = max(num_rows, self.student.weight.shape[1], self.teacher.weight.shape[1])
+        width = tile_width(2 * widest, self.student.weight.is_cuda)
+        for first in range(0, len(self.student.weight), width):
+            columns = slice(first, first + width)
+            yield columns, self._replace(student=self.student.part(columns), teacher=self.teacher.part(columns))
+
+    def rows(self, rows: slice) -> "HeadPair":
+        """The pair for some of the tokens."""
+        return self._replace(hidden=self.hidden[rows], taught=self.taught[rows])
+
+    def logits(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The student's and the teacher's, `[N, V]` fp32 each."""
+        return self.student.logits(self.hidden), self.teacher.logits(self.taught)
+
+
 def tile_width(num_rows: int, is_on_gpu: bool) -> int:
     """Number of columns of a tile of `num_rows` rows."""
     return max(LEAST_COLUMNS, (TILE_BYTES_ON_GPU if is_on_gpu else TILE_BYTES) // 4 // max(num_rows, 1))
@@ -139,6 +164,23 @@ def running_sums(
     return Sums(sums.base, sums.total, sums.chosen, sums.weighted), sums.rows
 
 
+def far_of(dtype: torch.dtype) -> float:
+    """The distance above a base from which a logit raises it: none in 16 bits, whose operands then stay below 1."""
+    return FAR if dtype == torch.float32 else 0.0
+
+
+def raised_base(base: torch.Tensor, largest: torch.Tensor, far: float) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The new bases, and the factors of sums of exp(logit - base), `[N]` each; None on a CPU if they stay.
+
+    A base becomes its row's `largest` logit of the next tile where that is more than `far` above it.
+    """
+    is_far = largest > base + far
+    if is_far.is_cpu and not is_far.any():  # on other devices the check would wait for the device
+        return None
+    raised = torch.where(is_far, largest, base)
+    return raised, torch.where(is_far, torch.exp(base - raised), 1.0)
+
+
 class _RunningSums:
     """Sums of exp(logit - base) over the tiles so far.
 
@@ -147,7 +189,7 @@ class _RunningSums:
 
     def __init__(self, hidden: torch.Tensor, places: torch.Tensor, with_entropy: bool, with_rows: bool):
         self.places = places
-        self.far = FAR if hidden.dtype == torch.float32 else 0.0  # operands of 16-bit products stay below 1
+        self.far = far_of(hidden.dtype)
         self.base = hidden.new_full(places.shape, -torch.inf, dtype=torch.float32)
         self.total, self.chosen, self.weighted = (torch.zeros_like(self.base) for _ in range(3))
         self.with_entropy = with_entropy
@@ -160,21 +202,20 @@ class _RunningSums:
         self._raise_base(logits.amax(1))
         slope = head.shape.slope(logits) if self.rows is not None else 1.0
         weights = logits.clone() if self.with_entropy else logits
-        self.total += _exp_rows(weights, self.base)
+        self.total += exp_rows(weights, self.base)
         if self.with_entropy:
             self.weighted += torch.linalg.vecdot(weights, logits.sub_(self.base[:, None]))
         if self.rows is not None:
-            add_product(self.rows, _times(weights, slope).to(head.weight.dtype), head.weight)
+            add_product(self.rows, times(weights, slope).to(head.weight.dtype), head.weight)
         return weights
 
     def _raise_base(self, largest: torch.Tensor) -> None:
-        is_far = largest > self.base + self.far
-        if is_far.is_cpu and not is_far.any():  # on other devices the check would wait for the device
+        raised = raised_base(self.base, largest, self.far)
+        if raised is None:
             return
-        base = torch.where(is_far, largest, self.base)
-        fading = torch.where(is_far, torch.exp(self.base - base), 1.0)
+        base, fading = raised
         if self.with_entropy:
-            lifted = torch.where(is_far & (fading > 0), (base - self.base) * self.total, 0.0)
+            lifted = torch.where((base > self.base) & (fading > 0), (base - self.base) * self.total, 0.0)
             self.weighted.sub_(lifted).mul_(fading)
         self.base = base
         self.total *= fading
@@ -212,7 +253,7 @@ def gradient_of_products(
     elif of_entropy is None:
         gradient = tile.logits(hidden)
         slope = tile.shape.slope(gradient)
-        _exp_rows(gradient, log_total, -above)
+        exp_rows(gradient, log_total, -above)
     else:
         logits = tile.logits(hidden)
         slope = tile.shape.slope(logits)
@@ -222,7 +263,7 @@ def gradient_of_products(
         gradient = logprobs.add_(entropy[:, None]).mul_(above_entropy[:, None]).add_(above[:, None]).mul_(probs).neg_()
     places, is_inside = _places_inside(places, gradient.shape[1])
     gradient.scatter_add_(1, places, torch.where(is_inside, above, 0.0)[:, None])
-    return _times(gradient, slope).to(tile.weight.dtype)
+    return times(gradient, slope).to(tile.weight.dtype)
 
 
 def add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -240,7 +281,7 @@ def product_fp32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return product(left, right).float()
 
 
-def _exp_rows(values: torch.Tensor, shift: torch.Tensor, factor: torch.Tensor | None = None) -> torch.Tensor:
+def exp_rows(values: torch.Tensor, shift: torch.Tensor, factor: torch.Tensor | None = None) -> torch.Tensor:
     """Replaces `values [N, columns]` with factor * exp(values - shift) in place; returns the sums along rows, `[N]`."""
     if cpu_kernels.can_search(values):
         return cpu_kernels.exp_rows(values, shift, factor)
@@ -248,7 +289,8 @@ def _exp_rows(values: torch.Tensor, shift: torch.Tensor, factor: torch.Tensor | 
     return (values if factor is None else values.mul_(factor[:, None])).sum(1)
 
 
-def _times(values: torch.Tensor, slope: torch.Tensor | float) -> torch.Tensor:
+def times(values: torch.Tensor, slope: torch.Tensor | float) -> torch.Tensor:
+    """`values` times `LogitShape.slope`, in place."""
     return values if isinstance(slope, float) and slope == 1.0 else values.mul_(slope)
 
 

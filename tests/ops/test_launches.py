@@ -33,6 +33,7 @@ KERNELS = """
     decode_kernel draw_kernel fixed_attention_kernel fixed_product_kernel gated_activation_kernel gradient_kernel
     greedy_kernel linear_kernel logprob_kernel norm_kernel norm_rows_kernel prefill_kernel qkv_kernel reduce_rows_kernel
     residual_add_kernel scan_kernel softmax_rows_kernel store_kernel sums_kernel up_kernel
+    divergence_gradient_kernel mixture_kernel totals_kernel
     _down_kernel _gating_kernel _mix_kernel _sort_kernel _sum_kernel _up_kernel
 """
 

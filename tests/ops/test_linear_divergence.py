@@ -92,6 +92,36 @@ def test_in_16_bits_it_is_as_near_to_the_exact_value_as_the_logits_are(beta):
     assert [x.dtype for x in torch.autograd.grad(found.sum(), own)] == [torch.bfloat16] * 3
 
 
+@BETAS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [LogitShape(), LogitShape(0.5, 3.0, 0.7)], ids=["plain", "softcap"])
+def test_a_frozen_head_has_the_gradient_of_a_trained_one(beta, dtype, shape):
+    """Whose bias leaves out the first tile, and whose logits rise far above it later."""
+    own, teacher = draw(dtype)
+    with torch.no_grad():
+        own[2][:300] = -torch.inf
+        own[2][700:] += 60
+    above = torch.randn(N)
+    trained = linear_divergence(*own[:2], teacher, beta, own[2], shape)
+    expected = torch.autograd.grad((trained * above).sum(), own)[0]
+    frozen = linear_divergence(own[0], own[1].detach(), teacher, beta, own[2].detach(), shape)
+    torch.testing.assert_close(frozen, trained)
+    (found,) = torch.autograd.grad((frozen * above).sum(), own[:1])
+    near = 1e-4 if dtype == torch.float32 else 0.03
+    torch.testing.assert_close(found, expected, rtol=near, atol=near * expected.abs().max().item())
+
+
+@BETAS
+def test_no_tokens_have_no_divergence(beta):
+    own, teacher = draw()
+    for is_trained in (True, False):
+        weight = own[1].detach().requires_grad_(is_trained)
+        hidden = own[0][:0].detach().requires_grad_()
+        found = linear_divergence(hidden, weight, teacher._replace(hidden=teacher.hidden[:0]), beta)
+        gradients = torch.autograd.grad(found.sum(), [hidden, *([weight] if is_trained else [])])
+        assert found.shape == (0,) and not any(gradient.any() for gradient in gradients)
+
+
 def test_it_is_zero_for_the_teacher_itself_and_positive_elsewhere():
     own, teacher = draw(has_bias=False)
     for beta in (0.0, 0.5, 1.0):

@@ -37,6 +37,7 @@ from hybrid_engine.ops.expert_sum import ExpertSumOp
 from hybrid_engine.ops.fixed_attention import AttentionParameters, attend
 from hybrid_engine.ops.fixed_product import REDUCTIONS, SOFTMAXES, fixed_product, norm_rows, reduce_rows, softmax_rows
 from hybrid_engine.ops.gated_delta import DecayWeights, DeltaInputs
+from hybrid_engine.ops.linear_divergence import HeadStates, linear_divergence
 from hybrid_engine.ops.linear_log_prob import linear_log_prob
 from hybrid_engine.ops.linear_log_prob_tiles import PLAIN, LogitShape
 from hybrid_engine.ops.linears import ACTIVATIONS
@@ -246,7 +247,7 @@ def run_experts(gating: MoEGatingOp, product: ExpertGemmOp, x: torch.Tensor, up,
 
 
 def log_probs(dtype: torch.dtype) -> Iterator[Check]:
-    """Of logits and of a head, forward and backward."""
+    """Of logits and of a head, and divergences of two heads, forward and backward."""
     logits = randn(dtype, N, V).requires_grad_()
     yield "log-probabilities", partial(train_logits, logits)
     shape = LogitShape(temperature=0.7, softcap=30.0)
@@ -255,6 +256,10 @@ def log_probs(dtype: torch.dtype) -> Iterator[Check]:
         bias = randn(dtype, V).requires_grad_()
         for name, given in (("plain", (None, PLAIN, False)), ("bias, soft-capping, entropy", (bias, shape, True))):
             yield f"log-probabilities of a head, {name}, {rows} rows", partial(train_head, hidden, weight, *given)
+        teacher = HeadStates(randn(dtype, rows, 2 * E), randn(dtype, V, 2 * E), shape=shape)
+        for beta in (0.0, 0.5, 1.0):
+            pair = partial(train_pair, hidden, weight, teacher, beta)
+            yield f"divergence of heads, beta {beta:g}, {rows} rows", pair
 
 
 def train_logits(logits: torch.Tensor) -> None:
@@ -267,6 +272,11 @@ def train_head(hidden, weight, bias, shape: LogitShape, with_entropy: bool) -> N
     targets = torch.arange(len(hidden)) % V
     logprobs, entropy = linear_log_prob(hidden, weight, targets, bias, shape, with_entropy)
     (logprobs.sum() if entropy is None else logprobs.sum() + entropy.sum()).backward()
+
+
+def train_pair(hidden, weight, teacher: HeadStates, beta: float) -> None:
+    """The divergence of two heads, forward and backward."""
+    linear_divergence(hidden, weight, teacher, beta).sum().backward()
 
 
 def samplings() -> Iterator[Check]:

@@ -56,6 +56,7 @@ SHORT_OPS = (
     "log-probabilities", "log-probabilities of a head, plain, 5 rows", "exact product", "exact sum", "exact _softmax",
     "exact RMS norm", "exact attention of 64, window None, no sinks", "step of states, heads of 64",
     "prefill of states, heads of 64",
+    "divergence of heads, beta 0.5, 5 rows",
 )  # fmt: skip
 SAMPLINGS: tuple[dict[str, object], ...] = (
     {"do_sample": True, "top_k": 50, "top_p": 0.9},
