@@ -43,7 +43,7 @@ from hybrid_engine.rlhf.experience.policy import TrainedPolicy, build_policy, ev
 from hybrid_engine.rlhf.experience.rollout import AnswerSampling, given_answers, sample, warm_up
 from hybrid_engine.rlhf.experience.start import Stages, Start, prepare
 from hybrid_engine.rlhf.experience.teacher_loading import check_teacher, load_teacher, teacher_adapters, with_average
-from hybrid_engine.rlhf.experience.teachers import StepAnswers, Teacher, compare
+from hybrid_engine.rlhf.experience.teachers import StepAnswers, Teacher, compare, with_solutions
 from hybrid_engine.rlhf.options.distillation import DistillConfig as Config
 from hybrid_engine.rlhf.options.shared import is_due, suitable_rate
 from hybrid_engine.rlhf.planning.comparison import follow_answers, write_result
@@ -180,6 +180,10 @@ def own_answers(
     figures |= policy.routing_figures(rollout.sequences, rollout.logprobs, config.temperature)
     repeated = [index for index in records for _ in range(config.group_size)]
     answered = StepAnswers(rollout.sequences.numbered(), rollout.answers, repeated, scores)
+    if config.shows_solutions:
+        answered = with_solutions(answered, config.group_size, config.pass_score)
+        is_shown = answered.sequences.on_host.response_mask.any(dim=1)
+        figures |= global_means({"shown_solutions": (float(is_shown.sum()), float(len(is_shown)))})
     return answered, {"on_policy": 1.0} | figures | reward_figures(scores)
 
 

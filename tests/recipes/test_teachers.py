@@ -29,9 +29,10 @@ from hybrid_engine.rlhf.experience.teachers import (
     SeveralTeachers,
     StepAnswers,
     TeacherPrompts,
+    with_solutions,
 )
 from hybrid_engine.rlhf.options.shared import TrainingOptions
-from hybrid_engine.rlhf.rewards.scores import Answers
+from hybrid_engine.rlhf.rewards.scores import Answers, Scores
 from hybrid_engine.rlhf.runs.run_folder import read_metrics
 from hybrid_engine.rlhf.tasks import arithmetic
 from hybrid_engine.rlhf.tasks.corpus import build_small_llama
@@ -420,6 +421,54 @@ def test_prompts_are_filled_with_columns():
     assert filled == [turns[0], {"role": "user", "content": "{x}? (2)"}] and turns[1]["content"] == "{x}?"
     with pytest.raises(ValueError, match=r"row 7 has no value in the column 'feedback'.* are prompt, answer, list"):
         fill_prompt(row, "{feedback}")
+
+
+def test_a_teacher_sees_the_first_other_right_answer_of_the_group_and_groups_without_one_are_not_learned_from():
+    tokenizer = arithmetic.build_tokenizer()
+    texts = ["3", "2", "2;", "45", "46", "47", "8", "8", "9"]  # groups of 3
+    prompts, responses = ([tokenizer(text)["input_ids"] for text in part] for part in (["1+1="] * 9, texts))
+    sequences = build_sequences(prompts, responses, 0, torch.device("cpu")).numbered()
+    answers = Answers(
+        prompts=["1+1="] * 9, responses=texts, prompt_ids=prompts, response_ids=responses, is_cut_off=[False] * 9
+    )
+    total = [0.0, 1.0, 2.0, 0.5, 1.0, float("nan"), 0.0, 0.9, 0.9]
+    scores = Scores(total=total, by_name={}, per_token=None)
+    step = with_solutions(StepAnswers(sequences, answers, [0] * 3 + [3] * 3 + [1] * 3, scores), 3, 1.0)
+    shown = ["2", "2;", "2", "46", None, "46", None, None, None]
+    assert step.answers.columns["solution_of_group"] == shown
+    expected = sequences.response_mask & torch.tensor([text is not None for text in shown])[:, None]
+    assert torch.equal(step.sequences.response_mask, expected)
+
+    told = TeacherPrompts("={solution_of_group};{prompt}{answer}", ROWS, tokenizer, max_solution_tokens=2)
+    filled = ["=2;1+1=2", "=2;;1+1=2", "=2;1+1=2", "=46;567+567=1134", "=;567+567=1134", "=46;567+567=1134"]
+    filled += ["=;23+23=46"] * 3
+    assert told.of_step(step) == [tokenizer(text)["input_ids"] for text in filled]
+    assert told.longest == len(tokenizer("=;567+567=1134")["input_ids"]) + 2
+    told.begin_step(step)
+    seen = told.seen(step.sequences.rows(torch.tensor([4, 3])))
+    assert seen.response_mask.sum(dim=1).tolist() == [0, len(responses[3])]
+
+    row = replace(ROWS[0], columns={"answer": "2", "solution_of_group": "x"}, place="row 7")
+    with pytest.raises(ValueError, match="row 7 has a column 'solution_of_group'"):
+        TeacherPrompts("{solution_of_group}{prompt}", [row], tokenizer)
+
+
+def test_a_run_that_learns_from_solutions_of_its_groups_continues_to_the_bit(tiny, tmp_path):
+    template = "={solution_of_group};{prompt}"
+    for options, what in (({"group_size": 1}, "--group-size=1"), ({"on_policy_share": 0.5}, "--on-policy-share=0.5")):
+        with pytest.raises(ValueError, match=f"another answer to the same prompt, which {what} does not give"):
+            replace(tiny, teacher="base", teacher_prompt=template, **({"group_size": 1} | options))
+    config = replace(tiny, teacher="base", teacher_prompt=template, teacher_average=0.3, rollout_size=4, group_size=4)
+    config = replace(config, steps=4, save_every=1, learning_rate=1e-2)
+    whole = figures(config, "whole")
+    shares = [line["shown_solutions"] for line in whole]
+    assert all(0 <= share <= 1 for share in shares) and max(shares) > 0 and min(shares) < 1
+    torn = replace(config, out=str(tmp_path / "torn"))
+    with stopped_after(2):
+        distill.run(torn)
+    ours = figures(torn, "torn", resume=True)
+    for name in ("divergence", "grad_norm", "score", "shown_solutions"):
+        assert [line[name] for line in ours] == [line[name] for line in whole], name
 
 
 def test_a_teacher_with_another_chat_template_is_refused(tmp_path):

@@ -190,7 +190,7 @@ def load_teacher(config: DistillConfig, policy: TrainedPolicy, start: Start[Dist
     """
     prompts = None
     if config.teacher_prompt is not None:
-        prompts = TeacherPrompts(config.teacher_prompt, start.train, policy.tokenizer)
+        prompts = TeacherPrompts(config.teacher_prompt, start.train, policy.tokenizer, config.max_new_tokens)
     if config.teacher_cache is not None:
         return _stored_teacher(config, policy, start, prompts)
     loaded = [_load_one(source, config, policy, start, prompts) for source in config.teachers.values()]
@@ -354,7 +354,8 @@ def _load_with_other_tokens(
     source: str, config: DistillConfig, policy: TrainedPolicy, start: Start[DistillConfig]
 ) -> Teacher:
     tokenizer = load_tokenizer(source, "teacher")
-    prompts = TeacherPrompts(config.teacher_prompt or "{prompt}", start.train, tokenizer)
+    template = config.teacher_prompt or "{prompt}"
+    prompts = TeacherPrompts(template, start.train, tokenizer, config.max_new_tokens)
     limit = num_positions(load_config(source))
     check_teacher_positions(config, prompts.longest, source, limit, has_prompts=True)
     model = load_frozen(source, config, policy, is_same_vocabulary=False)

@@ -49,7 +49,7 @@ from hybrid_engine.rlhf.data.encoding import encode_prompt
 from hybrid_engine.rlhf.data.prompts import fill_prompt
 from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.experience.policy import TrainedPolicy
-from hybrid_engine.rlhf.options.distillation import DistillConfig
+from hybrid_engine.rlhf.options.distillation import SOLUTION_OF_GROUP, DistillConfig, template_columns
 from hybrid_engine.rlhf.rewards.scores import Answers, Scores
 from hybrid_engine.rlhf.runs.run_folder import TeacherFigures
 from hybrid_engine.zero.gathered_parameters import GatheredParameters
@@ -78,6 +78,34 @@ class StepAnswers(NamedTuple):
     """Their rewards; None for answers of the data set."""
 
 
+def with_solutions(step: StepAnswers, group_size: int, pass_score: float) -> StepAnswers:
+    """The step with the column `solution_of_group`: the first other answer of each answer's group that is right.
+
+    An answer whose group has no other right one has None there and is not learned from: its response mask is False.
+
+    Args:
+        step: answers of which `group_size` neighbors belong to the same prompt, with scores.
+        group_size: G.
+        pass_score: least score of a right answer.
+
+    Source: Hübotter et al., "SDPO", arXiv 2601.20802, whose successful answers are the feedback on the others; the
+    choice and the mask are those of TRL 1.16 (`success_reward_threshold`, `dont_reprompt_on_self_success`).
+    """
+    assert step.scores is not None
+    right = [row for row, total in enumerate(step.scores.total) if total >= pass_score]
+    others = [
+        next((other for other in right if other != row and other // group_size == row // group_size), None)
+        for row in range(len(step.answers))
+    ]
+    solutions = [None if other is None else step.answers.responses[other] for other in others]
+    mask = step.sequences.response_mask
+    is_shown = torch.tensor([other is not None for other in others], device=mask.device)
+    return step._replace(
+        sequences=replace(step.sequences, response_mask=mask & is_shown[:, None]),
+        answers=replace(step.answers, columns={**step.answers.columns, SOLUTION_OF_GROUP: solutions}),
+    )
+
+
 class Teacher(Protocol):
     """States the distributions of the tokens of answers."""
 
@@ -100,26 +128,56 @@ class Teacher(Protocol):
 class TeacherPrompts:
     """The prompts of `--teacher-prompt`, after which a teacher reads the answers of a step."""
 
-    def __init__(self, template: str, rows: Sequence[PromptRow], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Encodes the prompts of all training rows.
+    def __init__(
+        self,
+        template: str,
+        rows: Sequence[PromptRow],
+        tokenizer: PreTrainedTokenizerBase,
+        max_solution_tokens: int = 0,
+    ) -> None:
+        """Encodes the prompts of all training rows, without the answers of a step that they show.
 
         Args:
             template: as in `fill_prompt`.
             rows: the training prompts of the run.
             tokenizer: the actor's.
+            max_solution_tokens: tokens of an answer that the prompts show by `{solution_of_group}`.
+
+        Raises:
+            ValueError: the data has a column of that name.
         """
         self.pad_token = tokenizer.pad_token_id
-        self._prompts = [encode_prompt(tokenizer, fill_prompt(row, template)) for row in rows]
+        self._shows_solutions = SOLUTION_OF_GROUP in template_columns(template)
+        self._template, self._rows, self._tokenizer = template, rows, tokenizer
+        named = next((row for row in rows if self._shows_solutions and SOLUTION_OF_GROUP in row.columns), None)
+        if named is not None:
+            raise ValueError(
+                f"{named.place} has a column {SOLUTION_OF_GROUP!r}, the name in --teacher-prompt of another answer of "
+                "the step; rename it with --columns"
+            )
+        self._prompts = [self._encode(row, "") for row in rows]
+        self._max_solution_tokens = max_solution_tokens if self._shows_solutions else 0
         self._step: Sequences | None = None
+
+    def _encode(self, row: PromptRow, solution: str) -> list[int]:
+        if self._shows_solutions:
+            row = replace(row, columns={**row.columns, SOLUTION_OF_GROUP: solution})
+        return encode_prompt(self._tokenizer, fill_prompt(row, self._template))
 
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt."""
-        return max(map(len, self._prompts))
+        return max(map(len, self._prompts)) + self._max_solution_tokens
 
     def of_step(self, step: StepAnswers) -> list[list[int]]:
-        """The tokens of the prompt of each answer."""
-        return [self._prompts[record] for record in step.records]
+        """The tokens of the prompt of each answer.
+
+        If a solution's text takes more tokens than it was sampled with, the longest prompts lose their beginning.
+        """
+        if not self._shows_solutions:
+            return [self._prompts[record] for record in step.records]
+        shown = zip(step.records, step.answers.columns[SOLUTION_OF_GROUP], strict=True)
+        return [self._encode(self._rows[record], solution or "")[-self.longest :] for record, solution in shown]
 
     def begin_step(self, step: StepAnswers) -> None:
         """Takes the answers of a step."""

@@ -23,6 +23,8 @@ PRESENT_WEIGHTS, FIRST_WEIGHTS = "self", "base"
 OWN_WEIGHTS = (PRESENT_WEIGHTS, FIRST_WEIGHTS)
 ADAPTER_PREFIX = "adapter:"
 """Before the folder of an adapter on the model that is trained."""
+SOLUTION_OF_GROUP = "solution_of_group"
+"""The name in `--teacher-prompt` of another answer of the same group that is right."""
 
 
 def adapter_of(teacher: str) -> str | None:
@@ -75,7 +77,9 @@ class TeacherOptions:
     teacher_prompt: str | None = option(
         None,
         "Prompt that the teacher reads in place of the actor's, with columns of the data in braces, such as "
-        "'{prompt} The answer is {answer}.'; {prompt} is the prompt's text, or the last message of a conversation",
+        "'{prompt} The answer is {answer}.'; {prompt} is the prompt's text, or the last message of a conversation; "
+        "{solution_of_group} is another answer to it in the same step that is right, by --pass-score, and answers "
+        "without one are not learned from",
     )
     teacher_average: float = option(
         0.0,
@@ -150,6 +154,11 @@ class TeacherOptions:
         is_copied = not getattr(self, "lora_rank", 0)  # the first weights, of which nothing is left otherwise
         models = [s for s in self.teachers.values() if is_model(s) or (s == FIRST_WEIGHTS and is_copied)]
         return tuple(None if source == FIRST_WEIGHTS else source for source in models)
+
+    @property
+    def shows_solutions(self) -> bool:
+        """Whether the teacher sees another answer of the same group."""
+        return self.teacher_prompt is not None and SOLUTION_OF_GROUP in template_columns(self.teacher_prompt)
 
     @property
     def keeps_average(self) -> bool:
@@ -329,6 +338,12 @@ class DistillConfig(TeacherOptions, PromptRunOptions):
                 f"{self.on_policy_share:g} learns from the model's own; set it to 0, or leave the cache out"
             )
 
+        if self.shows_solutions and (self.group_size < 2 or self.learns_given_answers):
+            given = f"--on-policy-share={self.on_policy_share:g}" if self.learns_given_answers else "--group-size=1"
+            raise ValueError(
+                f"--teacher-prompt shows {{{SOLUTION_OF_GROUP}}}, another answer to the same prompt, which {given} "
+                "does not give; set --on-policy-share 1 and --group-size to 2 or more, such as 8"
+            )
         if self.divergence == "uld":
             self._check_other_tokens()
 
