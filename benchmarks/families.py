@@ -19,6 +19,7 @@ def build_families(hidden: int, layers: int, positions: int) -> dict[str, Callab
     gpt = {"n_embd": hidden, "n_layer": layers, "n_head": 8, "vocab_size": VOCAB, "n_positions": positions, **ids}
     experts = {"num_experts_per_tok": 2, "moe_intermediate_size": hidden, "num_experts": 8}
     head = {"head_dim": hidden // 8}
+    every_other = [("linear_attention", "full_attention")[index % 2] for index in range(layers)]
     return {
         "Llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**gated)),
         "Mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**gated, sliding_window=64)),
@@ -60,6 +61,62 @@ def build_families(hidden: int, layers: int, positions: int) -> dict[str, Callab
         "StableLM": lambda: hf.StableLmForCausalLM(hf.StableLmConfig(**gated)),
         "OLMo-2": lambda: hf.Olmo2ForCausalLM(hf.Olmo2Config(**gated)),
         "SmolLM3": lambda: hf.SmolLM3ForCausalLM(hf.SmolLM3Config(**gated)),
+        "LFM2": lambda: hf.Lfm2ForCausalLM(
+            hf.Lfm2Config(
+                **gated,
+                layer_types=[kind.replace("linear_attention", "conv") for kind in every_other],
+                block_auto_adjust_ff_dim=False,
+            )
+        ),
+        "Qwen3.5": lambda: hf.Qwen3_5ForCausalLM(
+            hf.Qwen3_5TextConfig(
+                **gated,
+                **head,
+                layer_types=every_other,
+                linear_num_key_heads=4,
+                linear_num_value_heads=8,
+                linear_key_head_dim=hidden // 8,
+                linear_value_head_dim=hidden // 8,
+            )
+        ),
+        "Granite 4": lambda: hf.GraniteMoeHybridForCausalLM(
+            hf.GraniteMoeHybridConfig(
+                **gated,
+                layer_types=every_other,
+                mamba_n_heads=8,
+                mamba_d_state=hidden // 8,
+                num_local_experts=0,
+                shared_intermediate_size=hidden * 3,
+            )
+        ),
+        "DeepSeek-V3": lambda: hf.DeepseekV3ForCausalLM(
+            hf.DeepseekV3Config(
+                **{**gated, "num_key_value_heads": 8},
+                q_lora_rank=hidden // 2,
+                kv_lora_rank=hidden // 4,
+                qk_nope_head_dim=hidden // 8,
+                qk_rope_head_dim=hidden // 16,
+                v_head_dim=hidden // 8,
+                n_routed_experts=8,
+                n_group=4,
+                topk_group=2,
+                num_experts_per_tok=2,
+                moe_intermediate_size=hidden,
+                first_k_dense_replace=1,
+            )
+        ),
+        "Gemma 4": lambda: hf.Gemma4ForCausalLM(
+            hf.Gemma4TextConfig(
+                **gated,
+                **head,
+                global_head_dim=hidden // 4,
+                layer_types=[kind.replace("linear", "sliding") for kind in every_other],
+                sliding_window=64,
+                num_kv_shared_layers=layers // 2 if layers > 2 else 0,  # each kind has a layer of its own
+                hidden_size_per_layer_input=hidden // 8,
+                vocab_size_per_layer_input=VOCAB,
+            )
+        ),
         "gpt-oss": lambda: hf.GptOssForCausalLM(
             hf.GptOssConfig(
                 **{**gated, "intermediate_size": hidden},
