@@ -208,7 +208,8 @@ class InferenceModel:
         self.stream = policy.stream(policy, self.base, decoder, self.parallel) if policy.stream and has_stream else None
         own = self.base.config  # of a class that has more than text
         tokens = [] if own is config else [getattr(own, name, None) for name in policy.padded_tokens]
-        self.padded_tokens, self.padding = [token for token in tokens if token is not None], config.pad_token_id
+        self.padded_tokens = [token for token in tokens if token is not None]
+        self.padding = getattr(config, "pad_token_id", None)
         head = self.base.get_output_embeddings()
         if head is None:
             raise UnsupportedModelError(f"{type(self.base).__name__} has no LM head")
