@@ -494,6 +494,8 @@ def can_multiply(input: torch.Tensor, linears: Sequence[Linear], residual: torch
     for weight, bias in linears:
         if weight.stride(0) != 1 or not (bias is None or bias.is_contiguous()):
             return False
+        if weight.shape[0] != input.shape[1]:  # torch raises the error
+            return False
     if not use_compiled(input, residual, *(tensor for linear in linears for tensor in linear)):
         return False
     return input.dtype == torch.float32 or _PROCESSOR.widens

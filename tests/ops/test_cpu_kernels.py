@@ -27,6 +27,7 @@ from hybrid_engine.ops import (
     cpu_library,
     dispatch,
 )
+from hybrid_engine.ops.cpu_kernels import linears_transposed
 from hybrid_engine.ops.linear_log_prob import linear_log_prob
 from hybrid_engine.ops.linears import ACTIVATIONS, activate_and_multiply
 from hybrid_engine.ops.norm import NORM_OPS
@@ -200,6 +201,14 @@ def test_a_row_of_a_bf16_product_does_not_depend_on_the_others(compiled, kind, r
 def test_the_processor_decides_how_bf16_is_multiplied(cpuinfo, widens, pairs):
     processor = cpu_kernels.Processor.of(cpuinfo)
     assert (processor.widens, processor.multiplies_pairs) == (widens, pairs)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_for_another_width_is_refused(compiled, dtype):
+    input, weight = torch.randn(4, 48, dtype=dtype), torch.randn(80, 64, dtype=dtype).t()
+    with pytest.raises(RuntimeError, match="4x48 and 64x80|primitive"):  # torch's own error, or oneDNN's
+        linears_transposed(input, [(weight, None), (weight, None)])
 
 
 @needs_compiler
