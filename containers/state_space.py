@@ -79,7 +79,8 @@ class StateSpace:
         )
         self.conv = ConvView(submodule(module, "conv1d"), f"{name}.conv1d", parallel, inner + 2 * groups, channels)
         self.head_norm = NormView(submodule(module, "norm"), "rms", parallel)
-        group = attribute(module, "norm.group_size")
+        # In transformers 5.17 the norm spans all heads and has no such number.
+        group = getattr(module.norm, "group_size", inner)
         self.is_gathered = parallel.size > 1 and (inner // group) % parallel.size > 0
         local_heads, local_groups, _ = whole.local
         self.space = StateSpaceOp(local_heads, head_dim, local_groups, state_size, tuple(limits))
