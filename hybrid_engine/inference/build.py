@@ -304,9 +304,9 @@ def check_policy(model: nn.Module) -> tuple[Policy | None, str | None]:
 
 
 def read_model_heads(model: nn.Module, policy: Policy | None) -> Heads | None:
-    """Numbers of heads; None without a policy that reads them."""
+    """Numbers of heads of every layer; None where they are not known, or each layer has its own and checks them."""
     base = _base(model)
-    return None if policy is None else read_heads(policy, _text_config(base))
+    return None if policy is None or None in policy.mixers else read_heads(policy, _text_config(base))
 
 
 def check_stages(model: nn.Module, config: InferenceConfig, policy: Policy | None, reason: str | None) -> None:

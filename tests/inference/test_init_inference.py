@@ -254,6 +254,16 @@ def test_alone_it_gives_the_models_own_answers_and_falls_back_in_the_open(caplog
         engine.generate(input_ids, attention_mask=mask, max_new_tokens=64)
 
 
+@pytest.mark.parametrize("family", ["gemma4-keys-are-values", "deepseek-v3"])
+def test_layers_with_heads_of_their_own_give_the_models_own_answers(family):
+    input_ids, mask = padded_prompts()
+    model = build_model(family)
+    expected = model.generate(input_ids, attention_mask=mask, **GREEDY)
+    engine = hybrid_engine.init_inference(model)
+    assert torch.equal(engine.generate(input_ids, attention_mask=mask, **GREEDY), expected)
+    assert engine.reason is None
+
+
 def test_weights_that_do_not_fit_are_refused_before_they_move(monkeypatch):
     with torch.device("meta"):
         model = torch.nn.Linear(1024, 1024, bias=False)
