@@ -207,7 +207,7 @@ def test_the_processor_decides_how_bf16_is_multiplied(cpuinfo, widens, pairs):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_weight_for_another_width_is_refused(compiled, dtype):
     input, weight = torch.randn(4, 48, dtype=dtype), torch.randn(80, 64, dtype=dtype).t()
-    with pytest.raises(RuntimeError, match="4x48 and 64x80|primitive"):  # torch's own error, or oneDNN's
+    with pytest.raises(RuntimeError, match=r"4x48 and 64x80|primitive"):  # torch's own error, or oneDNN's
         linears_transposed(input, [(weight, None), (weight, None)])
 
 
