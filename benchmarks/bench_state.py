@@ -114,7 +114,7 @@ def seconds_of(call: Callable[[], object], device: str) -> float:
 
 def measure(model: InferenceModel, shape: StateShape, contexts: tuple[int, ...], repeats: int, device: str):
     """Quantiles of a step's seconds by kind of layer and context."""
-    calls = {}
+    calls: dict[tuple[str, int], Callable[[], object]] = {}
     for context in contexts:
         batch = step_at(context - 1, torch.zeros(shape.rows, dtype=torch.int64, device=device))
         cache = model.new_cache(batch.block_tables.numel(), BLOCK, shape.rows)
