@@ -121,9 +121,10 @@ def test_every_op_runs_in_torch_once_its_kernel_did_not_compile_which_one_line_s
     ops = [line.split(" of ")[1].split()[0] for line in lines]
     assert all(line.endswith("; torch's operations run in its place") for line in lines)
     assert sorted(ops) == [
-        "deepspeed_bindings", "expert_gemm", "expert_sum", "latent_attention_kernels", "linear_log_prob_kernels",
-        "linears", "linears", "linears", "linears", "moe_gating", "moe_res_matmul", "norm", "sample", "sample",
-        "softmax_context_launch", "softmax_context_launch",
+        "deepspeed_bindings", "expert_gemm", "expert_sum", "gated_delta", "gated_norm", "latent_attention_kernels",
+        "linear_divergence_kernels", "linear_log_prob_kernels", "linears", "linears", "linears", "linears",
+        "moe_gating", "moe_res_matmul", "norm", "sample", "sample", "short_conv", "softmax_context_launch",
+        "softmax_context_launch", "xielu",
     ]  # fmt: skip
 
 

@@ -167,7 +167,7 @@ def _kimi_k25():
     """The checkpoints name their text `kimi_k2`, which is a DeepSeek-V3."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = hf.Kimi_K25Config(
-        text_config={**LATENT, "model_type": "kimi_k2", "first_k_dense_replace": 1},
+        text_config={**LATENT, "kv_lora_rank": 12, "model_type": "kimi_k2", "first_k_dense_replace": 1},
         vision_config={**sizes, "pos_emb_height": 4, "pos_emb_width": 4},
         projection_hidden_size=16,
         image_token_id=95,
