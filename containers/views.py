@@ -146,6 +146,8 @@ class Ones:
         """Returns `tensor` if it is such a weight, otherwise a new one."""
         weight = getattr(self.linear, "base_layer", self.linear).weight
         dtype, device = values_dtype(weight), weight.device
+        if tensor is not None and weight.is_meta:  # ranks hold parts of the weights elsewhere
+            device = tensor.device
         if tensor is not None and tensor.dtype == dtype and tensor.device == device:
             return tensor
         return torch.ones(self.width, dtype=dtype, device=device)

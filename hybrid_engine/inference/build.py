@@ -234,7 +234,10 @@ class HeldSlices:
                     empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
                     replaced[id(parameter)] = parameter, empty
                 part._parameters[name] = replaced[id(parameter)][1]
-        self._held = {(id(replaced[key][1]), cut): part for (key, cut), part in self._held.items()}
+        # Buffers, such as a bias that chooses experts, stay.
+        self._held = {
+            (id(replaced[key][1]) if key in replaced else key, cut): part for (key, cut), part in self._held.items()
+        }
 
 
 def init_inference(

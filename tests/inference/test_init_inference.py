@@ -24,6 +24,9 @@ refusal = partial(message, kind=ValueError)
 CHECKPOINTS = ["llama", "tied", "gpt-neox", "gemma2", "qwen2-moe"]
 FAMILIES = ["llama", "one key/value head for two ranks", "tied", "gpt2", "gpt-neox", "gemma2", "qwen2-moe"]
 
+WITHOUT_PARAMETERS = ["deepseek-v3", "gemma4"]
+"""Families with a buffer that the containers read, and with norms that have no weight."""
+
 
 class UnlistedLayer(GraniteDecoderLayer):
     """A class that the package cannot know."""
@@ -82,6 +85,9 @@ def share_others(rank):
         "lora": adapted.generate(input_ids, attention_mask=mask, **GREEDY),
         "bert": encoder(input_ids, attention_mask=mask).last_hidden_state[mask.bool()],
     }
+    for family in WITHOUT_PARAMETERS:
+        engine = hybrid_engine.init_inference(build_model(family), **share)
+        results[family] = engine.generate(input_ids, attention_mask=mask, **GREEDY)
     policy = {"UnlistedLayer": ("self_attn.o_proj", "mlp.down_proj")}
     for name, options in (("found", {}), ("named", {"injection_policy": policy})):
         engine = hybrid_engine.init_inference(build_unlisted(), **share, **options)
@@ -205,6 +211,14 @@ def test_lora_and_encoders_are_shared_too(shared):
     for part in shared:
         assert torch.equal(part[1]["lora"], adapted)
         torch.testing.assert_close(part[1]["bert"], hidden, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", WITHOUT_PARAMETERS)
+def test_what_is_no_parameter_is_shared_too(shared, family):
+    input_ids, mask = padded_prompts()
+    expected = build_model(family).generate(input_ids, attention_mask=mask, **GREEDY)
+    for part in shared:
+        assert torch.equal(part[1][family], expected)
 
 
 @pytest.mark.parametrize("how", ["found", "named"])
