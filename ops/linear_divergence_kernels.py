@@ -53,14 +53,13 @@ class PairSums(NamedTuple):
 
 
 class HeadArgs(NamedTuple):
-    """One side of a kernel's products."""
+    """The input of one side of a kernel's products.
+
+    Weights and `ShapeArgs` are arguments of their own: Triton 3.6 loses pointers of a tuple in a tuple.
+    """
 
     x_ptr: Any
     """`[N, width_in]`: hidden states."""
-    w: Any
-    """`ProductWeights`."""
-    shape: Any
-    """`ShapeArgs`."""
     width_in: Any
 
 
@@ -76,7 +75,7 @@ class TotalPointers(NamedTuple):
 
 @triton.jit
 def totals_kernel(
-    own, taught, sums, num_rows, run,
+    own, own_w, own_shape, taught, taught_w, taught_shape, sums, num_rows, run,
     KIND: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TAUGHT_HAS_SOFTCAP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Program 0 is the block of rows, program 1 the run of columns."""
@@ -89,12 +88,12 @@ def totals_kernel(
     taught_total = tl.zeros([ROWS], tl.float32)
     weighted = tl.zeros([ROWS], tl.float32)
     first = tl.program_id(1) * run
-    for start in range(first, min(first + run, own.w.width), COLUMNS):
+    for start in range(first, min(first + run, own_w.width), COLUMNS):
         n = start + tl.arange(0, COLUMNS)
-        is_column = (n < own.w.width)[None, :]
-        x = logits_of_tile(own.x_ptr, own.w, own.shape, m, n, num_rows, own.width_in, HAS_SOFTCAP, TILE)
+        is_column = (n < own_w.width)[None, :]
+        x = logits_of_tile(own.x_ptr, own_w, own_shape, m, n, num_rows, own.width_in, HAS_SOFTCAP, TILE)
         y = logits_of_tile(
-            taught.x_ptr, taught.w, taught.shape, m, n, num_rows, taught.width_in, TAUGHT_HAS_SOFTCAP, TILE
+            taught.x_ptr, taught_w, taught_shape, m, n, num_rows, taught.width_in, TAUGHT_HAS_SOFTCAP, TILE
         )
         values = tl.where(is_column, x - y, 0.0)
         x = tl.where(is_column, x, float("-inf"))
@@ -132,7 +131,7 @@ def log_mixture(log_q, log_p, beta):
 
 @triton.jit
 def mixture_kernel(
-    own, taught, rows, of_teacher_ptr, of_student_ptr, beta, num_rows, run,
+    own, own_w, own_shape, taught, taught_w, taught_shape, rows, of_teacher_ptr, of_student_ptr, beta, num_rows, run,
     HAS_SOFTCAP: tl.constexpr, TAUGHT_HAS_SOFTCAP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Writes KL(p || m) and KL(q || m) of each run of columns, `[P, N]` each.
@@ -148,12 +147,12 @@ def mixture_kernel(
     of_teacher = tl.zeros([ROWS], tl.float32)
     of_student = tl.zeros([ROWS], tl.float32)
     first = tl.program_id(1) * run
-    for start in range(first, min(first + run, own.w.width), COLUMNS):
+    for start in range(first, min(first + run, own_w.width), COLUMNS):
         n = start + tl.arange(0, COLUMNS)
-        is_column = (n < own.w.width)[None, :]
-        x = logits_of_tile(own.x_ptr, own.w, own.shape, m, n, num_rows, own.width_in, HAS_SOFTCAP, TILE)
+        is_column = (n < own_w.width)[None, :]
+        x = logits_of_tile(own.x_ptr, own_w, own_shape, m, n, num_rows, own.width_in, HAS_SOFTCAP, TILE)
         y = logits_of_tile(
-            taught.x_ptr, taught.w, taught.shape, m, n, num_rows, taught.width_in, TAUGHT_HAS_SOFTCAP, TILE
+            taught.x_ptr, taught_w, taught_shape, m, n, num_rows, taught.width_in, TAUGHT_HAS_SOFTCAP, TILE
         )
         log_q = tl.where(is_column, x - log_total[:, None], -1e30)
         log_p = tl.where(is_column, y - taught_log_total[:, None], -1e30)
@@ -167,7 +166,7 @@ def mixture_kernel(
 
 @triton.jit
 def divergence_gradient_kernel(
-    own, taught, gradient_ptr, rows, beta, num_rows,
+    own, own_w, own_shape, taught, taught_w, taught_shape, gradient_ptr, rows, beta, num_rows,
     KIND: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TAUGHT_HAS_SOFTCAP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Program 0 is the block of rows, program 1 the block of columns."""
@@ -176,8 +175,8 @@ def divergence_gradient_kernel(
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_row = m < num_rows
-    x = logits_of_tile(own.x_ptr, own.w, own.shape, m, n, num_rows, own.width_in, HAS_SOFTCAP, TILE)
-    y = logits_of_tile(taught.x_ptr, taught.w, taught.shape, m, n, num_rows, taught.width_in, TAUGHT_HAS_SOFTCAP, TILE)
+    x = logits_of_tile(own.x_ptr, own_w, own_shape, m, n, num_rows, own.width_in, HAS_SOFTCAP, TILE)
+    y = logits_of_tile(taught.x_ptr, taught_w, taught_shape, m, n, num_rows, taught.width_in, TAUGHT_HAS_SOFTCAP, TILE)
     above = tl.load(rows.above_ptr + m, mask=is_row, other=0.0)
     log_q = x - tl.load(rows.log_total_ptr + m, mask=is_row, other=0.0)[:, None]
     log_p = y - tl.load(rows.taught_log_total_ptr + m, mask=is_row, other=0.0)[:, None]
@@ -187,12 +186,12 @@ def divergence_gradient_kernel(
         slope = tl.load(rows.slope_ptr + m, mask=is_row, other=0.0)
         of_q = log_q - log_p if KIND == 1 else (1 - beta) * (log_q - log_mixture(log_q, log_p, beta))  # 1: REVERSE
         gradient = tl.exp(log_q) * (of_q - slope[:, None])
-    gradient *= above[:, None] * (own.shape.scale * own.shape.inverse_temperature)
+    gradient *= above[:, None] * (own_shape.scale * own_shape.inverse_temperature)
     if HAS_SOFTCAP:
-        capped = x / (own.shape.inverse_temperature * own.shape.softcap)
+        capped = x / (own_shape.inverse_temperature * own_shape.softcap)
         gradient *= 1 - capped * capped
-    at = m.to(tl.int64)[:, None] * own.w.width + n[None, :]
-    is_inside = is_row[:, None] & (n < own.w.width)[None, :]
+    at = m.to(tl.int64)[:, None] * own_w.width + n[None, :]
+    is_inside = is_row[:, None] & (n < own_w.width)[None, :]
     tl.store(gradient_ptr + at, gradient.to(gradient_ptr.dtype.element_ty), mask=is_inside)
 
 
@@ -213,7 +212,7 @@ def partial_sums(pair: HeadPair, beta: float) -> PairSums:
     num_rows = len(pair.hidden)
     sums = PairSums(*pair.hidden.new_empty(len(PairSums._fields), num_runs, num_rows, dtype=torch.float32))
     if num_rows:
-        launch(own, taught, sums, num_rows, run)
+        launch(*own, *taught, sums, num_rows, run)
     return sums
 
 
@@ -235,7 +234,7 @@ def mixture_sums(
     num_rows = len(pair.hidden)
     sums = pair.hidden.new_empty(2, num_runs, num_rows, dtype=torch.float32)
     if num_rows:
-        launch(own, taught, TotalPointers(log_total, taught_log_total, None, None), *sums, float(beta), num_rows, run)
+        launch(*own, *taught, TotalPointers(log_total, taught_log_total, None, None), *sums, float(beta), num_rows, run)
     return sums[0].sum(0), sums[1].sum(0)
 
 
@@ -245,15 +244,17 @@ def gradient_of_products(pair: HeadPair, rows: TotalPointers, beta: float) -> to
     num_rows = len(pair.hidden)
     gradient = pair.hidden.new_empty(num_rows, len(pair.student.weight))
     if num_rows:
-        launch(own, taught, gradient, rows, float(beta), num_rows)
+        launch(*own, *taught, gradient, rows, float(beta), num_rows)
     return gradient
 
 
-def _prepared(kernel: Any, pair: HeadPair, kind: int | None = None) -> tuple[HeadArgs, HeadArgs, Any]:
+def _prepared(
+    kernel: Any, pair: HeadPair, kind: int | None = None
+) -> tuple[tuple[HeadArgs, Any, Any], tuple[HeadArgs, Any, Any], Any]:
     """Arguments of both sides; the launch, the number of runs, and the columns of a run."""
     sides = [(pair.hidden.contiguous(), pair.student), (pair.taught.contiguous(), pair.teacher)]
     arguments = [
-        HeadArgs(hidden, weights_of_head(head), shape_args(head.shape), hidden.shape[1]) for hidden, head in sides
+        (HeadArgs(hidden, hidden.shape[1]), weights_of_head(head), shape_args(head.shape)) for hidden, head in sides
     ]
     caps = [head.shape.softcap is not None for _, head in sides]
     tensors = [tensor for hidden, head in sides for tensor in (hidden, head.weight, head.bias)]

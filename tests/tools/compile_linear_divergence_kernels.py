@@ -34,8 +34,9 @@ def compile_kind(dtype: torch.dtype, num_rows: int, has_softcap: bool, kind: int
     """For so many tokens; hidden sizes are multiples of 16. A softcap comes with a bias."""
     x, (tile, warps) = F32 if dtype == torch.float32 else "*bf16", pair_tile(dtype, num_rows)
     w = ProductWeights(x, 1, "i32/16", x if has_softcap else None, "i32/16")
-    side = HeadArgs(x, w, ShapeArgs(FLOAT, FLOAT, FLOAT), "i32/16")
-    given = {"own": side, "taught": side, "num_rows": INT}
+    side, shape = HeadArgs(x, "i32/16"), ShapeArgs(FLOAT, FLOAT, FLOAT)
+    sides = {"own": side, "own_w": w, "own_shape": shape, "taught": side, "taught_w": w, "taught_shape": shape}
+    given = {**sides, "num_rows": INT}
     fixed = {"HAS_SOFTCAP": has_softcap, "TAUGHT_HAS_SOFTCAP": has_softcap, "TILE": tile}
     rows, kinds = TotalPointers(F32, F32, F32, F32), {**fixed, "KIND": kind}
     compile_kernel(totals_kernel, {**given, "sums": PairSums(*[F32] * 5), "run": INT}, kinds, warps=warps)
