@@ -17,7 +17,7 @@ from hybrid_engine.rlhf.planning.reading import read_run
 from hybrid_engine.rlhf.rewards import judges
 from hybrid_engine.rlhf.rewards.judges import KEY_VARIABLE, Pairwise, Ruler, read_better, read_scores, verdict_of
 from hybrid_engine.rlhf.rewards.loading import load_rewards
-from hybrid_engine.rlhf.rewards.scores import RewardError
+from hybrid_engine.rlhf.rewards.scores import Answers, RewardError
 from hybrid_engine.rlhf.runs import server_requests
 from hybrid_engine.rlhf.runs.run_folder import read_metrics
 from hybrid_engine.rlhf.tasks import arithmetic
@@ -60,6 +60,15 @@ def by_length(text: str) -> str:
         return json.dumps({"scores": [length / 10 for length in lengths]})
     first, second = lengths
     return f"Well.\n{json.dumps({'better': 'A' if first > second else 'B' if second > first else 'tie'})}"
+
+
+def test_two_adjacent_groups_with_the_same_prompt_are_judged_apart():
+    answers = replace(answers_of(["p"] * 4, ["bbbb", "a", "cc", "ddd"]), group_size=2)
+    told = Told(by_length)
+    assert Ruler(language_model=told)(answers) == [0.4, 0.1, 0.2, 0.3]
+    assert list(map(shown_answers, told.seen)) == [["bbbb", "a"], ["cc", "ddd"]]
+    assert Pairwise(language_model=Told(by_length))(answers) == [1.0, 0.0, 0.0, 1.0]
+    assert Answers.join([answers, answers]).group_size == 2 and answers.choose([0]).group_size is None
 
 
 def test_a_ruler_sees_each_group_once_and_equal_answers_once():

@@ -250,7 +250,10 @@ class Pairwise:
 
 def groups_of(answers: Answers) -> Iterator[list[int]]:
     """The indices of the answers to each prompt, which are adjacent."""
-    for _, group in groupby(range(len(answers)), key=lambda index: answers.prompts[index]):
+    size = answers.group_size
+    for _, group in groupby(
+        range(len(answers)), key=lambda index: answers.prompts[index] if size is None else index // size
+    ):
         yield list(group)
 
 

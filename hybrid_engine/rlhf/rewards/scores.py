@@ -41,8 +41,11 @@ class Answers:
     """Decodes token ids to text, without special tokens; only needed by a reward that scores steps."""
     conversations: Sequence[list[Message]] | None = None
     """For episodes: all messages after the prompt; None if an answer is its text alone."""
+    group_size: int | None = None
+    """Answers to each prompt, which are adjacent; None: a group is as long as neighbors have the same prompt."""
 
     def __post_init__(self) -> None:
+        assert self.group_size is None or len(self) % self.group_size == 0, f"{len(self)=} {self.group_size=}"
         for name in LISTS:
             assert len(getattr(self, name)) == len(self.prompts), f"{name}: {len(getattr(self, name))} entries"
         for name, values in self.columns.items():
@@ -52,19 +55,21 @@ class Answers:
         return len(self.prompts)
 
     def choose(self, index: Sequence[int]) -> "Answers":
-        """The answers at `index`, in that order."""
-        chosen = {name: [getattr(self, name)[row] for row in index] for name in LISTS}
+        """The answers at `index`, in that order, without a size of groups."""
+        chosen: dict[str, Any] = {name: [getattr(self, name)[row] for row in index] for name in LISTS}
         columns = {name: [values[row] for row in index] for name, values in self.columns.items()}
         conversations = None if self.conversations is None else [self.conversations[row] for row in index]
         return Answers(**chosen, columns=columns, decode=self.decode, conversations=conversations)
 
     @classmethod
     def join(cls, parts: "Sequence[Answers]") -> "Answers":
-        """The answers of all `parts`, at least one, with the columns that every part has."""
-        joined = {name: [value for part in parts for value in getattr(part, name)] for name in LISTS}
+        """The answers of all `parts`, at least one, with the columns and the size of groups that every part has."""
+        joined: dict[str, Any] = {name: [value for part in parts for value in getattr(part, name)] for name in LISTS}
         names = set.intersection(*(set(part.columns) for part in parts))
         columns = {name: [value for part in parts for value in part.columns[name]] for name in sorted(names)}
-        return cls(**joined, columns=columns, decode=parts[0].decode)
+        sizes = {part.group_size for part in parts}
+        size = sizes.pop() if len(sizes) == 1 else None
+        return cls(**joined, columns=columns, decode=parts[0].decode, group_size=size)
 
     def shown_prompt(self, index: int) -> str:
         """Prompt `index` for an error message: its end, where prompts mostly differ."""
