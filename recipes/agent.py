@@ -179,7 +179,7 @@ def play(policy: TrainedPolicy, tasks: list[Task], prepared: Prepared, seed: int
     config, playground = prepared.config, prepared.playground
     ids = [secrets.token_urlsafe() for _ in tasks]
     options = {"api_key": secrets.token_urlsafe(), "session_ids": ids, "max_sessions": len(ids)}
-    options |= {"record_supports": config.is_filtered, "longest": config.max_prompt_tokens + config.max_new_tokens}
+    options |= {"record_supports": config.has_filters, "longest": config.max_prompt_tokens + config.max_new_tokens}
     seeds = [mix_seed(mix_seed(config.seed, seed), number) for number in range(len(tasks))]
     with (
         policy.actor.serving(policy.tokenizer, model_name="policy", **options, **config.server_options) as server,
@@ -301,7 +301,7 @@ def build_experience(policy: TrainedPolicy, episodes: list[Episode], config: Con
         device,
         [row.written for row in rows],
     )
-    if config.is_filtered:
+    if config.has_filters:
         sequences = replace(sequences, supports=Supports.of([row.supports for row in rows]))
     algorithm, mask = config.algorithm, sequences.response_mask
     sampled = pad_numbers([row.logprobs for row in rows], mask.shape[1], device)

@@ -358,7 +358,7 @@ class AgentConfig(RolloutOptions, PromptRunOptions):
 
         num_answers = self.num_turns * max(self.minibatch_size, self.eval_prompts)
         num_tokens = num_answers * (self.max_prompt_tokens + self.max_new_tokens)
-        record = support_bytes(self.top_k) if self.is_filtered else 0
+        record = support_bytes(self.top_k) if self.has_filters else 0
         return size_of(num_answers, num_tokens, num_answers * (MESSAGES_BYTES + self.max_new_tokens * record))
 
     @property

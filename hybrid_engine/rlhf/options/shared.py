@@ -539,8 +539,8 @@ class RolloutRunOptions(LoopOptions, AnswerOptions):
         check_filters(self.top_k, self.top_p, self.min_p)
 
     @property
-    def is_filtered(self) -> bool:
-        """Whether answers are sampled from a part of the vocabulary, which is recorded with each token."""
+    def has_filters(self) -> bool:
+        """Whether an option leaves a part of the vocabulary to sample from, which is recorded with each token."""
         return (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
 
 

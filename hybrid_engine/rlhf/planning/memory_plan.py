@@ -362,7 +362,7 @@ def _workspaces(device: str, generates: bool) -> MemoryPart:
 
 def has_supports(config: TrainingOptions) -> bool:
     """Whether a run records what its tokens are drawn from."""
-    return isinstance(config, RolloutRunOptions) and config.is_filtered
+    return isinstance(config, RolloutRunOptions) and config.has_filters
 
 
 def _records(setting: Setting, vocab_size: int) -> MemoryPart:
