@@ -133,6 +133,7 @@ def sample(
         is_cut_off=[reason == "length" for reason in output.finish_reason],
         columns=_columns(rows, options.num_samples),
         decode=partial(tokenizer.decode, skip_special_tokens=True),
+        group_size=options.num_samples,
     )
     return Rollout(answers=answers, sequences=sequences, logprobs=output.logprobs)
 
@@ -386,6 +387,61 @@ class ScoredGroups:
     """
 
 
+class _AnsweredGroups(NamedTuple):
+    """Groups of this process in one round of a draw."""
+
+    rollout: Rollout
+    scores: torch.Tensor
+    """`[B, G]`"""
+    rewards: torch.Tensor
+    """`[B * G, K]`"""
+    steps: torch.Tensor
+    """`[B * G, T]`: as `steps_on_tokens`."""
+    is_replayed: torch.Tensor
+    """`[B * G]` bool."""
+    is_varied: torch.Tensor
+    """`[B]` bool: whether the group teaches."""
+
+    def choose(self, is_kept: torch.Tensor) -> "_AnsweredGroups":
+        """The groups whose entry in `is_kept`, `[B]` bool, is True."""
+        rows = is_kept.repeat_interleave(self.scores.shape[1])
+        rollout = self.rollout if is_kept.all() else choose_groups(self.rollout, is_kept)
+        rewards, steps, is_replayed = (part[rows] for part in (self.rewards, self.steps, self.is_replayed))
+        return _AnsweredGroups(rollout, self.scores[is_kept], rewards, steps, is_replayed, self.is_varied[is_kept])
+
+
+@dataclass(kw_only=True)
+class _GroupDraw:
+    """The state of a draw over its rounds; numbers are over all processes."""
+
+    num_drawn: int
+    """Position in the series of prompts."""
+    kept: list[_AnsweredGroups] = field(default_factory=list)
+    """Groups of this process."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """Rewards by name in the first round."""
+    has_steps: bool = False
+    """Whether a reward scored steps in any round."""
+    num_asked: int = 0
+    num_worthless: int = 0
+    """Groups that do not teach."""
+    num_skipped: float = 0.0
+    num_outside: float = 0.0
+
+    def note_selected(self, selected: SelectedPrompts) -> None:
+        """Moves on in the series of prompts."""
+        self.num_asked += len(selected.indices)
+        self.num_skipped += selected.position - self.num_drawn - len(selected.indices)
+        self.num_outside += selected.num_outside
+        self.num_drawn = selected.position
+
+    def keep(self, groups: _AnsweredGroups, is_kept: torch.Tensor) -> int:
+        """Keeps the groups whose entry in `is_kept`, `[B]` bool, is True; returns their number."""
+        if is_kept.any():
+            self.kept.append(groups.choose(is_kept))
+        return int(is_kept.sum())
+
+
 @dataclass(frozen=True, kw_only=True)
 class GroupSource:
     """The prompts, actor and rewards from which a run draws its groups."""
@@ -416,68 +472,67 @@ class GroupSource:
 
         Source of the redraws: Yu et al., "DAPO", arXiv 2503.14476, section 3.2.
         """
-        rollouts: list[Rollout] = []
-        scores: list[torch.Tensor] = []
-        rewards: list[torch.Tensor] = []
-        steps: list[torch.Tensor] = []
-        replays: list[torch.Tensor] = []
-        has_steps = False
-        figures: dict[str, float] = {}
-        num_missing, num_asked, num_worthless = num_prompts, 0, 0
-        skips = {"prompts_skipped": 0.0, "prompts_outside": 0.0}
+        drawing, num_missing = _GroupDraw(num_drawn=num_drawn), num_prompts
         for round_number in range(1 + max_redraws):
             missing = gather_objects(num_missing)
             if not any(missing):
                 break
-            drawn = self._select(num_drawn, sum(missing))
-            indices = self._mine(drawn.indices, missing)
-            num_asked += len(drawn.indices)
-            skips["prompts_skipped"] += drawn.position - num_drawn - len(drawn.indices)
-            skips["prompts_outside"] += drawn.num_outside
-            num_drawn = drawn.position
-            rows = [self.rows[index] for index in indices]
-            rollout = sample(self.actor, self.tokenizer, rows, self.options, self._noise_seed(step, round_number))
-            scored = self.rewards(rollout.answers)
-            figures = figures or reward_figures(scored)
-            found = torch.tensor(scored.total, dtype=torch.float32).view(-1, self.options.num_samples)  # [B, G]
-            each = rewards_by_name(scored)  # [B * G, K]
-            self._note_rates(indices, found)
-            found_steps = steps_on_tokens(scored, rollout)  # [B * G, T]
-            has_steps |= any(gather_objects(scored.per_token is not None))
-            rollout, is_replayed = self._replay_best(rollout, indices, found, each, has_steps=has_steps)
-            is_varied = self._varies(found, each, found_steps if has_steps else None)
-            num_worthless += sum(gather_objects(int((~is_varied).sum())))
-            is_kept = is_varied if round_number < max_redraws else torch.ones_like(is_varied)
-            if is_kept.any():
-                rollouts.append(rollout if is_kept.all() else choose_groups(rollout, is_kept))
-                kept_rows = is_kept.repeat_interleave(self.options.num_samples)
-                scores.append(found[is_kept].flatten())
-                rewards.append(each[kept_rows])
-                steps.append(found_steps[kept_rows])
-                replays.append(is_replayed[kept_rows])
-            num_missing -= int(is_kept.sum())
-        figures["prompts_drawn"] = num_asked
-        figures["groups_without_variance"] = num_worthless / num_asked
-        figures |= skips if self.curriculum is not None else {}
-        all_replayed = torch.cat(replays).to(self.actor.device) if self.replay is not None else None
-        if all_replayed is not None:
-            figures["replayed_share"] = statistics.fmean(gather_objects(float(all_replayed.double().mean())))
-        if self.learns_from_scores and num_worthless == num_asked:
+            selected = self._select(drawing.num_drawn, sum(missing))
+            drawing.note_selected(selected)
+            indices = self._mine(selected.indices, missing)
+            groups = self._answer(indices, self._noise_seed(step, round_number), drawing)
+            is_last = round_number == max_redraws
+            num_missing -= drawing.keep(groups, torch.ones_like(groups.is_varied) if is_last else groups.is_varied)
+        if self.learns_from_scores and drawing.num_worthless == drawing.num_asked:
             say(
-                f"Step {step + 1}: all answers to each of {num_worthless} prompts have the same score, so nothing is "
-                "learned from them"
+                f"Step {step + 1}: all answers to each of {drawing.num_worthless} prompts have the same score, so "
+                "nothing is learned from them"
             )
+        return self._joined(drawing)
+
+    def _answer(self, indices: Sequence[int], seed: int, drawing: "_GroupDraw") -> "_AnsweredGroups":
+        """This process's groups for the prompts `indices`; collective. Adds to the figures of `drawing`."""
+        rollout = sample(self.actor, self.tokenizer, [self.rows[index] for index in indices], self.options, seed)
+        scored = self.rewards(rollout.answers)
+        drawing.figures = drawing.figures or reward_figures(scored)
+        scores = torch.tensor(scored.total, dtype=torch.float32).view(-1, self.options.num_samples)
+        rewards = rewards_by_name(scored)
+        self._note_rates(indices, scores)
+        steps = steps_on_tokens(scored, rollout)
+        drawing.has_steps |= any(gather_objects(scored.per_token is not None))
+        rollout, is_replayed = self._replay_best(rollout, indices, scores, rewards, has_steps=drawing.has_steps)
+        is_varied = self._varies(scores, rewards, steps if drawing.has_steps else None)
+        drawing.num_worthless += sum(gather_objects(int((~is_varied).sum())))
+        return _AnsweredGroups(rollout, scores, rewards, steps, is_replayed, is_varied)
+
+    def _joined(self, drawing: "_GroupDraw") -> ScoredGroups:
+        """The groups of all rounds on the actor's device; collective."""
+        device, parts = self.actor.device, drawing.kept
+        figures = drawing.figures | {
+            "prompts_drawn": drawing.num_asked,
+            "groups_without_variance": drawing.num_worthless / drawing.num_asked,
+        }
+        if self.curriculum is not None:
+            figures |= {"prompts_skipped": drawing.num_skipped, "prompts_outside": drawing.num_outside}
+        is_replayed = None
+        if self.replay is not None:
+            is_replayed = torch.cat([part.is_replayed for part in parts]).to(device)
+            figures["replayed_share"] = statistics.fmean(gather_objects(float(is_replayed.double().mean())))
+        rollouts = [part.rollout for part in parts]
         rollout = join(rollouts, self.tokenizer.pad_token_id) if len(rollouts) > 1 else rollouts[0]
-        num_columns = rollout.sequences.response_mask.shape[1]
-        fitted = [pad(part[:, :num_columns], (0, max(0, num_columns - part.shape[1])), value=nan) for part in steps]
+        steps = None
+        if drawing.has_steps:
+            width = rollout.sequences.response_mask.shape[1]
+            fitted = [part.steps[:, :width] for part in parts]
+            steps = torch.cat([pad(part, (0, width - part.shape[1]), value=nan) for part in fitted]).to(device)
         return ScoredGroups(
             rollout=rollout,
-            scores=torch.cat(scores).to(self.actor.device),
-            rewards=torch.cat(rewards).to(self.actor.device),
+            scores=torch.cat([part.scores.flatten() for part in parts]).to(device),
+            rewards=torch.cat([part.rewards for part in parts]).to(device),
             reward_weights=self.rewards.weights,
-            step_rewards=torch.cat(fitted).to(self.actor.device) if has_steps else None,
-            is_replayed=all_replayed,
-            num_drawn=num_drawn,
+            step_rewards=steps,
+            is_replayed=is_replayed,
+            num_drawn=drawing.num_drawn,
             figures=figures,
         )
 
