@@ -314,22 +314,25 @@ def test_packed_rows_are_learned_as_padded_ones_are(tiny, tmp_path):
             assert other[name] == pytest.approx(one[name], rel=1e-4), name
 
 
-def run_it(rank, world_size, config):
-    distill.run(config)
+def run_all(rank, world_size, configs):
+    for config in configs:
+        distill.run(config)
 
 
-def test_two_processes_under_zero_3_learn_what_one_does(tiny, tmp_path):
+def test_two_processes_under_zero_1_to_3_learn_what_one_does_under_zero_0(tiny, tmp_path):
     config = replace(tiny, steps=2, eval_every=2)
     distill.run(config)
-    run_distributed(run_it, 2, replace(config, out=str(tmp_path / "two"), zero_stage=3))
-    lines = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("run", "two")]
-    for one, two in zip(*lines, strict=True):
-        for name in ("divergence", "length", "grad_norm", "agreement", "entropy", "teacher_entropy"):
-            assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
-    compared = [read_teacher_figures(tmp_path / name / "teacher.jsonl") for name in ("run", "two")]
-    for one, two in zip(*compared, strict=True):
-        assert [line["tokens"] for line in two["positions"]] == [line["tokens"] for line in one["positions"]]
-        assert [token["before"] for token in two["tokens"][:3]] == [token["before"] for token in one["tokens"][:3]]
+    stages = {f"zero{stage}": stage for stage in (1, 2, 3)}
+    run_distributed(run_all, 2, [replace(config, out=str(tmp_path / n), zero_stage=stages[n]) for n in stages])
+    expected = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    compared = read_teacher_figures(tmp_path / "run" / "teacher.jsonl")
+    for folder in stages:
+        for one, two in zip(expected, read_metrics(tmp_path / folder / "metrics.jsonl"), strict=True):
+            for name in ("divergence", "length", "grad_norm", "agreement", "entropy", "teacher_entropy"):
+                assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), (folder, name)
+        for one, two in zip(compared, read_teacher_figures(tmp_path / folder / "teacher.jsonl"), strict=True):
+            assert [line["tokens"] for line in two["positions"]] == [line["tokens"] for line in one["positions"]]
+            assert [token["before"] for token in two["tokens"][:3]] == [token["before"] for token in one["tokens"][:3]]
 
 
 def test_an_adapter_learns_and_the_plan_counts_the_teacher(tiny, tmp_path):
