@@ -123,7 +123,20 @@ def test_sharded_engines_train_with_the_recorded_experts_as_one_process_does():
     assert not torch.allclose(alone[0][0], alone[0][1], atol=1e-3)
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3", "deepseek-v2", "lfm2-moe", "gemma4-experts"])
+MIXTURES = (
+    "mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek-v3", "deepseek-v3-halves", "deepseek-v2",
+    "deepseek-v2-lite", "glm4-moe-lite", "mistral4", "glm4-moe", "glm4-moe-head-norms", "minimax-m2", "olmoe",
+    "qwen3-next", "qwen3.5-moe", "granite4-moe", "lfm2-moe", "gemma4-experts",
+)  # fmt: skip
+
+
+def test_every_mixture_on_containers_is_replayed_below():
+    models = {family: build() for family, build in (BUILDERS | MORE_BUILDERS).items()}
+    found = {name for name, model in models.items() if any("expert" in part for part, _ in model.named_modules())}
+    assert found <= set(MIXTURES)
+
+
+@pytest.mark.parametrize("family", [family for family in MIXTURES if family in BUILDERS | MORE_BUILDERS])
 def test_routers_of_every_kind_are_recorded_and_replayed(family):
     """In fp32 rollout and trainer choose alike; other experts on record give other log-probabilities."""
     model, (input_ids, mask) = randomised((BUILDERS | MORE_BUILDERS)[family]), padded_prompts(num_prompts=4)
