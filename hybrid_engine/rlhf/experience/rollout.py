@@ -86,7 +86,7 @@ class AnswerSampling:
             top_p=config.top_p,
             min_p=config.min_p,
             num_samples=num_samples,
-            records_routing=getattr(config, "router_replay", False),
+            records_routing=config.router_replay,
         )
 
 

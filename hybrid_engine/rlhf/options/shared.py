@@ -431,6 +431,7 @@ class AnswerOptions(TrainingOptions):
     top_k = 0
     top_p = 1.0
     min_p = 0.0
+    router_replay = False
 
     max_prompt_tokens: int = option(
         0,
