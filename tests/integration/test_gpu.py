@@ -93,7 +93,7 @@ def test_steps_are_recorded_in_the_first_rollout_and_serve_all_that_follow_in_bf
 def held_bytes():
     """Of the device's allocator; without a GPU, of all tensors that live."""
     if not CUDA:
-        return sum(live_storages().values()), 0
+        return sum(storage.nbytes() for storage in live_storages().values()), 0
     gc.collect()
     torch.cuda.synchronize()
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()

@@ -220,7 +220,7 @@ def _bytes_of_engines(rank, world_size):
     engines, results = [], []
     for stage, sixteen_bits in CASES:
         gc.collect()  # what is garbage now may give its address to the engine
-        before = live_storages()
+        before = live_storages()  # held, so that the engine gets no address of theirs
         config = engine_config(stage, world_size, bf16={"enabled": sixteen_bits})
         engine, optimizer, *_ = hybrid_engine.initialize(model=tiny_llama(), config=config)
         tokens = torch.full((2, 12), 3)
@@ -232,7 +232,7 @@ def _bytes_of_engines(rank, world_size):
         gc.collect()
         added = live_storages()
         buffers = {buffer.untyped_storage().data_ptr() for buffer in engine.module.buffers()}
-        lies_there = sum(size for place, size in added.items() if place not in before and place not in buffers)
+        lies_there = sum(s.nbytes() for place, s in added.items() if place not in before and place not in buffers)
         counted = vars(count_bytes(engine.sharding, optimizer))
         results.append((counted, lies_there, engine.report()))
         for module in engine.sharding.fsdp_modules():

@@ -42,7 +42,7 @@ def train_step(engine, input_ids, mask):
 
 
 def live_bytes():
-    return sum(live_storages().values())
+    return sum(storage.nbytes() for storage in live_storages().values())
 
 
 @pytest.mark.parametrize("family", BUILDERS)
