@@ -201,16 +201,22 @@ static void multiply_linear(const Linear *linear, int outputs, const Columns *in
     }
 }
 
-/* Stores a block [outputs][2 LANES] of bf16 values in dense rows, two outputs at once. */
-static void store_pairs(bf16 *output, int64_t row, const float *block, int outputs, int64_t rows) {
-    for (int o = 0; o < outputs; o += 2) {
-        const float *low = block + o * 2 * LANES, *high = low + (o + 1 < outputs ? 2 * LANES : 0);
-        uint32_t pairs[2 * LANES];
-        for (int64_t n = 0; n < rows; n++) pairs[n] = narrow(low[n]) | (uint32_t)narrow(high[n]) << 16;
-        int num_bytes = o + 1 < outputs ? 4 : 2;
-        if (num_bytes == 4) for (int64_t n = 0; n < rows; n++) memcpy(output + n * row + o, pairs + n, 4);
-        else for (int64_t n = 0; n < rows; n++) memcpy(output + n * row + o, pairs + n, 2);
-    }
+/* Stores a block [outputs][2 LANES] in rows whose values are neighbors, all outputs of a row at once: rows of a vocabulary
+   are so far apart that each store is a miss. */
+static void store_dense(float *output, int64_t row, const float *block, int outputs, int64_t rows) {
+    float turned[2 * LANES][OUTPUTS];
+    for (int n = 0; n < 2 * LANES; n++)
+        for (int o = 0; o < OUTPUTS; o++) turned[n][o] = block[o * 2 * LANES + n];
+    if (outputs == OUTPUTS) for (int64_t n = 0; n < rows; n++) memcpy(output + n * row, turned[n], OUTPUTS * 4);
+    else for (int64_t n = 0; n < rows; n++) memcpy(output + n * row, turned[n], outputs * 4);
+}
+
+static void store_dense_bf16(bf16 *output, int64_t row, const float *block, int outputs, int64_t rows) {
+    bf16 turned[2 * LANES][OUTPUTS];
+    for (int n = 0; n < 2 * LANES; n++)
+        for (int o = 0; o < OUTPUTS; o++) turned[n][o] = narrow(block[o * 2 * LANES + n]);
+    if (outputs == OUTPUTS) for (int64_t n = 0; n < rows; n++) memcpy(output + n * row, turned[n], OUTPUTS * 2);
+    else for (int64_t n = 0; n < rows; n++) memcpy(output + n * row, turned[n], outputs * 2);
 }
 
 /* The weights behind those of a block, to be asked for: they lie there where rows of the weight are neighbors. NULL if
@@ -245,11 +251,12 @@ static void multiply_rows(const Product *p, int64_t output, const Columns *input
             }
         }
         int64_t start = (begin + first) * p->row + output * p->column;
-        if (rounds && !p->is_widened && p->column == 1)
-            store_pairs((bf16 *)p->output + start, p->row, block, outputs, rows);
+        int is_narrow = rounds && !p->is_widened;
+        if (p->column == 1 && is_narrow) store_dense_bf16((bf16 *)p->output + start, p->row, block, outputs, rows);
+        else if (p->column == 1 && p->row > 1) store_dense((float *)p->output + start, p->row, block, outputs, rows);
         else
             for (int o = 0; o < outputs; o++)
-                store(p->output, start + o * p->column, p->row, block + o * 2 * LANES, rows, rounds && !p->is_widened);
+                store(p->output, start + o * p->column, p->row, block + o * 2 * LANES, rows, is_narrow);
     }
 }
 
