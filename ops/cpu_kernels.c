@@ -78,7 +78,8 @@ static void norm_row(float *x, const float *gamma, const float *beta, int64_t wi
 
 enum { GROUP = 16, BATCH = 64 };
 
-/* Norms `rows` fp32 rows, at most GROUP, that lie by columns, side by side. Sums go in batches, which rounds less. */
+/* Norms `rows` fp32 rows, at most GROUP, that lie by columns, side by side. Sums go in batches, which rounds less. The rows
+   are the vectors: without the pragma gcc takes the last loop's columns, which are gathered. */
 static inline __attribute__((always_inline)) void norm_columns_of(
     const Matrix *input, const Matrix *residual, const float *gamma, const float *beta, const Matrix *output,
     const Matrix *sum, int64_t first, int64_t rows, int64_t width, int kind, float eps) {
@@ -109,6 +110,7 @@ static inline __attribute__((always_inline)) void norm_columns_of(
     for (int64_t n = 0; n < rows; n++) rstd[n] = 1.0f / sqrtf(squares[n] / width + eps);
     for (int64_t i = 0; i < width; i++) {
         float scale = (kind == RMS_OFFSET ? 1.0f : 0.0f) + gamma[i], shift = beta ? beta[i] : 0.0f;
+#pragma omp simd
         for (int64_t n = 0; n < rows; n++)
             y[i * output->column + n] = (x[i * step + n] - mean[n]) * rstd[n] * scale + shift;
     }
