@@ -137,7 +137,8 @@ async def post(url: str, body: dict[str, Any]) -> list[tuple[float, bytes]]:
     """The lines of an answer that may hold JSON, with the time of each."""
     place, content = urlsplit(url), json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(place.hostname, place.port, limit=2**24)
-    head = f"POST {place.path}/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close"
+    head = f"POST {place.path}/completions HTTP/1.1\r\nHost: {place.netloc}\r\nContent-Type: application/json"
+    head += "\r\nConnection: close"
     writer.write(f"{head}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
     lines = [(time.perf_counter(), line) async for line in reader if b"{" in line]
     writer.close()

@@ -229,6 +229,12 @@ class HybridEngineConfig:
     """Tokens per block of the KV workspace; 0 lets the engine choose."""
     max_kv_blocks: int = 0
     """Maximum blocks of the KV workspace; 0 sizes it by demand and free memory."""
+    prefix_cache: bool = True
+    """Whether prompts that begin alike share the keys and values of that beginning, while the weights stay the same.
+
+    Needs blocks smaller than a sequence: those of servers and of a GPU are, a rollout's on a CPU only by kv_block_size.
+    Models whose layers keep a state per sequence have no such cache.
+    """
     training_free_share: float = 0.1
     """Memory fraction that training must leave free for the KV workspace to stay during `train()`; 1: never."""
     print_latency: bool = True
@@ -243,6 +249,7 @@ class HybridEngineConfig:
             "release_inference_cache",
             "pin_parameters",
             "enable_cuda_graph",
+            "prefix_cache",
             "print_latency",
             "exact",
         ):

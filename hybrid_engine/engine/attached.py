@@ -45,6 +45,7 @@ OPTIONS = (
     "max_out_tokens",
     "max_running",
     "pin_parameters",
+    "prefix_cache",
     "release_inference_cache",
 )
 """Keys of the `hybrid_engine` block that apply to a model trained by other code."""
@@ -63,7 +64,7 @@ def attach(model: nn.Module, **options: Any) -> "Attached":
     Args:
         model: a causal model of transformers or a peft model, plain, compiled, within DDP, or sharded by FSDP2.
         **options: keys of the config's `hybrid_engine` block: `max_out_tokens` (as many as the model has positions),
-            `max_running`, `max_kv_blocks`, `kv_block_size`, `pin_parameters`, `enable_cuda_graph`,
+            `max_running`, `max_kv_blocks`, `kv_block_size`, `pin_parameters`, `enable_cuda_graph`, `prefix_cache`,
             `release_inference_cache` (true here).
 
     Raises:

@@ -3,9 +3,10 @@
 Every file of this room uses them. This one imports no other room.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -47,6 +48,9 @@ class Prompt:
     num_tops: int | None = None  # number of likeliest tokens reported at each position; None: the prompt is not scored
     scores: Any = None  # `TokenScores` of its tokens, if requested
     routes: Routes = field(default_factory=Routes)  # experts of its tokens, if requested
+    salt: bytes = b""  # prompts share keys and values only with those of the same salt
+    block_keys: list[bytes] | None = None  # `block_keys` of tokens and salt, if prefixes are cached
+    num_reused: int = 0  # tokens whose keys and values existed before its prefill
 
     @property
     def is_unscored(self) -> bool:
@@ -55,7 +59,7 @@ class Prompt:
 
     def with_own_blocks(self) -> "Prompt":
         """Returns a copy of the prompt for samples that do not share blocks with the samples of this one."""
-        return Prompt(self.tokens, num_tops=self.num_tops, scores=self.scores, routes=self.routes)
+        return replace(self, num_waiting=0, blocks=[], state_slot=-1, logits=None)
 
 
 @dataclass(eq=False)
@@ -92,7 +96,7 @@ class Sequence:
 
     def let_go(self) -> None:
         """Drops everything of a finished sequence that only drawing and reporting needed; tokens and blocks stay."""
-        self.prompt, self.options = Prompt(self.prompt.tokens), _FINISHED
+        self.prompt, self.options = Prompt(self.prompt.tokens, num_reused=self.prompt.num_reused), _FINISHED
         self.processors = self.begins_from = None
         self.tops, self.supports = [], []
 
@@ -260,6 +264,8 @@ class RolloutPlan:
     """Slots for the states of sequences; 0: the model's layers have none."""
     longest_later: int = 1
     """Number of tokens that are fed of the longest sequence added later."""
+    caches_prefixes: bool = False
+    """Whether prompts that begin alike share the blocks of their beginning, at any time of the rollout."""
     max_prefill_tokens: int | None = None
     """Tokens of prompts that enter in one pass, unless one prompt alone has more; None: MAX_PREFILL_TOKENS."""
 
@@ -315,6 +321,8 @@ class RolloutResult:
     num_samples: int
     generated_tokens: int = 0
     preemptions: int = 0
+    reused_tokens: int = 0
+    """Tokens of prompts whose keys and values an earlier prompt had computed."""
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     captures: CaptureStats = field(default_factory=CaptureStats)
@@ -329,12 +337,22 @@ class RolloutResult:
             "num_samples": self.num_samples,
             "generated_tokens": self.generated_tokens,
             "preemptions": self.preemptions,
+            "reused_tokens": self.reused_tokens,
         }
 
 
 def prompt_digest(tokens: list[int]) -> bytes:
     """Returns a digest that identifies a prompt by its tokens."""
     return blake2b(torch.tensor(tokens).numpy().tobytes(), digest_size=16).digest()
+
+
+def block_keys(tokens: list[int], block_size: int, salt: bytes) -> list[bytes]:
+    """Returns a digest for each full block of `tokens`, of its tokens, all before them and `salt`."""
+    keys, key = [], salt
+    for end in range(block_size, len(tokens) + 1, block_size):
+        key = blake2b(key + array("q", tokens[end - block_size : end]).tobytes(), digest_size=16).digest()
+        keys.append(key)
+    return keys
 
 
 def sample_keys(seed: int, digests: list[bytes], earlier: list[bytes], num_samples: int) -> list[int]:

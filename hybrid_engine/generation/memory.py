@@ -409,7 +409,29 @@ def plan_rollout(
             f"{block_size} tokens ({needed * block_bytes:,} bytes) and there are {num_blocks} ({spare_bytes:,} bytes "
             f"are free); lower it or {f'raise {config.prefix}max_kv_blocks' if is_capped else 'free memory'}"
         )
-    return RolloutPlan(sequences, own, options, num_blocks, block_size, max_running, num_slots)
+    return RolloutPlan(
+        sequences,
+        own,
+        options,
+        num_blocks,
+        block_size,
+        max_running,
+        num_slots,
+        caches_prefixes=prefix_cache_reason(model, config) is None,
+    )
+
+
+def prefix_cache_reason(model: "InferenceModel", config: HybridEngineConfig) -> str | None:
+    """Returns why rollouts of `model` compute every prompt from its first token on; None: prefixes are cached."""
+    if not config.prefix_cache:
+        return f"{config.prefix}prefix_cache is false"
+    if config.exact and not config.kv_block_size and model.device.type == "cpu":
+        return "in exact mode each sequence is one block, unless kv_block_size is set"
+    if model.bytes_per_slot():
+        return "layers keep a state per sequence, which cannot be cut"
+    if model.angles.trained_length is not None:
+        return "rotary frequencies depend on the length of a sequence"
+    return None
 
 
 def _fit_slots(

@@ -3,9 +3,10 @@
 At most `max_running` sequences decode at once; a finished one leaves at once, and the next waiting ones take its
 place. A prompt is prefilled once; its samples share its full blocks and copy the last partial one. When blocks run
 out, prompts kept for later samples are released first, then the newest running sequence is preempted: its blocks are
-freed, and it is prefilled again later, response included. `Starts` decides which blocks a starting sequence takes, and
-`WaitingLine` which sequence is first in line, fair between clients. If there are several shares, the newest sequence
-of the largest share is preempted, also to make way for a share that has fewer rows than its part.
+freed, and it is prefilled again later, response included. A prompt that begins like an earlier one shares the full
+blocks of that beginning as long as nothing else needed them (`PrefixCache`). `Starts` decides which blocks a starting
+sequence takes, and `WaitingLine` which sequence is first in line, fair between clients. If there are several shares,
+the newest sequence of the largest share is preempted, also to make way for a share that has fewer rows than its part.
 
 If layers keep states of fixed size, everything that owns blocks owns a state slot too: a running sequence, a prompt
 that samples fork from, a prompt fed in part, and a finished sequence whose conversation may go on. A fork copies the
@@ -20,10 +21,9 @@ same passes: see `admit`.
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
+from hybrid_engine.generation.blocks import Beginning, Begun, BlockPool, KeptBlocks, PrefixCache, StateSlots
 from hybrid_engine.generation.core import PENDING, Admission, Copy, Prefill, Prompt, RolloutPlan, Sequence
 
 # Running sequences per sequence that a prefill must start. With 1 024 prompts over 256 slots and answers of 256 tokens
@@ -50,25 +50,30 @@ class Scheduler:
         max_prefill_tokens: int,
         longest: int | None = None,
         num_state_slots: int = 0,
+        caches_prefixes: bool = False,
     ):
         """Queues `sequences`.
 
         `num_state_slots`: slots of states, 0 for a model without states.
+        `caches_prefixes`: whether prompts share the full blocks of equal beginnings; never with states, which cannot be
+        cut, and never if each sequence fits one block.
         `longest`: number of tokens that are fed of the longest sequence ever added; None: of the longest of
         `sequences`.
         """
+        sequences = list(sequences)
+        if longest is None:
+            longest = max((sequence.most_fed for sequence in sequences), default=0)
+        self.is_contiguous = longest <= block_size  # every sequence fits one block
         self.pool = BlockPool(num_blocks)
         self.states = StateSlots(num_state_slots)
-        self.kept = KeptBlocks(self.pool, self.states)
+        caches_prefixes = caches_prefixes and not self.is_contiguous and not num_state_slots
+        self.kept = KeptBlocks(self.pool, self.states, PrefixCache(self.pool, block_size, caches_prefixes))
         self.waiting = WaitingLine(self.kept)
         for sequence in sequences:
             self.add(sequence)
         self.running: list[Sequence] = []  # oldest first
         self._starts = Starts(self.kept, block_size)
         self.max_running, self.block_size, self.max_prefill_tokens = max_running, block_size, max_prefill_tokens
-        if longest is None:
-            longest = max((sequence.most_fed for sequence in self.waiting), default=0)
-        self.is_contiguous = longest <= block_size  # every sequence fits one block
         self.free_slots = list(range(max_running))
         self.changed: list[Sequence] = []  # started, or blocks changed, since `take_changed`
         self.num_preemptions = 0
@@ -84,6 +89,7 @@ class Scheduler:
             max_prefill_tokens=plan.max_prefill_tokens or MAX_PREFILL_TOKENS,
             longest=plan.longest,
             num_state_slots=plan.num_state_slots,
+            caches_prefixes=plan.caches_prefixes and not plan.records_routing,
         )
 
     def add(self, sequence: Sequence) -> None:
@@ -162,7 +168,7 @@ class Scheduler:
             num_blocks += self._starts.num_blocks(sequence, is_kept=sequence.prompt is prompt)
             prompt = sequence.prompt
         # Blocks that finished sequences keep are given up for waiting ones: see `Starts.make_room`.
-        room = len(self.pool.free) + self.kept.num_of_sequences
+        room = self.pool.num_free + self.kept.num_of_sequences
         return num_free >= min(num_newcomers, len(self.waiting)) and num_blocks <= room
 
     def _enter(self, sequence: Sequence) -> None:
@@ -173,7 +179,7 @@ class Scheduler:
     def grow(self) -> None:
         """Gives every running sequence a place for its newest token, preempting sequences where needed."""
         for sequence in self.short_of_blocks():
-            while not self.pool.free and sequence in self.running:
+            while not self.pool.num_free and sequence in self.running:
                 if not self.kept.give_up_one():
                     self._preempt(self._newest_of_the_largest_share())
             if sequence in self.running:
@@ -191,6 +197,9 @@ class Scheduler:
         short = self.short_of_blocks()  # no entering sequence is among them
         busy = {block for prefill in admission.prefills for block in prefill.blocks}
         busy |= {copy.source for copy in admission.copies}
+        if short:
+            num_busy = sum(self.pool.num_owners[block] == 0 for block in busy)
+            self.pool.reuse_idle(len(short) + num_busy - len(self.pool.free))
         free = [block for block in self.pool.free if block not in busy] if short else []
         if len(short) > len(free):
             return []
@@ -203,7 +212,7 @@ class Scheduler:
     @property
     def must_preempt(self) -> bool:
         """Whether `grow` would find too few free blocks."""
-        num_free = len(self.pool.free)
+        num_free = self.pool.num_free
         return num_free < len(self.running) and num_free < len(self.short_of_blocks())
 
     def short_of_blocks(self) -> list[Sequence]:
@@ -303,178 +312,6 @@ class Scheduler:
         return copies
 
 
-class BlockPool:
-    """Reference-counted blocks `0 .. num_blocks - 1`.
-
-    Rows take the lowest free blocks and prompts the highest. So if a row needs a single block, the rows' blocks tend to
-    be 0, 1, 2, ...: the contiguous cache, which attention reads without a gather.
-    """
-
-    def __init__(self, num_blocks: int):
-        self.num_blocks = num_blocks
-        self.free = list(range(num_blocks))
-        self.num_owners = [0] * num_blocks
-
-    def allocate(self, count: int, highest: bool = False) -> list[int]:
-        """Takes `count` free blocks; the caller has checked that there are enough."""
-        assert count <= len(self.free), f"{count=} {len(self.free)=}"
-        if highest:
-            taken = self.free[len(self.free) - count :]
-            del self.free[len(self.free) - count :]
-        else:
-            taken = self.free[:count]
-            del self.free[:count]
-        for block in taken:
-            self.num_owners[block] = 1
-        return taken
-
-    def take(self, block: int) -> None:
-        """Takes one specific free block."""
-        self.free.remove(block)
-        self.num_owners[block] = 1
-
-    def share(self, blocks: list[int]) -> list[int]:
-        """Adds an owner to each block and returns the blocks in a new list."""
-        for block in blocks:
-            self.num_owners[block] += 1
-        return list(blocks)
-
-    def release(self, blocks: list[int]) -> None:
-        """Removes an owner from each block and empties the list; a block without owners is free."""
-        for block in blocks:
-            self.num_owners[block] -= 1
-            if self.num_owners[block] == 0:
-                insort(self.free, block)
-        blocks.clear()
-
-
-@dataclass
-class Begun:
-    """The first sequence in line if some of its tokens have been fed; it has blocks for all of them."""
-
-    sequence: Sequence
-    blocks: list[int]
-    num_fed: int
-    state_slot: int = -1
-
-
-class StateSlots:
-    """Slots `0 .. num_slots - 1` for the states of sequences; with none, layers have no states and owners no slot."""
-
-    def __init__(self, num_slots: int):
-        self.num_slots, self.free = num_slots, list(range(num_slots))
-
-    def has_free(self, count: int) -> bool:
-        """Whether `count` slots can be allocated."""
-        return not self.num_slots or count <= len(self.free)
-
-    def allocate(self) -> int:
-        """Takes a free slot; -1 if layers have no states."""
-        return self.free.pop(0) if self.num_slots else -1
-
-    def release(self, owner: Prompt | Sequence | Begun) -> None:
-        """Frees the slot of `owner`, if it has one."""
-        if owner.state_slot >= 0:
-            insort(self.free, owner.state_slot)
-        owner.state_slot = -1
-
-
-class Beginning(NamedTuple):
-    """The prefix of a waiting sequence that was fed before."""
-
-    blocks: list[int]
-    num_fed: int
-    """Number of its tokens."""
-    state_slot: int = -1
-
-
-class KeptBlocks:
-    """Blocks of `pool`, and slots of `states`, of owners that do not run.
-
-    These are prefilled prompts, finished sequences and a sequence fed in part.
-    """
-
-    def __init__(self, pool: BlockPool, states: StateSlots):
-        self.pool, self.states = pool, states
-        self.prompts: list[Prompt] = []  # prefilled prompts whose samples still wait
-        self.sequences: dict[Sequence, None] = {}  # finished sequences with their blocks, oldest first
-        self.begun: Begun | None = None
-
-    @property
-    def num_of_sequences(self) -> int:
-        """Number of blocks that finished sequences keep."""
-        return sum(len(kept.blocks) for kept in self.sequences)
-
-    @property
-    def num_given_up_on_demand(self) -> int:
-        """Number of blocks that only finished sequences own. Another thread may call this and get an outdated count."""
-        times = Counter(block for kept in list(self.sequences) for block in list(kept.blocks))
-        return sum(self.pool.num_owners[block] == count for block, count in times.items())
-
-    def has_begun(self, sequence: Sequence) -> bool:
-        """Whether some but not all of a sequence's tokens have been fed."""
-        return self.begun is not None and self.begun.sequence is sequence
-
-    def beginning_of(self, sequence: Sequence, is_alone: bool) -> Beginning:
-        """Returns the prefix of a waiting sequence whose blocks and state exist, often an empty one.
-
-        `is_alone`: whether the sequence is prefilled for itself. Blocks and slot still belong to their owner.
-        """
-        if self.begun is not None and self.begun.sequence is sequence:
-            return Beginning(self.begun.blocks, self.begun.num_fed, self.begun.state_slot)
-        finished = sequence.begins_from
-        if finished in self.sequences and is_alone and not sequence.tokens:
-            num_fed = finished.num_fed + (finished.num_late if self.states.num_slots else 0)
-            if num_fed < len(sequence):
-                return Beginning(finished.blocks, num_fed, finished.state_slot)
-        return Beginning([], 0)
-
-    def take_beginning(self, sequence: Sequence, is_alone: bool) -> Beginning:
-        """`beginning_of`, but blocks and slot belong to the caller from now on."""
-        beginning = self.beginning_of(sequence, is_alone)
-        if self.has_begun(sequence):
-            self.begun = None
-        elif beginning.num_fed:
-            assert sequence.begins_from is not None
-            del self.sequences[sequence.begins_from]
-            sequence.begins_from.blocks, sequence.begins_from.state_slot = [], -1
-        return beginning
-
-    def give_up_sequence(self, wanted: Sequence | None = None) -> bool:
-        """Frees the blocks of the oldest finished sequence, `wanted` last; returns False if there is none."""
-        if not self.sequences:
-            return False
-        oldest = min(self.sequences, key=lambda kept: kept is wanted)
-        del self.sequences[oldest]
-        self.pool.release(oldest.blocks)
-        self.states.release(oldest)
-        return True
-
-    def give_up_begun(self) -> bool:
-        """Frees the blocks of the sequence fed in part, which starts over; returns False if there is none."""
-        if self.begun is None:
-            return False
-        self.pool.release(self.begun.blocks)
-        self.states.release(self.begun)
-        self.begun = None
-        return True
-
-    def give_up_prompt(self, prompt: Prompt) -> None:
-        """Frees a prompt's blocks. They are not allocated before this turn's prefills and copies have run."""
-        self.prompts.remove(prompt)
-        self.pool.release(prompt.blocks)
-        self.states.release(prompt)
-
-    def give_up_one(self) -> bool:
-        """Frees the kept blocks that are cheapest to lose; returns False if nothing is kept."""
-        if self.give_up_sequence() or self.give_up_begun():
-            return True
-        if not self.prompts:
-            return False
-        self.give_up_prompt(self.prompts[-1])
-        return True
-
-
 class Starts:
     """Starts sequences on blocks of `block_size` tokens, from their first token or from a prefix that `kept` holds."""
 
@@ -490,7 +327,8 @@ class Starts:
     def num_blocks(self, sequence: Sequence, is_kept: bool) -> int:
         """Number of blocks that a waiting sequence takes at its start; with `is_kept` its prompt has some already."""
         is_alone = _is_alone(sequence)
-        there = len(self._kept.beginning_of(sequence, is_alone).blocks)
+        beginning = self._kept.beginning_of(sequence, is_alone)
+        there = sum(self._pool.num_owners[block] > 0 for block in beginning.blocks)  # idle ones are taken
         if is_alone:
             return max(0, self._num_blocks_for(len(sequence)) - there)
         prompt_length = len(sequence.prompt.tokens)
@@ -514,7 +352,7 @@ class Starts:
 
     def _has_room(self, sequence: Sequence, spare: int) -> bool:
         num_blocks = self.num_blocks(sequence, bool(sequence.prompt.blocks)) + spare
-        return num_blocks <= len(self._pool.free) and self._states.has_free(self.num_states(sequence))
+        return num_blocks <= self._pool.num_free and self._states.has_free(self.num_states(sequence))
 
     def start(self, sequence: Sequence, admission: Admission) -> None:
         """Gives a sequence its blocks and slot, and adds its prefill and copies to `admission`."""
@@ -522,13 +360,13 @@ class Starts:
         if _is_alone(sequence):
             beginning = self._take_beginning(sequence)
             sequence.blocks, sequence.state_slot = beginning.blocks, beginning.state_slot
-            admission.prefills.append(_prefill_of(sequence, beginning))
+            self._prefill(sequence, beginning, len(sequence), admission)
         else:
             if not prompt.blocks:
                 beginning = self._take_beginning(sequence)
                 prompt.blocks, prompt.state_slot = beginning.blocks, beginning.state_slot
                 self._kept.prompts.append(prompt)
-                admission.prefills.append(_prefill_of(prompt, beginning))
+                self._prefill(prompt, beginning, len(prompt.tokens), admission)
             self._fork(sequence, admission)
         prompt.num_waiting -= 0 if sequence.tokens else 1
         admission.sequences.append(sequence)
@@ -537,16 +375,25 @@ class Starts:
         """Feeds the next `num_tokens` of a sequence that keeps waiting, with blocks for all its tokens."""
         beginning = self._take_beginning(sequence)
         last = beginning.num_fed + num_tokens
-        self._kept.begun = Begun(sequence, beginning.blocks, last, beginning.state_slot)
-        admission.prefills.append(_prefill_of(sequence, beginning, last))
+        self._kept.begun = Begun(sequence, beginning.blocks, last, beginning.state_slot, beginning.is_decoded)
+        self._prefill(sequence, beginning, last, admission)
 
     def _take_beginning(self, sequence: Sequence) -> Beginning:
         """Returns blocks and slot to prefill a waiting sequence into, with the number of tokens that they hold."""
         is_alone = _is_alone(sequence)
-        blocks, num_fed, state_slot = self._kept.take_beginning(sequence, is_alone)
-        missing = max(0, self._num_blocks_for(len(sequence)) - len(blocks))
-        blocks = blocks + self._pool.allocate(missing, highest=not is_alone)
-        return Beginning(blocks, num_fed, state_slot if num_fed else self._states.allocate())
+        beginning = self._kept.take_beginning(sequence, is_alone)
+        missing = max(0, self._num_blocks_for(len(sequence)) - len(beginning.blocks))
+        blocks = beginning.blocks + self._pool.allocate(missing, highest=not is_alone)
+        state_slot = beginning.state_slot if beginning.num_fed else self._states.allocate()
+        return beginning._replace(blocks=blocks, state_slot=state_slot)
+
+    def _prefill(self, owner: Prompt | Sequence, beginning: Beginning, last: int, admission: Admission) -> None:
+        """Adds the prefill of the owner's tokens after `beginning` and before `last`."""
+        tokens = owner.tokens if isinstance(owner, Prompt) else owner.prompt.tokens + owner.tokens
+        prefill = Prefill(owner, tokens, list(beginning.blocks), beginning.num_fed, last, beginning.state_slot)
+        admission.prefills.append(prefill)
+        if not beginning.is_decoded:
+            self._kept.prefixes.note(prefill)
 
     def _fork(self, sequence: Sequence, admission: Admission) -> None:
         """Shares the prompt's full blocks, and copies the last partial one and the states."""
@@ -568,12 +415,6 @@ def _is_alone(sequence: Sequence) -> bool:
     """Whether a sequence is prefilled for itself: a preempted one, or the last sample of its prompt."""
     prompt = sequence.prompt
     return bool(sequence.tokens) or (not prompt.blocks and prompt.num_waiting == 1)
-
-
-def _prefill_of(owner: Prompt | Sequence, beginning: Beginning, last: int | None = None) -> Prefill:
-    tokens = owner.tokens if isinstance(owner, Prompt) else owner.prompt.tokens + owner.tokens
-    last = len(tokens) if last is None else last
-    return Prefill(owner, tokens, list(beginning.blocks), beginning.num_fed, last, beginning.state_slot)
 
 
 class WaitingLine:

@@ -502,6 +502,7 @@ class ContainerRollouts:
             num_samples=len(own),
             generated_tokens=sum(len(sequence.tokens) for sequence in own),
             preemptions=sum(strategy.scheduler.num_preemptions for strategy in strategies),
+            reused_tokens=sum(strategy.scheduler.kept.num_reused_tokens for strategy in strategies),
             prefill_seconds=sum(strategy.prefill_time.seconds() for strategy in strategies),
             decode_seconds=sum(strategy.decode_time.seconds() for strategy in strategies),
             captures=self.steps.stats,

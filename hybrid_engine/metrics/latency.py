@@ -28,6 +28,7 @@ class Iteration:
     num_samples: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    reused_tokens: int = 0
     graph_captures: int = 0
     graph_capture_seconds: float = 0.0
     gathered_bytes: int = 0

@@ -168,6 +168,9 @@ class SamplingFields(Body):
     session_id: Annotated[StrictStr, Field(min_length=1, max_length=MAX_SESSION_ID)] | None = None
     """The conversation that this request belongs to; the header `X-Session-Id` says the same."""
 
+    cache_salt: Annotated[StrictStr, Field(max_length=MAX_SESSION_ID)] | None = None
+    """Requests share keys and values of equal beginnings only with those of the same salt."""
+
     # Fields without effect on an answer: OpenAI's, then vLLM's.
     user: Any = None
     metadata: Any = None
@@ -181,7 +184,6 @@ class SamplingFields(Body):
     """Text that the answer may have; it only makes answers of others faster."""
     priority: Any = None
     request_id: Any = None
-    cache_salt: Any = None
     spaces_between_special_tokens: Any = None
     length_penalty: Any = None
     """An option of beam search."""

@@ -328,9 +328,9 @@ def _parse(request: SamplingFields, prompts: list[list[int]], num_new: int, mode
     seed = secrets.randbits(62) if request.seed is None else request.seed
     keys = sample_keys(seed, [prompt_digest(prompt) for prompt in prompts], [], request.n)
     options = _options(request, max(1, num_new), model)
-    sequences = []
+    sequences, salt = [], (request.cache_salt or "").encode()
     for prompt, tokens in enumerate(prompts):
-        shared = Prompt(tokens, num_tops=request.num_top_logprobs if is_scored else None)
+        shared = Prompt(tokens, num_tops=request.num_top_logprobs if is_scored else None, salt=salt)
         places = range(prompt * request.n, (prompt + 1) * request.n)
         adapter = model.adapters.get(request.model)
         sequences += [Sequence(shared, row, options, keys[row], adapter=adapter) for row in places]

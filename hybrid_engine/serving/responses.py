@@ -198,10 +198,19 @@ class Writer:
         return self._body(self.chunk_name, []) | {"usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
-        """Number of tokens of prompts and answers; a prompt counts once for any `n`."""
+        """Number of tokens of prompts and answers; a prompt counts once for any `n`.
+
+        `cached_tokens` are those of the prompts whose keys and values an earlier request had left.
+        """
         prompt = sum(map(len, self.parsed.prompts))
         completion = sum(len(choice.tokens) for choice in self.choices)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        cached = sum(row.prompt.num_reused for row in self.parsed.sequences[:: self.request.n])
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
 
     def _body(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": self.id, "object": name, "created": self.created, "model": self.request.model}

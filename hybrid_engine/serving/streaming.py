@@ -175,10 +175,20 @@ class Metrics:
         self._gauge("kv_blocks_used", "KV blocks of running sequences.", lambda: worker.kv_blocks.used)
         self._gauge(
             "kv_blocks_kept",
-            "KV blocks of finished turns of conversations, given up where others need them.",
+            "KV blocks of finished turns of conversations and of earlier prompts, given up where others need them.",
             lambda: worker.kv_blocks.kept,
         )
         self._gauge("kv_blocks_free", "KV blocks that hold nothing.", lambda: worker.kv_blocks.free)
+        self._gauge(
+            "prefix_cache_queries",
+            "Tokens of prompts that were prefilled; a prompt counts once for all of its answers.",
+            lambda: worker.kv_blocks.num_prompt_tokens,
+        )
+        self._gauge(
+            "prefix_cache_hits",
+            "Tokens of those whose keys and values an earlier request had left.",
+            lambda: worker.kv_blocks.num_reused_tokens,
+        )
 
     def _gauge(self, name: str, meaning: str, value: Callable[[], float]) -> None:
         Gauge(f"hybrid_engine_{name}", meaning, registry=self.registry).set_function(value)

@@ -44,6 +44,7 @@ def test_an_almost_empty_config_has_deepspeeds_defaults():
         max_running=0,
         kv_block_size=0,
         max_kv_blocks=0,
+        prefix_cache=True,
     )
 
 

@@ -132,3 +132,14 @@ def test_greedy_tokens_equal_the_models_own_across_the_trained_length(kind, work
     output = engine.generate(padded, attention_mask=(padded != PAD).long(), **greedy)
     assert torch.equal(output[:, width:], torch.stack(expected))
     assert (engine.latency_stats()["preemptions"] > 0) == bool(workspace)
+
+
+def test_prompts_do_not_share_keys_whose_frequencies_depend_on_the_length():
+    engine, *_ = hybrid_engine.initialize(
+        model=build_model("dynamic"),
+        config={"train_batch_size": 1, "hybrid_engine": {"enabled": True, "kv_block_size": 4}},
+    )
+    assert "not shared, because rotary frequencies depend on the length" in engine.report()
+    input_ids = torch.arange(3, 15).repeat(2, 1)
+    engine.eval().generate(input_ids, max_new_tokens=4, do_sample=False)
+    assert engine.latency_stats()["reused_tokens"] == 0

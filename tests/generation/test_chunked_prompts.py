@@ -17,7 +17,8 @@ from tests.generation.test_mixed_turns import build as build_engine
 from tests.support.models import PAD
 
 pytestmark = pytest.mark.gpu
-build = partial(build_engine, max_running=3)
+# Every chunk is computed: a prompt of an earlier rollout is not found.
+build = partial(build_engine, max_running=3, prefix_cache=False)
 CHUNK = 4
 LENGTHS = [3, 11, 2, 9, 4, 17]
 
@@ -207,7 +208,7 @@ def test_one_that_leaves_half_prefilled_gives_back_what_it_had(passes):
         batch.cancel([long])
         while batch.has_work:
             turn(batch, told)
-        assert len(batch.scheduler.pool.free) == batch.scheduler.pool.num_blocks
+        assert batch.scheduler.pool.num_free == batch.scheduler.pool.num_blocks
     assert told == expected
 
 

@@ -5,9 +5,10 @@ import random
 
 import pytest
 
+from hybrid_engine.generation.blocks import BlockPool
 from hybrid_engine.generation.core import Prompt, Sequence
 from hybrid_engine.generation.options import GenerationOptions
-from hybrid_engine.generation.scheduler import BlockPool, Scheduler
+from hybrid_engine.generation.scheduler import Scheduler
 
 pytestmark = pytest.mark.quick
 
@@ -36,10 +37,11 @@ class Memory:
         self.blocks[copy.target][: copy.num_tokens] = self.blocks[copy.source][: copy.num_tokens]
 
 
-def build(prompt_lengths, num_samples, max_new_tokens=25, num_shares=1, **limits):
+def build(prompt_lengths, num_samples, max_new_tokens=25, num_shares=1, common=0, **limits):
+    """The first `common` tokens of all prompts are equal."""
     options, sequences = GenerationOptions(max_new_tokens=max_new_tokens), []
     for index, length in enumerate(prompt_lengths):
-        prompt = Prompt([1000 * (index + 1) + i for i in range(length)])
+        prompt = Prompt([1000 * (index + 1) * (i >= common) + i for i in range(length)])
         share = str(index % num_shares)
         sequences += [Sequence(prompt, len(sequences) + g, options, share=share) for g in range(num_samples)]
     return sequences, Scheduler(sequences, **({"max_prefill_tokens": 64} | limits))
@@ -219,11 +221,13 @@ def test_random_rollouts_finish_keep_their_tokens_and_leak_no_block(num_shares, 
         max_prefill_tokens=rng.choice([8, 64]),
         num_shares=num_shares,
         num_state_slots=rng.choice([0, rng.randint(2, 9)]),
+        common=rng.choice([0, 7, 20]),
+        caches_prefixes=rng.choice([False, True]),
     )
     order, _ = run(sequences, scheduler, lengths, mixes, chunk_tokens)
     assert sorted(order) == list(range(len(sequences)))
     assert [len(sequence.tokens) for sequence in sequences] == lengths
-    assert scheduler.pool.free == list(range(scheduler.pool.num_blocks))
+    assert sorted([*scheduler.pool.free, *scheduler.pool.idle]) == list(range(scheduler.pool.num_blocks))
     assert scheduler.states.free == list(range(scheduler.states.num_slots))
     assert set(scheduler.pool.num_owners) == {0}
     assert all(not sequence.prompt.blocks and sequence.prompt.num_waiting == 0 for sequence in sequences)
@@ -406,6 +410,94 @@ def test_a_block_is_free_only_when_its_last_owner_releases_it():
     assert pool.free == [2]
     pool.release(shared)
     assert pool.free == [0, 1, 2]
+
+
+def prefix_scheduler(prompts, **limits):
+    """One row for each prompt, blocks of 4, and a cache of prefixes."""
+    options = GenerationOptions(max_new_tokens=4)
+    limits = {"max_running": 8, "num_blocks": 16, "block_size": 4, "max_prefill_tokens": 64, "longest": 64} | limits
+    sequences = [Sequence(Prompt(tokens), row, options) for row, tokens in enumerate(prompts)]
+    return sequences, Scheduler(sequences, caches_prefixes=True, **limits)
+
+
+def play_one(scheduler, tokens, salt=b""):
+    """Adds a row, ends it after a token, and returns the first token of its prefill."""
+    scheduler.add(Sequence(Prompt(tokens, salt=salt), 0, GenerationOptions(max_new_tokens=4)))
+    admission = scheduler.admit()
+    for row in admission.sequences:
+        row.tokens.append(0)
+        scheduler.finish(row, "stop")
+    return admission.prefills[0].first
+
+
+def test_prompts_that_begin_alike_share_the_full_blocks_of_the_beginning_in_the_same_pass():
+    sequences, scheduler = prefix_scheduler([[*range(10), tail, tail] for tail in (70, 71, 72)])
+    admission = scheduler.admit()
+    assert [prefill.first for prefill in admission.prefills] == [0, 8, 8]
+    assert all(sequence.blocks[:2] == sequences[0].blocks[:2] for sequence in sequences)
+    assert len({sequence.blocks[2] for sequence in sequences}) == 3
+    assert scheduler.kept.num_reused_tokens == 16 and scheduler.kept.num_prompt_tokens == 36
+
+
+@pytest.mark.parametrize(
+    ("tokens", "first"),
+    [
+        ([*range(9)], 8),
+        ([*range(8)], 4),  # its last token is fed: the next one is drawn from its logits
+        ([*range(4)], 0),
+        ([9, *range(1, 9)], 0),
+        ([*range(7), 9, 9], 4),
+        ([*range(4, 8), *range(4, 8), 8], 0),  # a block's tokens at another place
+    ],
+)
+def test_a_prefix_is_found_by_all_tokens_before_its_end(tokens, first):
+    _, scheduler = prefix_scheduler([])
+    play_one(scheduler, list(range(8)))
+    assert play_one(scheduler, tokens, salt=b"another") == 0
+    assert play_one(scheduler, tokens) == first
+
+
+def test_blocks_that_have_been_idle_for_longest_are_reused_first():
+    _, scheduler = prefix_scheduler([], num_blocks=7)
+    one, two, three = ([number] * 8 for number in (1, 2, 3))
+    play_one(scheduler, one)
+    play_one(scheduler, two)
+    assert play_one(scheduler, [*one, 5]) == 8
+    play_one(scheduler, three)
+    assert play_one(scheduler, [*three, 5]) == 8 and play_one(scheduler, [*one, 5]) == 8
+    assert play_one(scheduler, [9] * 16) == 0
+    assert play_one(scheduler, [*two, 5]) == 0 and len(scheduler.pool.free) + len(scheduler.pool.idle) == 7
+
+
+def test_what_is_fed_after_a_kept_answer_is_not_found_by_others():
+    """A decoded token is rounded in another way than a prefilled one."""
+    options = GenerationOptions(max_new_tokens=4)
+    first, scheduler = Sequence(Prompt(list(range(6))), 0, options, is_kept=True), prefix_scheduler([])[1]
+    scheduler.add(first)
+    scheduler.admit()
+    first.tokens += [6, 7, 8]
+    scheduler.grow()
+    scheduler.finish(first, "stop")
+    scheduler.add(Sequence(Prompt(list(range(16))), 1, options, begins_from=first))
+    assert scheduler.admit().prefills[0].first == 8
+    assert play_one(scheduler, list(range(16))) == 4
+
+
+def test_a_sequence_that_is_preempted_finds_its_prompt_again():
+    sequences, scheduler = prefix_scheduler([[1] * 8, [2] * 8], num_blocks=6)
+    scheduler.admit()
+    for sequence in sequences:
+        sequence.tokens.append(0)
+    scheduler.recompute(sequences[1])
+    prefill = scheduler.admit().prefills[0]
+    assert (prefill.owner, prefill.first, prefill.last) == (sequences[1], 8, 9)
+
+
+@pytest.mark.parametrize("limits", [{"longest": 4}, {"num_state_slots": 3}, {"block_size": 64}])
+def test_prefixes_are_not_shared_where_a_sequence_is_one_block_or_has_a_state(limits):
+    _, scheduler = prefix_scheduler([], **limits)
+    assert play_one(scheduler, [1, 1, 1]) == play_one(scheduler, [1, 1, 1, 1]) == 0
+    assert not scheduler.pool.idle
 
 
 def shares_in_line(num_of_a, lengths_of_b, max_new_tokens=25, **limits):

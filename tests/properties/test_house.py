@@ -11,7 +11,7 @@ FOLDERS = ("hybrid_engine", "ops", "containers", "recipes")
 THIN = "hybrid_engine/extensions/deepspeed/paths/"
 """DeepSpeed's module paths: one thin file each."""
 ONE_FILE_EACH = ("recipes/", "containers/", "ops/")
-MOST_FILES = 236
+MOST_FILES = 237
 """Of the rooms in which a recipe, a family or an op has no file of its own."""
 SMALL = 70
 """Lines below which a file with one importer is part of that importer."""

@@ -51,13 +51,18 @@ class KVUsage(NamedTuple):
     used: int
     """Number of blocks of sequences that run or have started."""
     kept: int
-    """Number of blocks only of finished sequences, which a conversation may continue; freed if others need them."""
+    """Number of blocks that only later requests may need, for their conversation or a prompt that begins like an
+    earlier one; reused if others need them."""
     free: int
+    num_prompt_tokens: int = 0
+    """Number of tokens of all prompts that were prefilled since the batch began."""
+    num_reused_tokens: int = 0
+    """Number of those whose keys and values existed already."""
 
     @property
     def usage(self) -> float:
         """Share of the blocks that is used, from 0 to 1."""
-        return self.used / max(1, sum(self))
+        return self.used / max(1, self.used + self.kept + self.free)
 
 
 class LiveBatch(Protocol):
@@ -149,9 +154,10 @@ class ContainerBatch:
     @property
     def kv_blocks(self) -> KVUsage:
         """Use of the KV blocks. May be called by another thread."""
-        pool, kept = self.scheduler.pool, self.scheduler.kept.num_given_up_on_demand
-        num_free = len(pool.free)
-        return KVUsage(max(0, pool.num_blocks - num_free - kept), kept, num_free)
+        pool, kept = self.scheduler.pool, self.scheduler.kept
+        num_free, num_kept = len(pool.free), kept.num_given_up_on_demand + len(pool.idle)
+        num_used = max(0, pool.num_blocks - num_free - num_kept)
+        return KVUsage(num_used, num_kept, num_free, kept.num_prompt_tokens, kept.num_reused_tokens)
 
     @property
     def unfinished(self) -> list[Sequence]:

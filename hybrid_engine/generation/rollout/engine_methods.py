@@ -18,7 +18,7 @@ from hybrid_engine.config.checks import check_integer
 from hybrid_engine.containers import UnsupportedModelError
 from hybrid_engine.containers.views import is_adapted
 from hybrid_engine.generation.core import GenerateCall
-from hybrid_engine.generation.memory import MAX_RUNNING
+from hybrid_engine.generation.memory import MAX_RUNNING, prefix_cache_reason
 from hybrid_engine.generation.model.probe import describe_switch
 from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.generation.rollout.preparing import prepare
@@ -102,6 +102,10 @@ def describe_generation(generator: Generator) -> str:
         lines.append(_decoding(generator, generator.native))
     held, after = generator.workspace.allocated_bytes, generator.memory.describe_kept_workspace()
     lines.append(f"KV workspace: {format_bytes(held)} held now, sized for each rollout, {after}")
+    if generator.model is not None:
+        reason = prefix_cache_reason(generator.model, generator.config)
+        how = "shared in blocks smaller than a sequence" if reason is None else f"not shared, because {reason}"
+        lines.append(f"beginnings of prompts: {how}")
     difference = generator.logprob_difference
     if difference is not None:
         lines.append(
