@@ -4,19 +4,18 @@
     python benchmarks/bench_prefix.py --episodes 64 --common-tokens 2000 --threads 1
 
 All episodes ask at once, each for the answer to a prompt of `common_tokens` equal tokens and `own_tokens` of its own,
-and read the answer as a stream, from a process of their own. Both sides serve the same weights, in turn in each repeat,
-each repeat by a server that has seen no prompt. Before anything is timed, the answers of both are compared.
+in the live batch that servers run. Both sides have the same weights and run in turn in each repeat, each repeat in a
+batch that has seen no prompt. Every answer is compared with the other side's. Seconds are told by the clock and of CPU,
+which other programs on the machine do not change.
 """
 
 import dataclasses
 import random
 import statistics
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+import time
 from typing import Any
 
 import torch
-from bench_serving import Run, Work, serve
 from common import (
     LlamaShape,
     add_shape_options,
@@ -32,7 +31,9 @@ from rich.table import Table
 from transformers import LlamaForCausalLM
 
 import hybrid_engine
-from hybrid_engine.rlhf.tasks.corpus import train_tokenizer
+from hybrid_engine.generation.core import Prompt, Sequence
+from hybrid_engine.generation.live.opening import live_batch
+from hybrid_engine.generation.options import GenerationOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ def build_engine(shape: EpisodeShape, device: str, is_cached: bool) -> Any:
     return engine.eval()
 
 
-def build_work(shape: EpisodeShape) -> Work:
+def build_prompts(shape: EpisodeShape) -> list[list[int]]:
     """One prompt for each episode."""
     rng = random.Random(0)
 
@@ -77,7 +78,36 @@ def build_work(shape: EpisodeShape) -> Work:
         return [rng.randrange(1, shape.vocab) for _ in range(count)]
 
     common = tokens(shape.common_tokens)
-    return Work([common + tokens(shape.own_tokens) for _ in range(shape.episodes)], [shape.new_tokens] * shape.episodes)
+    return [common + tokens(shape.own_tokens) for _ in range(shape.episodes)]
+
+
+@dataclasses.dataclass
+class EpisodesRun:
+    """What one side took; seconds by the clock and of CPU."""
+
+    seconds: tuple[float, float]
+    first: list[tuple[float, float]]
+    """Until the first token of each answer."""
+    answers: dict[int, list[int]]
+
+
+def run(engine: Any, shape: EpisodeShape, prompts: list[list[int]]) -> EpisodesRun:
+    """All answers to `prompts`, which ask at once."""
+    options = GenerationOptions(max_new_tokens=shape.new_tokens)
+    answers: dict[int, list[int]] = {}
+    first: dict[int, tuple[float, float]] = {}
+    with live_batch(engine.generator, shape.positions, shape.episodes) as batch:
+        begin = time.perf_counter(), time.process_time()
+
+        def since() -> tuple[float, float]:
+            return time.perf_counter() - begin[0], time.process_time() - begin[1]
+
+        batch.add([Sequence(Prompt(tokens), row, options) for row, tokens in enumerate(prompts)])
+        while batch.has_work:
+            for progress in batch.turn():
+                first.setdefault(progress.sequence.row, since())
+                answers.setdefault(progress.sequence.row, []).extend(progress.tokens)
+        return EpisodesRun(since(), list(first.values()), answers)
 
 
 def main() -> None:
@@ -86,30 +116,40 @@ def main() -> None:
     add_shape_options(parser, FULL, SMALL)
     args = parse_run(parser, "prefix")
     shape = chosen_shape(args, FULL, SMALL)
-    work, tokenizer = build_work(shape), train_tokenizer(["text"], 300)
+    prompts = build_prompts(shape)
     engines = {is_cached: build_engine(shape, args.device, is_cached) for is_cached in (False, True)}
-    runs: dict[bool, list[Run]] = {False: [], True: []}
-    with ProcessPoolExecutor(1, get_context("spawn")) as clients:
-        for _ in range(args.repeats + 1):  # the first warms up
-            for is_cached, engine in engines.items():
-                runs[is_cached].append(serve(engine, tokenizer, work, clients, True))
-    if runs[False][0].answers != runs[True][0].answers:
-        raise RuntimeError("the cache changed an answer")
-    table = Table("prefixes", "first token (s)", "tokens/s", "CPU seconds", title=f"{shape.episodes} episodes")
-    first, rate, cpu = {}, {}, {}
-    for is_cached, found in runs.items():
-        timed = found[1:]
-        first[is_cached] = statistics.median(seconds for run in timed for seconds in run.first)
-        rate[is_cached] = statistics.median(run.num_tokens / run.seconds for run in timed)
-        cpu[is_cached] = statistics.median(run.cpu_seconds for run in timed)
-        numbers = f"{first[is_cached]:.3f}", f"{rate[is_cached]:.1f}", f"{cpu[is_cached]:.2f}"
-        table.add_row("cached" if is_cached else "computed by each", *numbers)
-    ratios = {"first_token_ratio": first[True] / first[False], "rate_ratio": rate[True] / rate[False]}
-    table.add_row("ratio", *(f"{ratio:.3f}" for ratio in ratios.values()), f"{cpu[True] / cpu[False]:.3f}")
+    few = dataclasses.replace(shape, episodes=2, new_tokens=2)
+    runs: dict[bool, list[EpisodesRun]] = {False: [], True: []}
+    for engine in engines.values():
+        run(engine, few, prompts[:2])  # warms up
+    for _ in range(args.repeats):
+        for is_cached, engine in engines.items():
+            runs[is_cached].append(run(engine, shape, prompts))
+            if runs[is_cached][-1].answers != runs[False][0].answers:
+                raise RuntimeError("the cache changed an answer")
+    report(args, shape, runs)
+
+
+def report(args: Any, shape: EpisodeShape, runs: dict[bool, list[EpisodesRun]]) -> None:
+    """The table, and the row of the CSV."""
+    title = f"{shape.episodes} episodes, {shape.common_tokens} common tokens"
+    table = Table("", "prefix computed by each", "cached", "cached / computed", title=title)
+    row: dict[str, Any] = dataclasses.asdict(shape)
+    for place, clock in enumerate(("seconds", "cpu_seconds")):
+        for name in ("first_token", "all_answers"):
+            medians = [
+                statistics.median(
+                    value[place]
+                    for found in side
+                    for value in (found.first if name == "first_token" else [found.seconds])
+                )
+                for side in (runs[False], runs[True])
+            ]
+            ratio = medians[1] / medians[0]
+            table.add_row(f"{name}, {clock}", *(f"{median:.3f}" for median in medians), f"{ratio:.3f}")
+            row |= {f"{name}_{clock}": round(medians[1], 4), f"{name}_{clock}_ratio": round(ratio, 4)}
     Console().print(table)
-    row = dataclasses.asdict(shape) | {name: round(ratio, 4) for name, ratio in ratios.items()}
-    row |= {"first_token_seconds": round(first[True], 4), "tokens_per_second": round(rate[True], 1)}
-    append_rows(args.csv, [row | {"cpu_ratio": round(cpu[True] / cpu[False], 4)} | environment(args.device)])
+    append_rows(args.csv, [row | environment(args.device)])
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from tests.generation.test_mixed_turns import build as build_engine
 from tests.support.models import PAD
 
 pytestmark = pytest.mark.gpu
-# Every chunk is computed: a prompt of an earlier rollout is not found.
+# Equal prompts share nothing, so that every chunk is computed.
 build = partial(build_engine, max_running=3, prefix_cache=False)
 CHUNK = 4
 LENGTHS = [3, 11, 2, 9, 4, 17]
