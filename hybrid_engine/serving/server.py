@@ -34,6 +34,7 @@ from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.serving.access import BACKLOG, Keys, Pages, bind, check_address
 from hybrid_engine.serving.app import App
 from hybrid_engine.serving.connections import SECONDS_BETWEEN_REQUESTS, SECONDS_TO_TAKE, BoundedConnection
+from hybrid_engine.serving.parsers import AUTO, choose_parser
 from hybrid_engine.serving.request_parsing import ServedModel
 from hybrid_engine.serving.sessions import (
     MAX_SESSION_BYTES,
@@ -44,7 +45,6 @@ from hybrid_engine.serving.sessions import (
     size_of,
 )
 from hybrid_engine.serving.streaming import ProgressRouter
-from hybrid_engine.serving.tool_calls import AUTO, choose_parser
 
 log = logging.getLogger(__name__)
 MAX_WAITING = 1024
@@ -65,7 +65,7 @@ class Server:
         opening: opens the batch on the server's own thread.
         name, tokenizer, vocab_size, end_tokens, suppressed: of the model, see `ServedModel`.
         host, port: address to listen at; port 0 takes a free one.
-        tool_call_parser: parser of tool calls in answers: one of `tool_calls.PARSERS`.
+        tool_call_parser: parser of tool calls in answers: one of `parsers.PARSERS`.
         api_key: the key that clients must send. Required for every address that other machines can reach.
         api_key_file: a file of several named keys (`access.Keys`), instead; `reload_keys` reads it again.
         allow_hosts, allow_origins: for requests without a key, see `access.Pages`.

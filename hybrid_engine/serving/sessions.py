@@ -163,7 +163,7 @@ class Sessions:
         try:
             text = chat_text(request, self.model, shown)
         except RequestError:  # some templates require a call before a tool's result
-            return None
+            return self._rest_after_turn(request, node)
         before, found, rest = text.rpartition(_PLACEHOLDER)
         if not found or _PLACEHOLDER in before:
             return None
@@ -171,6 +171,28 @@ class Sessions:
         if node.tokens[-1] in self.model.end_tokens:  # the answer includes its end token
             return encode_after(self.model.tokenizer, last, rest.removeprefix(last))
         return encode_after(self.model.tokenizer, self.model.tokenizer.decode(node.tokens[-NUM_LEFT:]), rest)
+
+    def _rest_after_turn(self, request: ChatRequest, node: Trajectory) -> list[int] | None:
+        """The tokens that follow `node`, where the template shows its answer only as it is.
+
+        None if the answer has no end token, or the template writes it otherwise once more follows.
+        """
+        messages = request.template_messages
+        if node.tokens[-1] not in self.model.end_tokens:
+            return None
+        closed = request.model_copy(update={"add_generation_prompt": False, "continue_final_message": False})
+        try:
+            before, whole = (
+                chat_text(each, self.model, part)
+                for each, part in ((closed, messages[: len(node.messages)]), (request, messages))
+            )
+        except RequestError:
+            return None
+        last = self.model.tokenizer.decode(node.tokens[-1:])
+        _, found, after = before.rpartition(last)
+        if not found or not whole.startswith(before):
+            return None
+        return encode_after(self.model.tokenizer, last, after + whole[len(before) :])
 
     def record(
         self,

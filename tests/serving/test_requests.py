@@ -15,6 +15,7 @@ from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest
 from hybrid_engine.serving.request_parsing import ServedModel, chat_text, chat_tokens, read_chat, read_completion
 from hybrid_engine.serving.responses import Choice
 from hybrid_engine.serving.sessions import Session, Sessions, recorder_of_chat
+from hybrid_engine.serving.tool_calls import for_template
 from tests.support.chat import CALL_TEMPLATES, PLAIN_TEMPLATE, build_chat_tokenizer
 
 pytestmark = pytest.mark.quick
@@ -34,12 +35,14 @@ def chat(*contents):
     return ChatRequest(model="tiny", messages=messages)
 
 
-def answer(model, sessions, request, text, end="<eos>"):
+def answer(model, sessions, request, text, end="<eos>", said=None):
     """Records `text` as what the policy said to `request`; returns the node."""
     prompt, node = sessions.find_chat(Session("s"), request)
     tokens = model.tokenizer.encode(text + end, add_special_tokens=False)
     choice = Choice(0, prompt, IncrementalDetokenizer(model.tokenizer), None, text, tokens, [-1.0] * len(tokens))
-    sessions.record(Session("s"), node, choice, [*request.template_messages, {"role": "assistant", "content": text}])
+    said = for_template(said or {"role": "assistant", "content": text})
+    inputs = request.template_inputs
+    sessions.record(Session("s"), node, choice, [*request.template_messages, said], inputs)
     return sessions.trajectories()[-1]
 
 

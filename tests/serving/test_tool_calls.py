@@ -6,10 +6,10 @@ import openai
 import pytest
 
 from hybrid_engine.serving.errors import RequestError
+from hybrid_engine.serving.parsers import FORMS, build_reader, choose_parser
 from hybrid_engine.serving.protocol import ChatRequest
 from hybrid_engine.serving.request_parsing import ServedModel, read_chat
 from hybrid_engine.serving.sessions import Sessions
-from hybrid_engine.serving.tool_calls import FORMS, build_reader, choose_parser
 from tests.serving.test_server import build
 from tests.support.chat import PLAIN_TEMPLATE, build_chat_tokenizer
 
@@ -150,7 +150,11 @@ def test_the_tokenizers_own_words_come_first():
     [
         (PLAIN_TEMPLATE, "none"),
         ("<tool_call>{}</tool_call>", "hermes"),
-        ("<tool_call><function=f>", "none"),
+        ("<tool_call><function=f>", "qwen3_coder"),
+        ("<tool_call><arg_key>", "glm"),
+        ("<tool_call><function=f><arg_key>", "none"),
+        ("<|channel|><|message|>", "gpt_oss"),
+        ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "deepseek"),
         ("<|python_tag|>", "llama3"),
         ("[TOOL_CALLS]", "mistral"),
         ("[TOOL_CALLS] <tool_call>", "none"),

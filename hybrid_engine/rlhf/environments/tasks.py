@@ -28,7 +28,7 @@ from hybrid_engine.rlhf.rewards.rewards import Rewards
 from hybrid_engine.rlhf.rewards.scores import Answers, Judge, Reward
 from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.rlhf.tasks.calculator import Problem, held_out_problems, problems, written
-from hybrid_engine.serving.tool_calls import AUTO, NONE, choose_parser
+from hybrid_engine.serving.parsers import AUTO, NONE, choose_parser
 
 OWN_REWARD, OBJECTS = "environment_reward", "environments"
 """Columns of scored episodes: the environment's own reward with its name, and the environment itself."""

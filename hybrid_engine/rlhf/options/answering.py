@@ -243,8 +243,8 @@ class ServeConfig(BaseModelOptions):
     model_name: str | None = option(None, "Name of the model for clients; default: the last part of --model")
     tool_call_parser: str = option(
         "auto",
-        "Parser of tool calls in answers: hermes, llama3, mistral, tokenizer (by its response_template), none, or auto "
-        "(by the chat template)",
+        "Parser of tool calls in answers: hermes, llama3, mistral, qwen3_coder, gpt_oss, glm, deepseek, tokenizer (by "
+        "its response_template), none, or auto (by the chat template)",
     )
     longest: int | None = option(
         None,
@@ -272,8 +272,8 @@ class ServeConfig(BaseModelOptions):
     def __post_init__(self) -> None:
         from hybrid_engine.generation.memory import read_memory  # imports torch, as others do
         from hybrid_engine.serving.access import Keys, Pages, check_address
+        from hybrid_engine.serving.parsers import PARSERS
         from hybrid_engine.serving.sessions import size_of
-        from hybrid_engine.serving.tool_calls import PARSERS
 
         super().__post_init__()
         check_between("port", self.port, 0, 65535)
