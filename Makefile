@@ -19,7 +19,7 @@ TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 # what is newest today, whose failures are told and fail nothing.
 TRITONS ?= 3.6.0 3.7.1
 # Clients of `hybrid-engine serve` that `make clients` tries, each in the newest release and an environment of its own.
-CLIENTS ?= openai litellm openai-agents verifiers lm-eval gymnasium mcp openenv reasoning-gym
+CLIENTS ?= openai anthropic litellm openai-agents verifiers lm-eval gymnasium mcp openenv reasoning-gym
 ENVIRONMENTS := $(VERSIONS:%=.venv-torch-%/installed)
 
 # The real model of `make real`, which the tests look for.
@@ -41,7 +41,7 @@ help:
 	@echo 'make test    install into .venv and run the tests'
 	@echo 'make real    write the real model and run every recipe on it; 93 MB more to install, 540 MB in $(REAL_MODEL)'
 	@echo 'make quick   the short ones of them, of every room'
-	@echo 'make clients openai, litellm, openai-agents, verifiers and lm-eval against a served model, and gymnasium, mcp,'
+	@echo 'make clients openai, anthropic, litellm, openai-agents, verifiers and lm-eval against a served model, and gymnasium, mcp,'
 	@echo '             openenv and reasoning-gym as environments, each in an environment of its own, 1.9 GB in all;'
 	@echo '             CLIENTS="openai litellm": these'
 	@echo 'make attack  kill, interrupt and misuse it at length, half an hour and more; writes docs/robustness.md'

@@ -3,6 +3,9 @@
 `Server` and the `serve` recipe refuse an address that other machines can reach without a key. A key file has a line for
 each key, `NAME KEY`, or `NAME KEY metrics` for `/metrics` alone; text after a # is ignored.
 
+A client sends its key as `Authorization: Bearer KEY` or `x-api-key: KEY`. It may name its session inside the key,
+`KEY:SESSION`: an agent that takes only an address and a key can do nothing else. Where no key is needed, KEY is `none`.
+
 A browser sends a form, text, or a body without a type to any address, including this machine's own, without asking the
 server first. A page whose host name its owner points to 127.0.0.1 (DNS rebinding) has the same origin as a server
 there. Without a key a request must therefore name this machine as its host, come from no other origin, and be JSON, for
@@ -25,12 +28,16 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hybrid_engine.serving.errors import RequestError, cut
+from hybrid_engine.serving.errors import RequestError, cut, error_body
 
 BACKLOG = 1024
 """Number of connections that may wait to be accepted."""
 METRICS = "metrics"
 JSON_TYPE = "application/json"
+NO_KEY = b"none"
+"""What clients send as a key to a server without keys."""
+BEFORE_SESSION = b":"
+"""Stands between a key and the session that is named inside it."""
 
 
 def check_address(host: str, *, has_keys: bool) -> None:
@@ -73,6 +80,23 @@ class Key(NamedTuple):
     """Whether it opens only `/metrics`."""
 
 
+class Admission(NamedTuple):
+    """A client whose key is known."""
+
+    key_name: str
+    session_id: str | None
+    """The session inside the key; None if there is none."""
+    is_for_metrics: bool = False
+    """Whether the key opens only `/metrics`."""
+
+
+def _sent_keys(headers: Headers) -> list[bytes]:
+    """The keys of a request, in both places where clients send them."""
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    sent = [bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+    return [key.encode("latin-1") for key in sent if key]
+
+
 class Keys:
     """The keys that clients may send; without any, no key is needed.
 
@@ -99,13 +123,29 @@ class Keys:
         if self.file is not None:
             self._keys = read_keys(self.file)
 
-    def find(self, given: bytes) -> Key | None:
-        """The key that a client sent; None if it is unknown. Comparisons take constant time."""
-        found = None
-        for key in self._keys:
-            if hmac.compare_digest(given, key.secret):
-                found = key
-        return found
+    def admit(self, headers: Headers) -> Admission | None:
+        """The key of a request, and the session that it names; None if the key is unknown.
+
+        Without keys every request is admitted.
+        """
+        found = [admission for given in _sent_keys(headers) if (admission := self.find(given)) is not None]
+        return found[0] if found else None if self else Admission("", None)
+
+    def find(self, given: bytes) -> Admission | None:
+        """The key that a client sent, with the session inside it; None if it is unknown.
+
+        Comparisons take constant time.
+        """
+        exact = with_session = None
+        for key in self._keys or [Key("", NO_KEY)]:
+            size = len(key.secret)
+            if not hmac.compare_digest(given[:size], key.secret):
+                continue
+            if len(given) == size:
+                exact = Admission(key.name, None, key.is_for_metrics)
+            elif given[size : size + 1] == BEFORE_SESSION:
+                with_session = Admission(key.name, given[size + 1 :].decode("latin-1"), key.is_for_metrics)
+        return exact or with_session
 
     @property
     def first(self) -> str | None:
@@ -166,7 +206,8 @@ class PageGuard:
             try:
                 self._check(Headers(scope=scope), scope["method"])
             except RequestError as error:
-                await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+                body = error_body(scope["path"], error)
+                await JSONResponse(body, error.status, error.headers)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 

@@ -4,7 +4,7 @@ The life of one chat request:
 
 1. `BoundedConnection` (`connections.py`) accepts the connection, uvicorn parses the head. Without keys `PageGuard`
    (`access.py`) refuses what a foreign web page could have sent.
-2. `App._guarded` checks the key and turns errors into OpenAI's format; `App.chat` handles the path.
+2. `App._guarded` checks the key and turns errors into the format of the path's protocol; `App.chat` handles the path.
 3. `BodyReader.read` (`request_parsing.py`) receives the body and makes a `ChatRequest` of it (`protocol.py`).
    `App._session` finds the session that the request names, `GuideThreads.compile` compiles the guide of the answer.
 4. `App._read_chat` runs on a thread: `Sessions.find_chat` (`sessions.py`) or `chat_tokens` (`request_parsing.py`) gives
@@ -16,6 +16,10 @@ The life of one chat request:
    `Responder._stream` sends them as events, or `ChatWriter.whole` makes one body at the end.
 7. The recorder of the session stores the answer (`Sessions.record`). A client that leaves cancels its sequences
    (`Responder._while_connected`).
+
+`/v1/messages`, `/v1/responses` and `/inference/v1/generate` (`protocols/`) differ in steps 3 and 6 only: their bodies
+are translated to a `ChatRequest` or a `CompletionRequest`, and their writers are subclasses of `ChatWriter` and
+`CompletionWriter`.
 
 The first line of each handler's docstring is published in the OpenAPI document, which is made from the classes of the
 request bodies, so that both always agree (https://spec.openapis.org/oas/v3.1.1). Some schemas allow more than the
@@ -31,7 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -41,7 +45,7 @@ from starlette.routing import Route
 from hybrid_engine.generation.guides import CompiledGuide, prepare_guides
 from hybrid_engine.generation.live.asynchronous import LiveThread
 from hybrid_engine.serving.access import Keys, Pages
-from hybrid_engine.serving.errors import RequestError, broken, cut, ended, overloaded
+from hybrid_engine.serving.errors import RequestError, broken, cut, ended, error_body, overloaded, wrong_body
 from hybrid_engine.serving.protocol import (
     MAX_SESSION_ID,
     ChatRequest,
@@ -49,8 +53,12 @@ from hybrid_engine.serving.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from hybrid_engine.serving.protocols.anthropic_messages import CountTokensRequest, MessagesRequest, MessagesWriter
+from hybrid_engine.serving.protocols.openai_responses import ResponsesRequest, ResponsesWriter, StoredResponses
+from hybrid_engine.serving.protocols.token_generation import GenerateRequest, GenerateWriter
 from hybrid_engine.serving.request_parsing import (
     BodyReader,
+    ParsedRequest,
     ServedModel,
     chat_tokens,
     check_tokens,
@@ -85,6 +93,7 @@ NUM_THREADS = 4
 NUM_COMPILING = 2
 """Number of guides that are compiled at once, each of another key."""
 Found = TypeVar("Found")
+MakeWriter = Callable[[ParsedRequest], Writer]
 log = logging.getLogger(__name__)
 
 
@@ -178,6 +187,7 @@ class App:
         assert model.longest_token > 0
         model.tokenizer.encode("x")  # the first call disables truncation, which is not thread-safe
         self.metrics = Metrics(worker)
+        self.stored = StoredResponses()
         self._bodies = BodyReader(self._on_thread)
         self._responder = Responder(worker, router, self.metrics, self._on_thread)
         app = Starlette(routes=self._routes(), exception_handlers={404: _not_found, 405: _not_found})
@@ -190,6 +200,10 @@ class App:
         return [
             Endpoint("/v1/completions", self.completions, CompletionRequest, has_events=True),
             Endpoint("/v1/chat/completions", self.chat, ChatRequest, has_events=True),
+            Endpoint("/v1/responses", self.responses, ResponsesRequest, has_events=True),
+            Endpoint("/v1/messages", self.messages, MessagesRequest, has_events=True),
+            Endpoint("/v1/messages/count_tokens", self.count_tokens, CountTokensRequest),
+            Endpoint("/inference/v1/generate", self.generate, GenerateRequest, has_events=True),
             Endpoint("/tokenize", self.tokenize, TokenizeRequest),
             Endpoint("/tokenizer_info", self.tokenizer_info),
             Endpoint("/detokenize", self.detokenize, DetokenizeRequest),
@@ -211,67 +225,107 @@ class App:
         ]
 
     def _guarded(self, handler: Callable[[Request], Any], *, is_for_metrics: bool = False) -> Callable[[Request], Any]:
-        """`handler` behind the key check; errors get OpenAI's format, and every answer is counted."""
+        """`handler` behind the key check; errors get the format of the path, and every answer is counted."""
 
         async def handle(request: Request) -> Response:
             try:
                 self._check_key(request, is_for_metrics)
                 response = await handler(request)
             except RequestError as error:
-                response = JSONResponse(error.body, error.status, error.headers)
+                response = _error_response(request, error)
             except ClientDisconnect:
                 response = Response(status_code=499)
             except asyncio.CancelledError:  # the server shuts down while it waits for the request
-                response = JSONResponse(ended(None).body, ended(None).status)
+                response = _error_response(request, ended(None))
             except Exception:
                 log.exception("at %s", request.scope["route"].path)
-                response = JSONResponse(broken().body, broken().status)
+                response = _error_response(request, broken())
             self.metrics.requests.labels(request.scope["route"].path, response.status_code).inc()
             return response
 
         return handle
 
     def _check_key(self, request: Request, is_for_metrics: bool) -> None:
-        if not self.keys:
-            return
-        given = next((value for name, value in request.scope["headers"] if name == b"authorization"), b"")
-        scheme, _, secret = given.partition(b" ")
-        key = self.keys.find(secret) if scheme.lower() == b"bearer" else None
-        if key is None or (key.is_for_metrics and not is_for_metrics):
+        admission = self.keys.admit(request.headers)
+        if admission is None or (admission.is_for_metrics and not is_for_metrics):
             raise RequestError(
-                "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
+                "the API key is missing or wrong; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
                 status=401,
                 kind="authentication_error",
                 code="invalid_api_key",
             )
-        request.state.key_name = key.name
+        request.state.key_name, request.state.session_id = admission.key_name, admission.session_id
 
     async def completions(self, request: Request) -> Response:
         """`POST /v1/completions`: answers that go on from texts or token ids."""
         body = await self._read_body(request, CompletionRequest)
-        session = self._session(request, body)
-        guide = self._guides.compile(body, _key_name(request))
-        return await self._responder.respond(request, guide, partial(self._read_completion, body, session))
+        return await self._complete(request, body, partial(CompletionWriter, model=self.model))
 
-    def _read_completion(self, body: CompletionRequest, session: Session | None) -> tuple[Writer, Recorder | None]:
+    async def generate(self, request: Request) -> Response:
+        """`POST /inference/v1/generate`: tokens in, tokens and log-probabilities out, as vLLM has it."""
+        body = await self._read_body(request, GenerateRequest)
+        completion = await self._translated(partial(body.to_completion, self.model))
+        return await self._complete(request, completion, partial(GenerateWriter, body, model=self.model))
+
+    async def _complete(self, request: Request, body: CompletionRequest, write: MakeWriter) -> Response:
+        session = self._session(request, body.session_id)
+        guide = self._guides.compile(body, _key_name(request))
+        return await self._responder.respond(request, guide, partial(self._read_completion, body, session, write))
+
+    def _read_completion(
+        self, body: CompletionRequest, session: Session | None, write: MakeWriter
+    ) -> tuple[Writer, Recorder | None]:
         parsed = read_completion(body, self.model)
         record = None if session is None else recorder_of_tokens(self.sessions, session, parsed)
-        return CompletionWriter(parsed, self.model), record
+        return write(parsed), record
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`: the assistant's next message of a conversation."""
         body = await self._read_body(request, ChatRequest)
-        session = self._session(request, body)
-        guide = self._guides.compile(body, _key_name(request))
-        return await self._responder.respond(request, guide, partial(self._read_chat, body, session))
+        return await self._converse(request, body, partial(ChatWriter, model=self.model))
 
-    def _read_chat(self, body: ChatRequest, session: Session | None) -> tuple[Writer, Recorder | None]:
+    async def messages(self, request: Request) -> Response:
+        """`POST /v1/messages`: the assistant's next message by Anthropic's protocol."""
+        body = await self._read_body(request, MessagesRequest)
+        chat = await self._translated(body.to_chat)
+        return await self._converse(request, chat, partial(MessagesWriter, body, model=self.model))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """`POST /v1/messages/count_tokens`: the number of tokens of a conversation by Anthropic's protocol."""
+        body = await self._read_body(request, CountTokensRequest)
+        chat = await self._translated(body.to_chat)
+        tokens = await self._on_thread(partial(chat_tokens, chat, self.model))
+        return JSONResponse({"input_tokens": len(tokens)})
+
+    async def responses(self, request: Request) -> Response:
+        """`POST /v1/responses`: the next items of a conversation by OpenAI's protocol of responses."""
+        body = await self._read_body(request, ResponsesRequest)
+        earlier = self.stored.find(_key_name(request), body.previous_response_id)
+        chat = await self._translated(partial(body.to_chat, earlier))
+        write = partial(ResponsesWriter, body, chat, stored=self.stored, key=_key_name(request), model=self.model)
+        return await self._converse(request, chat, write)
+
+    async def _converse(self, request: Request, body: ChatRequest, write: MakeWriter) -> Response:
+        session = self._session(request, body.session_id)
+        guide = self._guides.compile(body, _key_name(request))
+        return await self._responder.respond(request, guide, partial(self._read_chat, body, session, write))
+
+    def _read_chat(
+        self, body: ChatRequest, session: Session | None, write: MakeWriter
+    ) -> tuple[Writer, Recorder | None]:
         if session is None:
-            return ChatWriter(read_chat(body, self.model, chat_tokens(body, self.model)), self.model), None
+            return write(read_chat(body, self.model, chat_tokens(body, self.model))), None
         prompt, node = self.sessions.find_chat(session, body)
         parsed = read_chat(body, self.model, prompt)
         record = recorder_of_chat(self.sessions, session, parsed, node)
-        return ChatWriter(parsed, self.model), record
+        return write(parsed), record
+
+    async def _translated(self, translate: Callable[[], Found]) -> Found:
+        """A request in the words of OpenAI's chats or completions; RequestError if it cannot be one."""
+        try:
+            return await self._on_thread(translate)
+        except ValidationError as error:
+            raise wrong_body(error) from error
 
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`: the token ids of a prompt or a chat, as vLLM tells them."""
@@ -327,14 +381,25 @@ class App:
             raise unknown_url(request, 404)
         return JSONResponse(build_document(self.endpoints))
 
-    def _session(self, request: Request, body: Any) -> Session | None:
-        """The session that a request names in its body or in a header; None if it names none."""
-        session_id = body.session_id or request.headers.get("x-session-id") or None
-        if session_id is None:
+    def _session(self, request: Request, of_body: str | None) -> Session | None:
+        """The session that a request names in its body, in a header or inside its key; None if it names none.
+
+        Raises RequestError if it names two.
+        """
+        header, of_key = request.headers.get("x-session-id"), request.state.session_id
+        named = dict.fromkeys(name for name in (of_body, header, of_key) if name)
+        if not named:
             return None
+        if len(named) > 1:
+            raise RequestError(
+                "the body, the header X-Session-Id and the API key name different sessions; name one",
+                param="session_id",
+                code="invalid_value",
+            )
+        (session_id,) = named
         if len(session_id) > MAX_SESSION_ID:
             raise RequestError(
-                f"X-Session-Id has {len(session_id)} characters, but at most {MAX_SESSION_ID} are allowed"
+                f"the session's id has {len(session_id)} characters, but at most {MAX_SESSION_ID} are allowed"
             )
         session = Session(session_id, _key_name(request))
         self.sessions.check_known(session)
@@ -413,9 +478,12 @@ def _key_name(request: Request) -> str:
     return getattr(request.state, "key_name", "")
 
 
+def _error_response(request: Request, error: RequestError) -> Response:
+    return JSONResponse(error_body(request.url.path, error), error.status, error.headers)
+
+
 async def _not_found(request: Request, error: Exception) -> Response:
-    missing = unknown_url(request, getattr(error, "status_code", 404))
-    return JSONResponse(missing.body, missing.status)
+    return _error_response(request, unknown_url(request, getattr(error, "status_code", 404)))
 
 
 def unknown_url(request: Request, status: int) -> RequestError:

@@ -1,4 +1,8 @@
-"""Errors in the format of OpenAI's API: `{"error": {"message", "type", "param", "code"}}` and a status."""
+"""Errors of requests, in the format of the protocol that a path speaks.
+
+OpenAI's: `{"error": {"message", "type", "param", "code"}}` and a status. Anthropic's, below `/v1/messages`:
+`{"type": "error", "error": {"type", "message"}}` (https://docs.anthropic.com/en/api/errors).
+"""
 
 from typing import Any
 
@@ -53,6 +57,29 @@ class RequestError(Exception):
         """`Retry-After` in seconds, if it is known, and `Connection: close` for a last request."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         return headers | ({"Connection": "close"} if self.is_last else {})
+
+
+ANTHROPIC_PATHS = "/v1/messages"
+ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Anthropic's types of errors by status; others are "api_error" from 500 on, and invalid requests below."""
+
+
+def error_body(path: str, error: RequestError) -> dict[str, Any]:
+    """The JSON of `error` in the words of the protocol that is spoken at `path`."""
+    if not path.startswith(ANTHROPIC_PATHS):
+        return error.body
+    other = "api_error" if error.status >= 500 else "invalid_request_error"
+    kind = ANTHROPIC_KINDS.get(error.status, other)
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def overloaded(num_waiting: int, limit: int, what: str = "answers wait to begin") -> RequestError:

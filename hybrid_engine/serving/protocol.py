@@ -5,7 +5,7 @@ A field that is null has its default.
 """
 
 import inspect
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -353,6 +353,10 @@ class NamedTool(Body):
 class ChatRequest(SamplingFields):
     """The body of `/v1/chat/completions`."""
 
+    shows_reasoning: ClassVar[bool] = False
+    """Whether reasoning is told apart from the text, also in requests without tools."""
+    is_shortened: ClassVar[bool] = False
+    """Whether an answer that may be longer than there is room ends where the room ends; otherwise it is refused."""
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
     max_completion_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
@@ -469,6 +473,13 @@ class ChatRequest(SamplingFields):
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages in the form that chat templates read."""
         return [for_template(message.model_dump(exclude_unset=True)) for message in self.messages]
+
+
+class TranslatedChat(ChatRequest):
+    """A chat that another protocol's request (`protocols/`) was translated to."""
+
+    shows_reasoning = True
+    is_shortened = True
 
 
 class TokenizeRequest(Body):

@@ -28,16 +28,17 @@ from hybrid_engine.generation.guides import (
 )
 from hybrid_engine.generation.options import GenerationOptions, read_options
 from hybrid_engine.serving.errors import RequestError, rule_failed, wrong_body
-from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
-from hybrid_engine.serving.tool_calls import (
+from hybrid_engine.serving.parsers import (
+    FORMS,
     NONE,
     OWN,
-    asking_template,
+    THOUGHTS,
     calls_grammar,
     forcing_parser,
-    form_for_template,
-    tool_name,
+    has_grammar,
 )
+from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
+from hybrid_engine.serving.tool_calls import asking_template, form_for_template, tool_name
 
 MAX_BODY_BYTES = 4 * 2**20
 MAX_BODIES_BYTES = 2**28
@@ -193,8 +194,16 @@ def read_completion(request: CompletionRequest, model: ServedModel) -> ParsedReq
 def read_chat(request: ChatRequest, model: ServedModel, prompt: list[int]) -> ParsedRequest:
     """A runnable chat request for the token ids `prompt`; raises RequestError if this model cannot run it."""
     check_answers(request.n, model)
-    longest = request.longest_answer
-    return _parse(request, [prompt], max(1, model.longest - len(prompt)) if longest is None else longest, model)
+    longest, room = request.longest_answer, model.longest - len(prompt)
+    if request.is_shortened and room < 1:
+        raise RequestError(
+            f"prompt is too long: {len(prompt)} tokens > {model.longest - 1} maximum",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    if longest is None:
+        longest = max(1, room)
+    return _parse(request, [prompt], min(longest, room) if request.is_shortened else longest, model)
 
 
 def chat_tokens(request: ChatRequest, model: ServedModel) -> list[int]:
@@ -232,9 +241,13 @@ def _apply_template(request: ChatRequest, model: ServedModel, messages: list[dic
 
 
 def parser_for(request: ChatRequest, model: ServedModel) -> str:
-    """The parser of calls in answers to `request`; "none" if it offers no tools."""
+    """The parser of answers to `request`; "none" if there is nothing but text in them."""
+    known = model.tool_call_parser
     if not request.offered_tools:
-        return NONE
+        is_always_read = known in FORMS and FORMS[known].is_always_read
+        if is_always_read or (known == OWN and request.shows_reasoning):
+            return known
+        return THOUGHTS if request.shows_reasoning else NONE
     return model.tool_call_parser if request.forced_tools is None else forcing_parser(model.tool_call_parser)
 
 
@@ -369,8 +382,10 @@ def _guide_of(request: SamplingFields, model: ServedModel) -> dict[str, Any]:
     Raises RequestError if a call would have a form that cannot be guided.
     """
     given = request.guide
-    parser = parser_for(request, model) if isinstance(request, ChatRequest) else NONE
-    if not isinstance(request, ChatRequest) or parser == NONE:
+    if not isinstance(request, ChatRequest) or not request.offered_tools:
+        return given
+    parser = parser_for(request, model)
+    if parser == NONE:
         return given
     tools = request.forced_tools or [tool for tool in request.offered_tools or [] if tool_name(tool) is not None]
     is_single = not request.parallel_tool_calls
@@ -379,7 +394,7 @@ def _guide_of(request: SamplingFields, model: ServedModel) -> dict[str, Any]:
         return given | {"guided_grammar": calls_grammar(parser, tools, model.tokenizer, is_single=is_single)}
     if request.text_schema is None or not tools:
         return given
-    if parser == OWN:
+    if not has_grammar(parser):
         raise RequestError(
             f"response_format: the answer may be a tool call, which {model.name} writes in its own format, and that "
             "cannot be guided; set tool_choice to none or required, or leave out response_format",

@@ -12,9 +12,11 @@ from typing import Any
 from hybrid_engine.generation.core import Sequence
 from hybrid_engine.generation.detokenize import IncrementalDetokenizer, TextOffsets, token_bytes
 from hybrid_engine.generation.live.batches import Progress
+from hybrid_engine.serving.errors import RequestError
+from hybrid_engine.serving.parsers import NONE, build_reader, shown_tokens
+from hybrid_engine.serving.parsers.form import AnswerReader, Shown
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest
 from hybrid_engine.serving.request_parsing import ParsedRequest, ServedModel, parser_for
-from hybrid_engine.serving.tool_calls import NONE, AnswerReader, Shown, build_reader, shown_tokens
 
 Tops = list[list[tuple[int, float]]]
 """The likeliest tokens at each position with their log-probabilities."""
@@ -142,6 +144,8 @@ class Writer:
     prefix: str
     object_name: str
     chunk_name: str
+    last_line = "data: [DONE]\n\n"
+    """The end of a stream."""
 
     def __init__(self, parsed: ParsedRequest, model: ServedModel):
         self.parsed, self.model, self.request = parsed, model, parsed.request
@@ -193,9 +197,19 @@ class Writer:
         """The events before the first token."""
         return []
 
-    def usage_chunk(self) -> dict[str, Any]:
-        """The last event, if usage was requested."""
-        return self._body(self.chunk_name, []) | {"usage": self.usage()}
+    def closing(self) -> list[dict[str, Any]]:
+        """The events after the last token: the usage, if it was requested."""
+        if not self.request.usage_of_stream.include_usage:
+            return []
+        return [self._body(self.chunk_name, []) | {"usage": self.usage()}]
+
+    def failure(self, error: RequestError) -> dict[str, Any]:
+        """The event of an error, after which the stream ends."""
+        return error.body
+
+    def event_name(self, event: dict[str, Any]) -> str | None:
+        """The name of an event in the protocol of server-sent events; None if it has none."""
+        return None
 
     def usage(self) -> dict[str, Any]:
         """Number of tokens of prompts and answers; a prompt counts once for any `n`.

@@ -272,22 +272,23 @@ class Responder:
                 for opening in await self._on_thread(partial(_opening, writer)):
                     yield opening
                 for event in [] if first is None else writer.chunks(first):
-                    yield _event(event)
+                    yield _event(writer, event)
                 async for piece in progress:
                     for event in writer.chunks(piece):
-                        yield _event(event)
+                        yield _event(writer, event)
             if record is not None:
                 await self._on_thread(partial(record, writer.choices))
-            if writer.request.usage_of_stream.include_usage:
-                yield _event(writer.usage_chunk())
-            yield "data: [DONE]\n\n"
+            for event in writer.closing():
+                yield _event(writer, event)
+            if writer.last_line:
+                yield writer.last_line
             is_complete = True
         except RequestError as error:
-            yield _event(error.body)
+            yield _event(writer, writer.failure(error))
             is_complete = True
         except Exception:
             log.exception("in a stream")
-            yield _event(broken().body)
+            yield _event(writer, writer.failure(broken()))
             is_complete = True
         finally:
             if not is_complete:
@@ -324,7 +325,7 @@ def _finished(writer: Writer, record: Recorder | None) -> Response:
 
 def _opening(writer: Writer) -> list[str]:
     """The first events of a stream, which may have whole prompts with their log-probabilities."""
-    return [f"data: {''.join(_ENCODER.iterencode(event))}\n\n" for event in writer.opening()]
+    return [_framed(writer, event, "".join(_ENCODER.iterencode(event))) for event in writer.opening()]
 
 
 class WholeResponse(JSONResponse):
@@ -334,8 +335,13 @@ class WholeResponse(JSONResponse):
         return "".join(_STRICT_ENCODER.iterencode(content)).encode()
 
 
-def _event(body: dict[str, Any]) -> str:
-    return f"data: {_ENCODER.encode(body)}\n\n"
+def _event(writer: Writer, body: dict[str, Any]) -> str:
+    return _framed(writer, body, _ENCODER.encode(body))
+
+
+def _framed(writer: Writer, body: dict[str, Any], encoded: str) -> str:
+    name = writer.event_name(body)
+    return f"data: {encoded}\n\n" if name is None else f"event: {name}\ndata: {encoded}\n\n"
 
 
 async def _until_gone(request: Request) -> None:

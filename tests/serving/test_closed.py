@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from hybrid_engine.recipes.serve import Config, reload_on_hangup
-from hybrid_engine.serving.access import Keys, Pages
+from hybrid_engine.serving.access import Key, Keys, Pages
 from tests.serving.test_server import build
 from tests.support.chat import build_chat_tokenizer
 
@@ -221,7 +221,7 @@ def test_a_key_is_looked_for_as_long_wherever_it_stands(monkeypatch):
     compared = []
     monkeypatch.setattr("hmac.compare_digest", lambda one, other: compared.append(other) or one == other)
     keys = Keys.__new__(Keys)
-    keys._keys = [type("K", (), {"secret": bytes([65 + place])})() for place in range(3)]
+    keys._keys = [Key("", bytes([65 + place])) for place in range(3)]
     for given in (b"A", b"C", b"x"):
         keys.find(given)
     assert compared == [b"A", b"B", b"C"] * 3

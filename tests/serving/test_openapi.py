@@ -8,6 +8,9 @@ import openai
 import pytest
 
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from hybrid_engine.serving.protocols.anthropic_messages import CountTokensRequest, MessagesRequest
+from hybrid_engine.serving.protocols.openai_responses import ResponsesRequest
+from hybrid_engine.serving.protocols.token_generation import GenerateRequest
 from tests.serving.test_server import build
 from tests.support.chat import build_chat_tokenizer
 from tests.support.paths import DATA
@@ -17,6 +20,10 @@ OFFICIAL = DATA / "openapi-3.1-schema.json"
 BODIES = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
+    "/inference/v1/generate": GenerateRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }

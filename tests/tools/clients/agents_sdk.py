@@ -6,7 +6,14 @@ from typing import Literal
 
 os.environ["OPENAI_AGENTS_DISABLE_TRACING"] = "1"
 
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+)
 from checks import CITIES, MODEL, URL, run_checks
 from openai import AsyncOpenAI
 from pydantic import BaseModel
@@ -26,9 +33,9 @@ class Answer(BaseModel):
     warm: bool
 
 
-def build_agent(**options) -> Agent:
+def build_agent(kind=OpenAIChatCompletionsModel, **options) -> Agent:
     client = AsyncOpenAI(base_url=URL, api_key="none", max_retries=0, timeout=300)
-    return Agent(name="helper", instructions="Be brief.", model=OpenAIChatCompletionsModel(MODEL, client), **options)
+    return Agent(name="helper", instructions="Be brief.", model=kind(MODEL, client), **options)
 
 
 def check_an_agent_answers() -> None:
@@ -61,6 +68,26 @@ def check_a_streamed_agent_calls_its_tool() -> None:
         return kinds
 
     assert "run_item_stream_event" in asyncio.run(run()) and len(ASKED_CITIES) == 1
+
+
+def check_an_agent_calls_its_tool_through_responses_whole_and_streamed() -> None:
+    settings = ModelSettings(max_tokens=250, temperature=0, tool_choice="required", parallel_tool_calls=False)
+    ASKED_CITIES.clear()
+    agent = build_agent(OpenAIResponsesModel, tools=[get_weather], model_settings=settings)
+    result = asyncio.run(Runner.run(agent, "Where is it warm?", max_turns=3))
+    assert len(ASKED_CITIES) == 1 and isinstance(result.final_output, str)
+
+    async def run() -> str:
+        own = build_agent(
+            OpenAIResponsesModel, tools=[get_weather], model_settings=settings,
+            tool_use_behavior="stop_on_first_tool",
+        )  # fmt: skip
+        streamed = Runner.run_streamed(own, "Where is it warm?")
+        async for _ in streamed.stream_events():
+            pass
+        return streamed.final_output
+
+    assert asyncio.run(run()) == "sunny" and len(ASKED_CITIES) == 2
 
 
 def check_an_agent_answers_by_a_schema() -> None:

@@ -86,6 +86,26 @@ def check_the_stream_helper_puts_calls_together() -> None:
     assert said.tool_calls[0].function.parsed_arguments["city"] in CITIES
 
 
+def check_responses_stream_call_functions_and_continue() -> None:
+    asked = {"model": MODEL, "temperature": 0, "max_output_tokens": 8}
+    whole = client.responses.create(**asked, input=QUESTION, instructions="Be brief.", store=True)
+    with client.responses.stream(**asked, input=QUESTION, instructions="Be brief.") as stream:
+        events = list(stream)
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    last = events[-1].response
+    assert text == whole.output_text == last.output_text and last.usage == whole.usage
+    tool = {"type": "function", **WEATHER["function"], "strict": True}
+    asked |= {"tools": [tool], "max_output_tokens": 250}
+    said = client.responses.create(**asked, input="Where?", tool_choice="required", parallel_tool_calls=False)
+    (call,) = said.output
+    assert call.name == "get_weather" and json.loads(call.arguments)["city"] in CITIES
+    told = [{"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
+    asked |= {"max_output_tokens": 8, "previous_response_id": said.id, "tool_choice": "none"}
+    assert client.responses.create(**asked, input=told).usage.output_tokens == 8
+    parsed = client.responses.parse(model=MODEL, temperature=0, input="Where?", text_format=Answer).output_parsed
+    assert isinstance(parsed, Answer)
+
+
 def check_errors_are_the_clients_own() -> None:
     for kind, changes in (
         (openai.NotFoundError, {"model": "other"}),

@@ -24,6 +24,7 @@ from tests.support.served import serving, write_model  # noqa: E402
 
 SCRIPTS = {
     "openai": "openai_sdk.py",
+    "anthropic": "anthropic_sdk.py",
     "litellm": "litellm_sdk.py",
     "openai-agents": "agents_sdk.py",
     "verifiers": "verifiers_eval.py",
