@@ -17,7 +17,7 @@ API = {
     "config": ("The config", "hybrid_engine.config", "hybrid_engine.config.blocks"),
     "zero": ("ZeRO", "hybrid_engine.zero"),
     "generation": ("Generation in three levels", "hybrid_engine.generation"),
-    "serving": ("The server", "hybrid_engine.serving.server", "hybrid_engine.serving.sessions"),
+    "serving": ("The server", "hybrid_engine.serving.web.server", "hybrid_engine.serving.sessions"),
     "rl": ("Advantages, losses, KL", "hybrid_engine.rl.*"),
     "rewards": ("Rewards", "hybrid_engine.rlhf.rewards.*"),
     "containers": ("Containers", "hybrid_engine.containers"),

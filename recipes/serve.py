@@ -38,8 +38,8 @@ from hybrid_engine.rlhf.runs.engine_config import torch_dtype
 from hybrid_engine.rlhf.runs.run_log import say
 from hybrid_engine.rlhf.runs.stages import explained, load_config
 from hybrid_engine.serving import import_serving
-from hybrid_engine.serving.access import check_free
 from hybrid_engine.serving.sessions import size_of
+from hybrid_engine.serving.web.access import check_free
 
 SECONDS_TO_END = 4.5
 """Seconds after `--finish-seconds` at which the process ends, however long a pass of the model takes."""

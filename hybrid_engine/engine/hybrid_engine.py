@@ -47,7 +47,7 @@ from hybrid_engine.serving import import_serving
 from hybrid_engine.zero.split_module import check_split, original_of
 
 if TYPE_CHECKING:
-    from hybrid_engine.serving.server import Server
+    from hybrid_engine.serving.web.server import Server
 
 
 class HybridEngine(ZeroEngine):
@@ -203,7 +203,7 @@ class HybridEngine(ZeroEngine):
             model_name: the name for clients; None: the name of the model's folder, or "policy".
             **options: `memory` for keys and values (a size such as "6GiB", or a share of free memory; default: 0.5 on a
                 CPU, 0.9 on a GPU), `host`, `port`, `api_key`, `max_waiting`, `max_sessions`, `adapters` and others of
-                `serving.server.Server`.
+                `serving.web.server.Server`.
 
         Raises:
             ValueError: the engine is in training mode; processes share the model and it has no containers; an option is

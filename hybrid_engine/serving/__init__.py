@@ -11,7 +11,7 @@ def import_serving() -> Any:
         ValueError: one of them is not installed.
     """
     try:
-        return importlib.import_module("hybrid_engine.serving.server").build_server
+        return importlib.import_module("hybrid_engine.serving.web.server").build_server
     except ModuleNotFoundError as error:
         if str(error.name).startswith("hybrid_engine"):
             raise

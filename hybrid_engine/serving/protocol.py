@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.generation.options import GUIDES
 from hybrid_engine.serving.errors import cut
-from hybrid_engine.serving.tool_calls import for_template, tool_name
+from hybrid_engine.serving.parsers.form import tool_name
+from hybrid_engine.serving.tool_calls import for_template
 
 MAX_CHOICES = 128
 """OpenAI's bound for `n`."""

@@ -37,8 +37,9 @@ from hybrid_engine.serving.parsers import (
     forcing_parser,
     has_grammar,
 )
+from hybrid_engine.serving.parsers.form import tool_name
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
-from hybrid_engine.serving.tool_calls import asking_template, form_for_template, tool_name
+from hybrid_engine.serving.tool_calls import asking_template, form_for_template
 
 MAX_BODY_BYTES = 4 * 2**20
 MAX_BODIES_BYTES = 2**28

@@ -5,7 +5,6 @@ How models write calls is in `parsers/`.
 
 import json
 import re
-import secrets
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any
@@ -23,23 +22,6 @@ _WITH_NULLS = (
     "{%- set given.messages = given.messages + [dict(message, content=none) if is_call or 'content' not in message "
     "else message] -%}{%- endfor -%}{%- set messages = given.messages -%}"
 )
-
-
-def tool_name(tool: dict[str, Any]) -> str | None:
-    """The name of a tool in a request; None if it has none."""
-    function = tool.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    return name if isinstance(name, str) else None
-
-
-def as_tool_call(name: str, arguments: Any) -> dict[str, Any]:
-    """A call as OpenAI's object."""
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {
-        "id": f"call_{secrets.token_hex(12)}",
-        "type": "function",
-        "function": {"name": name, "arguments": written},
-    }
 
 
 def for_template(message: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.experience.answering import with_adapter
 from hybrid_engine.rlhf.options.columns import DataSource
 from hybrid_engine.rlhf.runs.stages import load_config, load_model, load_tokenizer
-from hybrid_engine.serving.server import load_tokenizer as load_served_tokenizer
+from hybrid_engine.serving.web.server import load_tokenizer as load_served_tokenizer
 from tests.support.chat import build_chat_tokenizer
 
 

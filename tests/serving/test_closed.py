@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from hybrid_engine.recipes.serve import Config, reload_on_hangup
-from hybrid_engine.serving.access import Key, Keys, Pages
+from hybrid_engine.serving.web.access import Key, Keys, Pages
 from tests.serving.test_server import build
 from tests.support.chat import build_chat_tokenizer
 

@@ -9,13 +9,13 @@ from transformers import PreTrainedTokenizerFast
 
 from hybrid_engine.generation.detokenize import IncrementalDetokenizer
 from hybrid_engine.recipes import serve
-from hybrid_engine.serving.access import bind, check_address, check_free
 from hybrid_engine.serving.errors import RequestError, wrong_body
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest
 from hybrid_engine.serving.request_parsing import ServedModel, chat_text, chat_tokens, read_chat, read_completion
 from hybrid_engine.serving.responses import Choice
 from hybrid_engine.serving.sessions import Session, Sessions, recorder_of_chat
 from hybrid_engine.serving.tool_calls import for_template
+from hybrid_engine.serving.web.access import bind, check_address, check_free
 from tests.support.chat import CALL_TEMPLATES, PLAIN_TEMPLATE, build_chat_tokenizer
 
 pytestmark = pytest.mark.quick

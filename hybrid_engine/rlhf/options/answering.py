@@ -271,9 +271,9 @@ class ServeConfig(BaseModelOptions):
 
     def __post_init__(self) -> None:
         from hybrid_engine.generation.memory import read_memory  # imports torch, as others do
-        from hybrid_engine.serving.access import Keys, Pages, check_address
         from hybrid_engine.serving.parsers import PARSERS
         from hybrid_engine.serving.sessions import size_of
+        from hybrid_engine.serving.web.access import Keys, Pages, check_address
 
         super().__post_init__()
         check_between("port", self.port, 0, 65535)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.generation.guides import JSON_SPACE
 from hybrid_engine.serving.parsers.deepseek import DEEPSEEK
-from hybrid_engine.serving.parsers.form import THINK, THOUGHT, AnswerReader, FormReader
+from hybrid_engine.serving.parsers.form import THINK, THOUGHT, AnswerReader, FormReader, tool_name
 from hybrid_engine.serving.parsers.glm import GLM
 from hybrid_engine.serving.parsers.gpt_oss import GPT_OSS, ChannelReader
 from hybrid_engine.serving.parsers.hermes import HERMES
@@ -20,7 +20,6 @@ from hybrid_engine.serving.parsers.llama3 import LLAMA3
 from hybrid_engine.serving.parsers.mistral import MISTRAL
 from hybrid_engine.serving.parsers.qwen3_coder import QWEN3_CODER
 from hybrid_engine.serving.parsers.response_template import TemplateReader
-from hybrid_engine.serving.tool_calls import tool_name
 
 AUTO, NONE, OWN, THOUGHTS = "auto", "none", "tokenizer", "thoughts"
 FORMS = {
@@ -33,7 +32,7 @@ FORMS = {
     "deepseek": DEEPSEEK,
 }
 PARSERS = (AUTO, NONE, OWN, *FORMS)
-"""What a server can be told; THOUGHTS, which reads reasoning alone, follows from requests."""
+"""Names that a server can be given; THOUGHTS, which reads reasoning alone, follows from requests."""
 WITHOUT_FORM = "llama3"
 """The form of required calls if that of the model is unknown or cannot be required: a JSON object."""
 _SPACED = {"x-guidance": {"whitespace_pattern": JSON_SPACE}}

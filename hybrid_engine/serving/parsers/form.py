@@ -7,17 +7,34 @@ text as the model wrote it. Only white space around calls and reasoning is left 
 
 import json
 import re
+import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from hybrid_engine.generation.detokenize import longest_beginning
-from hybrid_engine.serving.tool_calls import as_tool_call
 
 Tools = Mapping[str, Mapping[str, Any]]
 """The tools that may be called: JSON schemas of their arguments by name."""
 _NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")  # Mistral's later form: f[ARGS]{"x": 1}
 _BETWEEN = re.compile(r"[\s;,]*(?:\[TOOL_CALLS\])?\s*")
 THINK, THOUGHT = "<think>", "</think>"
+
+
+def tool_name(tool: dict[str, Any]) -> str | None:
+    """The name of a tool in a request; None if it has none."""
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def as_tool_call(name: str, arguments: Any) -> dict[str, Any]:
+    """A call as OpenAI's object."""
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {
+        "id": f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": name, "arguments": written},
+    }
 
 
 def read_json_calls(text: str, tools: Tools) -> list[tuple[str, Any]]:

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hybrid_engine.generation.detokenize import longest_beginning
-from hybrid_engine.serving.parsers.form import Form, Shown, Tools, read_json_arguments
-from hybrid_engine.serving.tool_calls import as_tool_call
+from hybrid_engine.serving.parsers.form import Form, Shown, Tools, as_tool_call, read_json_arguments
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")

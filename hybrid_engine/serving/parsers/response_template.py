@@ -5,8 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_engine.serving.parsers.form import Shown
-from hybrid_engine.serving.tool_calls import as_tool_call
+from hybrid_engine.serving.parsers.form import Shown, as_tool_call
 
 REASONING_FIELDS = ("thinking", "reasoning", "reasoning_content")
 """Names of the reasoning field in response templates."""

@@ -18,8 +18,8 @@ from hybrid_engine.serving.protocol import MAX_SESSION_ID, Body, Number, Transla
 from hybrid_engine.serving.protocols.blocks import (
     CALL,
     REASONING,
-    Block,
-    BlockEvent,
+    AnswerBlock,
+    AnswerBlockEvent,
     BlockStream,
     blocks_of,
     joined_texts,
@@ -31,7 +31,7 @@ BILLING = "x-anthropic-billing-header:"
 """The beginning of a system block in which Claude Code counts its requests; the model does not see it."""
 
 
-class Turn(Body):
+class MessageTurn(Body):
     """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
@@ -106,7 +106,7 @@ class CountTokensRequest(Body):
     """The body of `/v1/messages/count_tokens`."""
 
     model: StrictStr
-    messages: Annotated[list[Turn], Field(min_length=1)]
+    messages: Annotated[list[MessageTurn], Field(min_length=1)]
     system: StrictStr | list[dict[str, Any]] | None = None
     tools: list[ToolDefinition] | None = None
     tool_choice: ToolSelection | None = None
@@ -191,7 +191,7 @@ def _text_of(content: str | list[dict[str, Any]], place: str) -> str:
         raise RequestError(str(error), param=place.partition(".")[0], code="invalid_value") from error
 
 
-def _chat_turns(turn: Turn, place: str) -> list[dict[str, Any]]:
+def _chat_turns(turn: MessageTurn, place: str) -> list[dict[str, Any]]:
     """The messages of a chat that say the same: one for each result of a tool, and one for everything else."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
@@ -303,7 +303,7 @@ class MessagesWriter(ChatWriter):
         return {"stop_reason": reason, "stop_sequence": stopped}
 
 
-def _content_block(block: Block) -> dict[str, Any]:
+def _content_block(block: AnswerBlock) -> dict[str, Any]:
     if block.kind == REASONING:
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     if block.kind != CALL:
@@ -327,7 +327,7 @@ def _input(arguments: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"value": value}
 
 
-def _block_events(event: BlockEvent) -> list[dict[str, Any]]:
+def _block_events(event: AnswerBlockEvent) -> list[dict[str, Any]]:
     """The events of Anthropic's stream for a part that begins, grows or ends."""
     block, place = event.block, {"index": event.place}
     if event.action == "end":

@@ -17,7 +17,7 @@ CALL: Kind = "call"
 
 
 @dataclass
-class Block:
+class AnswerBlock:
     """One part of an answer."""
 
     kind: Kind
@@ -27,13 +27,13 @@ class Block:
     """The call as OpenAI's object."""
 
 
-class BlockEvent(NamedTuple):
+class AnswerBlockEvent(NamedTuple):
     """A part begins, gets more text, or ends."""
 
     action: Literal["begin", "add", "end"]
     place: int
     """The number of the part in the answer."""
-    block: Block
+    block: AnswerBlock
     added: str = ""
 
 
@@ -41,43 +41,43 @@ class BlockStream:
     """The parts of one answer while it is generated."""
 
     def __init__(self) -> None:
-        self.blocks: list[Block] = []
+        self.blocks: list[AnswerBlock] = []
         self._is_open = False
 
-    def add(self, piece: Piece) -> Iterator[BlockEvent]:
+    def add(self, piece: Piece) -> Iterator[AnswerBlockEvent]:
         """The events of what a step added."""
         for kind, text in ((REASONING, piece.reasoning), (TEXT, piece.text)):
             if text:
                 yield from self._write(kind, text)
         for call in piece.calls:
             yield from self.finish()
-            yield self._begin(Block(CALL, call=call))
+            yield self._begin(AnswerBlock(CALL, call=call))
             yield from self.finish()
 
-    def finish(self) -> Iterator[BlockEvent]:
+    def finish(self) -> Iterator[AnswerBlockEvent]:
         """The end of the part that is open, if there is one."""
         if self._is_open:
             self._is_open = False
-            yield BlockEvent("end", len(self.blocks) - 1, self.blocks[-1])
+            yield AnswerBlockEvent("end", len(self.blocks) - 1, self.blocks[-1])
 
-    def _write(self, kind: Kind, text: str) -> Iterator[BlockEvent]:
+    def _write(self, kind: Kind, text: str) -> Iterator[AnswerBlockEvent]:
         if not self._is_open or self.blocks[-1].kind != kind:
             yield from self.finish()
-            yield self._begin(Block(kind))
+            yield self._begin(AnswerBlock(kind))
         self.blocks[-1].text += text
-        yield BlockEvent("add", len(self.blocks) - 1, self.blocks[-1], text)
+        yield AnswerBlockEvent("add", len(self.blocks) - 1, self.blocks[-1], text)
 
-    def _begin(self, block: Block) -> BlockEvent:
+    def _begin(self, block: AnswerBlock) -> AnswerBlockEvent:
         self.blocks.append(block)
         self._is_open = True
-        return BlockEvent("begin", len(self.blocks) - 1, block)
+        return AnswerBlockEvent("begin", len(self.blocks) - 1, block)
 
 
-def blocks_of(choice: Choice) -> list[Block]:
+def blocks_of(choice: Choice) -> list[AnswerBlock]:
     """The parts of a whole answer: reasoning, then text, then calls."""
     texts = ((REASONING, choice.reasoning), (TEXT, choice.text))
-    blocks = [Block(kind, text) for kind, text in texts if text]
-    return blocks + [Block(CALL, call=call) for call in choice.calls]
+    blocks = [AnswerBlock(kind, text) for kind, text in texts if text]
+    return blocks + [AnswerBlock(CALL, call=call) for call in choice.calls]
 
 
 def joined_texts(content: str | list[dict[str, Any]], kinds: tuple[str, ...], place: str) -> str:

@@ -21,8 +21,8 @@ from hybrid_engine.serving.protocol import MAX_SESSION_ID, Body, Number, Transla
 from hybrid_engine.serving.protocols.blocks import (
     CALL,
     REASONING,
-    Block,
-    BlockEvent,
+    AnswerBlock,
+    AnswerBlockEvent,
     BlockStream,
     blocks_of,
     joined_texts,
@@ -215,7 +215,7 @@ def _joined(answer: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answer_part(kind: str, item: dict[str, Any], place: str) -> dict[str, Any] | None:
-    """What an item adds to an answer of the assistant; None if it belongs to no answer."""
+    """The fields that an item adds to an answer of the assistant; None if it belongs to no answer."""
     if kind == "reasoning":
         texts = item.get("content") or item.get("summary") or []
         return {"reasoning_content": _text(texts, place)}
@@ -353,7 +353,7 @@ class ResponsesWriter(ChatWriter):
         earlier = EarlierResponse([*given, self.choices[0].message], self._chat.session_id)
         self._stored.add(self._key, self.id, earlier)
 
-    def _response(self, blocks: list[Block], *, is_done: bool) -> dict[str, Any]:
+    def _response(self, blocks: list[AnswerBlock], *, is_done: bool) -> dict[str, Any]:
         (choice,) = self.choices
         is_cut = is_done and (choice.finish_reason or "length") == "length"
         asked = self._asked.model_dump(by_alias=True, exclude_none=True, exclude_unset=True)
@@ -393,7 +393,7 @@ class ResponsesWriter(ChatWriter):
             "total_tokens": given + written,
         }
 
-    def _item(self, place: int, block: Block, *, is_done: bool = True) -> dict[str, Any]:
+    def _item(self, place: int, block: AnswerBlock, *, is_done: bool = True) -> dict[str, Any]:
         while len(self._item_ids) <= place:
             self._item_ids.append(f"{PREFIXES.get(block.kind, 'msg')}_{secrets.token_hex(12)}")
         named = {"id": self._item_ids[place], "status": "completed" if is_done else "in_progress"}
@@ -412,7 +412,7 @@ class ResponsesWriter(ChatWriter):
         self._num_events += 1
         return {"type": kind, "sequence_number": self._num_events - 1, **fields}
 
-    def _item_events(self, event: BlockEvent) -> Iterator[dict[str, Any]]:
+    def _item_events(self, event: AnswerBlockEvent) -> Iterator[dict[str, Any]]:
         """The events of a stream for an item that begins, grows or ends."""
         block, is_end = event.block, event.action == "end"
         place = {"output_index": event.place}
@@ -435,12 +435,12 @@ class ResponsesWriter(ChatWriter):
             yield self._event(f"{name}.done", **part, text=block.text, **probabilities)
             yield self._event("response.content_part.done", **part, part=_part(block))
         elif block.kind != CALL:
-            yield self._event("response.content_part.added", **part, part=_part(Block(block.kind)))
+            yield self._event("response.content_part.added", **part, part=_part(AnswerBlock(block.kind)))
         if is_end:
             yield self._event("response.output_item.done", **place, item=item)
 
 
-def _part(block: Block) -> dict[str, Any]:
+def _part(block: AnswerBlock) -> dict[str, Any]:
     if block.kind == REASONING:
         return {"type": "reasoning_text", "text": block.text}
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}

@@ -3,7 +3,7 @@
 Training clients such as verifiers' (its package `renderers`) make the tokens of a conversation themselves and read
 tokens back. A request becomes a `CompletionRequest`; a session that it names records it as it records completions.
 
-Source: vLLM 0.32, `entrypoints/scale_out/token_in_token_out/protocol.py`, and renderers 0.1.12, `renderers/client.py`.
+Source: the class GenerateRequest of vLLM 0.32, and the function generate of renderers 0.1.12 (module renderers.client).
 """
 
 from typing import Annotated, Any

@@ -31,9 +31,6 @@ from hybrid_engine.generation.live.shared import LeadingBatch, LiveFollower, Liv
 from hybrid_engine.generation.memory import read_memory
 from hybrid_engine.generation.options import token_ids
 from hybrid_engine.generation.rollout.generator import Generator
-from hybrid_engine.serving.access import BACKLOG, Keys, Pages, bind, check_address
-from hybrid_engine.serving.app import App
-from hybrid_engine.serving.connections import SECONDS_BETWEEN_REQUESTS, SECONDS_TO_TAKE, BoundedConnection
 from hybrid_engine.serving.parsers import AUTO, choose_parser
 from hybrid_engine.serving.request_parsing import ServedModel
 from hybrid_engine.serving.sessions import (
@@ -44,7 +41,10 @@ from hybrid_engine.serving.sessions import (
     check_session_ids,
     size_of,
 )
-from hybrid_engine.serving.streaming import ProgressRouter
+from hybrid_engine.serving.web.access import BACKLOG, Keys, Pages, bind, check_address
+from hybrid_engine.serving.web.app import App
+from hybrid_engine.serving.web.connections import SECONDS_BETWEEN_REQUESTS, SECONDS_TO_TAKE, BoundedConnection
+from hybrid_engine.serving.web.streaming import ProgressRouter
 
 log = logging.getLogger(__name__)
 MAX_WAITING = 1024

@@ -44,7 +44,6 @@ from starlette.routing import Route
 
 from hybrid_engine.generation.guides import CompiledGuide, prepare_guides
 from hybrid_engine.generation.live.asynchronous import LiveThread
-from hybrid_engine.serving.access import Keys, Pages
 from hybrid_engine.serving.errors import RequestError, broken, cut, ended, error_body, overloaded, wrong_body
 from hybrid_engine.serving.protocol import (
     MAX_SESSION_ID,
@@ -69,7 +68,8 @@ from hybrid_engine.serving.request_parsing import (
 )
 from hybrid_engine.serving.responses import ChatWriter, CompletionWriter, Writer
 from hybrid_engine.serving.sessions import Recorder, Session, Sessions, recorder_of_chat, recorder_of_tokens
-from hybrid_engine.serving.streaming import Metrics, ProgressRouter, Responder, WholeResponse
+from hybrid_engine.serving.web.access import Keys, Pages
+from hybrid_engine.serving.web.streaming import Metrics, ProgressRouter, Responder, WholeResponse
 
 REFERENCE = "#/components/schemas/{model}"
 ERROR = {

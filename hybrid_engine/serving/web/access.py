@@ -35,7 +35,7 @@ BACKLOG = 1024
 METRICS = "metrics"
 JSON_TYPE = "application/json"
 NO_KEY = b"none"
-"""What clients send as a key to a server without keys."""
+"""The key that clients send to a server without keys."""
 BEFORE_SESSION = b":"
 """Stands between a key and the session that is named inside it."""
 
@@ -80,7 +80,7 @@ class Key(NamedTuple):
     """Whether it opens only `/metrics`."""
 
 
-class Admission(NamedTuple):
+class Admitted(NamedTuple):
     """A client whose key is known."""
 
     key_name: str
@@ -123,15 +123,15 @@ class Keys:
         if self.file is not None:
             self._keys = read_keys(self.file)
 
-    def admit(self, headers: Headers) -> Admission | None:
+    def admit(self, headers: Headers) -> Admitted | None:
         """The key of a request, and the session that it names; None if the key is unknown.
 
         Without keys every request is admitted.
         """
         found = [admission for given in _sent_keys(headers) if (admission := self.find(given)) is not None]
-        return found[0] if found else None if self else Admission("", None)
+        return found[0] if found else None if self else Admitted("", None)
 
-    def find(self, given: bytes) -> Admission | None:
+    def find(self, given: bytes) -> Admitted | None:
         """The key that a client sent, with the session inside it; None if it is unknown.
 
         Comparisons take constant time.
@@ -142,9 +142,9 @@ class Keys:
             if not hmac.compare_digest(given[:size], key.secret):
                 continue
             if len(given) == size:
-                exact = Admission(key.name, None, key.is_for_metrics)
+                exact = Admitted(key.name, None, key.is_for_metrics)
             elif given[size : size + 1] == BEFORE_SESSION:
-                with_session = Admission(key.name, given[size + 1 :].decode("latin-1"), key.is_for_metrics)
+                with_session = Admitted(key.name, given[size + 1 :].decode("latin-1"), key.is_for_metrics)
         return exact or with_session
 
     @property

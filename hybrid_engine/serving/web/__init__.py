@@ -1,0 +1,1 @@
+"""The web application: the address, keys, connections, and the way of a request from its path to its answer."""
