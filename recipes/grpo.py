@@ -55,6 +55,7 @@ from hybrid_engine.rlhf.experience.evaluation import (
     show_comparison,
     step_means,
 )
+from hybrid_engine.rlhf.experience.partial_rollouts import OpenGroups, draw_whole
 from hybrid_engine.rlhf.experience.policy import (
     Experience,
     TrainedPolicy,
@@ -112,6 +113,8 @@ class RunState(NamedTuple):
     """The state of a `Curriculum` at the last checkpoint; None without one."""
     replay: Mapping[int, Mapping[str, Any]] | None = None
     """The state of a `Replay` at the last checkpoint; None without one."""
+    open_groups: Mapping[str, Any] | None = None
+    """The state of the `OpenGroups` of all processes at the last checkpoint; None without partial rollouts."""
 
     @classmethod
     def loaded(cls, state: Mapping[str, Any], first: Coefficients) -> "RunState":
@@ -190,13 +193,18 @@ def train_loop(
         pass_score=config.pass_score,
         replay=build_replay(config, carried),
     )
+    num_prompts, opened = config.rollout_size // get_world_size(), OpenGroups.restored(carried.open_groups)
     with log:
         for step in range(carried.step, config.steps):
             actor.eval()
             start.rewards.begin_step(step, config.steps)
-            groups = source.draw(
-                config.rollout_size // get_world_size(), config.algorithm.dynamic_sampling, carried.num_drawn, step
-            )
+            if config.partial_rollouts:
+                num_left = num_prompts * (config.steps - step)
+                groups, opened = draw_whole(
+                    source, num_prompts, num_left, carried.num_drawn, step, opened, config.steps_of_staleness
+                )
+            else:
+                groups = source.draw(num_prompts, config.algorithm.dynamic_sampling, carried.num_drawn, step)
             actor.train()
             rollout = groups.rollout
             figures = policy.routing_figures(rollout.sequences, rollout.logprobs, config.temperature)
@@ -219,7 +227,8 @@ def train_loop(
             if is_due(config.save_every, step, config.steps):
                 curriculum = None if source.curriculum is None else source.curriculum.state()
                 replay = None if source.replay is None else source.replay.state()
-                carried = carried._replace(curriculum=curriculum, replay=replay)
+                open_groups = opened.state() if config.partial_rollouts else None
+                carried = carried._replace(curriculum=curriculum, replay=replay, open_groups=open_groups)
                 state = carried._asdict() | {"best": tuple(carried.best), "coefficients": tuple(coefficients)}
                 save_checkpoints({"actor": actor}, Path(config.out) / CHECKPOINTS, step + 1, config, state)
     return carried
@@ -255,8 +264,14 @@ def build_experience(
     if groups.step_rewards is not None:
         check_steps(algorithm)
     logprobs_ref = policy.reference_logprobs(sequences, config.temperature) if policy.has_reference else None
+    # The ratio of an answer of earlier weights is to the sampler of that time, unless a correction weighs for it.
+    corrects = groups.is_stale is not None and algorithm.correction != "none"
     logprobs_old, difference = policy.old_logprobs(
-        sequences, rollout.logprobs, config.temperature, config.logprob_bound, groups.is_replayed
+        sequences,
+        rollout.logprobs,
+        config.temperature,
+        -1.0 if corrects else config.logprob_bound,
+        groups.is_replayed if corrects else groups.is_earlier,
     )
     if algorithm.overlong_buffer:
         buffer = max(1, round(algorithm.overlong_buffer * config.max_new_tokens))
@@ -303,7 +318,7 @@ def build_experience(
         sums["teacher_kl_per_token"] = (difference_of_logs, float(mask.sum()))
     if weights is not None:
         sums["correction_weight"] = (torch.where(mask, weights, 0.0).sum().item(), float(mask.sum()))
-    return Experience(sequences, rollout.logprobs, batch, groups.is_replayed), global_means(sums)
+    return Experience(sequences, rollout.logprobs, batch, groups.is_earlier), global_means(sums)
 
 
 def update(

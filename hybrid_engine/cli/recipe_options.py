@@ -52,6 +52,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "rollout": (
         *("rollout_size", "group_size", "k", "num_samples", "max_new_tokens", "max_prompt_tokens", "temperature"),
         *("top_k", "top_p", "min_p", "router_replay", "max_running", "longest", "exact", "logprob_bound"),
+        *("partial_rollouts", "max_staleness"),
         *("num_clients", "max_turns", "max_episode_seconds", "serving_memory"),
     ),
     "algorithm": (

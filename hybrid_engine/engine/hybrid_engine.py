@@ -12,7 +12,8 @@ taken), run (prefill, fork, decode), release (LoRA unfused, weights resharded, w
 `generate()`, with one line that names the request and the reason.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from hybrid_engine.distributed.verdict import HeldInterrupts, holding_interrupts
 from hybrid_engine.engine.checks import check_generates
 from hybrid_engine.engine.zero_engine import ZeroEngine
 from hybrid_engine.generation.core import GenerateCall, Request, RolloutResult
-from hybrid_engine.generation.live.asynchronous import AsyncRollout, Carried, start_async
+from hybrid_engine.generation.live.asynchronous import AsyncRollout, Carried, generate_until, start_async
 from hybrid_engine.generation.memory import AllocatorPeak, TrainingMemory
 from hybrid_engine.generation.model.groups import (
     TRAINING_OPTION,
@@ -179,6 +180,40 @@ class HybridEngine(ZeroEngine):
             rollout = start_async(self.generator, call, carried, self.global_steps)
         with self._generating(), rollout:
             yield rollout
+
+    def generate_until(
+        self,
+        is_enough: Callable[[Collection[int]], bool],
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        carried: Carried | None = None,
+        version: int = 0,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> Carried:
+        """As `generate_async()`, until `is_enough` of the indices of whole groups, or until all are whole.
+
+        No clock decides when it ends, so that it can be repeated to the bit. Returns all groups, of `carried` and the
+        new prompts: `take` gives whole ones, `state` what a checkpoint needs of the others.
+
+        Args:
+            version: with which tokens are stamped.
+
+        Raises:
+            ValueError: as in `generate_async()`.
+        """
+        call = GenerateCall(
+            input_ids=input_ids, attention_mask=attention_mask, seed=seed, options=kwargs, in_sequences=True
+        )
+        with torch.inference_mode(False), torch.no_grad():
+            self._begin_to_generate("generate_async()")
+            before = Counter() if carried is None else carried.counts()
+            with self._generating(), self.latency.measure("generate"):
+                result = generate_until(self.generator, call, carried, version, is_enough)
+            for figure, number in (result.counts() - before).items():
+                self.latency.add(figure, number)
+        return result
 
     @contextmanager
     def serving(

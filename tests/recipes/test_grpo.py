@@ -263,6 +263,34 @@ def test_a_run_that_replays_continues_after_an_interruption_and_corrects_by_the_
     assert abs(ours[-1]["first_ratio"] - 1) > 1e-3 > ours[-1]["logprob_difference_mean"]
 
 
+PARTIAL = {"partial_rollouts": True, "steps": 5, "save_every": 1, "max_new_tokens": 12, "reward": ("length:most=4",)}
+
+
+def test_partial_rollouts_train_whole_groups_and_continue_the_others_also_after_an_interruption(tiny, tmp_path):
+    whole, torn = (tiny(name, **PARTIAL) for name in ("whole", "torn"))
+    grpo.run(whole)
+    with stopped_after(3):
+        grpo.run(torn)
+    grpo.run(replace(torn, resume=True))
+    ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("torn", "whole"))
+    assert list(map(without_times, ours)) == list(map(without_times, theirs))
+    assert all(map(torch.equal, *(weights_in(tmp_path / name / "actor").values() for name in ("torn", "whole"))))
+    assert [line["prompts_drawn"] for line in ours] == [6, 4, 4, 4, 2], "half as many groups again are open"
+    assert ours[0]["stale_share"] == ours[0]["staleness_max"] == 0
+    assert all(0 < line["stale_share"] < 1 == line["staleness_max"] for line in ours[1:])
+    assert ours[0]["first_ratio"] == pytest.approx(1, abs=1e-5)
+    assert any(abs(line["first_ratio"] - 1) > 1e-5 for line in ours[1:]), "the ratio is to the sampler of that time"
+
+
+def test_a_correction_weighs_for_the_age_of_answers_instead_of_the_ratio(tiny, tmp_path):
+    algorithm = replace(Algorithm(), correction="truncated", correction_threshold=0.0)
+    grpo.run(tiny(**PARTIAL | {"steps": 3, "algorithm": algorithm, "max_staleness": 2}))
+    first, *others = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert all(line["first_ratio"] == pytest.approx(1, abs=1e-5) for line in (first, *others))
+    assert all(abs(line["correction_weight"] - 1) > 1e-5 for line in others)
+    assert max(line["staleness_max"] for line in others) in (1, 2)
+
+
 def test_two_processes_skip_the_prompts_that_one_skips_and_replay_the_same_answers(tiny, tmp_path):
     config = tiny("one", **WINDOW | {"steps": 3, "replay_best": True})
     grpo.run(config)
@@ -438,6 +466,11 @@ def test_rollouts_that_are_chosen_from_and_joined_keep_every_answer_with_its_log
         ("--pass-window 0.5", "--pass-window=0.5 must be two rates"),
         ("--preset rloo --replay-best", "--replay-best needs a policy loss with a ratio"),
         ("--revisit-after 1", "--revisit-after=1 needs prompts that are skipped; give --pass-window"),
+        ("--max-staleness 2", "--max-staleness=2 applies to --partial-rollouts; give both"),
+        ("--partial-rollouts --max-staleness 0", "--max-staleness=0 must be at least 1"),
+        ("--partial-rollouts --top-p 0.9", "--partial-rollouts does not record the filters"),
+        ("--partial-rollouts --dynamic-sampling 1", "does not wait; leave one of them out"),
+        ("--partial-rollouts --preset rloo", "--policy-loss=reinforce has no ratio"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_made(options, message, tmp_path, capsys):

@@ -8,26 +8,30 @@ the listener.
 While the caller uses a finished group, the thread continues to decode the others. The caller leaves when it has
 enough; unfinished answers keep their tokens and continue in the next rollout, under the weights of that time. Every
 token is stamped with the version of the weights that drew it, and its log-probability is that of those weights, as an
-importance ratio requires. Source: Kimi Team, "Kimi k1.5", arXiv 2501.12599, section 2.6.2 (partial rollouts).
+importance ratio requires. `generate_until` does the same without a thread, and ends at a turn that no clock decides.
+Source: Kimi Team, "Kimi k1.5", arXiv 2501.12599, section 2.6.2 (partial rollouts).
 """
 
 import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 from hybrid_engine.containers.device import give_back_openmp_pool
-from hybrid_engine.generation.core import GenerateCall, Sequence
+from hybrid_engine.generation.core import GenerateCall, Prompt, Sequence
 from hybrid_engine.generation.live.batches import KVUsage, LiveBatch, Progress
 from hybrid_engine.generation.live.opening import live_batch
+from hybrid_engine.generation.options import NO_RULES, GenerationOptions
 from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.generation.rollout.preparing import prepare
 
+NOT_FINITE = "generate_async(): the model's logits are not finite; check the weights for NaN or inf"
 Listener = Callable[[list[Progress]], None]
 """Called on the worker's thread with the progress of a turn."""
 
@@ -66,6 +70,12 @@ class _Open:
     versions: dict[Sequence, list[int]] = field(default_factory=dict)
     num_left: int = 0
 
+    def note(self, progress: Progress, version: int) -> bool:
+        """Records the progress of one of its answers by weights of `version`; returns whether it was the last one."""
+        self.versions[progress.sequence] += [version] * len(progress.tokens)
+        self.num_left -= progress.finish_reason is not None
+        return progress.finish_reason is not None and self.num_left == 0
+
 
 @dataclass(frozen=True)
 class Carried:
@@ -84,6 +94,34 @@ class Carried:
     def longest(self) -> int:
         """Number of tokens of the longest prompt with its answer; 0 if nothing is left."""
         return max((s.most_fed + 1 for group in self.groups for s in group.sequences), default=0)
+
+    def counts(self) -> Counter[str]:
+        """Numbers of answers that have ended, and of tokens, by the names of `latency_stats()`."""
+        sequences = [sequence for group in self.groups for sequence in group.sequences]
+        num_ended = sum(sequence.finish_reason is not None for sequence in sequences)
+        num_tokens = sum(len(sequence.tokens) for sequence in sequences)
+        return Counter({"num_samples": num_ended, "generated_tokens": num_tokens})
+
+    @property
+    def whole(self) -> list[int]:
+        """Indices of the groups all of whose answers have ended."""
+        return [group.index for group in self.groups if group.num_left == 0]
+
+    def take(self, indices: Collection[int]) -> "tuple[list[Group], Carried]":
+        """The whole groups `indices`, in that order, and the others."""
+        by_index = {group.index: group for group in self.groups}
+        taken = [_closed(by_index[index]) for index in indices]
+        left = [group for group in self.groups if group.index not in set(indices)]
+        return taken, Carried(left, self.num_prompts)
+
+    def state(self) -> dict[str, Any]:
+        """Numbers, strings, lists and dicts from which `restored` makes an equal object."""
+        return {"groups": [_state_of(group) for group in self.groups], "num_prompts": self.num_prompts}
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> "Carried":
+        """The object whose `state` was saved; its answers continue as they would have."""
+        return cls([_restored_group(group) for group in state["groups"]], state["num_prompts"])
 
 
 class AsyncRollout:
@@ -108,13 +146,7 @@ class AsyncRollout:
         earlier: Carried | None = None,
     ):
         self.version = version
-        first = 0 if earlier is None else earlier.num_prompts
-        groups = [] if earlier is None else list(earlier.groups)
-        for place in range(0, len(sequences), num_samples):
-            own = sequences[place : place + num_samples]
-            group = _Open(first + place // num_samples, own, {sequence: [] for sequence in own}, num_samples)
-            groups.append(group)
-        self._num_prompts = first + len(sequences) // num_samples
+        groups, self._num_prompts = _open_groups(sequences, num_samples, earlier)
         self._open = {group.index: group for group in groups}
         self._group_of = {sequence: group for group in groups for sequence in group.sequences}
         self._complete = deque(group for group in groups if group.num_left == 0)  # not yielded yet
@@ -143,13 +175,9 @@ class AsyncRollout:
         """Records the progress of a turn."""
         for told in progress:
             if told.finish_reason == "error":
-                raise RuntimeError(
-                    "generate_async(): the model's logits are not finite; check the weights for NaN or inf"
-                ) from (told.sequence.error or self._thread.error)
+                raise RuntimeError(NOT_FINITE) from (told.sequence.error or self._thread.error)
             group = self._group_of[told.sequence]
-            group.versions[told.sequence] += [self.version] * len(told.tokens)
-            group.num_left -= told.finish_reason is not None
-            if told.finish_reason is not None and group.num_left == 0:
+            if group.note(told, self.version):
                 self._complete.append(group)
 
     def __exit__(
@@ -174,6 +202,35 @@ def _closed(group: _Open) -> Group:
     return Group(group.index, list(group.sequences[0].prompt.tokens), answers)
 
 
+SAVED = ("row", "key", "tokens", "logprobs", "finish_reason")
+"""Fields of a sequence that `Carried.state` has."""
+
+
+def _state_of(group: _Open) -> dict[str, Any]:
+    options = group.sequences[0].options
+    assert options.rules == NO_RULES, "rules hold tokenizers and functions"
+    named = {option.name: getattr(options, option.name) for option in fields(options) if option.name != "rules"}
+    return {
+        "index": group.index,
+        "prompt": group.sequences[0].prompt.tokens,
+        "options": named | {"eos_token_ids": list(options.eos_token_ids)},
+        "answers": [
+            {name: getattr(sequence, name) for name in SAVED} | {"versions": group.versions[sequence]}
+            for sequence in group.sequences
+        ],
+    }
+
+
+def _restored_group(state: Mapping[str, Any]) -> _Open:
+    options = GenerationOptions(**{**state["options"], "eos_token_ids": tuple(state["options"]["eos_token_ids"])})
+    prompt, versions = Prompt(state["prompt"]), {}
+    for answer in state["answers"]:
+        saved = {name: answer[name] for name in SAVED}
+        versions[Sequence(prompt, options=options, **saved)] = answer["versions"]
+    num_left = sum(sequence.finish_reason is None for sequence in versions)
+    return _Open(state["index"], list(versions), versions, num_left)
+
+
 def _detach(group: _Open) -> None:
     """Detaches the sequences from the workspace that they used."""
     prompt = group.sequences[0].prompt.with_own_blocks()
@@ -194,21 +251,71 @@ def start_async(generator: Generator, call: GenerateCall, earlier: Carried | Non
             f"generate_async(): {generator.group.size} processes share the model and must take every turn together, "
             f"but each may leave this rollout early; call generate(), or set {generator.group.remedy}"
         )
-    sequences: list[Sequence] = []
-    num_samples = 1
-    if call.input_ids is not None or earlier is None:
-        request = prepare(generator, call)
-        sequences = request.sequences if request.plan is None else request.plan.sequences
-        if request.plan is None and not request.local.is_drawn:
-            raise ValueError(
-                f"generate_async(): {request.local.fallback}, and the model's own generate() returns all rows at "
-                "the end; leave it out, or call generate()"
-            )
-        _check_scores(sequences)
-        num_samples = request.local.options.num_return_sequences
-    longest = max([2, *(s.most_fed + 1 for s in sequences), 0 if earlier is None else earlier.longest])
-    opening = partial(live_batch, generator, longest, caller="generate_async()")
+    sequences, num_samples = _read(generator, call, earlier)
+    opening = partial(live_batch, generator, _longest(sequences, earlier), caller="generate_async()")
     return AsyncRollout(opening, sequences, num_samples, version, earlier)
+
+
+def generate_until(
+    generator: Generator,
+    call: GenerateCall,
+    earlier: Carried | None,
+    version: int,
+    is_enough: Callable[[Collection[int]], bool],
+) -> Carried:
+    """Takes turns until `is_enough` of the indices of whole groups is true, or all are whole; collective.
+
+    Returns all groups, whole or not. The turn at which it ends depends on the answers alone, not on any clock. Raises
+    as `start_async`; RuntimeError if logits are not finite.
+    """
+    sequences, num_samples = _read(generator, call, earlier)
+    groups, num_prompts = _open_groups(sequences, num_samples, earlier)
+    group_of = {sequence: group for group in groups for sequence in group.sequences}
+    carried = Carried(groups, num_prompts)
+
+    def take(progress: list[Progress]) -> None:
+        for told in progress:
+            if told.finish_reason == "error":
+                raise RuntimeError(NOT_FINITE) from told.sequence.error
+            group_of[told.sequence].note(told, version)
+
+    with live_batch(generator, _longest(sequences, earlier), caller="generate_async()") as batch:
+        batch.add([s for group in groups for s in group.sequences if s.finish_reason is None])
+        while batch.has_work and not is_enough(carried.whole):
+            take(batch.turn())
+        take(batch.take_out())
+    for group in groups:
+        _detach(group)
+    return carried
+
+
+def _read(generator: Generator, call: GenerateCall, earlier: Carried | None) -> tuple[list[Sequence], int]:
+    """The checked sequences of the new prompts, and the number for each prompt."""
+    if call.input_ids is None and earlier is not None:
+        return [], 1
+    request = prepare(generator, call)
+    sequences = request.sequences if request.plan is None else request.plan.sequences
+    if request.plan is None and not request.local.is_drawn:
+        raise ValueError(
+            f"generate_async(): {request.local.fallback}, and the model's own generate() returns all rows at "
+            "the end; leave it out, or call generate()"
+        )
+    _check_scores(sequences)
+    return sequences, request.local.options.num_return_sequences
+
+
+def _open_groups(sequences: list[Sequence], num_samples: int, earlier: Carried | None) -> tuple[list[_Open], int]:
+    """The earlier groups and those of the new sequences, and the number of prompts so far."""
+    first = 0 if earlier is None else earlier.num_prompts
+    groups = [] if earlier is None else list(earlier.groups)
+    for place in range(0, len(sequences), num_samples):
+        own = sequences[place : place + num_samples]
+        groups.append(_Open(first + place // num_samples, own, {sequence: [] for sequence in own}, num_samples))
+    return groups, first + len(sequences) // num_samples
+
+
+def _longest(sequences: list[Sequence], earlier: Carried | None) -> int:
+    return max([2, *(s.most_fed + 1 for s in sequences), 0 if earlier is None else earlier.longest])
 
 
 def _check_scores(sequences: list[Sequence]) -> None:

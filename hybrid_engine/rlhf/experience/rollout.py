@@ -119,19 +119,19 @@ def sample(
     output = actor.generate(
         prompt_ids,
         attention_mask=prompt_mask,
-        **_generate_options(tokenizer, options, ends),
+        **generate_options(tokenizer, options, ends),
         seed=seed,
     )
     repeated_mask = prompt_mask.repeat_interleave(options.num_samples, dim=0)
     sequences = attach_responses(repeated_mask, output.sequences, output.lengths, output.supports, output.routing)
     responses = [row[mask].tolist() for row, mask in zip(sequences.responses, sequences.response_mask, strict=True)]
     answers = Answers(
-        prompts=_repeat([row.prompt for row in rows], options.num_samples),
+        prompts=repeat([row.prompt for row in rows], options.num_samples),
         responses=[answer_text(tokenizer, ids, ends) for ids in responses],
-        prompt_ids=_repeat(prompts, options.num_samples),
+        prompt_ids=repeat(prompts, options.num_samples),
         response_ids=responses,
         is_cut_off=[reason == "length" for reason in output.finish_reason],
-        columns=_columns(rows, options.num_samples),
+        columns=columns_of(rows, options.num_samples),
         decode=partial(tokenizer.decode, skip_special_tokens=True),
         group_size=options.num_samples,
     )
@@ -156,13 +156,13 @@ def given_answers(
         prompt_ids=prompts,
         response_ids=responses,
         is_cut_off=[len(row.response_ids) > options.max_new_tokens for row in encoded],
-        columns=_columns(rows, 1),
+        columns=columns_of(rows, 1),
         decode=partial(tokenizer.decode, skip_special_tokens=True),
     )
     return answers, build_sequences(prompts, responses, tokenizer.pad_token_id, actor.device, learned)
 
 
-def _generate_options(tokenizer: PreTrainedTokenizerBase, options: AnswerSampling, ends: list[int]) -> dict[str, Any]:
+def generate_options(tokenizer: PreTrainedTokenizerBase, options: AnswerSampling, ends: list[int]) -> dict[str, Any]:
     """Arguments of `generate()` for answers that end with any of `ends`."""
     return {
         **options.drawing(),
@@ -190,7 +190,7 @@ def warm_up(
         return
     actor.eval()
     try:
-        chosen = _generate_options(tokenizer, options, end_token_ids(actor.module, tokenizer))
+        chosen = generate_options(tokenizer, options, end_token_ids(actor.module, tokenizer))
         say(str(actor.warm_up(num_prompts, shortest, **chosen)))
     except RuntimeError as error:  # rollouts begin again with fewer rows
         if not is_out_of_memory(error):
@@ -242,14 +242,15 @@ def join(rollouts: Sequence[Rollout], pad_token: int) -> Rollout:
     )
 
 
-def _repeat(values: Sequence[Any], times: int) -> list[Any]:
+def repeat(values: Sequence[Any], times: int) -> list[Any]:
+    """Each of `values` so many times, one after the other."""
     return [value for value in values for _ in range(times)]
 
 
-def _columns(rows: Sequence[PromptRow], times: int) -> Mapping[str, list[Any]]:
+def columns_of(rows: Sequence[PromptRow], times: int) -> Mapping[str, list[Any]]:
     """The dataset's other columns, a value for each answer; only columns that every row has."""
     names = set.intersection(*(set(row.columns) for row in rows)) if rows else set()
-    return {name: _repeat([row.columns[name] for row in rows], times) for name in sorted(names)}
+    return {name: repeat([row.columns[name] for row in rows], times) for name in sorted(names)}
 
 
 class BestAnswer(NamedTuple):
@@ -379,12 +380,20 @@ class ScoredGroups:
     """`[N, T]` fp32 if a reward scored steps: each number on the token that ends its step, nan on the others."""
     is_replayed: torch.Tensor | None = None
     """`[N]` bool: True for answers of earlier steps; None without a `Replay`."""
+    is_stale: torch.Tensor | None = None
+    """`[N]` bool: True for answers that an earlier step began; None without partial rollouts."""
     num_drawn: int
     """Prompts that the run has taken so far, over all processes: its position in the endless series of them."""
     figures: dict[str, float]
     """Figures over all processes: the rewards by name in the first round, which is not selected by its scores; the
     number of prompts drawn, and the share of groups without variance among them.
     """
+
+    @property
+    def is_earlier(self) -> torch.Tensor | None:
+        """`[N]` bool: True for answers that are not of the present weights alone; None if all are."""
+        masks = [mask for mask in (self.is_replayed, self.is_stale) if mask is not None]
+        return torch.stack(masks).any(dim=0) if masks else None
 
 
 class _AnsweredGroups(NamedTuple):
@@ -411,7 +420,7 @@ class _AnsweredGroups(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class _GroupDraw:
+class GroupDraw:
     """The state of a draw over its rounds; numbers are over all processes."""
 
     num_drawn: int
@@ -472,14 +481,14 @@ class GroupSource:
 
         Source of the redraws: Yu et al., "DAPO", arXiv 2503.14476, section 3.2.
         """
-        drawing, num_missing = _GroupDraw(num_drawn=num_drawn), num_prompts
+        drawing, num_missing = GroupDraw(num_drawn=num_drawn), num_prompts
         for round_number in range(1 + max_redraws):
             missing = gather_objects(num_missing)
             if not any(missing):
                 break
-            selected = self._select(drawing.num_drawn, sum(missing))
+            selected = self.select(drawing.num_drawn, sum(missing))
             drawing.note_selected(selected)
-            indices = self._mine(selected.indices, missing)
+            indices = mine(selected.indices, missing)
             groups = self._answer(indices, self._noise_seed(step, round_number), drawing)
             is_last = round_number == max_redraws
             num_missing -= drawing.keep(groups, torch.ones_like(groups.is_varied) if is_last else groups.is_varied)
@@ -488,11 +497,15 @@ class GroupSource:
                 f"Step {step + 1}: all answers to each of {drawing.num_worthless} prompts have the same score, so "
                 "nothing is learned from them"
             )
-        return self._joined(drawing)
+        return self.joined(drawing)
 
-    def _answer(self, indices: Sequence[int], seed: int, drawing: "_GroupDraw") -> "_AnsweredGroups":
+    def _answer(self, indices: Sequence[int], seed: int, drawing: "GroupDraw") -> "_AnsweredGroups":
         """This process's groups for the prompts `indices`; collective. Adds to the figures of `drawing`."""
         rollout = sample(self.actor, self.tokenizer, [self.rows[index] for index in indices], self.options, seed)
+        return self.judge(rollout, indices, drawing)
+
+    def judge(self, rollout: Rollout, indices: Sequence[int], drawing: "GroupDraw") -> "_AnsweredGroups":
+        """The scored groups of the prompts `indices`; collective. Adds to the figures of `drawing`."""
         scored = self.rewards(rollout.answers)
         drawing.figures = drawing.figures or reward_figures(scored)
         scores = torch.tensor(scored.total, dtype=torch.float32).view(-1, self.options.num_samples)
@@ -505,7 +518,7 @@ class GroupSource:
         drawing.num_worthless += sum(gather_objects(int((~is_varied).sum())))
         return _AnsweredGroups(rollout, scores, rewards, steps, is_replayed, is_varied)
 
-    def _joined(self, drawing: "_GroupDraw") -> ScoredGroups:
+    def joined(self, drawing: "GroupDraw") -> ScoredGroups:
         """The groups of all rounds on the actor's device; collective."""
         device, parts = self.actor.device, drawing.kept
         figures = drawing.figures | {
@@ -577,16 +590,11 @@ class GroupSource:
             return has_variance(scores)
         return has_variance(steps.unflatten(0, scores.shape).flatten(1))
 
-    def _select(self, first: int, count: int) -> SelectedPrompts:
+    def select(self, first: int, count: int) -> SelectedPrompts:
         """The next prompts of all processes, by index."""
         if self.curriculum is not None:
             return self.curriculum.select(first, count, self.seed)
         return SelectedPrompts(select_prompts(len(self.rows), first, count, self.seed), first + count, 0)
-
-    def _mine(self, chosen: Sequence[int], missing: Sequence[int]) -> Sequence[int]:
-        """This process's share of the `chosen` prompts, of which each process takes `missing[rank]`."""
-        first = sum(missing[: get_rank()])
-        return chosen[first : first + missing[get_rank()]]
 
     def _note_rates(self, indices: Sequence[int], scores: torch.Tensor) -> None:
         """Notes the pass rates of this process's groups, with `[B, G]` scores, and of all others; collective."""
@@ -599,6 +607,12 @@ class GroupSource:
     def _noise_seed(self, step: int, round_number: int) -> int:
         seed = mix_seed(self.seed, step)
         return mix_seed(seed, round_number) if round_number else seed
+
+
+def mine(chosen: Sequence[int], missing: Sequence[int]) -> Sequence[int]:
+    """This process's share of the `chosen` prompts, of which each process takes `missing[rank]`."""
+    first = sum(missing[: get_rank()])
+    return chosen[first : first + missing[get_rank()]]
 
 
 def rewards_by_name(scores: Scores) -> torch.Tensor:

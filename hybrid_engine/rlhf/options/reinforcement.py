@@ -109,6 +109,15 @@ class GRPOConfig(RolloutOptions, PromptRunOptions):
         False,
         "Put the best answer to a prompt so far into a group whose answers all score lower, in place of its worst",
     )
+    partial_rollouts: bool = option(
+        False,
+        "Train as soon as enough groups are whole and continue the others in the next step, under its weights "
+        "(docs/grpo.md)",
+    )
+    max_staleness: int | None = option(
+        None,
+        "With --partial-rollouts: steps after which a group must be trained since it was begun; default: 1",
+    )
     algorithm: Algorithm = Algorithm()  # noqa: RUF009  frozen
 
     def __post_init__(self) -> None:
@@ -127,6 +136,7 @@ class GRPOConfig(RolloutOptions, PromptRunOptions):
         check_above("learning_rate", self.learning_rate, 0)
         check_answers(self.rollout_size, self.group_size)
         check_teacher_options(self)
+        self._check_partial()
         if not self.teacher_alone:
             self.algorithm.check_group_size("group_size", self.group_size)
         check_minibatch(self.rollout_size, self.group_size, self.minibatch_size)
@@ -146,6 +156,34 @@ class GRPOConfig(RolloutOptions, PromptRunOptions):
                 f"--revisit-after={self.revisit_after} needs prompts that are skipped; give --pass-window, or leave it "
                 "out"
             )
+
+    def _check_partial(self) -> None:
+        """Raises ValueError for options that do not go with rollouts that end before all answers have."""
+        if self.max_staleness is not None and not self.partial_rollouts:
+            raise ValueError(
+                f"--max-staleness={self.max_staleness} applies to --partial-rollouts; give both, or leave it out"
+            )
+        check_count("max_staleness", self.max_staleness, 1)
+        if not self.partial_rollouts:
+            return
+        if self.algorithm.dynamic_sampling:
+            raise ValueError(
+                f"--dynamic-sampling={self.algorithm.dynamic_sampling} draws other prompts in the same step, for which "
+                "--partial-rollouts does not wait; leave one of them out"
+            )
+        if self.has_filters or self.router_replay:
+            recorded = "the filters of --top-k, --top-p and --min-p" if self.has_filters else "--router-replay"
+            raise ValueError(f"--partial-rollouts does not record {recorded}; leave one of them out")
+        if self.algorithm.policy_loss == "reinforce" and self.algorithm.correction == "none":
+            raise ValueError(
+                "--policy-loss=reinforce has no ratio, which corrects for the age of an answer of --partial-rollouts; "
+                "use clip, or give --correction"
+            )
+
+    @property
+    def steps_of_staleness(self) -> int:
+        """Steps after which a group must be trained since it was begun."""
+        return 1 if self.max_staleness is None else self.max_staleness
 
     @property
     def needs_reference(self) -> bool:
