@@ -42,6 +42,7 @@ from hybrid_engine.rlhf.experience.evaluation import (
     show_comparison,
     step_means,
 )
+from hybrid_engine.rlhf.experience.partial_rollouts import OpenGroups, answer_whole, num_to_begin
 from hybrid_engine.rlhf.experience.roles import (
     CriticExperience,
     Roles,
@@ -51,7 +52,7 @@ from hybrid_engine.rlhf.experience.roles import (
     reward_tokens,
     rollout_sums,
 )
-from hybrid_engine.rlhf.experience.rollout import AnswerSampling, Rollout, sample, warm_up
+from hybrid_engine.rlhf.experience.rollout import AnswerSampling, GroupSource, Rollout, sample, warm_up
 from hybrid_engine.rlhf.experience.start import SUMMARIES, Stages, Start, prepare
 from hybrid_engine.rlhf.options.reinforcement import PPOConfig as Config
 from hybrid_engine.rlhf.options.shared import (
@@ -105,7 +106,9 @@ def run(config: Config) -> Path:
     saved = load_checkpoints(roles.engines, out / CHECKPOINTS, config) if config.resume else SavedRun()
     started = time.perf_counter()
     log = RunLog(out, "PPO", config.steps, config, saved.step)
-    best = train_loop(roles, start, config, log, saved.step, Best(**saved.state), followed)
+    state = dict(saved.state)
+    opened = OpenGroups.restored(state.pop("open_groups", None))
+    best = train_loop(roles, start, config, log, saved.step, Best(**state), followed, opened)
     seconds = time.perf_counter() - started
     after = followed.after(config.steps, partial(evaluate_held_out, roles, start, config))
 
@@ -120,24 +123,45 @@ def run(config: Config) -> Path:
 
 
 def train_loop(
-    roles: Roles, start: Start, config: Config, log: RunLog, first_step: int, best: Best, followed: FollowedAnswers
+    roles: Roles,
+    start: Start,
+    config: Config,
+    log: RunLog,
+    first_step: int,
+    best: Best,
+    followed: FollowedAnswers,
+    opened: OpenGroups,
 ) -> Best:
     """PPO: one rollout per step, several passes over it. Returns the best evaluation of the whole run."""
     actor, prompts, options = roles.policy.actor, start.train, AnswerSampling.of(config)
-    out = Path(config.out)
+    out, num_prompts = Path(config.out), config.rollout_size // get_world_size()
+    source = GroupSource(
+        actor=actor,
+        tokenizer=roles.policy.tokenizer,
+        rewards=roles.rewards,
+        rows=prompts,
+        options=options,
+        seed=config.seed,
+    )
     with log:
         for step in range(first_step, config.steps):
-            chosen = select_prompts(len(prompts), step * config.rollout_size, config.rollout_size, config.seed)
-            mine = [prompts[index] for index in chosen[get_rank() :: get_world_size()]]
             seed = mix_seed(config.seed, step)
 
             actor.eval()
             roles.rewards.begin_step(step, config.steps)
-            rollout = sample(actor, roles.policy.tokenizer, mine, options, seed)
+            if config.partial_rollouts:
+                count = num_to_begin(num_prompts, len(opened.rows), num_prompts * (config.steps - step))
+                indices = own_prompts(len(prompts), opened.num_begun, count, config.seed)
+                whole, opened = answer_whole(source, indices, num_prompts, step, opened, config.steps_of_staleness)
+                rollout, is_stale, figures = whole.rollout, whole.is_stale, whole.figures
+            else:
+                indices = own_prompts(len(prompts), step * num_prompts, num_prompts, config.seed)
+                rollout = sample(actor, roles.policy.tokenizer, [prompts[index] for index in indices], options, seed)
+                is_stale, figures = None, {}
             actor.train()
 
-            figures = roles.policy.routing_figures(rollout.sequences, rollout.logprobs, config.temperature)
-            experience, found = build_experience(roles, rollout, config)
+            figures |= roles.policy.routing_figures(rollout.sequences, rollout.logprobs, config.temperature)
+            experience, found = build_experience(roles, rollout, config, is_stale)
             figures |= found | update(roles, experience, config, seed)
             figures |= actor.latency_stats()  # before an evaluation, whose latencies are not training's
             if is_due(config.eval_every, step, config.steps):
@@ -147,17 +171,31 @@ def train_loop(
                 best = keep_highest(best, evaluation.figures["score"], step + 1, actor, roles.policy.tokenizer, out)
             log.write(step, figures, SHOWN)
             if is_due(config.save_every, step, config.steps):
-                save_checkpoints(roles.engines, out / CHECKPOINTS, step + 1, config, best._asdict())
+                open_groups = {"open_groups": opened.state()} if config.partial_rollouts else {}
+                save_checkpoints(roles.engines, out / CHECKPOINTS, step + 1, config, best._asdict() | open_groups)
     return best
 
 
+def own_prompts(num_prompts: int, first: int, count: int, seed: int) -> list[int]:
+    """Indices of this process's next `count` prompts, of which each process had `first` before."""
+    size = get_world_size()
+    return select_prompts(num_prompts, first * size, count * size, seed)[get_rank() :: size]
+
+
 @torch.no_grad()
-def build_experience(roles: Roles, rollout: Rollout, config: Config) -> tuple[CriticExperience, dict[str, float]]:
-    """Reference log-probabilities, values, rewards and advantages of a rollout; whitens over all processes."""
+def build_experience(
+    roles: Roles, rollout: Rollout, config: Config, is_stale: torch.Tensor | None = None
+) -> tuple[CriticExperience, dict[str, float]]:
+    """Reference log-probabilities, values, rewards and advantages of a rollout; whitens over all processes.
+
+    `is_stale`: `[N]` bool, True for answers of earlier weights, whose ratio is to the sampler of that time.
+    """
     sequences, mask = rollout.sequences, rollout.sequences.response_mask
     logprobs_ref = roles.policy.reference_logprobs(sequences, config.temperature)
     values = in_parts(response_values, roles.critic, sequences, roles.policy.sizes)
-    logprobs_old, _ = roles.policy.old_logprobs(sequences, rollout.logprobs, config.temperature, config.logprob_bound)
+    logprobs_old, _ = roles.policy.old_logprobs(
+        sequences, rollout.logprobs, config.temperature, config.logprob_bound, is_stale
+    )
 
     scores = judge(roles, config, rollout.answers)
     totals = torch.tensor(scores.total, device=mask.device)
@@ -173,6 +211,7 @@ def build_experience(roles: Roles, rollout: Rollout, config: Config) -> tuple[Cr
         values_old=values,
         advantages=whiten(advantages, learned, shift_mean=True, group=all_processes()),
         returns=returns,
+        is_stale=is_stale,
     )
     sums = {
         "score": score_sum(totals),
@@ -210,7 +249,7 @@ def update(roles: Roles, experience: CriticExperience, config: Config, seed: int
                 engine.step()
             found = passes.figures()
             if not parts:  # with the weights that sampled
-                actor.observe_logprobs(chosen.logprobs, present, chosen.sequences.response_mask)
+                actor.observe_logprobs(chosen.logprobs, present, chosen.sampled_mask)
             parts += found
     figures = step_means(parts) | global_means({"first_ratio": parts[0]["ratio"]})
     return figures | roles.gradient_norms() | rates

@@ -102,6 +102,19 @@ def test_in_exact_mode_rollout_and_trainer_are_never_apart(stages, tmp_path, cap
         assert line["logprob_difference_max"] == 0.0 and line["first_ratio"] == 1.0
 
 
+def test_partial_rollouts_of_ppo_go_on_as_if_they_had_not_been_interrupted(stages, tmp_path):
+    config = replace(TINY, steps=4, save_every=1, ppo_epochs=1, eval_every=0, partial_rollouts=True)
+    ppo.run(replace(config, out=new_run(stages, tmp_path / "whole")))
+    torn = new_run(stages, tmp_path / "torn")
+    with stopped_after(2):
+        ppo.run(replace(config, out=torn))
+    ppo.run(replace(config, out=torn, resume=True))
+    ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("torn", "whole"))
+    for name in ("score", "staleness", "stale_share", "first_ratio", "policy_loss", "value_loss", "actor_grad_norm"):
+        assert [line[name] for line in ours] == [line[name] for line in theirs], name
+    assert ours[0]["stale_share"] == 0 and all(0 < line["stale_share"] < 1 for line in ours[1:])
+
+
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(stages, tmp_path):
     config = replace(TINY, steps=4, save_every=2, ppo_epochs=1, eval_every=1)
     whole = new_run(stages, tmp_path / "whole")

@@ -11,20 +11,17 @@ B: this process's prompts of a step, G: answers to each, N = B * G.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.processes import gather_objects, get_rank
 from hybrid_engine.generation.detokenize import answer_text, end_token_ids
 from hybrid_engine.generation.live.asynchronous import Carried, Group
 from hybrid_engine.rlhf.batches.sequences import build_sequences, pad_numbers, pad_prompts
 from hybrid_engine.rlhf.data.encoding import encode_prompt
-from hybrid_engine.rlhf.data.rows import PromptRow
 from hybrid_engine.rlhf.experience.evaluation import global_means
 from hybrid_engine.rlhf.experience.rollout import (
-    AnswerSampling,
     GroupDraw,
     GroupSource,
     Rollout,
@@ -38,21 +35,6 @@ from hybrid_engine.rlhf.rewards.scores import Answers
 from hybrid_engine.rlhf.runs.stages import mix_seed
 
 
-class PromptSource(Protocol):
-    """Prompts, and the actor that answers them: a `GroupSource`, or the part of it that `answer_whole` reads."""
-
-    @property
-    def actor(self) -> Any: ...
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase: ...
-    @property
-    def rows(self) -> Sequence[PromptRow]: ...
-    @property
-    def options(self) -> AnswerSampling: ...
-    @property
-    def seed(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class OpenGroups:
     """Groups of this process that a step began and none has trained yet."""
@@ -62,6 +44,11 @@ class OpenGroups:
     """Index of the prompt of each group in the data set."""
     begun: Mapping[int, int] = field(default_factory=dict)
     """Step in which each group began."""
+
+    @property
+    def num_begun(self) -> int:
+        """Groups that this process has begun so far."""
+        return 0 if self.carried is None else self.carried.num_prompts
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs of the groups of all processes; collective."""
@@ -109,7 +96,7 @@ class WholeGroups(NamedTuple):
 
 
 def answer_whole(
-    source: PromptSource,
+    source: GroupSource,
     indices: Sequence[int],
     num_prompts: int,
     step: int,
@@ -124,8 +111,7 @@ def answer_whole(
     Args:
         opened: of the step before.
     """
-    first = 0 if opened.carried is None else opened.carried.num_prompts
-    new = range(first, first + len(indices))
+    new = range(opened.num_begun, opened.num_begun + len(indices))
     rows = {**opened.rows, **dict(zip(new, indices, strict=True))}
     begun = {**opened.begun, **dict.fromkeys(new, step)}
     due = {group for group, began in begun.items() if step - began >= max_staleness}
@@ -175,7 +161,7 @@ def draw_whole(
     return replace(scored, is_stale=whole.is_stale, figures=figures), opened
 
 
-def rollout_of(source: PromptSource, groups: Sequence[Group], indices: Sequence[int]) -> Rollout:
+def rollout_of(source: GroupSource, groups: Sequence[Group], indices: Sequence[int]) -> Rollout:
     """The answers of `groups`, to the prompts `indices` of the data set."""
     tokenizer, ends = source.tokenizer, end_token_ids(source.actor.module, source.tokenizer)
     rows, num_samples = [source.rows[index] for index in indices], source.options.num_samples
@@ -214,7 +200,7 @@ def measure_staleness(groups: Sequence[Group], step: int) -> tuple[torch.Tensor,
     return is_stale, means | {"staleness_max": max(gather_objects(float(ages.max())))}
 
 
-def _prompts(source: PromptSource, indices: Sequence[int]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _prompts(source: GroupSource, indices: Sequence[int]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Token ids and mask of the prompts `indices`; (None, None) without any."""
     if not indices:
         return None, None
@@ -223,6 +209,6 @@ def _prompts(source: PromptSource, indices: Sequence[int]) -> tuple[torch.Tensor
     return pad_prompts(prompts, source.tokenizer.pad_token_id, source.actor.device)
 
 
-def _options(source: PromptSource) -> dict[str, Any]:
+def _options(source: GroupSource) -> dict[str, Any]:
     named = generate_options(source.tokenizer, source.options, end_token_ids(source.actor.module, source.tokenizer))
     return {name: value for name, value in named.items() if name != "return_dict_in_generate"}

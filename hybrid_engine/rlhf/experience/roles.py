@@ -339,6 +339,14 @@ class CriticExperience:
     values_old: torch.Tensor
     advantages: torch.Tensor
     returns: torch.Tensor
+    is_stale: torch.Tensor | None = None
+    """`[N]` bool: True for answers of earlier weights; None if all are of the present ones."""
+
+    @property
+    def sampled_mask(self) -> torch.Tensor:
+        """`[N, T]` bool: True on the tokens that the policy has just sampled."""
+        mask = self.sequences.response_mask
+        return mask if self.is_stale is None else mask & ~self.is_stale[:, None]
 
     def rows(self, index: torch.Tensor) -> "CriticExperience":
         """The rows `index`, a tensor on the host, without the columns that are padding in all of them."""
@@ -351,6 +359,7 @@ class CriticExperience:
             values_old=self.values_old[places, :columns],
             advantages=self.advantages[places, :columns],
             returns=self.returns[places, :columns],
+            is_stale=None if self.is_stale is None else self.is_stale[places],
         )
 
 

@@ -42,7 +42,39 @@ MESSAGES_BYTES = 2**14
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOConfig(RolloutOptions, PromptRunOptions):
+class PartialOptions(RolloutOptions):
+    """Whether a step waits for its longest answers."""
+
+    partial_rollouts: bool = option(
+        False,
+        "Train as soon as enough groups are whole and continue the others in the next step, under its weights "
+        "(docs/grpo.md)",
+    )
+    max_staleness: int | None = option(
+        None,
+        "With --partial-rollouts: steps after which a group must be trained since it was begun; default: 1",
+    )
+
+    @property
+    def steps_of_staleness(self) -> int:
+        """Steps after which a group must be trained since it was begun."""
+        return 1 if self.max_staleness is None else self.max_staleness
+
+
+def check_partial(config: PartialOptions) -> None:
+    """Raises ValueError for options that do not go with rollouts that end before all answers have."""
+    if config.max_staleness is not None and not config.partial_rollouts:
+        raise ValueError(
+            f"--max-staleness={config.max_staleness} applies to --partial-rollouts; give both, or leave it out"
+        )
+    check_count("max_staleness", config.max_staleness, 1)
+    if config.partial_rollouts and (config.has_filters or config.router_replay):
+        recorded = "the filters of --top-k, --top-p and --min-p" if config.has_filters else "--router-replay"
+        raise ValueError(f"--partial-rollouts does not record {recorded}; leave one of them out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOConfig(PartialOptions, PromptRunOptions):
     """Trains a language model with GRPO: the model answers each prompt several times and learns from the best answers.
 
         hybrid-engine grpo
@@ -109,15 +141,6 @@ class GRPOConfig(RolloutOptions, PromptRunOptions):
         False,
         "Put the best answer to a prompt so far into a group whose answers all score lower, in place of its worst",
     )
-    partial_rollouts: bool = option(
-        False,
-        "Train as soon as enough groups are whole and continue the others in the next step, under its weights "
-        "(docs/grpo.md)",
-    )
-    max_staleness: int | None = option(
-        None,
-        "With --partial-rollouts: steps after which a group must be trained since it was begun; default: 1",
-    )
     algorithm: Algorithm = Algorithm()  # noqa: RUF009  frozen
 
     def __post_init__(self) -> None:
@@ -136,7 +159,17 @@ class GRPOConfig(RolloutOptions, PromptRunOptions):
         check_above("learning_rate", self.learning_rate, 0)
         check_answers(self.rollout_size, self.group_size)
         check_teacher_options(self)
-        self._check_partial()
+        check_partial(self)
+        if self.partial_rollouts and self.algorithm.dynamic_sampling:
+            raise ValueError(
+                f"--dynamic-sampling={self.algorithm.dynamic_sampling} draws other prompts in the same step, for which "
+                "--partial-rollouts does not wait; leave one of them out"
+            )
+        if self.partial_rollouts and self.algorithm.policy_loss == "reinforce" and self.algorithm.correction == "none":
+            raise ValueError(
+                "--policy-loss=reinforce has no ratio, which corrects for the age of an answer of --partial-rollouts; "
+                "use clip, or give --correction"
+            )
         if not self.teacher_alone:
             self.algorithm.check_group_size("group_size", self.group_size)
         check_minibatch(self.rollout_size, self.group_size, self.minibatch_size)
@@ -156,34 +189,6 @@ class GRPOConfig(RolloutOptions, PromptRunOptions):
                 f"--revisit-after={self.revisit_after} needs prompts that are skipped; give --pass-window, or leave it "
                 "out"
             )
-
-    def _check_partial(self) -> None:
-        """Raises ValueError for options that do not go with rollouts that end before all answers have."""
-        if self.max_staleness is not None and not self.partial_rollouts:
-            raise ValueError(
-                f"--max-staleness={self.max_staleness} applies to --partial-rollouts; give both, or leave it out"
-            )
-        check_count("max_staleness", self.max_staleness, 1)
-        if not self.partial_rollouts:
-            return
-        if self.algorithm.dynamic_sampling:
-            raise ValueError(
-                f"--dynamic-sampling={self.algorithm.dynamic_sampling} draws other prompts in the same step, for which "
-                "--partial-rollouts does not wait; leave one of them out"
-            )
-        if self.has_filters or self.router_replay:
-            recorded = "the filters of --top-k, --top-p and --min-p" if self.has_filters else "--router-replay"
-            raise ValueError(f"--partial-rollouts does not record {recorded}; leave one of them out")
-        if self.algorithm.policy_loss == "reinforce" and self.algorithm.correction == "none":
-            raise ValueError(
-                "--policy-loss=reinforce has no ratio, which corrects for the age of an answer of --partial-rollouts; "
-                "use clip, or give --correction"
-            )
-
-    @property
-    def steps_of_staleness(self) -> int:
-        """Steps after which a group must be trained since it was begun."""
-        return 1 if self.max_staleness is None else self.max_staleness
 
     @property
     def needs_reference(self) -> bool:
@@ -413,7 +418,7 @@ class AgentConfig(RolloutOptions, PromptRunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOConfig(RolloutOptions, PromptRunOptions):
+class PPOConfig(PartialOptions, PromptRunOptions):
     """Trains a language model with PPO: the model answers prompts, and updates increase the rewards of its answers.
 
         hybrid-engine ppo --out runs/docs
@@ -476,6 +481,7 @@ class PPOConfig(RolloutOptions, PromptRunOptions):
         RolloutOptions.__post_init__(self)
         derive_minibatch(self, self.rollout_size, 32)
         check_shared_base(self)
+        check_partial(self)
         for name in ("minibatch_size", "ppo_epochs"):
             check_count(name, getattr(self, name), 1)
         for name in ("kl_coef", "kl_bound", "missing_eos_penalty"):
