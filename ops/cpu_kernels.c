@@ -499,17 +499,16 @@ int decode_attention(const Heads *q, const Heads *k, const Heads *v, const Extra
     int64_t needed = scratch_size(a, 1, kv->reach);
     float *memory = calloc(threads * needed, sizeof(float));
     if (!memory) return NO_MEMORY;
-    int64_t num_parts = num_rows * a->num_kv_heads;  /* by heads: rows may lie by columns */
-#define ROW(part) \
-    (Span){(part) % num_rows, 1, positions[(part) % num_rows], {tables + (part) % num_rows * table_row, NULL}}
+    int64_t num_parts = num_rows * a->num_kv_heads;  /* by rows, whose heads are neighbors in the workspace */
+#define ROW(n) (Span){n, 1, positions[n], {tables + (n) * table_row, NULL}}
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t thread = 0; thread < threads; thread++) {
         Scratch scratch = scratch_at(memory + thread * needed, a, 1);
         for (int64_t part = thread * num_parts / threads; part < (thread + 1) * num_parts / threads; part++) {
-            Span row = ROW(part), next = ROW(part + 1);
-            int64_t h = part / num_rows, next_h = (part + 1) / num_rows;
+            int64_t heads = a->num_kv_heads, h = part % heads, after = part + 1 < num_parts ? part + 1 : part;
+            Span row = ROW(part / heads), next = ROW(after / heads);
             write_span(k, v, extras, kv, a, &row, h, &scratch, is_bf16);
-            attend(q, extras, kv, a, output, &row, h, next_h < a->num_kv_heads ? &next : NULL, next_h, &scratch, is_bf16);
+            attend(q, extras, kv, a, output, &row, h, after > part ? &next : NULL, after % heads, &scratch, is_bf16);
         }
     }
 #undef ROW

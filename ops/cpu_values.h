@@ -11,6 +11,10 @@ Values are fp32, or bf16 with fp32 arithmetic inside, rounded where the torch re
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 typedef uint16_t bf16;
 
 #if defined(__AVX512F__)
@@ -60,7 +64,12 @@ static inline float value(const void *data, int64_t index, int is_bf16) {
 /* LANES values that are neighbors. */
 static inline Vector vector_at(const void *data, int64_t index, int is_bf16) {
     if (!is_bf16) return *(const Vector *)((const float *)data + index);
-    return (Vector)(__builtin_convertvector(*(const Halves *)((const bf16 *)data + index), Bits) << 16);
+    const bf16 *from = (const bf16 *)data + index;
+#if defined(__AVX512F__)  /* gcc 12 widens halves of the vector and joins them */
+    return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#else
+    return (Vector)(__builtin_convertvector(*(const Halves *)from, Bits) << 16);
+#endif
 }
 
 /* Of neighbors l and l ^ STEP of two vectors, the sums: those of `one` where bit STEP of l is 0, else those of `other`. */
