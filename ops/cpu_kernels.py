@@ -1,6 +1,6 @@
 """Ops on a CPU: compiled functions for a decode step's small operations, and the fastest product for each shape.
 
-It calls `cpu_kernels.c` and `cpu_products.c` with torch tensors.
+It calls `cpu_kernels.c` and `cpu_products.c` with torch tensors; `cpu_states.py` has the recurrences.
 
 A third implementation in addition to an op's torch reference and its Triton kernel, for fp32 and bf16. Eager torch
 takes ten to thirty operations of 5 to 20 us each where one of these functions takes one call.
@@ -59,9 +59,7 @@ from hybrid_engine.ops.cpu_library import (
     CLinear,
     CMatrix,
     CProduct,
-    CStates,
     CWorkspace,
-    DeltaNumbers,
     has_pairs,
     load_library,
 )
@@ -71,7 +69,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 NORMS = {"layer": 0, "rms": 1, "rms_fp32": 2, "rms_offset": 3}
 ACTIVATIONS = {"silu": 0, "swish": 0, "relu": 1, "relu2": 2, "gelu": 3, "gelu_new": 4, "gelu_fast": 4,
                "gelu_pytorch_tanh": 4, "quick_gelu": 5}  # fmt: skip
-MOST_WIDTH, MOST_KEY_DIM = 16, 512  # of a convolution's kernel, of the keys of a delta rule
 # Nonzero return values of the C functions.
 NO_MEMORY, BAD_PLACE = 1, 2
 # Minimum number of values per thread: by estimate, waking another thread for fewer costs more than it saves.
@@ -125,7 +122,7 @@ def use_compiled(*tensors: torch.Tensor | None) -> bool:
     if dtype not in DTYPES or use_triton(first) or is_watched() or torch.compiler.is_compiling():
         return False
     for tensor in tensors:
-        if tensor is not None and not _is_plain(tensor, dtype):
+        if tensor is not None and not is_plain(tensor, dtype):
             return False
     if torch.is_autocast_enabled("cpu") or fallback_forced():
         return False
@@ -141,7 +138,8 @@ def is_watched() -> bool:
     return sum(not getattr(mode, "lets_compiled_run", False) for mode in modes) > allowed
 
 
-def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether it is an ordinary tensor of `dtype` on a CPU that needs no gradient here."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.dtype != dtype or not tensor.is_cpu:
         return False
     return not (tensor.requires_grad and torch.is_grad_enabled())
@@ -190,7 +188,8 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _threads(num_values: int) -> int:
+def threads_for(num_values: int) -> int:
+    """Threads for an operation over `num_values`."""
     wanted = num_values // VALUES_OF_A_THREAD
     return min(torch.get_num_threads(), wanted) if wanted > 1 else 1
 
@@ -225,7 +224,7 @@ def norm(
     call(
         "norm", matrix(rows), added if added is None else matrix(added), gamma.data_ptr(), pointer(beta),
         matrix(output), residual_add if residual_add is None else matrix(residual_add), len(rows), width,
-        NORMS[kind], eps, input.dtype == torch.bfloat16, _threads(rows.numel()),
+        NORMS[kind], eps, input.dtype == torch.bfloat16, threads_for(rows.numel()),
     )  # fmt: skip
     if rows is not input:
         output = output.view(input.shape)
@@ -252,7 +251,7 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> t
         num_lines, width = 1, num_lines * width
     call(
         "gated_activation", *map(matrix, lines), num_lines, width,
-        ACTIVATIONS[activation], gate.dtype == torch.bfloat16, _threads(gate.numel()),
+        ACTIVATIONS[activation], gate.dtype == torch.bfloat16, threads_for(gate.numel()),
     )  # fmt: skip
     return output
 
@@ -338,46 +337,7 @@ def _attend(
     heads += [CHeads(x.data_ptr(), x.stride(0), x.stride(1), 0, x.stride(2)) for x in (k, v)]
     call(
         name, *map(byref, heads), byref(extras), byref(workspace), byref(numbers), *places, output.data_ptr(),
-        num_sequences, q.dtype == torch.bfloat16, _threads(output.numel() * reach),
-    )  # fmt: skip
-    return output
-
-
-def has_dense_slots(states: torch.Tensor, slots: torch.Tensor) -> bool:
-    """Whether a compiled function takes `states [num_slots, ...]` and the rows' `slots`."""
-    is_dense = len(states) > 0 and states[0].is_contiguous()
-    return is_dense and slots.is_cpu and slots.dtype == torch.int64 and slots.is_contiguous()
-
-
-def slots_in(states: torch.Tensor, slots: torch.Tensor) -> Any:
-    """A reference to `States` of the C source."""
-    return byref(CStates(states.data_ptr(), states.stride(0), slots.data_ptr(), len(states)))
-
-
-def can_convolve(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, states: torch.Tensor, slots: torch.Tensor
-) -> bool:
-    """Whether `decode_conv` takes these tensors."""
-    if not input.numel() or not use_compiled(input, weight, bias, states):
-        return False
-    return weight.is_contiguous() and weight.shape[1] <= MOST_WIDTH and has_dense_slots(states, slots)
-
-
-def decode_conv(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    states: torch.Tensor,
-    slots: torch.Tensor,
-    activation: str | None,
-) -> torch.Tensor:
-    """A decode step of `ShortConvOp`: `[N, C]`. Raises ValueError for a slot that does not exist."""
-    (num_rows, num_channels), width = input.shape, weight.shape[1]
-    output = input.new_empty(num_rows, num_channels)
-    call(
-        "decode_conv", matrix(input), weight.data_ptr(), pointer(bias), slots_in(states, slots), output.data_ptr(),
-        num_rows, num_channels, width, -1 if activation is None else ACTIVATIONS[activation],
-        input.dtype == torch.bfloat16, _threads(width * input.numel()),
+        num_sequences, q.dtype == torch.bfloat16, threads_for(output.numel() * reach),
     )  # fmt: skip
     return output
 
@@ -395,37 +355,7 @@ def gated_norm(
     output = input.new_empty(num_rows, width)
     call(
         "gated_norm", matrix(input), matrix(gate), gamma.data_ptr(), output.data_ptr(), num_rows, width, group,
-        len(gamma), eps, gates_first, input.dtype == torch.bfloat16, _threads(input.numel()),
-    )  # fmt: skip
-    return output
-
-
-def can_recur(numbers: DeltaNumbers, inputs: Sequence[torch.Tensor], states: torch.Tensor, slots: torch.Tensor) -> bool:
-    """Whether `decode_delta` takes these tensors."""
-    if not inputs[0].numel() or not use_compiled(*inputs) or not _is_plain(states, torch.float32):
-        return False
-    return numbers.key_dim <= MOST_KEY_DIM and has_dense_slots(states, slots)
-
-
-def decode_delta(
-    numbers: DeltaNumbers,
-    inputs: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    states: torch.Tensor,
-    slots: torch.Tensor,
-) -> torch.Tensor:
-    """A decode step of `GatedDeltaOp`: `[N, V Dv]`. Raises ValueError for a slot that does not exist.
-
-    Args:
-        inputs, weights: those of `DeltaInputs` and `DecayWeights`.
-    """
-    mixed, (num_rows, num_heads) = inputs[0], inputs[1].shape
-    a_log, dt_bias = (weight.float().contiguous() for weight in weights)
-    output = mixed.new_empty(num_rows, num_heads * numbers.value_dim)
-    call(
-        "decode_delta", *map(matrix, inputs), a_log.data_ptr(), dt_bias.data_ptr(), slots_in(states, slots),
-        byref(numbers), output.data_ptr(), num_rows, mixed.dtype == torch.bfloat16,
-        _threads(num_rows * states[0].numel()),
+        len(gamma), eps, gates_first, input.dtype == torch.bfloat16, threads_for(input.numel()),
     )  # fmt: skip
     return output
 
@@ -441,7 +371,7 @@ def log_sum_exp(values: torch.Tensor, temperature: float) -> torch.Tensor:
     (num_rows, width), output = values.shape, values.new_empty(len(values))
     call(
         "log_sum_exp", values.data_ptr(), values.stride(0), output.data_ptr(), num_rows, width, 1.0 / temperature,
-        _threads(values.numel()),
+        threads_for(values.numel()),
     )  # fmt: skip
     return output
 
@@ -456,7 +386,7 @@ def exp_rows(values: torch.Tensor, shift: torch.Tensor, factor: torch.Tensor | N
     (num_rows, width), sums = values.shape, torch.empty_like(shift)
     call(
         "exp_rows", values.data_ptr(), values.stride(0), shift.data_ptr(), pointer(factor), sums.data_ptr(),
-        num_rows, width, _threads(values.numel()),
+        num_rows, width, threads_for(values.numel()),
     )  # fmt: skip
     return sums
 
@@ -472,7 +402,7 @@ def draw_rows(values: torch.Tensor, shares: torch.Tensor) -> tuple[torch.Tensor,
     indices = values.new_empty(num_rows, dtype=torch.int64)
     call(
         "draw_rows", values.data_ptr(), values.stride(0), pointer(shares), indices.data_ptr(), sums.data_ptr(),
-        num_rows, width, _threads(values.numel()),
+        num_rows, width, threads_for(values.numel()),
     )  # fmt: skip
     return indices, sums
 
@@ -482,7 +412,7 @@ def first_largest(values: torch.Tensor) -> torch.Tensor:
     (num_rows, width), output = values.shape, values.new_empty(len(values), dtype=torch.int64)
     call(
         "first_largest", values.data_ptr(), values.stride(0), output.data_ptr(), num_rows, width,
-        _threads(values.numel()),
+        threads_for(values.numel()),
     )  # fmt: skip
     return output
 

@@ -1,4 +1,4 @@
-"""Compiles `cpu_kernels.c` and `cpu_products.c` with the user's own C compiler at its first use, and loads it.
+"""Compiles the C sources of this folder with the user's own C compiler at their first use, and loads the library.
 
 The library is kept in the user's cache folder under a name derived from source, compiler, options and processor. A file
 there ends with the SHA-256 of the bytes before it, which the loader of the operating system does not read; a file that
@@ -7,7 +7,7 @@ folder that belongs to this user and that no other user can write to, else compi
 
 It is linked to the OpenMP runtime that torch has loaded, so that both have one pool of threads.
 
-`cpu_kernels.py` calls its functions, whose argument types stand here.
+`cpu_kernels.py` and `cpu_states.py` call its functions, whose argument types stand here.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ from typing import Any
 
 from hybrid_engine.ops.dispatch import say_once
 
-SOURCES = [Path(__file__).with_name(name) for name in ("cpu_kernels.c", "cpu_products.c")]
+SOURCES = [Path(__file__).with_name(name) for name in ("cpu_kernels.c", "cpu_products.c", "cpu_states.c")]
 HEADERS = [Path(__file__).with_name("cpu_values.h")]
 # Sums may be reordered and vectorized; NaN and infinity are preserved, unlike under -ffast-math.
 OPTIONS = ["-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp"]
@@ -53,8 +53,9 @@ ARGUMENTS: dict[str, list[Any]] = {
     "gated_activation": [c_void_p] * 3 + [c_int64] * 5,
     "decode_attention": [c_void_p] * 8 + [c_int64, c_void_p] + [c_int64] * 3,
     "prefill_attention": [c_void_p] * 11 + [c_int64] * 3,
-    "decode_conv": [c_void_p] * 5 + [c_int64] * 6,
-    "decode_delta": [c_void_p] * 8 + [c_int64] * 3,
+    "short_conv": [c_void_p] * 5 + [c_int64] * 5,
+    "delta_rule": [c_void_p] * 8 + [c_int64] * 2,
+    "state_space": [c_void_p] * 8 + [c_int64] * 2,
     "gated_norm": [c_void_p] * 4 + [c_int64] * 4 + [c_double] + [c_int64] * 3,
     "log_sum_exp": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_double, c_int64],
     "exp_rows": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3],
@@ -105,8 +106,20 @@ class DeltaNumbers(Structure):
     ]
 
 
+class SpaceNumbers(Structure):
+    """The parameters of a state space that are the same in every step."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("num_heads", "num_groups", "head_dim", "state_size")),
+        *((name, c_double) for name in ("least_step", "most_step")),
+    ]
+
+
 class CStates(Structure):
-    _fields_ = [("data", c_void_p), ("slot", c_int64), ("slots", c_void_p), ("num_slots", c_int64)]
+    _fields_ = [
+        *(("data", c_void_p), ("slot", c_int64), ("slots", c_void_p), ("num_slots", c_int64)),
+        *(("starts", c_void_p), ("anew", c_void_p), ("num_sequences", c_int64)),
+    ]
 
 
 class CLinear(Structure):

@@ -12,8 +12,6 @@ Weights are read as they lie, in one of these ways:
 
 N rows. */
 
-#include <omp.h>
-
 #include "cpu_values.h"
 
 #if defined(__AVX512BF16__)

@@ -15,6 +15,8 @@ Values are fp32, or bf16 with fp32 arithmetic inside, rounded where the torch re
 #include <immintrin.h>
 #endif
 
+int omp_get_thread_num(void);  /* OpenMP's, declared here because not every compiler has its header */
+
 typedef uint16_t bf16;
 
 #if defined(__AVX512F__)

@@ -14,8 +14,8 @@ heads that follow each other.
 Decode takes that recurrence: it reads and writes V Dk Dv numbers for each row, whatever the context, and does 8 V Dk Dv
 operations. It needs one pass over the state for both products, because S_t^T q = exp(g) S^T q + (k . q) delta.
 
-Prefill takes chunks of C tokens (section 3.3 of the paper). With G_i the sum of g up to token i of the chunk and S the
-state before it,
+So does prefill on a CPU (`cpu_states.c`): a prompt has the same bits however it is cut. Otherwise prefill takes chunks
+of C tokens (section 3.3 of the paper). With G_i the sum of g up to token i of the chunk and S the state before it,
 
     A_ij   = beta_i (k_i . k_j) exp(G_i - G_j)  for j < i, else 0
     U, W   = (I + A)^-1 [beta v], (I + A)^-1 [beta exp(G) k]     by forward substitution
@@ -34,9 +34,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from hybrid_engine.ops import cpu_kernels
+from hybrid_engine.ops import cpu_states
 from hybrid_engine.ops import gated_delta_kernels as kernels
 from hybrid_engine.ops.batch import Batch, DecodeBatch, MixedBatch, PrefillBatch
+from hybrid_engine.ops.cpu_library import DeltaNumbers
 from hybrid_engine.ops.dispatch import (
     Launch,
     check_tensor,
@@ -126,16 +127,13 @@ class GatedDeltaOp:
             return torch.cat((decoded, packed))
         if use_triton(inputs.mixed):
             return kernel_or_reference(self._launch, self.reference, inputs, weights, states, batch)
-        slots, numbers = slots_of(batch), self._cpu_numbers
+        slots = slots_of(batch)
         self._check(inputs, weights, states, slots)
-        if isinstance(batch, DecodeBatch) and cpu_kernels.can_recur(numbers, inputs, states, slots):
-            return cpu_kernels.decode_delta(numbers, inputs, weights, states, slots)
+        if cpu_states.can_recur(inputs, self.key_dim, cpu_states.MOST_KEY_DIM, states, slots):
+            group = self.num_value_heads // self.num_key_heads
+            numbers = DeltaNumbers(self.num_key_heads, group, self.key_dim, self.value_dim, self.beta_scale)
+            return cpu_states.delta_rule(numbers, inputs, weights, states, batch)
         return self.reference(inputs, weights, states, batch)
-
-    @property
-    def _cpu_numbers(self) -> cpu_kernels.DeltaNumbers:
-        group = self.num_value_heads // self.num_key_heads
-        return cpu_kernels.DeltaNumbers(self.num_key_heads, group, self.key_dim, self.value_dim, self.beta_scale)
 
     def _check(self, inputs: DeltaInputs, weights: DecayWeights, states: torch.Tensor, slots: torch.Tensor) -> None:
         """Raises ValueError for tensors that do not fit each other."""

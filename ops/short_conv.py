@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from hybrid_engine.ops import cpu_kernels
+from hybrid_engine.ops import cpu_states
 from hybrid_engine.ops.batch import Batch, DecodeBatch, MixedBatch, PrefillBatch
 from hybrid_engine.ops.dispatch import (
     Launch,
@@ -82,8 +82,8 @@ class ShortConvOp:
         if use_triton(input):
             return kernel_or_reference(self._launch, self.reference, input, weight, bias, states, batch)
         _check(input, weight, bias, states, slots)
-        if isinstance(batch, DecodeBatch) and cpu_kernels.can_convolve(input, weight, bias, states, slots):
-            return cpu_kernels.decode_conv(input, weight, bias, states, slots, self.activation_name)
+        if cpu_states.can_convolve(input, weight, bias, states, slots):
+            return cpu_states.short_conv(input, weight, bias, states, batch, self.activation_name)
         return self.reference(input, weight, bias, states, batch)
 
     def reference(

@@ -95,6 +95,17 @@ def kernels(monkeypatch):
     return torch.device("cuda" if HAS_GPU else "cpu")
 
 
+@pytest.fixture
+def compiled(monkeypatch):
+    """Ops run their compiled functions for CPUs, or the test is skipped."""
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler cc")
+    monkeypatch.setenv("HYBRID_ENGINE_FALLBACK", "0")
+    from hybrid_engine.ops import dispatch
+
+    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
+
+
 # Processes that tests start find a worker by its module, `tests.<room>.test_<file>`, so the path must reach them.
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/integration/step3")]

@@ -14,20 +14,6 @@ from tests.support.batches import decode_of, feed, prefill_of
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler cc")
 
 
-@pytest.fixture(params=["reference", "compiled", "kernel"])
-def way(request, monkeypatch):
-    """Each form of the op."""
-    torch.manual_seed(0)
-    if request.param == "kernel":
-        request.getfixturevalue("kernels")
-    elif request.param == "compiled":
-        if shutil.which("cc") is None:
-            pytest.skip("there is no C compiler cc")
-        monkeypatch.setenv("HYBRID_ENGINE_FALLBACK", "0")
-        monkeypatch.setattr(dispatch, "HAS_TRITON", False)
-    return request.param
-
-
 def slow(op, inputs, weights, state=None):
     """Outputs `[n, V, Dv]` of one sequence and its last state, in fp64, by the equations of the paper and no matrix."""
     key_width, group = op.num_key_heads * op.key_dim, op.num_value_heads // op.num_key_heads
@@ -100,6 +86,24 @@ def test_pieces_of_sequences_equal_the_recurrence_in_fp64(way, heads, dims, beta
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dims", [(16, 150), (5, 3)])
+def test_compiled_bits_are_the_same_however_sequences_are_cut(compiled, dims, dtype):
+    torch.manual_seed(0)
+    op = GatedDeltaOp(1, 2, *dims)
+    built = [build(op, length, dtype) for length in (30, 2, 5)]
+    weights, widths = built[0][1], [x.shape[1] for x in built[0][0]]
+    states, kept = torch.full((6, *op.state_shape), torch.nan), []
+
+    def run(rows, batch):
+        return op(DeltaInputs(*rows.split(widths, 1)), weights, states, batch)
+
+    for outputs in feed([torch.cat(inputs, 1) for inputs, _ in built], run):
+        kept.append([*outputs, states[[4, 1, 3]]])
+    for cut in kept[1:]:
+        assert all(map(torch.equal, cut, kept[0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_writes_its_rows_slots_and_no_others(way, dtype):
     op, slots = GatedDeltaOp(2, 4, 16, 150), torch.tensor([4, 0, 2])
     inputs, weights = build(op, 3, dtype)
@@ -159,7 +163,7 @@ def test_padding_after_a_prefill_gives_zeros_and_changes_no_state(way):
 
 
 @needs_compiler
-def test_the_compiled_step_runs_where_it_can(monkeypatch):
+def test_the_compiled_function_runs_where_it_can(monkeypatch):
     monkeypatch.setenv("HYBRID_ENGINE_FALLBACK", "0")
     monkeypatch.setattr(dispatch, "HAS_TRITON", False)
     called, call = [], cpu_kernels.call
@@ -167,7 +171,7 @@ def test_the_compiled_step_runs_where_it_can(monkeypatch):
     op = GatedDeltaOp(1, 2, 8, 8)
     inputs, weights = build(op, 2)
     op(inputs, weights, torch.zeros(2, *op.state_shape), decode_of([1, 1], torch.tensor([1, 0])))
-    assert called == ["decode_delta"]
+    assert called == ["delta_rule"]
     with pytest.raises(ValueError, match="its slot does not exist"):
         op(inputs, weights, torch.zeros(2, *op.state_shape), decode_of([1, 1], torch.tensor([-1, 0])))
 

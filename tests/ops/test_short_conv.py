@@ -11,21 +11,6 @@ from hybrid_engine.ops.short_conv import ShortConvOp, conv_state_shape
 from tests.support.batches import decode_of, feed, prefill_of
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler cc")
-WAYS = ["reference", "compiled", "kernel"]
-
-
-@pytest.fixture(params=WAYS)
-def way(request, monkeypatch):
-    """Each form of the op."""
-    torch.manual_seed(0)
-    if request.param == "kernel":
-        request.getfixturevalue("kernels")
-    elif request.param == "compiled":
-        if shutil.which("cc") is None:
-            pytest.skip("there is no C compiler cc")
-        monkeypatch.setenv("HYBRID_ENGINE_FALLBACK", "0")
-        monkeypatch.setattr(dispatch, "HAS_TRITON", False)
-    return request.param
 
 
 def exact(sequence, weight, bias, activation):
@@ -47,6 +32,18 @@ def test_pieces_of_sequences_equal_torchs_convolution_of_whole_ones(way, channel
         for output, sequence in zip(outputs, sequences, strict=True):
             expected = exact(sequence, weight, bias, activation)
             torch.testing.assert_close(output.double(), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_bits_are_the_same_however_sequences_are_cut(compiled, dtype):
+    torch.manual_seed(0)
+    op, weight, bias = ShortConvOp("silu"), torch.randn(150, 4).to(dtype), torch.randn(150).to(dtype)
+    states, kept = torch.zeros(6, *conv_state_shape(150, 4)).to(dtype), []
+    sequences = [torch.randn(length, 150).to(dtype) for length in (30, 2, 5)]
+    for outputs in feed(sequences, lambda x, batch: op(x, weight, bias, states, batch)):
+        kept.append([*outputs, states[[4, 1, 3]]])
+    for cut in kept[1:]:
+        assert all(map(torch.equal, cut, kept[0]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -77,14 +74,14 @@ def test_padding_after_a_prefill_gives_zeros_and_changes_no_state(way):
 
 
 @needs_compiler
-def test_the_compiled_step_runs_where_it_can(monkeypatch):
+def test_the_compiled_function_runs_where_it_can(monkeypatch):
     monkeypatch.setenv("HYBRID_ENGINE_FALLBACK", "0")
     monkeypatch.setattr(dispatch, "HAS_TRITON", False)
     called, call = [], cpu_kernels.call
     monkeypatch.setattr(cpu_kernels, "call", lambda name, *rest: (called.append(name), call(name, *rest)))
     op, states = ShortConvOp("silu"), torch.zeros(2, 3, 8)
     op(torch.randn(2, 8), torch.randn(8, 4), None, states, decode_of([1, 1], torch.tensor([1, 0])))
-    assert called == ["decode_conv"]
+    assert called == ["short_conv"]
     with pytest.raises(ValueError, match="its slot does not exist"):
         op(torch.randn(1, 8), torch.randn(8, 4), None, states, decode_of([1], torch.tensor([2])))
 
