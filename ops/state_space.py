@@ -10,7 +10,8 @@ The state `[H, P, S]` of a sequence is fp32 for any dtype, and so is all arithme
 the dtype of the input, as is the output. Each group of B and C serves H / G heads that follow each other.
 
 Decode takes the recurrence: it reads and writes H P S numbers for each row, whatever the context, and does 5 H P S
-operations. Prefill takes chunks of L tokens. With G_i the sum of dt A up to token i of the chunk, and S the state
+operations. So does prefill on a CPU (`cpu_states.c`): a prompt has the same bits however it is cut. Otherwise prefill
+takes chunks of L tokens. With G_i the sum of dt A up to token i of the chunk, and S the state
 before it,
 
     y_i   = exp(G_i) S C_i + sum_{j <= i} exp(G_i - G_j) (C_i . B_j) dt_j x_j + D x_i
@@ -27,8 +28,17 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from hybrid_engine.ops import cpu_states
+from hybrid_engine.ops import state_space_kernels as kernels
 from hybrid_engine.ops.batch import Batch, DecodeBatch, MixedBatch, PrefillBatch
-from hybrid_engine.ops.dispatch import check_tensor, say_once, use_triton
+from hybrid_engine.ops.cpu_library import SpaceNumbers
+from hybrid_engine.ops.dispatch import (
+    Launch,
+    check_tensor,
+    kernel_or_reference,
+    prepared,
+    use_triton,
+)
 from hybrid_engine.ops.gated_delta import chunk_places, pad_to_chunks
 from hybrid_engine.ops.short_conv import slots_of
 
@@ -102,9 +112,15 @@ class StateSpaceOp:
             decoded = self(mixed[:num_rows], dt[:num_rows], weights, states, batch.decode)
             packed = self(mixed[num_rows:], dt[num_rows:], weights, states, batch.prefill)
             return torch.cat((decoded, packed))
-        self._check(mixed, dt, weights, states, slots_of(batch))
         if use_triton(mixed):
-            say_once("state space: there is no kernel; in torch")
+            return kernel_or_reference(self._launch, self.reference, mixed, dt, weights, states, batch)
+        slots = slots_of(batch)
+        self._check(mixed, dt, weights, states, slots)
+        if cpu_states.can_recur((mixed, dt), self.state_size, cpu_states.MOST_STATE_SIZE, states, slots):
+            numbers = SpaceNumbers(
+                self.num_heads, self.num_groups, self.head_dim, self.state_size, *self.dt_limits
+            )  # fmt: skip
+            return cpu_states.state_space(numbers, (mixed, dt), weights, states, batch)
         return self.reference(mixed, dt, weights, states, batch)
 
     def _check(
@@ -117,7 +133,54 @@ class StateSpaceOp:
             check_tensor(name, weight, like=mixed, dtype=weight.dtype, shape=(self.num_heads,))
         dtype = torch.promote_types(mixed.dtype, torch.float32)
         check_tensor("states", states, like=mixed, dtype=dtype, shape=(None, *self.state_shape))
+        if len(states) and not states[0].is_contiguous():
+            raise ValueError(f"states have strides {states.stride()}; expected dense slots")
         check_tensor("slots", slots, like=mixed, dtype=torch.int64, shape=(None,), is_dense_last=True)
+
+    def _launch(
+        self,
+        mixed: torch.Tensor,
+        dt: torch.Tensor,
+        weights: SpaceWeights,
+        states: torch.Tensor,
+        batch: PrefillBatch | DecodeBatch,
+    ) -> torch.Tensor:
+        """The op by its kernels. Raises ValueError for a tensor that they cannot read."""
+        slots, starts, anew = slots_of(batch), None, None
+        if isinstance(batch, PrefillBatch):
+            starts, anew = batch.starts, batch.starts_anew
+        launch = prepared(self._prepare, mixed, dt, *weights, states, slots, starts, anew)
+        output = mixed.new_empty(len(mixed), self.num_heads * self.head_dim)
+        (mixed_row, mixed_column), (dt_row, dt_column) = mixed.stride(), dt.stride()
+        launch(
+            kernels.SpaceRows(mixed, mixed_row, mixed_column, dt, dt_row, dt_column, output),
+            kernels.SpaceSteps(*weights, *self.dt_limits),
+            kernels.SpaceSequences(states, states.stride(0), slots, starts, anew),
+        )  # fmt: skip
+        return output
+
+    def _prepare(
+        self,
+        mixed: torch.Tensor,
+        dt: torch.Tensor,
+        a_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        skip: torch.Tensor,
+        states: torch.Tensor,
+        slots: torch.Tensor,
+        starts: torch.Tensor | None,
+        anew: torch.Tensor | None,
+    ) -> Launch:
+        self._check(mixed, dt, SpaceWeights(a_log, dt_bias, skip), states, slots)
+        form = kernels.build_form(self.num_heads, self.num_groups, self.head_dim, self.state_size)
+        grid = (len(slots), self.num_heads, -(-self.head_dim // form.rows))
+        if starts is None:
+            return Launch(kernels.space_step_kernel, grid, mixed.device, FORM=form, num_warps=4)
+        is_fp32 = mixed.dtype == torch.float32
+        return Launch(
+            kernels.space_chunks_kernel, grid, mixed.device, FORM=form, PRECISION="ieee" if is_fp32 else "tf32",
+            num_warps=kernels.chunk_warps(form, is_fp32), num_stages=1,
+        )  # fmt: skip
 
     def reference(
         self,
@@ -127,7 +190,7 @@ class StateSpaceOp:
         states: torch.Tensor,
         batch: PrefillBatch | DecodeBatch,
     ) -> torch.Tensor:
-        """The op in plain torch."""
+        """The reference: the function of the kernels in plain torch."""
         x, heads, slots = *self._read_heads(mixed, dt, weights), slots_of(batch)
         if isinstance(batch, DecodeBatch):
             output, states[slots] = self._recur(heads, states[slots])

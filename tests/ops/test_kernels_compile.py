@@ -25,6 +25,7 @@ KERNELS = """
     latent_decode_kernel linear_kernel logprob_kernel merge_kernel norm_kernel norm_rows_kernel prefill_kernel
     qkv_kernel reduce_rows_kernel scan_kernel softmax_rows_kernel store_kernel sums_kernel up_kernel block_copy_kernel
     conv_prefill_kernel conv_step_kernel delta_chunks_kernel delta_step_kernel gated_norm_kernel
+    space_chunks_kernel space_step_kernel
     divergence_gradient_kernel mixture_kernel totals_kernel
     _down_kernel _gating_kernel _mix_kernel _sort_kernel _sum_kernel _up_kernel
 """

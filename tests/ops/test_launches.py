@@ -30,6 +30,7 @@ sys.exit(launches.main(["--short"]))
 """
 KERNELS = """
     conv_prefill_kernel conv_step_kernel delta_chunks_kernel delta_step_kernel gated_norm_kernel
+    space_chunks_kernel space_step_kernel
     decode_kernel draw_kernel fixed_attention_kernel fixed_product_kernel gated_activation_kernel gradient_kernel
     greedy_kernel linear_kernel logprob_kernel norm_kernel norm_rows_kernel prefill_kernel qkv_kernel reduce_rows_kernel
     residual_add_kernel scan_kernel softmax_rows_kernel store_kernel sums_kernel up_kernel

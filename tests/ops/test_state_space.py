@@ -36,7 +36,7 @@ def build(op, num_tokens, dtype=torch.float32):
     return mixed, dt, weights
 
 
-def test_literal_values():
+def test_literal_values(way):
     """Two tokens of one head, worked out by hand: dt is 1 and 2, the decay 1/2 and 1/4.
 
     The first token's x is 3, B is (1, 2) and C is (1, 1): the state is (3, 6), the output 9 + 10 * 3 = 39. The second
@@ -60,9 +60,8 @@ def test_literal_values():
     [StateSpaceOp(4, 8, 2, 16), StateSpaceOp(1, 5, 1, 3), StateSpaceOp(6, 4, 1, 32, (0.1, 0.7))],
     ids=["groups", "one head", "limits"],
 )
-def test_pieces_of_sequences_equal_the_recurrence_in_fp64(op):
-    torch.manual_seed(0)
-    built = [build(op, length) for length in (150, 2, 5)]
+def test_pieces_of_sequences_equal_the_recurrence_in_fp64(way, op):
+    built = [build(op, length) for length in (70, 2, 5)]
     weights = built[0][2]
     expected = [slow(op, mixed, dt, weights) for mixed, dt, _ in built]
     states = torch.full((6, *op.state_shape), torch.nan)
@@ -77,8 +76,23 @@ def test_pieces_of_sequences_equal_the_recurrence_in_fp64(op):
     torch.testing.assert_close(states[4].double(), expected[0][1], atol=1e-4, rtol=1e-5)
 
 
-def test_a_step_writes_its_rows_slots_and_no_others():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("op", [StateSpaceOp(2, 24, 1, 150), StateSpaceOp(2, 3, 2, 5)], ids=["wide", "narrow"])
+def test_compiled_bits_are_the_same_however_sequences_are_cut(compiled, op, dtype):
     torch.manual_seed(0)
+    built = [build(op, length, dtype) for length in (30, 2, 5)]
+    states, kept = torch.zeros(6, *op.state_shape), []
+
+    def run(rows, batch):
+        return op(rows[:, : -op.num_heads], rows[:, -op.num_heads :], built[0][2], states, batch)
+
+    for outputs in feed([torch.cat(tensors[:2], 1) for tensors in built], run):
+        kept.append([*outputs, states[[4, 1, 3]]])
+    for cut in kept[1:]:
+        assert all(map(torch.equal, cut, kept[0]))
+
+
+def test_a_step_writes_its_rows_slots_and_no_others(way):
     op, slots = StateSpaceOp(4, 8, 2, 16), torch.tensor([4, 0, 2])
     mixed, dt, weights = build(op, 3, torch.bfloat16)
     states = torch.randn(5, *op.state_shape)
@@ -93,7 +107,7 @@ def test_a_step_writes_its_rows_slots_and_no_others():
         torch.testing.assert_close(states[slot].double(), state, atol=0.03, rtol=0.02)
 
 
-def test_tensors_that_do_not_fit_are_named():
+def test_tensors_that_do_not_fit_are_named(way):
     op = StateSpaceOp(4, 8, 2, 16)
     mixed, dt, weights = build(op, 1)
     states = torch.zeros(1, *op.state_shape)

@@ -44,6 +44,7 @@ from hybrid_engine.ops.linears import ACTIVATIONS
 from hybrid_engine.ops.moe_gating import SCORINGS, ExpertGroups, MoEGatingOp
 from hybrid_engine.ops.moe_res_matmul import MoEResMatmulOp
 from hybrid_engine.ops.softmax_context import rotary_table
+from hybrid_engine.ops.state_space import SpaceWeights, StateSpaceOp
 from hybrid_engine.ops.xielu import XIELUOp
 from tests.support.batches import decode_of, prefill_of
 
@@ -212,13 +213,16 @@ def states(dtype: torch.dtype) -> Iterator[Check]:
 
 
 def run_states(dtype: torch.dtype, dim: int, batch: DecodeBatch | PrefillBatch) -> None:
-    """The short convolution, the gated delta rule and the gated norm."""
+    """The short convolution, the gated delta rule, the gated norm and the state space."""
     delta, rows = GatedDeltaOp(2, 4, dim, dim), len(batch.tokens)
     mixed, weights = randn(dtype, rows, 8 * dim), DecayWeights(randn(dtype, 4), randn(dtype, 4))
     mixed = ShortConvOp("silu")(mixed, randn(dtype, 8 * dim, 4), None, randn(dtype, 2, 3, 8 * dim), batch)
     inputs = DeltaInputs(mixed, randn(dtype, rows, 4), randn(dtype, rows, 4))
     context = delta(inputs, weights, torch.zeros(2, *delta.state_shape), batch)
     GatedNormOp(dim, EPS)(context, randn(dtype, rows, 4 * dim), randn(dtype, dim))
+    space = StateSpaceOp(4, dim, 2, dim)
+    heads = SpaceWeights(*(randn(dtype, 4) for _ in range(3)))
+    space(mixed, randn(dtype, rows, 4), heads, torch.zeros(2, *space.state_shape), batch)
 
 
 def experts(dtype: torch.dtype) -> Iterator[Check]:

@@ -1,7 +1,7 @@
 """Compiles the kernels of layers that keep a state for an H100 without one, and prints a line for each.
 
 Run in a process without TRITON_INTERPRET: `python -m tests.tools.compile_state_kernels [few]`. The sizes are those of
-Qwen3-Next, of OLMo-Hybrid and of a small model.
+Qwen3-Next and OLMo-Hybrid, of Granite 4 and Falcon-H1, and of small models.
 """
 
 import sys
@@ -10,12 +10,15 @@ import torch
 
 from hybrid_engine.ops import gated_delta_kernels as delta
 from hybrid_engine.ops import gated_norm, short_conv
+from hybrid_engine.ops import state_space_kernels as space
 from hybrid_engine.ops.dispatch import next_power_of_2
 from tests.tools.compile_kernels import compile_kernel
 
 NAMES = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}
 FORMS = [(16, 2, 128, 128), (30, 1, 96, 192), (2, 2, 16, 24)]
 """Key heads, value heads of each, dimensions of a key and of a value."""
+SPACES = [(128, 1, 64, 128), (24, 1, 64, 256), (4, 2, 24, 16)]
+"""Heads, groups, dimension of a head and state size."""
 
 
 def compile_conv(dtype: torch.dtype, width: int, activation: str | None) -> None:
@@ -48,6 +51,22 @@ def compile_delta(dtype: torch.dtype, heads: int, group: int, key_dim: int, valu
     compile_kernel(delta.delta_chunks_kernel, given, fixed, warps=warps, stages=1, may_spill=is_fp32)
 
 
+def compile_space(dtype: torch.dtype, num_heads: int, num_groups: int, head_dim: int, state_size: int) -> None:
+    """The step and the chunks."""
+    name, width = NAMES[dtype], "i32/16"
+    form = space.build_form(num_heads, num_groups, head_dim, state_size)
+    given = {
+        "rows": space.SpaceRows(name, width, 1, name, "i32", 1, name),
+        "steps": space.SpaceSteps(name, name, name, "fp32", "fp32"),
+        "sequences": space.SpaceSequences("*fp32", width, "*i64", None, None),
+    }
+    compile_kernel(space.space_step_kernel, given, {"FORM": form})
+    given["sequences"] = given["sequences"]._replace(starts_ptr="*i32", anew_ptr="*i1")
+    is_fp32 = dtype == torch.float32  # whose products take no tensor cores, so that their operands fill registers
+    fixed, warps = {"FORM": form, "PRECISION": "ieee" if is_fp32 else "tf32"}, space.chunk_warps(form, is_fp32)
+    compile_kernel(space.space_chunks_kernel, given, fixed, warps=warps, stages=1, may_spill=is_fp32)
+
+
 def compile_norm(dtype: torch.dtype, group: int, gates_first: bool) -> None:
     """The gated norm of heads, and of whole rows."""
     name, width = NAMES[dtype], "i32/16"
@@ -64,6 +83,8 @@ if __name__ == "__main__":
         compile_conv(dtype, 4, "silu")
         for form in FORMS[:1] if is_short else FORMS:
             compile_delta(dtype, *form)
+        for form in SPACES[:1] if is_short else SPACES:
+            compile_space(dtype, *form)
         compile_norm(dtype, 128, False)
         if not is_short:
             compile_conv(dtype, 3, None)
