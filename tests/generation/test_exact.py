@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import hybrid_engine
+from hybrid_engine.generation.model import probe
 from hybrid_engine.ops import SampleOp, SamplingOptions, token_logprobs
 from hybrid_engine.ops.fixed_attention import AttentionParameters, attend, attend_as_usual
 from hybrid_engine.ops.fixed_shapes import FixedShapes, NotExactError
@@ -117,6 +118,32 @@ def test_a_sample_does_not_depend_on_slots_preemption_and_its_group():
     assert_same_bits(by_prompt(output)[::2], expected)
     repeated = mask.repeat_interleave(2, 0)
     assert torch.equal(output.logprobs, trainer_logprobs(engine, output, repeated))
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("lfm2", torch.bfloat16), ("qwen3.5", torch.bfloat16), ("granite4", torch.float32)]
+)
+def test_recurrences_have_the_same_bits_in_groups_that_are_preempted(compiled, monkeypatch, family, dtype):
+    monkeypatch.setattr(probe, "NUM_EXACT_TOKENS", 20)  # of the engine's own comparison, which takes longest
+    engine = build_engine(build_model(family).to(dtype), max_running=3, kv_block_size=4, max_kv_blocks=9)
+    assert engine.logprob_difference.max == 0.0
+    input_ids, mask = padded_prompts()
+    output = rollout(engine, input_ids, mask, num_return_sequences=2)
+    logprobs = trainer_logprobs(engine, output, mask.repeat_interleave(2, 0))
+    assert engine.latency_stats()["preemptions"] > 0
+    assert torch.equal(output.logprobs, logprobs)
+    if dtype == torch.float32:
+        loss = logprobs.mean()
+        usual = engine.module(input_ids=input_ids, attention_mask=mask).logits
+        exact = engine(input_ids=input_ids, attention_mask=mask).logits
+        parameters = list(engine.module.parameters())
+        found = [torch.autograd.grad(x[mask > 0].square().mean(), parameters) for x in (exact, usual)]
+        for ours, own in zip(*found, strict=True):
+            torch.testing.assert_close(ours, own, atol=1e-6 * float(own.abs().max()), rtol=1e-4)
+        engine.backward(-loss)
+        engine.step()
+        output = rollout(engine, input_ids, mask, max_new_tokens=3)
+        assert torch.equal(output.logprobs, trainer_logprobs(engine, output, mask))
 
 
 def test_adapters_and_training_steps_keep_the_bits():

@@ -2,12 +2,18 @@
 
 The log-probability that a rollout records for a token is then bitwise equal to the trainer's, whatever other rows a
 batch has. Inside `training()` and `forward()`, and nowhere else, the module's attention is that of
-`fixed_attention.py`, its experts run one by one, and `FixedShapes` is in force; no part of the module is replaced.
-Adapters are not fused: the rollout adds them as the trainer does.
+`fixed_attention.py`, its convolutions and recurrences are those of `fixed_states.py`, its experts run one by one, and
+`FixedShapes` is in force; no part of the module is replaced. Adapters are not fused: the rollout adds them as the
+trainer does.
+
+transformers lets attention be exchanged by a name in the config. It looks functions of recurrences up in the file of
+the model, where `_exchange` puts ones that call the original outside of exact passes.
 """
 
+import functools
 import inspect
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -18,8 +24,11 @@ from transformers import AttentionInterface
 
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.containers.cache import LayerCache, ModelCache
+from hybrid_engine.containers.gated_delta import GatedDeltaNet
 from hybrid_engine.containers.layer import Attention, InferenceLayer
-from hybrid_engine.ops import Batch, DecodeBatch, MixedBatch, PrefillBatch
+from hybrid_engine.containers.short_conv import ShortConv
+from hybrid_engine.containers.state_space import StateSpace
+from hybrid_engine.ops import Batch, DecodeBatch, MixedBatch, PrefillBatch, fixed_states
 from hybrid_engine.ops.dispatch import SWITCH, need_kernels, replaced_kernels, use_triton
 from hybrid_engine.ops.fixed_attention import AttentionParameters, attend, attend_decode, attend_prefill
 from hybrid_engine.ops.fixed_shapes import FixedShapes, NotExactError
@@ -36,6 +45,7 @@ class RolloutPass(NamedTuple):
 
     batch: Batch
     caches: tuple[LayerCache, ...]  # of each layer
+    states: Iterator[torch.Tensor]  # of all layers, in the order in which their functions are called
 
 
 class TrainerPass(NamedTuple):
@@ -114,6 +124,137 @@ def _over_padded(
 AttentionInterface.register(ATTENTION, _attention)
 
 
+def _over_states(
+    now: RolloutPass | TrainerPass,
+    run: Callable[..., torch.Tensor],
+    original: Callable[..., torch.Tensor],
+    tensors: tuple[torch.Tensor, ...],
+    weights: tuple[torch.Tensor | None, ...] = (),
+) -> torch.Tensor:
+    """`run` of the packed tokens of `tensors [B, T, ...]`, with gradients as `original` has them: `[B, T, ...]`.
+
+    Args:
+        run: takes packed tensors, the weights, states or None, and a batch.
+        original: takes `tensors` and the weights.
+    """
+    num_sequences, length = tensors[0].shape[:2]
+    order: torch.Tensor | None = None
+    states: torch.Tensor | None = None
+    batch: Batch
+    if isinstance(now, TrainerPass):
+        batch, order = fixed_states.whole_sequences(num_sequences, length), now.order
+    else:
+        batch, states = now.batch, next(now.states)
+    if order is not None:
+        rows = torch.arange(num_sequences)[:, None]
+        tensors = tuple(x[rows, order] for x in tensors)
+
+    def packed(*given: torch.Tensor | None) -> torch.Tensor:
+        parts = (x.flatten(0, 1) for x in given[: len(tensors)] if x is not None)
+        return run(*parts, *given[len(tensors) :], states, batch).unflatten(0, (num_sequences, length))
+
+    output = fixed_states.by_reference(packed, original, *tensors, *weights)
+    return output if order is None else output[rows, order.argsort(1)]
+
+
+def _convolve(
+    original: Callable[..., torch.Tensor],
+    now: RolloutPass | TrainerPass,
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """transformers' `causal_conv1d_fn`: `hidden_states [B, C, T]` -> `[B, C, T]`."""
+
+    def run(input, weight, bias, states, batch):
+        return fixed_states.convolve(input, weight, bias, activation, states, batch)
+
+    def reference(input, weight, bias):
+        return original(input.transpose(1, 2), weight, bias, activation).transpose(1, 2)
+
+    return _over_states(now, run, reference, (hidden_states.transpose(1, 2),), (weight, bias)).transpose(1, 2)
+
+
+def _delta_rule(
+    original: Callable[..., Any],
+    now: RolloutPass | TrainerPass,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' `torch_chunk_gated_delta_rule`: `query`, `key` `[B, T, K, Dk]`, `value [B, T, V, Dv]`."""
+
+    def reference(query, key, value, g, beta):
+        return original(query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
+
+    return _over_states(now, fixed_states.delta_rule, reference, (query, key, value, g, beta)), None
+
+
+def _scan(
+    original: Callable[..., torch.Tensor],
+    now: RolloutPass | TrainerPass,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int,
+    *,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor,
+    dt_limit: tuple[float, float],
+    **kwargs: Any,
+) -> torch.Tensor:
+    """transformers' `mamba2_chunk_scan`: `hidden_states [B, T, H, P]`, `B`, `C` `[B, T, G, S]` -> `[B, T, H, P]`."""
+    limits = (float(dt_limit[0]), float(dt_limit[1]))
+
+    def run(x, dt, b, c, a, skip, bias, states, batch):
+        return fixed_states.state_space(x, dt, a, b, c, skip, bias, limits, states, batch)
+
+    def reference(x, dt, b, c, a, skip, bias):
+        options = {"D": skip, "dt_bias": bias, "dt_softplus": True, "dt_limit": limits}
+        return original(x, dt, a, b, c, chunk_size, **options)
+
+    return _over_states(now, run, reference, (hidden_states, dt, B, C), (A, D, dt_bias))
+
+
+STATE_FUNCTIONS: dict[type, dict[str, Callable[..., Any]]] = {
+    ShortConv: {"causal_conv1d_fn": _convolve},
+    GatedDeltaNet: {"causal_conv1d_fn": _convolve, "torch_chunk_gated_delta_rule": _delta_rule},
+    StateSpace: {"causal_conv1d_fn": _convolve, "mamba2_chunk_scan": _scan},
+}
+"""Functions of transformers that the module of a mixer calls, in this order, and what takes their place."""
+
+
+def _exchange(layer: InferenceLayer) -> None:
+    """Lets the functions of the layer's recurrence be exact in exact passes; they stay as they are in all others.
+
+    Raises UnsupportedModelError if this release of transformers has other functions.
+    """
+    namespace = sys.modules[type(layer.module).__module__]
+    for name, exact in STATE_FUNCTIONS[type(layer.mixer)].items():
+        original = getattr(namespace, name, None)
+        if original is None:
+            raise UnsupportedModelError(f"{namespace.__name__} has no {name}() in this release of transformers")
+        if not hasattr(original, "is_exact"):
+            setattr(namespace, name, _exact_inside_passes(original, exact))
+
+
+def _exact_inside_passes(original: Callable[..., Any], exact: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        now = _pass.get()
+        return original(*args, **kwargs) if now is None else exact(original, now, *args, **kwargs)
+
+    function.is_exact = True  # type: ignore[attr-defined]
+    return function
+
+
 class ExactModel(InferenceModel):
     """The module itself in place of containers, which only provide the layout of its keys and values.
 
@@ -136,17 +277,28 @@ class ExactModel(InferenceModel):
             for text in replaced_kernels():
                 raise UnsupportedModelError(text)
             need_kernels(self)
-        stateful = {type(layer.mixer).__name__ for layer in self.layers if layer.mixer.cache_spec.state}
-        if stateful:
-            raise UnsupportedModelError(f"its layers keep a state per sequence ({', '.join(sorted(stateful))})")
-        if other := [layer.mixer for layer in self.layers if not isinstance(layer.mixer, Attention)]:
-            raise UnsupportedModelError(f"its layers have a {type(other[0]).__name__}, which has no exact form")
+        for layer in self.layers:
+            self._check_mixer(layer)
         if any(rotary.depends_on_length for rotary in self.angles.rotaries.values()):
             raise UnsupportedModelError("its rotary angles depend on the final length of a sequence")
         if "logits_to_keep" not in inspect.signature(self.base.forward).parameters:
             raise UnsupportedModelError(f"{type(self.base).__name__}.forward() has no logits_to_keep")
         configs = [getattr(part, "config", None) for part in module.modules()]
         self._configs = {id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")}
+
+    def _check_mixer(self, layer: InferenceLayer) -> None:
+        """Raises UnsupportedModelError for a layer that cannot be exact."""
+        kind = type(layer.mixer)
+        if issubclass(kind, Attention):
+            return
+        if kind not in STATE_FUNCTIONS:
+            raise UnsupportedModelError(f"its layers have a {kind.__name__}, which has no exact form")
+        if not fixed_states.has_fixed_states(self.embedding.weight):
+            raise UnsupportedModelError(
+                f"its layers keep a state per sequence ({kind.__name__}), which a kernel rounds otherwise in a prompt "
+                f"than in a step; it takes a CPU, a C compiler, and {SWITCH} not set"
+            )
+        _exchange(layer)
 
     def bind(self, layers_at_once: int = 1) -> None:
         """Does nothing: the module reads its own parameters."""
@@ -175,7 +327,8 @@ class ExactModel(InferenceModel):
     def forward(self, batch: Batch, cache: ModelCache, layers: Iterable[InferenceLayer]) -> torch.Tensor:
         """Returns the logits of `batch` from the module's own forward with exact functions; `layers` are not read."""
         wanted = 0 if batch.wanted is None else batch.wanted  # 0: all
-        with self._installed(RolloutPass(batch, cache.layers)):
+        states = iter([state for layer in cache.layers for state in layer.states])
+        with self._installed(RolloutPass(batch, cache.layers, states)):
             output = self.module(
                 input_ids=batch.tokens[None],
                 attention_mask=torch.ones_like(batch.tokens)[None],  # for OPT, which would count positions in floats
