@@ -1,10 +1,12 @@
 """Rollouts: our `engine.generate()` against transformers' `model.generate()` and `model.generate_batch()`.
 
     python benchmarks/bench_rollout.py --threads 2
+    python benchmarks/bench_rollout.py --threads 1 --cpu-seconds --family Qwen3.5    # "" is the Llama
 
 One model, one process, the same prompts, the engines taking turns in every round. The cases: answers of a
 fixed length (min_new_tokens = max_new_tokens) and long-tailed ones, in groups of 1 and of 8 per prompt; and
-fixed lengths sampled under top_k, top_p and both, groups of 1.
+fixed lengths sampled under top_k, top_p and both, groups of 1. `--family` takes a model of families.py, of the same
+cases without filters and without `model.generate_batch()`; its passes are not counted.
 
 Long-tailed lengths are log-normal, rounded, clipped to max_new_tokens; mu is solved for the mean asked for,
 mu and sigma are printed. No engine is modified: the model counts down to its end of sequence by itself (see
@@ -23,8 +25,10 @@ log-probability of every token, which the others are not asked for.
 """
 
 import argparse
+import dataclasses
 import statistics
 import sys
+import time
 from collections.abc import Iterator
 
 import torch
@@ -48,12 +52,14 @@ from countdown import (
     log_normal_mu,
     log_normal_probabilities,
     start_token,
+    teach_countdown,
 )
+from families import VOCAB, build, build_families
 from rich.console import Console
 from rollout_engines import Case, ContinuousBatchingRollout, HybridEngineRollout, ModuleRollout, RolloutEngine
 from rollout_results import Measured, Run, ratio_to_baseline, results_rows, results_table
 from roofline import rollout_passes
-from transformers import GenerationConfig, LlamaForCausalLM
+from transformers import GenerationConfig, PreTrainedModel
 
 GROUP = 8
 PLAIN = {"temperature": 1.0, "top_k": 0}
@@ -66,8 +72,8 @@ FILTERS = {
 MAX_STANDARD_ERRORS = 5.0
 
 
-def build_cases(shape: Shape, probabilities: torch.Tensor, device: str) -> list[Case]:
-    """Fixed and long-tailed answers, in groups of 1 and of 8; fixed ones also under filters."""
+def build_cases(shape: Shape, probabilities: torch.Tensor, device: str, filters: dict[str, dict]) -> list[Case]:
+    """Fixed and long-tailed answers, in groups of 1 and of 8; fixed ones also under `filters`."""
     generator = torch.Generator().manual_seed(2)
     drawn = torch.multinomial(probabilities, shape.prompts, replacement=True, generator=generator) + 1
     fixed = torch.full((shape.prompts,), shape.new_tokens + 1)  # counts T, ..., 1, never reaching the end
@@ -75,7 +81,7 @@ def build_cases(shape: Shape, probabilities: torch.Tensor, device: str) -> list[
     cases = []
     for name, group, last, sampling in (
         ("fixed", 1, fixed, {}),
-        *((f"fixed, {name}", 1, fixed, filters) for name, filters in FILTERS.items()),
+        *((f"fixed, {name}", 1, fixed, options) for name, options in filters.items()),
         ("fixed", GROUP, fixed, PLAIN),
         ("long tail", 1, drawn, {}),
         ("long tail", GROUP, start, PLAIN),
@@ -130,29 +136,30 @@ def check_engine(engine: RolloutEngine, case: Case, probabilities: torch.Tensor,
     return measured
 
 
-def time_engine(engine: RolloutEngine, case: Case, seed: int, model: LlamaForCausalLM, device: str) -> Run:
+def time_engine(engine: RolloutEngine, case: Case, seed: int, model: PreTrainedModel, args: argparse.Namespace) -> Run:
     """One timed rollout."""
-    seconds, result = timed(lambda: engine.generate(case, seed), device)
+    clock = time.process_time if args.cpu_seconds else time.perf_counter
+    seconds, result = timed(lambda: engine.generate(case, seed), args.device, clock)
     lengths = [len(answer) for answer in engine.answers(case, result)]
     num_prompts, prompt_tokens = case.prompts.shape
-    return Run(seconds, sum(lengths), rollout_passes(model, num_prompts, prompt_tokens, lengths))
+    passes = [] if args.family else rollout_passes(model, num_prompts, prompt_tokens, lengths)
+    return Run(seconds, sum(lengths), passes)
 
 
 def measure_case(
     engines: list[RolloutEngine],
     case: Case,
-    repeats: int,
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     probabilities: torch.Tensor,
-    device: str,
+    args: argparse.Namespace,
 ) -> dict[str, Measured]:
     """Checks every engine, then times them in rounds, each round beginning with another one."""
-    measured = {engine.name: check_engine(engine, case, probabilities, device) for engine in engines}
+    measured = {engine.name: check_engine(engine, case, probabilities, args.device) for engine in engines}
     able = [engine for engine in engines if measured[engine.name].error is None]
-    for repeat in range(repeats):
+    for repeat in range(args.repeats):
         first = repeat % len(able)
         for engine in able[first:] + able[:first]:
-            measured[engine.name].runs.append(time_engine(engine, case, repeat + 1, model, device))
+            measured[engine.name].runs.append(time_engine(engine, case, repeat + 1, model, args))
     for engine in engines:
         engine.finish()
     return measured
@@ -170,11 +177,32 @@ def parse_arguments() -> tuple[argparse.Namespace, Shape]:
     parser.add_argument("--cb-page-size", type=int, default=32, help="generate_batch() on the CPU: tokens per KV page")
     parser.add_argument("--cb-max-requests", type=int, default=32, help="generate_batch() on the CPU: rows at once")
     parser.add_argument("--cb-max-batch-tokens", type=int, default=256, help="generate_batch() on the CPU: per pass")
+    parser.add_argument("--family", default="", help="a model of families.py, such as Qwen3.5 (default: a Llama)")
+    parser.add_argument(
+        "--cpu-seconds", action="store_true", help="count this process's CPU seconds: for busy machines"
+    )
     parser.add_argument("--only", default="", help='run the cases whose name contains this, such as "long tail"')
-    return parse(parser, "rollout")
+    args, shape = parse(parser, "rollout")
+    if args.family:
+        if args.csv is not None and args.csv.name == "rollout.csv":
+            args.csv = args.csv.with_name("rollout_families.csv")
+        args.without_generate_batch = True
+        shape = dataclasses.replace(shape, vocab=VOCAB)
+    return args, shape
 
 
-def build_engines(model: LlamaForCausalLM, args: argparse.Namespace) -> list[RolloutEngine]:
+def build_model(shape: Shape, probabilities: torch.Tensor, args: argparse.Namespace) -> PreTrainedModel:
+    """The Llama of the shape, or a model of the family with its hidden size and layers."""
+    if not args.family:
+        return build_countdown_model(shape, probabilities).to(args.device, DTYPES[args.dtype])
+    families = build_families(shape.hidden, shape.layers, shape.positions)
+    if args.family not in families:
+        raise ValueError(f"--family={args.family} must be one of {', '.join(families)}")
+    model = teach_countdown(build(families[args.family], torch.float32, "cpu"), shape, probabilities)
+    return model.to(args.device, DTYPES[args.dtype])
+
+
+def build_engines(model: PreTrainedModel, args: argparse.Namespace) -> list[RolloutEngine]:
     """The rivals first: building our engine puts its own `generate()` on the model."""
     batching = ContinuousBatchingRollout(model, args.cb_page_size, args.cb_max_requests, args.cb_max_batch_tokens)
     rivals: list[RolloutEngine] = [ModuleRollout(model.generate), *([] if args.without_generate_batch else [batching])]
@@ -186,9 +214,10 @@ def measure_cases(
 ) -> Iterator[tuple[str, dict[str, Measured], Ceilings]]:
     """Each case's results by engine, and the best that memory and arithmetic have reached so far."""
     dtype = DTYPES[args.dtype]
-    model = build_countdown_model(shape, probabilities).to(args.device, dtype)
-    engines = build_engines(model, args)
-    cases = [case for case in build_cases(shape, probabilities, args.device) if args.only in case.name]
+    model = build_model(shape, probabilities, args)
+    engines, filters = build_engines(model, args), {} if args.family else FILTERS
+    cases = [case for case in build_cases(shape, probabilities, args.device, filters) if args.only in case.name]
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters", file=sys.stderr)
     if not cases:
         raise ValueError(f'--only="{args.only}" must be part of a case\'s name, such as "long tail, groups of 8"')
     best = Ceilings(0.0, 0.0)
@@ -197,7 +226,7 @@ def measure_cases(
         best = Ceilings(
             max(best.bytes_per_second, reached.bytes_per_second), max(best.flops_per_second, reached.flops_per_second)
         )
-        measured = measure_case(engines, case, args.repeats, model, probabilities, args.device)
+        measured = measure_case(engines, case, model, probabilities, args)
         able = [name for name in measured if measured[name].error is None]
         ratios = ", ".join(
             f"{name} {measured[name].tokens_per_second.p50:,.0f} tokens/s, {ratio_to_baseline(measured, name):.2f}x"
@@ -217,6 +246,7 @@ def main() -> None:
     for case, measured, ceilings in measure_cases(args, shape, probabilities):
         results[case] = measured
         columns = {
+            **({"family": args.family, "clock": "CPU" if args.cpu_seconds else "wall"} if args.family else {}),
             **vars(shape),
             "dtype": args.dtype,
             "mu": round(mu, 4),

@@ -146,13 +146,13 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def timed(run: Callable[[], Any], device: str) -> tuple[float, Any]:
-    """Seconds that `run` took, and what it returned."""
+def timed(run: Callable[[], Any], device: str, clock: Callable[[], float] = time.perf_counter) -> tuple[float, Any]:
+    """Seconds of `clock` that `run` took, and what it returned."""
     synchronize(device)
-    start = time.perf_counter()
+    start = clock()
     result = run()
     synchronize(device)
-    return time.perf_counter() - start, result
+    return clock() - start, result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,11 +183,18 @@ def measure_ceilings(device: str, dtype: torch.dtype, small: bool) -> Ceilings:
     return Ceilings(2 * num_bytes / copy_seconds, 2 * size**3 / matmul_seconds)
 
 
-def _resident_bytes(field: str) -> int:
+def resident_bytes(field: str = "VmRSS") -> int:
+    """A figure of this process's memory, from Linux."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
     raise ValueError(f"/proc/self/status has no {field}; peak memory on the CPU is read from Linux")
+
+
+def trim_memory() -> None:
+    """Gives what was freed back to the operating system: objects, and memory that glibc keeps."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 @dataclasses.dataclass
@@ -212,11 +219,11 @@ def peak_memory(device: str) -> Iterator[Peak]:
         yield peak
         peak.num_bytes = torch.cuda.max_memory_allocated(device) - before
         return
-    ctypes.CDLL(None).malloc_trim(0)  # glibc: what others freed must not hide what this block takes
-    before = _resident_bytes("VmRSS")
+    trim_memory()  # what others freed must not hide what this block takes
+    before = resident_bytes()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
     yield peak
-    peak.num_bytes = max(0, _resident_bytes("VmHWM") - before)
+    peak.num_bytes = max(0, resident_bytes("VmHWM") - before)
 
 
 def environment(device: str) -> dict[str, str | int]:

@@ -1,11 +1,12 @@
-"""A Llama that counts down to its end, so that answers have chosen lengths in every engine without touching any.
+"""A model that counts down to its end, so that answers have chosen lengths in every engine without touching any.
 
 Token n is followed by token n - 1 and token 0 ends the sequence: a prompt that ends in token n is answered by
 exactly n tokens, and one that ends in token T + 1 by T tokens without an end. A prompt that ends in the start
 token is answered by n tokens with probability `probabilities[n - 1]`, independently for every sample.
 
-The layers are those of any Llama and cost what they cost; only what they write to the residual stream is
-made small, so that the last token's embedding reaches the LM head nearly unchanged. Counting tokens have
+The layers are those of any Llama, or of another family, and cost what they cost; only the embeddings are so large
+that what layers write to the residual stream is small, and the last token's embedding reaches the LM head nearly
+unchanged: the size of neither input nor output of a layer with a norm before it depends on theirs. Counting tokens have
 orthogonal embeddings E[n]; row n - 1 of the head is along E[n], which makes the next logit `PEAK` and all
 others about 0. The start token's direction is in the rows of all first tokens, at `PEAK` + log-probability.
 
@@ -17,12 +18,12 @@ from statistics import NormalDist
 
 import torch
 from common import Shape, llama_config
-from transformers import GenerationConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel
 
 EOS = 0
 # A filler token is drawn once in exp(PEAK - log V) tokens: never in a benchmark.
 PEAK = 30.0
-RESIDUAL_SCALE = 0.01
+EMBEDDING_SCALE = 100.0
 
 
 def start_token(shape: Shape) -> int:
@@ -49,28 +50,40 @@ def log_normal_probabilities(longest: int, mu: float, sigma: float) -> torch.Ten
 
 
 def build_countdown_model(shape: Shape, probabilities: torch.Tensor, seed: int = 0) -> LlamaForCausalLM:
-    """The model, in fp32 and eval mode. `probabilities [T]` of the answer's length after the start token.
+    """A Llama, in fp32 and eval mode. `probabilities [T]` of the answer's length after the start token.
+
+    Raises:
+        ValueError: the hidden size or the vocabulary is too small to count that far.
+    """
+    torch.manual_seed(seed)
+    return teach_countdown(
+        LlamaForCausalLM(llama_config(shape, shape.positions, bos_token_id=None)), shape, probabilities
+    )
+
+
+def teach_countdown(model: PreTrainedModel, shape: Shape, probabilities: torch.Tensor) -> PreTrainedModel:
+    """`model` made to count down, with a head of its own; in eval mode.
 
     Raises:
         ValueError: the hidden size or the vocabulary is too small to count that far.
     """
     _check_sizes(shape)
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(
-        llama_config(shape, shape.positions, bos_token_id=None, eos_token_id=EOS, pad_token_id=shape.vocab - 1)
-    )
+    for name, value in (("eos_token_id", EOS), ("pad_token_id", shape.vocab - 1), ("final_logit_softcapping", None)):
+        setattr(model.config, name, value)
+    if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
+        model.config.tie_word_embeddings = False
+        model.set_output_embeddings(torch.nn.Linear(shape.hidden, shape.vocab, bias=False))
+        model.get_output_embeddings().weight.data.normal_(std=0.02)
     model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=shape.vocab - 1)
     # Of tokens 1 .. T + 1 and of the start token, orthonormal.
     directions, _ = torch.linalg.qr(torch.randn(shape.hidden, start_token(shape), dtype=torch.float64))
     directions = directions.T.float()  # [T + 2, E]
     with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(RESIDUAL_SCALE)
-            layer.mlp.down_proj.weight.mul_(RESIDUAL_SCALE)
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         embedding.normal_()
         # Entries of mean square 1, as after the final norm: a row `x * direction / sqrt(E)` then gives logit x.
         embedding[1 : start_token(shape) + 1] = directions * math.sqrt(shape.hidden)
+        embedding.mul_(EMBEDDING_SCALE)
         rows = PEAK * directions[:-1]  # of tokens 0 .. T
         first = PEAK + probabilities.clamp(min=1e-12).log().float()
         rows[: shape.new_tokens] += first[:, None] * directions[-1]

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from countdown import EOS
-from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaForCausalLM
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 import hybrid_engine
 
@@ -48,7 +48,7 @@ class HybridEngineRollout:
 
     name = "engine.generate()"
 
-    def __init__(self, model: LlamaForCausalLM, max_running: int):
+    def __init__(self, model: PreTrainedModel, max_running: int):
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
@@ -108,7 +108,7 @@ class ContinuousBatchingRollout:
 
     name = "model.generate_batch()"
 
-    def __init__(self, model: LlamaForCausalLM, page_size: int, max_requests: int, max_batch_tokens: int):
+    def __init__(self, model: PreTrainedModel, page_size: int, max_requests: int, max_batch_tokens: int):
         self.model = model
         self.page_size, self.max_requests, self.max_batch_tokens = page_size, max_requests, max_batch_tokens
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)

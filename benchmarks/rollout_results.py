@@ -21,7 +21,7 @@ ROOFS: dict[str, Callable[[list[Pass], Ceilings], float]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """One timed rollout. `passes` are the fewest that its answers' lengths allow."""
+    """One timed rollout. `passes` are the fewest that its answers' lengths allow; none: they were not counted."""
 
     seconds: float
     tokens: int
@@ -47,7 +47,9 @@ class Measured:
         return Quantiles.of([run.tokens / run.seconds for run in self.runs])
 
     def shares(self, ceilings: Ceilings) -> dict[str, float]:
-        """Median over the runs of the time under each roof, by the time taken."""
+        """Median over the runs of the time under each roof, by the time taken; empty if passes were not counted."""
+        if not all(run.passes for run in self.runs):
+            return {}
         return {
             name: statistics.median(least(run.passes, ceilings) / run.seconds for run in self.runs)
             for name, least in ROOFS.items()
@@ -81,7 +83,7 @@ def _cells(measured: dict[str, Measured], name: str, ceilings: Ceilings) -> list
         f"{seconds.p50:.3f} [{seconds.p20:.3f}, {seconds.p80:.3f}]",
         f"{one.tokens_per_second.p50:,.0f}",
         f"{ratio_to_baseline(measured, name):.2f}x",
-        *(f"{share:.1%}" for share in one.shares(ceilings).values()),
+        *([f"{share:.1%}" for share in one.shares(ceilings).values()] or ["-"] * len(ROOFS)),
         f"{one.peak_bytes / 2**20:,.0f}",
     ]
 
@@ -109,6 +111,6 @@ def _figures(measured: dict[str, Measured], name: str, ceilings: Ceilings) -> di
         **{f"seconds_{quantile}": round(value, 5) for quantile, value in asdict(one.seconds).items()},
         **{f"tokens_per_second_{quantile}": round(value, 1) for quantile, value in rates.items()},
         "ratio": round(ratio_to_baseline(measured, name), 4),
-        **{f"{roof}_share": round(share, 5) for roof, share in one.shares(ceilings).items()},
+        **{f"{roof}_share": round(share, 5) for roof, share in one.shares(ceilings).items()},  # none of a family
         "peak_bytes": one.peak_bytes,
     }
