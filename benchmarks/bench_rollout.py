@@ -236,6 +236,12 @@ def measure_cases(
         yield case.name, measured, best
 
 
+def family_columns(args: argparse.Namespace, shape: Shape) -> dict[str, str | int]:
+    """The sizes that a family's model has of the shape, whose heads and MLP are its own."""
+    sizes = {name: size for name, size in vars(shape).items() if name not in ("heads", "kv_heads", "intermediate")}
+    return {"family": args.family, "clock": "CPU" if args.cpu_seconds else "wall", **sizes}
+
+
 def main() -> None:
     """Measures, prints, writes."""
     args, shape = parse_arguments()
@@ -246,8 +252,7 @@ def main() -> None:
     for case, measured, ceilings in measure_cases(args, shape, probabilities):
         results[case] = measured
         columns = {
-            **({"family": args.family, "clock": "CPU" if args.cpu_seconds else "wall"} if args.family else {}),
-            **vars(shape),
+            **(family_columns(args, shape) if args.family else vars(shape)),
             "dtype": args.dtype,
             "mu": round(mu, 4),
             "sigma": args.sigma,
