@@ -2,13 +2,15 @@
 
     hybrid-engine agent
     hybrid-engine agent --model Qwen/Qwen3-0.6B --environment my_game:Wordle --dataset words.jsonl
+    hybrid-engine agent --model Qwen/Qwen3-0.6B --harness "my-agent {task}" --dataset tasks.jsonl --harness-tests pytest
 
 For each step: tasks -> engine.eval() -> engine.serving() -> episodes (`hybrid_engine/rlhf/environments`) -> the
 server's trajectories -> rewards -> engine.train() -> advantages from groups of episodes -> updates. Nothing is
 tokenized twice: the policy's tokens are those that it sampled, and the old log-probabilities are the sampler's. The
 environment without `--environment` is a calculator (`hybrid_engine/rlhf/tasks/calculator.py`).
 
-N: episodes of a step, T: columns from the first answer to the last.
+N: episodes of a step, R: rows, one for each branch of their conversations, T: columns from the first answer to the
+last.
 """
 
 import itertools
@@ -39,6 +41,7 @@ from hybrid_engine.rlhf.algorithms import (
 )
 from hybrid_engine.rlhf.batches.micro_batches import DeviceFigures, TrainingPasses
 from hybrid_engine.rlhf.batches.sequences import build_sequences, note_rows, pad_numbers
+from hybrid_engine.rlhf.environments.harness import FOLDERS, OUTPUTS, TRAJECTORIES, Address, Harnesses, HarnessRun
 from hybrid_engine.rlhf.environments.playing import TOKENS, Played, PolicyClient, Task
 from hybrid_engine.rlhf.environments.records import episode_figures, note_failed, replay, show_episodes
 from hybrid_engine.rlhf.environments.tasks import OBJECTS, OWN_REWARD, Prepared, prepare_episodes
@@ -73,7 +76,7 @@ from hybrid_engine.rlhf.runs.stages import (
     seed_everything,
 )
 from hybrid_engine.rlhf.tasks.calculator import build_tokenizer
-from hybrid_engine.serving.sessions import Trajectory
+from hybrid_engine.serving.sessions import SessionSampling, Trajectory
 from hybrid_engine.serving.tool_calls import for_template
 
 PLOT_PANELS = {
@@ -90,10 +93,16 @@ class Episode:
     """The outcome of one task."""
 
     played: Played
-    trajectory: Trajectory | None
-    """The tokens that are learned; None if the policy did not answer, or the environment failed."""
+    branches: tuple[Trajectory, ...] = ()
+    """The tokens that are learned; none if the policy did not answer, or the environment failed. A conversation has
+    several branches if an agent tries again, starts others, or edits its history."""
     score: float = math.nan
     """The weighted sum of its rewards; nan if no reward judged it, or it is not learned."""
+
+    @property
+    def trajectory(self) -> Trajectory | None:
+        """The longest branch, which rewards read as the conversation."""
+        return max(self.branches, key=lambda branch: len(branch.tokens), default=None)
 
 
 def run(config: Config) -> Path:
@@ -181,19 +190,62 @@ def play(policy: TrainedPolicy, tasks: list[Task], prepared: Prepared, seed: int
     options = {"api_key": secrets.token_urlsafe(), "session_ids": ids, "max_sessions": len(ids)}
     options |= {"record_supports": config.has_filters, "longest": config.max_prompt_tokens + config.max_new_tokens}
     seeds = [mix_seed(mix_seed(config.seed, seed), number) for number in range(len(tasks))]
+    if isinstance(playground, Harnesses):
+        drawing = {
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "top_k": config.top_k,
+            "min_p": config.min_p,
+        }
+        sampling = SessionSampling(drawing, config.max_new_tokens, dict(zip(ids, seeds, strict=True)))
+        options["session_sampling"] = sampling
     with (
         policy.actor.serving(policy.tokenizer, model_name="policy", **options, **config.server_options) as server,
         server.client() as client,
     ):
-        asking = {"client": client, "sampling": request_options(config)}
-        policies = [PolicyClient(session_id=ids[n], seed=seeds[n], **asking) for n in range(len(tasks))]
-        ended = playground.play(tasks, policies, holds=prepared.holds_environments)
-        found = {trajectory.session_id: trajectory for trajectory in server.trajectories()}
-    episodes = [Episode(e, None if e.error else found.get(name)) for e, name in zip(ended, ids, strict=True)]
+        if isinstance(playground, Harnesses):
+            addresses = [Address(server.url, f"{server.api_key}:{name}", server.name) for name in ids]
+            ended = playground.play(tasks, addresses)
+        else:
+            asking = {"client": client, "sampling": request_options(config)}
+            policies = [PolicyClient(session_id=ids[n], seed=seeds[n], **asking) for n in range(len(tasks))]
+            ended = playground.play(tasks, policies, holds=prepared.holds_environments)
+        found = branches_of(server.trajectories())
+    if isinstance(playground, Harnesses):
+        ended = [with_conversation(e, found.get(name, ())) for e, name in zip(ended, ids, strict=True)]
+    episodes = [Episode(e, () if e.error else found.get(name, ())) for e, name in zip(ended, ids, strict=True)]
     try:
         return score(policy, tasks, episodes, prepared)
     finally:
         playground.release()
+
+
+def branches_of(trajectories: Sequence[Trajectory]) -> dict[str, tuple[Trajectory, ...]]:
+    """The branches of each session, in the order in which they began."""
+    found: dict[str, tuple[Trajectory, ...]] = {}
+    for trajectory in trajectories:
+        found[trajectory.session_id] = (*found.get(trajectory.session_id, ()), trajectory)
+    return found
+
+
+def with_conversation(played: Played, branches: Sequence[Trajectory]) -> Played:
+    """An episode of a command, with what its longest branch says after the task, and the number of answers."""
+    longest = max(branches, key=lambda branch: len(branch.tokens), default=None)
+    if longest is None:
+        return played
+    return replace(
+        played,
+        messages=[*played.messages, *longest.messages],
+        num_turns=sum(map(num_answers, branches)),
+        num_cut_off=sum(branch.finish_reason == "length" for branch in branches),
+        is_cut_off=longest.finish_reason == "length",
+    )
+
+
+def num_answers(branch: Trajectory) -> int:
+    """Number of answers of a branch that no earlier branch has."""
+    written = [False, *branch.written[branch.num_shared :]]
+    return sum(now and not before for before, now in itertools.pairwise(written))
 
 
 def request_options(config: Config) -> dict[str, Any]:
@@ -207,7 +259,7 @@ def score(
     policy: TrainedPolicy, tasks: list[Task], episodes: list[Episode], prepared: Prepared
 ) -> tuple[list[Episode], Scores]:
     """The episodes with the rewards of those that have a trajectory; the others have nan and are not learned from."""
-    judged = [number for number, episode in enumerate(episodes) if episode.trajectory is not None]
+    judged = [number for number, episode in enumerate(episodes) if episode.branches]
     scores = prepared.rewards(answers_of(policy, [tasks[n] for n in judged], [episodes[n] for n in judged]))
     totals = dict(zip(judged, scores.total, strict=True))
     return [replace(episode, score=totals.get(n, math.nan)) for n, episode in enumerate(episodes)], scores
@@ -215,14 +267,16 @@ def score(
 
 def answers_of(policy: TrainedPolicy, tasks: list[Task], episodes: list[Episode]) -> Answers:
     """Episodes as rewards read them: the response is the last answer, the completion the whole conversation."""
-    played, rows = [episode.played for episode in episodes], [learned_part(episode) for episode in episodes]
+    played, rows = [episode.played for episode in episodes], [learned_part(episode.trajectory) for episode in episodes]
     begins = [len(task.messages) for task in tasks]
     said = [[for_template(m) for m in one.messages[begin:]] for one, begin in zip(played, begins, strict=True)]
     names = dict.fromkeys(name for task in tasks for name in task.columns)
     columns = {name: [task.columns.get(name) for task in tasks] for name in names}
     return Answers(
         prompts=[one.messages[:begin] for one, begin in zip(played, begins, strict=True)],
-        responses=[next((m["content"] for m in turns[::-1] if m["role"] == "assistant"), "") for turns in said],
+        responses=[
+            next((m.get("content") or "" for m in turns[::-1] if m["role"] == "assistant"), "") for turns in said
+        ],
         conversations=said,
         prompt_ids=[row.prompt for row in rows],
         response_ids=[row.response for row in rows],
@@ -231,9 +285,22 @@ def answers_of(policy: TrainedPolicy, tasks: list[Task], episodes: list[Episode]
             **columns,
             OBJECTS: [one.instance for one in played],
             OWN_REWARD: [(one.reward_name, one.reward) for one in played],
+            **of_harness(episodes),
         },
         decode=partial(policy.tokenizer.decode, skip_special_tokens=True),
     )
+
+
+def of_harness(episodes: list[Episode]) -> dict[str, list[Any]]:
+    """What rewards get of episodes that a command has played; nothing of others."""
+    runs = [episode.played.instance for episode in episodes]
+    if not all(isinstance(run, HarnessRun) for run in runs):
+        return {}
+    return {
+        FOLDERS: [run.folder for run in runs],
+        OUTPUTS: [run.ended.output for run in runs],
+        TRAJECTORIES: [episode.branches for episode in episodes],
+    }
 
 
 def evaluate(policy: TrainedPolicy, prepared: Prepared, label: str) -> dict[str, float]:
@@ -264,7 +331,9 @@ def describe_episodes(episodes: Sequence[Episode], pass_score: float) -> dict[st
         "score": sum(judged) / max(1, len(judged)),
         "turns": num_answers / count,
         "cut_off_share": sum(one.num_cut_off for one in played) / max(1, num_answers),
-        "length": sum(sum(episode.trajectory.written) for episode in episodes if episode.trajectory) / count,
+        "branches": sum(len(episode.branches) for episode in episodes) / count,
+        "length": sum(sum(branch.written[branch.num_shared :]) for episode in episodes for branch in episode.branches)
+        / count,
     } | episode_figures(played)
 
 
@@ -279,21 +348,26 @@ class LearnedPart:
     supports: list[bytes]
 
 
-def learned_part(episode: Episode, pad_token: int = 0) -> LearnedPart:
-    """The tokens of an episode; those of one that is not learned from are padding."""
-    row = episode.trajectory
+def learned_part(row: Trajectory | None, pad_token: int = 0) -> LearnedPart:
+    """The tokens of a branch, of which those that an earlier branch has are not learned again; padding for None."""
     if row is None:
         return LearnedPart([pad_token], [pad_token], [False], [0.0], [b""])
-    begin = row.written.index(True)
+    written = [False] * row.num_shared + row.written[row.num_shared :]
+    begin = written.index(True)
     return LearnedPart(
-        row.tokens[:begin], row.tokens[begin:], row.written[begin:], row.logprobs[begin:], row.supports[begin:]
+        row.tokens[:begin], row.tokens[begin:], written[begin:], row.logprobs[begin:], row.supports[begin:]
     )
 
 
 def build_experience(policy: TrainedPolicy, episodes: list[Episode], config: Config) -> Experience:
-    """Episodes as padded rows; tokens of others, and of episodes that are not learned from, are masked."""
+    """Branches of episodes as R padded rows; tokens of others, and of episodes that are not learned from, are masked.
+
+    The first branch of each episode is row number n of the first N; all branches of it have its advantage.
+    """
     device, pad_token = policy.actor.device, policy.tokenizer.pad_token_id
-    rows = [learned_part(episode, pad_token) for episode in episodes]
+    first = [episode.branches[0] if episode.branches else None for episode in episodes]
+    more = [(number, branch) for number, episode in enumerate(episodes) for branch in episode.branches[1:]]
+    rows = [learned_part(branch, pad_token) for branch in [*first, *(branch for _, branch in more)]]
     sequences = build_sequences(
         [row.prompt for row in rows],
         [row.response for row in rows],
@@ -308,10 +382,27 @@ def build_experience(policy: TrainedPolicy, episodes: list[Episode], config: Con
     logprobs, difference = policy.old_logprobs(sequences, sampled, config.temperature, config.logprob_bound)
     weights = correction_weights(algorithm, difference, logprobs, sampled, mask)
     scores = torch.tensor([episode.score for episode in episodes], device=device)
-    advantages = compute_advantages(algorithm, scores, config.group_size, logprobs, None, mask, 0.0, None)
+    count = len(episodes)
+    own = compute_advantages(algorithm, scores, config.group_size, logprobs[:count], None, mask[:count], 0.0, None)
+    advantages = with_branches(own, mask, [number for number, _ in more])
     batch = PolicyBatch(logprobs, logprobs, advantages, mask, weights=weights, logprobs_sampler=sampled)
     entropy = policy.entropies(sequences, config.temperature) if algorithm.top_entropy < 1 else None
     return Experience(sequences, sampled, choose_tokens(algorithm, batch, entropy, all_processes()))
+
+
+def with_branches(own: torch.Tensor, mask: torch.Tensor, episodes: list[int]) -> torch.Tensor:
+    """The advantages of all rows: those of the first branches, and for a further one that of its episode's first token.
+
+    Args:
+        own: `[N, T]`, of the first branch of each episode.
+        mask: `[R, T]` bool, the learned tokens; rows from N on are further branches.
+        episodes: the episode of each further branch.
+    """
+    if not episodes:
+        return own
+    place = mask[: len(own)].int().argmax(dim=1)
+    of_episode = own.gather(1, place[:, None])[episodes]
+    return torch.cat([own, of_episode * mask[len(own) :]])
 
 
 def update(policy: TrainedPolicy, episodes: list[Episode], config: Config) -> dict[str, float]:
@@ -320,7 +411,7 @@ def update(policy: TrainedPolicy, episodes: list[Episode], config: Config) -> di
     step = count_step(experience.batch.mask, config.max_new_tokens * config.num_turns, all_processes())
     rate = actor.get_lr()[0]
     trained = trained_rows(has_gradient(config.algorithm, experience.batch).cpu())
-    figures = {"learning_rate": rate, "trained_share": len(trained) / len(episodes)}
+    figures = {"learning_rate": rate, "trained_share": len(trained) / len(experience.batch.mask)}
     if not len(trained):
         actor.pass_step()
         return figures | gradient_figures(actor)

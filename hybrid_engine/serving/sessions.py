@@ -8,9 +8,9 @@ log-probabilities, than those that were drawn. Requests that do not continue a n
 
 import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,11 +18,12 @@ from hybrid_engine.config.notices import say_once
 from hybrid_engine.generation.core import Sequence as BatchSequence
 from hybrid_engine.ops.support_log_prob import record_bytes
 from hybrid_engine.serving.errors import RequestError
-from hybrid_engine.serving.protocol import MAX_SESSION_ID, ChatRequest
+from hybrid_engine.serving.protocol import MAX_SESSION_ID, ChatRequest, SamplingFields
 from hybrid_engine.serving.request_parsing import ParsedRequest, ServedModel, chat_text, chat_tokens
 from hybrid_engine.serving.responses import Choice
 from hybrid_engine.serving.tool_calls import for_template
 
+Request = TypeVar("Request", bound=SamplingFields)
 REASONING = "reasoning_content"
 NUM_LEFT = 8
 """Number of known tokens that new text is encoded with."""
@@ -40,6 +41,27 @@ MAX_VALUES = 2**16
 """Maximum number of JSON values in the messages and template inputs of a remembered request."""
 # Stands for an answer while a template writes the text after it: templates keep letters, and no text contains it.
 _PLACEHOLDER = "ANSWERa8f31c94d07e"
+
+
+class SessionSampling(NamedTuple):
+    """The sampling of all answers that are recorded: a policy learns from what it draws as its trainer expects it."""
+
+    drawing: Mapping[str, Any]
+    """Fields of `protocol.SamplingFields`, such as temperature and top_p."""
+    max_new_tokens: int
+    """Maximum number of tokens of an answer."""
+    seeds: Mapping[str, int]
+    """The seed of each session by its id."""
+
+
+NEUTRAL = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+    "min_tokens": 0,
+}
+"""Fields that would draw from another distribution than that of the recorded log-probabilities."""
 
 
 class Session(NamedTuple):
@@ -93,6 +115,11 @@ class Trajectory:
     """The sequence of the last answer; its keys and values may still be cached."""
     key: str = ""
     """The name of the key of its requests; empty if keys have no names."""
+    parent: "Trajectory | None" = field(default=None, repr=False)
+    """The answer that this one continues."""
+    num_shared: int = 0
+    """Number of its first tokens that an earlier trajectory of `trajectories()` has with the same answers, so that they
+    are learned there."""
 
 
 class Sessions:
@@ -105,6 +132,7 @@ class Sessions:
             A single conversation that would exceed it accepts no more requests.
         known_ids: ids of the only sessions that are accepted; None: any.
         max_bytes: as max_tokens, for the memory of everything that is remembered.
+        sampling: how the answers of sessions are drawn, whatever requests say; None: as they say.
     """
 
     def __init__(
@@ -115,8 +143,10 @@ class Sessions:
         max_tokens: int = MAX_SESSION_TOKENS,
         known_ids: Collection[str] | None = None,
         max_bytes: int = MAX_SESSION_BYTES,
+        sampling: SessionSampling | None = None,
     ):
         self.known_ids = None if known_ids is None else frozenset(known_ids)
+        self._sampling = sampling
         self.model, self.version, self.max_sessions = model, version, max_sessions
         self._most = Size(max_tokens, max_bytes)
         self._nodes: dict[Session, list[Trajectory]] = {}  # by session, in order of arrival
@@ -134,6 +164,25 @@ class Sessions:
                 param="session_id",
                 code="unknown_session",
             )
+
+    def as_drawn(self, session: Session, request: Request, prompt: list[int], longest: int) -> Request:
+        """`request` with the sampling of the server's sessions; `longest`: tokens of prompt and answer together.
+
+        Answers of one session to the same prompt differ, because each has a seed of its own.
+        """
+        if self._sampling is None:
+            return request
+        with self._lock:
+            repeats = sum(_answers(node, prompt) for node in self._nodes.get(session, ()))
+        changes = NEUTRAL | dict(self._sampling.drawing) | {"seed": self._sampling.seeds.get(session.id, 0) + repeats}
+        most = self._sampling.max_new_tokens
+        for name in ("max_tokens", "max_completion_tokens"):
+            asked = getattr(request, name, None)
+            if asked is not None:
+                changes[name] = min(asked, most)
+        if not any(name in changes for name in ("max_tokens", "max_completion_tokens")):
+            changes["max_tokens"] = min(most, max(1, longest - len(prompt)))
+        return request.model_copy(update=changes)
 
     def find_chat(self, session: Session, request: ChatRequest) -> tuple[list[int], Trajectory | None]:
         """The prompt's token ids, and the node that it continues; None if it begins a branch."""
@@ -227,6 +276,7 @@ class Sessions:
             choice.finish_reason,
             _kept(choice.sequence, len(tokens)),
             session.key,
+            node,
         )
         size = size_of(1, len(tokens), num_bytes + sum(map(sys.getsizeof, recorded)))
         with self._lock:
@@ -274,7 +324,27 @@ class Sessions:
         """The conversations that no request has continued, with sessions in the order of their first answers."""
         with self._lock:
             nodes = [node for nodes in self._nodes.values() for node in nodes]
-            return [node for node in nodes if node not in self._continued]
+            return _with_shared([node for node in nodes if node not in self._continued])
+
+
+def _answers(node: Trajectory, prompt: list[int]) -> bool:
+    """Whether `node` is an answer to `prompt`."""
+    size = len(prompt)
+    begins = size < len(node.tokens) and all(node.written[size:]) and not node.written[size - 1]
+    return begins and node.tokens[:size] == prompt
+
+
+def _with_shared(leaves: list[Trajectory]) -> list[Trajectory]:
+    """The trajectories with `num_shared`, by the answers that earlier ones have."""
+    seen: set[int] = set()
+    found = []
+    for leaf in leaves:
+        node: Trajectory | None = leaf
+        while node is not None and id(node) not in seen:
+            seen.add(id(node))
+            node = node.parent
+        found.append(leaf if node is None else replace(leaf, num_shared=len(node.tokens)))
+    return found
 
 
 def check_session_ids(session_ids: Collection[str] | None, max_sessions: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hybrid_engine.rlhf.data.rows import Message
 from hybrid_engine.rlhf.environments.contract import Environment, with_observation
+from hybrid_engine.rlhf.environments.harness import HarnessRun
 from hybrid_engine.rlhf.environments.loading import load_kinds
 from hybrid_engine.rlhf.environments.playing import REASONS, Loop, Played, Task
 from hybrid_engine.rlhf.options.reinforcement import AgentConfig
@@ -85,6 +86,9 @@ def replay(config: AgentConfig) -> str | None:
         ValueError: there is no such episode, or its environment is not among those of the options.
     """
     record = read_failed(Path(config.out), str(config.replay))
+    if config.harness is not None:  # without the policy there is nothing that a command could ask again
+        say(f"{shown_conversation(record['messages'])}\n[output]\n{record['trace']}\n{record['error']}")
+        return str(record["error"])
     loop = Loop()
     kinds = {kind.name: kind for kind in load_kinds(config, loop.wait)}
     if record["environment"] not in kinds:
@@ -137,4 +141,5 @@ def show_episodes(episodes: Sequence[Played], scores: Sequence[float]) -> None:
     """Logs the conversations of a dry run, each with its end and its score."""
     for number, (episode, score) in enumerate(zip(episodes, scores, strict=True)):
         end = episode.error or f"ended by {episode.finish_reason} after {episode.num_turns} answers, score {score:g}"
-        say(f"--- episode {number} ({episode.environment}): {end}\n{shown_conversation(episode.messages)}")
+        output = f"\n[output]\n{episode.instance.ended.output}" if isinstance(episode.instance, HarnessRun) else ""
+        say(f"--- episode {number} ({episode.environment}): {end}\n{shown_conversation(episode.messages)}{output}")

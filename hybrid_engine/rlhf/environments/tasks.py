@@ -19,6 +19,16 @@ from hybrid_engine.rlhf.data.prompts import LONGEST_ANSWER, PromptTokens, Room, 
 from hybrid_engine.rlhf.data.reading import NO_PROMPT, read_task_rows
 from hybrid_engine.rlhf.data.rows import Message, PromptRow
 from hybrid_engine.rlhf.environments.contract import Environment, with_observation
+from hybrid_engine.rlhf.environments.harness import (
+    FOLDERS,
+    HARNESS,
+    OUTPUTS,
+    TRAJECTORIES,
+    Harnesses,
+    NoEnvironment,
+    check_harness,
+    tests_reward,
+)
 from hybrid_engine.rlhf.environments.loading import load_kinds
 from hybrid_engine.rlhf.environments.playing import Hung, Kind, Limits, Loop, Playground, Task
 from hybrid_engine.rlhf.options.reinforcement import AgentConfig
@@ -32,6 +42,8 @@ from hybrid_engine.serving.parsers import AUTO, NONE, choose_parser
 
 OWN_REWARD, OBJECTS = "environment_reward", "environments"
 """Columns of scored episodes: the environment's own reward with its name, and the environment itself."""
+OF_EPISODES = (OBJECTS, FOLDERS, OUTPUTS, TRAJECTORIES)
+"""Columns that rewards get of episodes and not of the data."""
 COLUMN = "environment"
 """The column of the data that names the environment, if there are several."""
 LARGEST_SEED = 2**31
@@ -55,7 +67,7 @@ class Prepared:
 
     config: AgentConfig
     """With lengths that fit."""
-    playground: Playground
+    playground: "Playground | Harnesses"
     tasks: Tasks
     rewards: Rewards
     holds_environments: bool
@@ -80,6 +92,8 @@ def prepare_episodes(
         ValueError: an option, an environment, the data or a reward is wrong, or the policy cannot use the tools; it
             names the option and the remedy.
     """
+    if config.harness is not None:
+        return prepare_harness(config, tokenizer, load_model)
     loop = Loop()
     kinds = load_kinds(config, loop.wait)
     limits = Limits(config.num_turns, config.max_episode_seconds, config.reward_time_limit)
@@ -105,6 +119,31 @@ def prepare_episodes(
         tasks=tasks,
         rewards=rewards,
         holds_environments=any(would_get(spec, OBJECTS) for spec in config.reward),
+        answered=PromptTokens(shortest, config.max_prompt_tokens),
+    )
+
+
+def prepare_harness(
+    config: AgentConfig, tokenizer: PreTrainedTokenizerBase, load_model: Callable[[str], Judge]
+) -> Prepared:
+    """The tasks, rewards and lengths of a run in which a command plays; see `prepare_episodes`."""
+    check_harness(config)
+    rewards = Rewards(rewards=(), time_limit_seconds=config.reward_time_limit)
+    if config.reward:
+        rewards = load_rewards(config.reward, config.reward_weights or None, config.reward_time_limit, load_model)
+    if config.harness_tests is not None:
+        rewards = replace(rewards, rewards=(*rewards.rewards, tests_reward(config.harness_tests)))
+    built: dict[str, Environment] = {HARNESS: NoEnvironment()}  # type: ignore[dict-item]
+    tasks = load_tasks(config, rewards, built)
+    openings = [(task, task.messages) for task in tasks.held_out[:NUM_PROBED]]
+    config, shortest = with_lengths(config, tokenizer, built, openings)
+    limits = Limits(config.num_turns, config.max_episode_seconds, config.reward_time_limit)
+    return Prepared(
+        config=config,
+        playground=Harnesses(str(config.harness), config.harness_env, limits, config.num_clients),
+        tasks=tasks,
+        rewards=rewards,
+        holds_environments=True,
         answered=PromptTokens(shortest, config.max_prompt_tokens),
     )
 
@@ -221,9 +260,9 @@ def load_tasks(config: AgentConfig, rewards: Rewards, built: Mapping[str, Enviro
         return tasks_of_seeds(config, built)
     rows = read_task_rows(config.source)
     has_prompts = all(row.prompt != NO_PROMPT for row in rows)
-    columns = rewards.task_columns - {OBJECTS} if has_prompts else {name for row in rows for name in row.columns}
+    columns = rewards.task_columns - {*OF_EPISODES} if has_prompts else {name for row in rows for name in row.columns}
     train, held_out_rows = load_parts(config.source, read_task_rows, columns)
-    seen = [replace(row, columns={**row.columns, OBJECTS: None}) for row in [*train, *held_out_rows]]
+    seen = [replace(row, columns={**row.columns, **dict.fromkeys(OF_EPISODES)}) for row in [*train, *held_out_rows]]
     rewards.check_columns(seen)
     for row in seen:
         rewards.check_row(row)

@@ -1,5 +1,6 @@
 """Options of `hybrid-engine grpo`, `ppo` and `agent`, which learn from rewards."""
 
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -260,6 +261,21 @@ class AgentConfig(RolloutOptions, PromptRunOptions):
         "(docs/environments.md); several, each as NAME=SPEC, are chosen by the data's column environment; "
         "default: a calculator",
     )
+    harness: str | None = option(
+        None,
+        "Command that plays an episode in place of an environment, with {base_url}, {address}, {api_key}, {model}, "
+        "{task}, {folder} and {python} in braces (docs/agents.md); needs --dataset",
+    )
+    harness_env: tuple[str, ...] = option(
+        (),
+        "Environment variables of --harness in addition to PATH, LANG and a HOME of its own: NAME, or NAME=VALUE with "
+        "the same words in braces",
+    )
+    harness_tests: str | None = option(
+        None,
+        "Command that tests what --harness left in its folder: the reward is 1 if it succeeds; the data's column tests "
+        "has files that are written first",
+    )
     tools: tuple[str, ...] = option((), "Functions that the model may call in addition, each as module:function")
     action_pattern: str | None = option(
         None,
@@ -364,6 +380,7 @@ class AgentConfig(RolloutOptions, PromptRunOptions):
             )
         if isinstance(self.environment, str):
             object.__setattr__(self, "environment", (self.environment,))
+        self._check_harness()
         others = [name for name in ("environment", "dataset", "tools") if getattr(self, name)]
         if others and not self.plays_calculator and not self.model and self.replay is None:
             raise ValueError(
@@ -371,8 +388,27 @@ class AgentConfig(RolloutOptions, PromptRunOptions):
             )
         if self.tools and not (self.environment or self.dataset):
             raise ValueError("--tools needs tasks in which they are used; give --dataset or --environment")
-        if self.dataset and not self.environment and not self.reward:
+        if self.dataset and not self.environment and not self.reward and not self.harness_tests:
             raise ValueError("--dataset without --environment needs --reward to score its episodes; give one")
+
+    def _check_harness(self) -> None:
+        if self.harness is None:
+            for name in ("harness_env", "harness_tests"):
+                if getattr(self, name):
+                    raise ValueError(f"{flag(name)} belongs to --harness; give it, or leave this out")
+            return
+        for name in ("environment", "tools", "action_pattern"):
+            if getattr(self, name):
+                raise ValueError(f"--harness and {flag(name)} exclude each other: the command plays; leave one out")
+        if not self.dataset and self.replay is None:
+            raise ValueError("--harness needs tasks; give --dataset, whose column prompt is the task")
+        for name, command in (("harness", self.harness), ("harness_tests", self.harness_tests)):
+            try:
+                words = shlex.split(command) if command is not None else ["x"]
+            except ValueError as error:
+                raise ValueError(f"{flag(name)}={command!r} is not a command: {error}; fix its quotes") from error
+            if not words:
+                raise ValueError(f"{flag(name)} is empty; give a command")
 
     @property
     def plays_calculator(self) -> bool:

@@ -275,9 +275,11 @@ class App:
     def _read_completion(
         self, body: CompletionRequest, session: Session | None, write: MakeWriter
     ) -> tuple[Writer, Recorder | None]:
-        parsed = read_completion(body, self.model)
-        record = None if session is None else recorder_of_tokens(self.sessions, session, parsed)
-        return write(parsed), record
+        if session is None:
+            return write(read_completion(body, self.model)), None
+        (first, *_) = read_completion(body, self.model).prompts
+        parsed = read_completion(self.sessions.as_drawn(session, body, first, self.model.longest), self.model)
+        return write(parsed), recorder_of_tokens(self.sessions, session, parsed)
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`: the assistant's next message of a conversation."""
@@ -316,7 +318,7 @@ class App:
         if session is None:
             return write(read_chat(body, self.model, chat_tokens(body, self.model))), None
         prompt, node = self.sessions.find_chat(session, body)
-        parsed = read_chat(body, self.model, prompt)
+        parsed = read_chat(self.sessions.as_drawn(session, body, prompt, self.model.longest), self.model, prompt)
         record = recorder_of_chat(self.sessions, session, parsed, node)
         return write(parsed), record
 

@@ -37,6 +37,7 @@ from hybrid_engine.serving.sessions import (
     MAX_SESSION_BYTES,
     MAX_SESSION_TOKENS,
     Sessions,
+    SessionSampling,
     Trajectory,
     check_session_ids,
     size_of,
@@ -76,6 +77,7 @@ class Server:
         max_session_bytes: the same limit for the memory of everything remembered, tokens and messages.
         stall_seconds: time in which a client must read some of a waiting answer, or is dropped.
         session_ids: the only conversations that are accepted and recorded; None: any id starts one.
+        session_sampling: how the answers of sessions are drawn, whatever their requests say; None: as they say.
         finish_seconds: time for running requests to finish at the end; then their clients get an error.
         version: version of the weights, which is recorded for tokens.
         link: link to the processes that share the model and follow this one.
@@ -106,6 +108,7 @@ class Server:
         max_session_bytes: int = MAX_SESSION_BYTES,
         stall_seconds: float = SECONDS_TO_TAKE,
         session_ids: Collection[str] | None = None,
+        session_sampling: SessionSampling | None = None,
         finish_seconds: float = FINISH_SECONDS,
         version: int = 0,
         link: LiveLink | None = None,
@@ -126,7 +129,7 @@ class Server:
         self._pages.check_needed(has_keys=bool(self.keys))
         self.host, self.port = host, port
         self.version, self.finish_seconds, self.stall_seconds = version, finish_seconds, stall_seconds
-        self._bounds = max_sessions, max_session_tokens, session_ids, max_session_bytes
+        self._bounds = max_sessions, max_session_tokens, session_ids, max_session_bytes, session_sampling
         self._facts: dict[str, Any] = {
             "name": name,
             "tokenizer": tokenizer,
@@ -248,7 +251,7 @@ class Server:
             if self._link is not None:
                 self._link.guides.close()
         if self._link is not None:
-            self._link.send([replace(trajectory, sequence=None) for trajectory in self.trajectories()])
+            self._link.send([replace(trajectory, sequence=None, parent=None) for trajectory in self.trajectories()])
 
     def _let_followers_leave(self) -> None:
         """Waits for following processes that may still send requests to this server."""
