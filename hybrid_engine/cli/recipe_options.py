@@ -42,7 +42,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("chat_template", "tool_call_parser", "model_name", "shared_base", "vocab_size", "hidden_size", "num_layers"),
     ),
     "data": (
-        *("environment", "tools", "action_pattern"),
+        *("environment", "harness", "harness_env", "harness_tests", "tools", "action_pattern"),
         *("dataset", "prompts", "task", "split", "dataset_config", "columns", "prompt_template", "system_prompt"),
         *("as_conversation", "held_out", "held_out_share", "held_out_dataset", "held_out_split", "row_key"),
         *("dataset_weights", "deduplicate", "skip_bad_rows", "skip_too_long", "max_tokens", "max_examples"),

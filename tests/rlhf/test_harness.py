@@ -5,7 +5,10 @@ import math
 import os
 import re
 import shlex
+import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,6 +71,35 @@ def test_everything_that_a_command_started_ends_with_it(tmp_path):
         assert not is_running("sleep 71.1")
 
 
+@linux
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_nothing_is_left_where_the_run_is_killed_or_interrupted(tmp_path, is_killed):
+    if is_killed:
+        code = (
+            "import sys; from pathlib import Path; from hybrid_engine.rlhf.environments.child import *;"
+            f"run_child(['sh', '-c', 'setsid sleep 72.3 & echo > begun; sleep 72.3'], Path({str(tmp_path)!r}),"
+            f"{ENVIRONMENT!r}, ChildLimits(60))"
+        )
+        with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as process:
+            wait_until(lambda: (tmp_path / "begun").exists())
+            process.kill()
+    else:
+        stopping = threading.Event()
+        threading.Timer(0.5, stopping.set).start()
+        ended = run_child(
+            ["sh", "-c", "setsid sleep 72.3 & sleep 72.3"], tmp_path, ENVIRONMENT, ChildLimits(60), stopping
+        )
+        assert ended.status is None and ended.seconds < 30
+    wait_until(lambda: not is_running("sleep 72.3"))
+
+
+def wait_until(condition, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_a_flood_is_cut_and_limits_hold(tmp_path):
     flood = run(tmp_path, "echo begin; head -c 3000000 /dev/zero | tr '\\0' x; echo end")
     assert flood.status == 0 and len(flood.output) < 70_000
@@ -122,7 +154,7 @@ def config(model, tmp_path):
         model=model, out=str(tmp_path / "run"), dataset=str(data), steps=1, rollout_size=3, group_size=2, num_clients=4,
         harness=f"{{python}} {AGENT} {{base_url}} {{api_key}} {{task}}", harness_tests="{python} test_it.py",
         harness_env=("KIND={model}", "LANG"), max_prompt_tokens=200, max_new_tokens=8, eval_prompts=2,
-        learning_rate=1e-3, max_episode_seconds=60.0,
+        learning_rate=1e-3, max_episode_seconds=60.0, held_out_share=0.5,
     )  # fmt: skip
 
 
@@ -189,7 +221,7 @@ def test_tokens_of_an_earlier_branch_are_not_learned_again():
 
 
 def test_a_dry_run_shows_conversation_and_output_and_a_failed_episode_is_shown_again(config, capfd):
-    dry = replace(config, episodes=4, no_train=True)
+    dry = replace(config, episodes=6, eval_prompts=6, no_train=True)
     agent.run(dry)
     shown = capfd.readouterr().out
     assert "working in" in shown and "[assistant]" in shown and "there is nothing to do" in shown
@@ -224,7 +256,7 @@ def test_the_example_of_the_page_plays(config, tmp_path, monkeypatch, capfd):
     for name, text in re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
         (tmp_path / f"{name}.py").write_text(text)
     (row,) = re.findall(r"^```json\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    rows = [json.loads(row) | {"prompt": f"Fix {n}"} for n in range(8)]
+    rows = [json.loads(row) | {"number": n} for n in range(40)]  # one prompt, many tasks
     (tmp_path / "bugs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for command in COMMANDS:
         words = shlex.split(command.replace("$PWD", str(tmp_path)))

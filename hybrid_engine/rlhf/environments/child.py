@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ MAX_OUTPUT = 2**16
 """Bytes of a command's output that are kept: its beginning and its end, half of it each."""
 SECONDS_TO_END = 10.0
 """Time for the supervisor to end the processes after the time of the command."""
+POLL_SECONDS = 0.2
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 
@@ -54,8 +56,16 @@ class Ended(NamedTuple):
     seconds: float
 
 
-def run_child(argv: Sequence[str], folder: Path, environment: Mapping[str, str], limits: ChildLimits) -> Ended:
+def run_child(
+    argv: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    limits: ChildLimits,
+    stopping: threading.Event | None = None,
+) -> Ended:
     """Runs a command in `folder`, without input, with nothing in its environment but `environment`.
+
+    It ends early when `stopping` is set.
 
     Raises:
         OSError: the command cannot be started.
@@ -77,7 +87,8 @@ def run_child(argv: Sequence[str], folder: Path, environment: Mapping[str, str],
         try:
             supervisor.stdin.write(json.dumps(asked).encode())
             supervisor.stdin.close()
-            kept = _bounded_output(supervisor.stdout, began + limits.seconds + SECONDS_TO_END)
+            deadline = began + limits.seconds + SECONDS_TO_END
+            kept = _bounded_output(supervisor, deadline, stopping or threading.Event())
             supervisor.wait(SECONDS_TO_END)
         except BaseException:
             supervisor.terminate()
@@ -94,10 +105,15 @@ def run_child(argv: Sequence[str], folder: Path, environment: Mapping[str, str],
     return Ended(told.get("status"), kept, told.get("num_left", 0), time.monotonic() - began)
 
 
-def _bounded_output(stream: Any, deadline: float) -> str:
-    """The text of a stream up to its end or the deadline; the middle of a long one is left out."""
-    begin, end, total = b"", b"", 0
-    while select.select([stream], [], [], max(0.0, deadline - time.monotonic()))[0]:
+def _bounded_output(supervisor: "subprocess.Popen[bytes]", deadline: float, stopping: threading.Event) -> str:
+    """The output up to its end or the deadline; the middle of a long one is left out."""
+    begin, end, total, stream = b"", b"", 0, supervisor.stdout
+    assert stream is not None
+    while time.monotonic() < deadline:
+        if stopping.is_set():
+            supervisor.terminate()
+        if not select.select([stream], [], [], POLL_SECONDS)[0]:
+            continue
         piece = os.read(stream.fileno(), 2**16)
         if not piece:
             break
@@ -131,7 +147,7 @@ def supervise(asked: dict[str, Any], report: int) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    signal.signal(signal.SIGTERM, lambda *_: _end_all(0) or os._exit(143))
+    signal.signal(signal.SIGTERM, _end_at_once)
     limits = ChildLimits(*asked["limits"])
     try:
         child = subprocess.Popen(
@@ -153,6 +169,11 @@ def supervise(asked: dict[str, Any], report: int) -> None:
         pass
     num_left = _end_all(child.pid)
     os.write(report, json.dumps({"status": status, "num_left": num_left}).encode())
+
+
+def _end_at_once(*_: Any) -> None:
+    _end_all(0)
+    os._exit(128 + signal.SIGTERM)
 
 
 def _limit(limits: ChildLimits) -> None:

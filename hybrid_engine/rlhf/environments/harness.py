@@ -13,6 +13,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ class Harnesses:
 
     def __init__(self, command: str, variables: Sequence[str], limits: Limits, num_concurrent: int):
         self.command, self.variables, self.limits = command, variables, limits
-        self._num_concurrent = num_concurrent
+        self._num_concurrent, self._stopping = num_concurrent, threading.Event()
         self._root = Path(tempfile.mkdtemp(prefix="hybrid-engine-harness-"))
 
     def __enter__(self) -> "Harnesses":
@@ -106,8 +107,14 @@ class Harnesses:
     def play(self, tasks: Sequence[Task], addresses: Sequence[Address]) -> list[Played]:
         """An episode for each task, in the order of the tasks; their folders are there until `release`."""
         assert len(tasks) == len(addresses), f"{len(tasks)=} {len(addresses)=}"
-        with ThreadPoolExecutor(self._num_concurrent) as pool:
+        pool = ThreadPoolExecutor(self._num_concurrent)
+        try:
             return list(pool.map(self._play_one, tasks, addresses))
+        except BaseException:
+            self._stopping.set()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def _play_one(self, task: Task, address: Address) -> Played:
         folder = Path(tempfile.mkdtemp(dir=self._root))
@@ -116,7 +123,8 @@ class Harnesses:
             (folder / HOME).mkdir()
             values = placeholder_values(address, task, folder)
             argv = [filled(word, values) for word in shlex.split(self.command)]
-            ended = run_child(argv, folder, self._environment(folder, values), ChildLimits(self.limits.seconds))
+            limits = ChildLimits(self.limits.seconds)
+            ended = run_child(argv, folder, self._environment(folder, values), limits, self._stopping)
         except (OSError, ValueError) as error:
             return _played(task, FAILED, f"{HARNESS}: {error}")
         run = HarnessRun(folder, ended)

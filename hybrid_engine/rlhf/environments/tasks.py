@@ -259,8 +259,8 @@ def load_tasks(config: AgentConfig, rewards: Rewards, built: Mapping[str, Enviro
     if not config.dataset:
         return tasks_of_seeds(config, built)
     rows = read_task_rows(config.source)
-    has_prompts = all(row.prompt != NO_PROMPT for row in rows)
-    columns = rewards.task_columns - {*OF_EPISODES} if has_prompts else {name for row in rows for name in row.columns}
+    is_by_prompt = config.harness is None and all(row.prompt != NO_PROMPT for row in rows)
+    columns = rewards.task_columns - {*OF_EPISODES} if is_by_prompt else {name for row in rows for name in row.columns}
     train, held_out_rows = load_parts(config.source, read_task_rows, columns)
     seen = [replace(row, columns={**row.columns, **dict.fromkeys(OF_EPISODES)}) for row in [*train, *held_out_rows]]
     rewards.check_columns(seen)
