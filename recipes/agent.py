@@ -292,7 +292,7 @@ def answers_of(policy: TrainedPolicy, tasks: list[Task], episodes: list[Episode]
 
 
 def of_harness(episodes: list[Episode]) -> dict[str, list[Any]]:
-    """What rewards get of episodes that a command has played; nothing of others."""
+    """The columns of episodes that a command has played; empty for others."""
     runs = [episode.played.instance for episode in episodes]
     if not all(isinstance(run, HarnessRun) for run in runs):
         return {}
