@@ -27,6 +27,7 @@ from hybrid_engine.containers.device import give_back_openmp_pool
 from hybrid_engine.generation.core import GenerateCall, Prompt, Sequence
 from hybrid_engine.generation.live.batches import KVUsage, LiveBatch, Progress
 from hybrid_engine.generation.live.opening import live_batch
+from hybrid_engine.generation.memory import MAX_RUNNING
 from hybrid_engine.generation.options import NO_RULES, GenerationOptions
 from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.generation.rollout.preparing import prepare
@@ -279,8 +280,11 @@ def generate_until(
                 raise RuntimeError(NOT_FINITE) from told.sequence.error
             group_of[told.sequence].note(told, version)
 
-    with live_batch(generator, _longest(sequences, earlier), caller="generate_async()") as batch:
-        batch.add([s for group in groups for s in group.sequences if s.finish_reason is None])
+    waiting = [s for group in groups for s in group.sequences if s.finish_reason is None]
+    most = generator.config.max_running or MAX_RUNNING.get(generator.device.type, 256)
+    rows = max(1, min(most, len(waiting)))  # for which the KV workspace is sized
+    with live_batch(generator, _longest(sequences, earlier), rows, caller="generate_async()") as batch:
+        batch.add(waiting)
         while batch.has_work and not is_enough(carried.whole):
             take(batch.turn())
         take(batch.take_out())
