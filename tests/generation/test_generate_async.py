@@ -1,5 +1,6 @@
 """Groups as they finish, and what is unfinished when a rollout ends."""
 
+import json
 import time
 
 import pytest
@@ -71,6 +72,26 @@ def test_what_is_left_goes_on_where_it_was(options):
             break
     assert carried.num_unfinished == 0
     assert [answer for index in range(6) for answer in found[index]] == tokens
+
+
+def test_what_generate_until_leaves_goes_on_from_its_state():
+    engine = build_engine(kv_block_size=8)
+    tokens, _ = whole(engine, num_return_sequences=2)
+    input_ids, mask = padded_prompts()
+    arguments = {"input_ids": input_ids, "attention_mask": mask, "seed": 7, "num_return_sequences": 2, **OPTIONS}
+    found, versions, carried, step = {}, [], None, 0
+    while carried is None or carried.groups:
+        carried = engine.generate_until(bool, carried=carried, version=step, **arguments if step == 0 else {})
+        groups, carried = carried.take(carried.whole)
+        assert groups
+        for group in groups:
+            found[group.index] = [answer.tokens for answer in group.answers]
+            versions += [answer.versions for answer in group.answers]
+        carried = type(carried).restored(json.loads(json.dumps(carried.state())))
+        step += 1
+    assert step > 1
+    assert [answer for index in range(6) for answer in found[index]] == tokens
+    assert all(drawn == sorted(drawn) for drawn in versions) and max(map(max, versions)) == step - 1
 
 
 def test_each_token_is_of_the_weights_that_its_stamp_names(engine):
