@@ -384,7 +384,7 @@ class Gemma4Layer(InferenceLayer):
         self.own_columns = slice(self.width + index * size, self.width + (index + 1) * size)
         self.own_input = OwnInput(policy, layer, config, index, parallel) if size else None
         self.parts = [self.own_input] if self.own_input else []
-        self.scalar = layer.layer_scalar
+        self.parallel, self.scalar = parallel, layer.layer_scalar
 
     def build_mlp(self, config: PretrainedConfig, norm: NormView | None, parallel: TensorParallel) -> LayerMLP:
         """See InferenceLayer."""
@@ -400,7 +400,7 @@ class Gemma4Layer(InferenceLayer):
     def bind(self) -> None:
         """See InferenceLayer."""
         super().bind()
-        self.scalar = self.module.layer_scalar.detach()
+        self.scalar = self.parallel.take(self.module.layer_scalar, None, f"layer {self.index} layer_scalar")
 
     def run(
         self, hidden: torch.Tensor, rotary: RotaryRows | None, cache: LayerCache, batch: Batch | EncoderBatch

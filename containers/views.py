@@ -88,6 +88,8 @@ class TensorParallel:
     """Returns a rank's part of a parameter; the string names it in errors. Filled once `wait` returns."""
     wait: Callable[[], None] = _nothing_to_wait_for
     """Returns once all parts that were read are filled."""
+    device: torch.device | None = None
+    """Device of the parts that `read` returns; None: that of the parameters."""
     option: str = "tp_size"
     """The user's option for `size`."""
 
@@ -137,17 +139,15 @@ def norm_eps(norm: nn.Module) -> float:
 
 @dataclass(frozen=True)
 class Ones:
-    """The weight of a norm that has none: ones, in the dtype and on the device of a linear."""
+    """The weight of a norm that has none: ones, in the dtype of a linear and on the device of its parts."""
 
     width: int
     linear: nn.Module
 
-    def fit(self, tensor: torch.Tensor | None) -> torch.Tensor:
+    def fit(self, tensor: torch.Tensor | None, parallel: TensorParallel) -> torch.Tensor:
         """Returns `tensor` if it is such a weight, otherwise a new one."""
         weight = getattr(self.linear, "base_layer", self.linear).weight
-        dtype, device = values_dtype(weight), weight.device
-        if tensor is not None and weight.is_meta:  # ranks hold parts of the weights elsewhere
-            device = tensor.device
+        dtype, device = values_dtype(weight), parallel.device or weight.device
         if tensor is not None and tensor.dtype == dtype and tensor.device == device:
             return tensor
         return torch.ones(self.width, dtype=dtype, device=device)
@@ -175,7 +175,7 @@ class NormView:
         if self.has_weight:
             self.gamma = self.parallel.take(self.module.weight, None, name)
         elif self._ones is not None:
-            self.gamma = self._ones.fit(getattr(self, "gamma", None))
+            self.gamma = self._ones.fit(getattr(self, "gamma", None), self.parallel)
         self.beta = None if bias is None else self.parallel.take(bias, None, name)
 
     @property

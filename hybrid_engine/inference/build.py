@@ -385,7 +385,7 @@ def take_weights(
     parallel = group.parallel
     if group.size > 1:
         held = HeldSlices(default_device(), read_whole if checkpoint is None else checkpoint.read)
-        parallel = replace(parallel, read=held.read)
+        parallel = replace(parallel, read=held.read, device=held.device)
     try:
         if policy.is_encoder:
             return WeightSources(encoder=InferenceEncoder(model, parallel), held=held, checkpoint=checkpoint), None
