@@ -57,6 +57,7 @@ from hybrid_engine.ops.xielu import XIELUOp
 
 RotaryRows = tuple[torch.Tensor, torch.Tensor]
 WINDOWED_KINDS = ("sliding_attention", "local")
+CHUNKED_KIND = "chunked_attention"
 KINDS = (*WINDOWED_KINDS, "full_attention", "global")
 """Kinds of layers with attention, by the names that configs use."""
 
@@ -127,6 +128,50 @@ class LayerMixer(Protocol):
         """
 
 
+class NoMixer:
+    """The LayerMixer of a layer that is an MLP alone: its output is 0."""
+
+    cache_spec = LayerCacheSpec()
+    heads: "Heads | None" = None
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.linears: list[TransposedLinear] = []
+        self.norms: list[NormView | HeadNormsView] = []
+        self.tensors: list[torch.Tensor] = []
+
+    def bind(self) -> None:
+        """See LayerMixer."""
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        rotary: RotaryRows | None,
+        cache: LayerCache,
+        batch: Batch | EncoderBatch,
+        residual: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See LayerMixer."""
+        return torch.zeros_like(hidden) if residual is None else residual, hidden
+
+
+class NoMLP:
+    """The LayerMLP of a layer that is a mixer alone: its output is 0."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.linears: list[TransposedLinear] = []
+        self.adaptable: list[TransposedLinear] = []
+        self.tensors: list[torch.Tensor] = []
+
+    def bind(self) -> None:
+        """See LayerMLP."""
+
+    def forward(self, input: torch.Tensor, is_added: bool) -> torch.Tensor:
+        """See LayerMLP."""
+        return input if is_added else torch.zeros_like(input)
+
+
 class LayerPart:
     """A part of a family's own layer in addition to mixer and MLP, on views."""
 
@@ -168,21 +213,16 @@ class InferenceLayer:
             module = submodule(layer, path)
             return NormView(module, policy.norm, parallel, ones_of(module, config.hidden_size, layer, policy))
 
-        self.attention_norm, self.mlp_norm = norm(policy.attention_norm), norm(policy.mlp_norm)
+        is_mlp_alone = self.kind is not None and self.kind in (policy.mlp_kinds or ())
+        is_mixer_alone = policy.mlp_kinds is not None and not is_mlp_alone
+        self.attention_norm = None if is_mlp_alone else norm(policy.attention_norm)
+        self.mlp_norm = None if is_mixer_alone else norm(policy.mlp_norm)
         self.attention_post_norm, self.mlp_post_norm = norm(policy.attention_post_norm), norm(policy.mlp_post_norm)
         # Post-norm blocks apply their norms after the sum, not before the projections.
         in_front = policy.block != "post_norm"
-        norm_in_front = self.attention_norm if in_front else None
-        mixer = policy.mixers.get(self.kind, policy.mixers.get(None))
-        if mixer is None and self.kind is not None and self.kind not in KINDS:
-            known = ", ".join(str(kind) for kind in (*KINDS, *policy.mixers))
-            raise UnsupportedModelError(f"layer {index} is of kind {self.kind!r}; known are {known}")
-        if mixer is not None:
-            self.mixer: LayerMixer = mixer.build(policy, layer, config, index, norm_in_front, parallel)
-        else:
-            heads = read_heads(policy, config, parallel)
-            self.mixer = Attention(policy, layer, config, index, norm_in_front, heads)
-        self.mlp = self.build_mlp(config, self.mlp_norm if in_front else None, parallel)
+        mixer_norm, mlp_norm = (self.attention_norm, self.mlp_norm) if in_front else (None, None)
+        self.mixer = NoMixer() if is_mlp_alone else self.build_mixer(config, mixer_norm, parallel)
+        self.mlp = NoMLP() if is_mixer_alone else self.build_mlp(config, mlp_norm, parallel)
         check_divides(self.mixer.heads, [*self.mixer.sizes, *self.mlp.sizes], parallel)
 
         scale = config_value(config, policy.residual_scale) if policy.residual_scale else None
@@ -194,6 +234,19 @@ class InferenceLayer:
         # gathered.
         norms = (self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm)
         self._first_norm = next((norm for norm in norms if norm and norm.has_weight), None)
+
+    def build_mixer(self, config: PretrainedConfig, norm: NormView | None, parallel: TensorParallel) -> LayerMixer:
+        """Builds the mixer of the layer's kind; `norm` is applied before it."""
+        policy, kind = self.policy, self.kind
+        mixer = policy.mixers.get(kind, policy.mixers.get(None))
+        if mixer is not None:
+            return mixer.build(policy, self.module, config, self.index, norm, parallel)
+        kinds = (*KINDS, CHUNKED_KIND) if policy.chunk else KINDS
+        if kind is not None and kind not in kinds:
+            known = ", ".join(str(known) for known in (*kinds, *policy.mixers, *(policy.mlp_kinds or ())))
+            raise UnsupportedModelError(f"layer {self.index} is of kind {kind!r}; known are {known}")
+        heads = read_heads(policy, config, parallel)
+        return Attention(policy, self.module, config, self.index, norm, heads)
 
     def build_mlp(self, config: PretrainedConfig, norm: NormView | None, parallel: TensorParallel) -> LayerMLP:
         """Builds the MLP; `norm` is applied before it."""
@@ -336,6 +389,12 @@ def sliding_window(policy: Policy, config: PretrainedConfig, index: int) -> int 
     if policy.window is None or layer_kind(policy, config, index) not in (None, *WINDOWED_KINDS):
         return None
     return config_value(config, policy.window)
+
+
+def attention_chunk(policy: Policy, config: PretrainedConfig, index: int) -> int | None:
+    """Number of tokens of the chunks in which layer `index` attends; None: it attends to all."""
+    is_chunked = policy.chunk is not None and layer_kind(policy, config, index) == CHUNKED_KIND
+    return config_value(config, str(policy.chunk)) if is_chunked else None
 
 
 def soft_capping(policy: Policy, config: PretrainedConfig) -> float | None:
@@ -501,7 +560,7 @@ class Attention:
         self.output = TransposedLinear(output, f"{name} {policy.attention_output}", parallel, rows=heads.queries())
 
         def head_norm(path: str | None, first: int, num_heads: int) -> NormView | HeadNormsView | None:
-            if path is None:
+            if path is None or (policy.norms_rotated_heads and not has_rope(policy, config, index)):
                 return None
             if policy.qk_norm_width == "each_head":
                 return HeadNormsView(submodule(layer, path), first, num_heads, parallel)
@@ -533,6 +592,7 @@ class Attention:
             *heads,
             scale=float(scale),
             window=sliding_window(policy, config, index),
+            chunk=attention_chunk(policy, config, index),
             qk_norm=policy.norm if self.is_norm_in_op else None,
             qk_norm_eps=self.q_norm.eps if self.q_norm and self.is_norm_in_op else 0.0,
             is_interleaved=policy.is_interleaved,

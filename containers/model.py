@@ -429,8 +429,9 @@ class Rotary:
         kind: kind of layer, if the module has frequencies for each; None: it has one set.
         is_interleaved: whether rotated pairs are adjacent.
         is_backwards: whether they are rotated by the negative angle.
+        factors: see `Policy.rope_factors`.
 
-    Raises UnsupportedModelError for an unknown rope type.
+    Raises UnsupportedModelError for an unknown rope type, or factors that change with the length.
     """
 
     def __init__(
@@ -440,6 +441,7 @@ class Rotary:
         kind: str | None,
         is_interleaved: bool,
         is_backwards: bool = False,
+        factors: tuple[str, str] | None = None,
     ):
         self.module, self.config, self.is_interleaved = module, config, is_interleaved
         self.sign = -1.0 if is_backwards else 1.0
@@ -450,11 +452,17 @@ class Rotary:
         if self.rope_type not in known:
             raise UnsupportedModelError(f"rope type {self.rope_type!r}; known are {', '.join(known)}")
         self.scaling = float(getattr(module, f"{self.prefix}attention_scaling"))
+        self.has_own_factors = factors is not None and self.rope_type != "default"
+        if factors is not None and self.has_own_factors:
+            within, beyond = (config.rope_parameters[name] for name in factors)
+            if within != beyond:
+                raise UnsupportedModelError(f"rope with {factors[0]}={within} and {factors[1]}={beyond}, not equal")
+            self.scaling = float(within)
 
     @property
     def depends_on_length(self) -> bool:
         """Whether a token's angles depend on more than its position."""
-        return self.rope_type in LENGTH_ROPE_TYPES
+        return self.rope_type in LENGTH_ROPE_TYPES and not self.has_own_factors
 
     @property
     def trained_length(self) -> int:
@@ -495,6 +503,8 @@ class Rotary:
     def _frequencies(self, lengths: torch.Tensor) -> torch.Tensor:
         """Returns the frequencies `[N, R/2]` or `[1, R/2]` fp32."""
         device = lengths.device
+        if self.has_own_factors:
+            return self._buffer("original_inv_freq").to(device)[None]
         if self.rope_type == "dynamic":
             return self._computed(lengths[:, None])
         if self.rope_type == "longrope":
@@ -598,7 +608,8 @@ def take_angles(
     else:
         module = FixedRotary(config_value(config, str(policy.rotary_dim)))
     kinds = {layer.kind for layer in layers} if isinstance(module.rope_type, dict) else {None}
-    rotaries = {kind: Rotary(module, config, kind, policy.is_interleaved, policy.is_backwards) for kind in kinds}
+    forms = policy.is_interleaved, policy.is_backwards, policy.rope_factors
+    rotaries = {kind: Rotary(module, config, kind, *forms) for kind in kinds}
     for layer in layers:
         layer.kind = layer.kind if layer.kind in rotaries else None
     return RotaryAngles(rotaries, policy.recomputes_longrope)

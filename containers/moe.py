@@ -231,19 +231,24 @@ class ParameterView:
 
 
 class SharedExpert:
-    """The gated MLP that every token passes through, and the linear that computes its weight."""
+    """The MLP that every token passes through, gated or not, and the linear that computes its weight."""
 
     def __init__(self, policy: MoEPolicy, layer: nn.Module, activation: str, name: str, parallel: TensorParallel):
         assert policy.shared is not None
-        gate, up, down = ((submodule(layer, path), f"{name} {path}", parallel) for path in policy.shared)
-        self.size = TransposedLinear(*down).num_inputs
+        gate, up, down = policy.shared
+
+        def linear(path: str, columns: Ranges | None = None, rows: Ranges | None = None) -> TransposedLinear:
+            return TransposedLinear(submodule(layer, path), f"{name} {path}", parallel, columns, rows)
+
+        self.size = linear(down).num_inputs
         part = parallel.even(self.size)
-        if policy.shared[0] == policy.shared[1]:
-            self.linears = [TransposedLinear(*up, columns=join(part, parallel.even(self.size, self.size)))]
+        self.is_fused_gate = gate == up
+        if self.is_fused_gate:
+            self.linears = [linear(up, columns=join(part, parallel.even(self.size, self.size)))]
         else:
-            self.linears = [*(TransposedLinear(*linear, columns=part) for linear in (gate, up))]
+            self.linears = [linear(path, columns=part) for path in (gate, up) if path]
         self.num_inputs = len(self.linears)
-        self.linears.append(TransposedLinear(*down, rows=part))
+        self.linears.append(linear(down, rows=part))
         if policy.shared_gate:
             weigher = submodule(layer, policy.shared_gate)
             self.linears.append(TransposedLinear(weigher, f"{name} {policy.shared_gate}", parallel))
@@ -252,7 +257,8 @@ class SharedExpert:
     def forward(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Maps `[N, E]` to the output `[N, E]` and the logit of its weight `[N, 1]`, or None."""
         inputs, (down, *weigher) = self.linears[: self.num_inputs], self.linears[self.num_inputs :]
-        gate, up = halves(inputs[0].pair) if self.num_inputs == 1 else (linear.pair for linear in inputs)
+        *gates, up = halves(inputs[0].pair) if self.is_fused_gate else (linear.pair for linear in inputs)
+        gate = gates[0] if gates else None
         output, _ = self.mlp_gemm(normed, None, gate, up, down.pair, None, None)
         return output, self.vector_matmul(normed, *weigher[0].pair) if weigher else None
 
@@ -289,6 +295,10 @@ class MoEBlock:
         if activation not in EXPERT_ACTIVATIONS:
             raise UnsupportedModelError(f"activation {activation!r}; known are {', '.join(EXPERT_ACTIVATIONS)}")
         self.shared = SharedExpert(policy, layer, activation, name, parallel) if policy.shared else None
+        self.latent: list[TransposedLinear] = []
+        if policy.latent and is_linear(submodule(layer, policy.latent[0])):
+            modules = ((submodule(layer, path), f"{name} {path}") for path in policy.latent)
+            self.latent = [TransposedLinear(module, path, parallel) for module, path in modules]
         self.residual: ResidualMLP | None = None
         if policy.residual and has_module(layer, policy.residual[2]):
             self.residual = ResidualMLP(policy.residual, layer, activation, name, parallel)
@@ -341,6 +351,7 @@ class MoEBlock:
     def _check_shapes(self) -> None:
         router, parts = self.router, 1 if self.policy.layout == "plain" else 2
         hidden = router.num_inputs if isinstance(router, TransposedLinear) else router[0].shape[1]
+        hidden = self.latent[0].num_outputs if self.latent else hidden
         num_experts = self.num_experts
         swap = (0, 1, 2) if self.policy.is_stored_transposed else (0, 2, 1)
         up, down = (tuple(view.shape[i] for i in swap) for view in (self.up, self.down))
@@ -359,15 +370,17 @@ class MoEBlock:
             num_groups, num_open = (config_value(config, name) for name in policy.groups)
             groups = ExpertGroups(num_groups, num_open, policy.group_best)
         factor = config_value(config, policy.factor) if policy.factor else 1.0
+        jitter = config_value(config, policy.jitter) if policy.jitter else 0.0
         try:
             self.gating = MoEGatingOp(
-                self.num_experts, top_k, policy.scoring, bool(normalizes), policy.fp32_weights, groups, factor
+                self.num_experts, top_k, policy.scoring, bool(normalizes), policy.fp32_weights, groups, factor, jitter
             )
         except ValueError as error:
             raise UnsupportedModelError(f"{self.name}: {error}") from error
         numbers = {key: getattr(experts, key) for key in ("alpha", "limit") if activation == CLAMPED_SWIGLU}
         self.expert_gemm = ExpertGemmOp(activation, policy.layout, **numbers)
         self.expert_sum, self.vector_matmul = ExpertSumOp(), VectorMatMulOp(fp32_output=policy.fp32_logits)
+        self.project = VectorMatMulOp()
 
     @property
     def sizes(self) -> list[int]:
@@ -380,7 +393,7 @@ class MoEBlock:
         router = [self.router] if isinstance(self.router, TransposedLinear) else self.router
         views = [*router, self.choice_bias, self.up, self.up_bias, self.down, self.down_bias]
         dense = [linear for mlp in (self.shared, self.residual) if mlp for linear in mlp.linears]
-        return [*(view for view in views if view is not None), *dense]
+        return [*(view for view in views if view is not None), *self.latent, *dense]
 
     def bind(self) -> None:
         """Points all views at the parameters' current memory, unfused."""
@@ -422,16 +435,7 @@ class MoEBlock:
         self, normed: torch.Tensor, routing: ExpertRouting, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """`forward` with each token's experts chosen before."""
-        up, down = self.up.tensor, self.down.tensor
-        if isinstance(self.up, ExpertList) and isinstance(self.down, ExpertList):
-            up_bias, down_bias = self.up.bias, self.down.bias
-        else:
-            up_bias, down_bias = (None if view is None else view.tensor for view in (self.up_bias, self.down_bias))
-        if not self.parallel.is_first:
-            down_bias = None  # added on the first rank only
-        if not self.policy.is_stored_transposed:
-            up, down = up.transpose(1, 2), down.transpose(1, 2)
-        outputs = self.expert_gemm(normed, routing, up, up_bias, down, down_bias)
+        outputs = self._run_latent_experts(normed, routing) if self.latent else self._expert_outputs(normed, routing)
         if self.residual:
             mixed = self.residual.forward(normed, self.expert_sum(outputs, normed.dtype, None, None, None))
             mixed = self.parallel.all_reduce(mixed)
@@ -441,6 +445,39 @@ class MoEBlock:
             return self.expert_sum(outputs, normed.dtype, shared, shared_logit, residual)
         output = self.parallel.all_reduce(self.expert_sum(outputs, normed.dtype, shared, shared_logit, None))
         return output if residual is None else residual + output
+
+    def _run_latent_experts(self, normed: torch.Tensor, routing: ExpertRouting) -> torch.Tensor:
+        """`[N, E]` -> `[N, 1, E]`, the sum of each token's experts, which see a narrower vector."""
+        before, after = self.latent
+        outputs = self._expert_outputs(self.project(normed, *before.pair), routing)
+        weight, bias = after.pair
+        # With several ranks the sums are partial, and so is their product.
+        bias = bias if self.parallel.is_first else None
+        return self.project(self.expert_sum(outputs, normed.dtype, None, None, None), weight, bias)[:, None]
+
+    def _expert_outputs(self, input: torch.Tensor, routing: ExpertRouting) -> torch.Tensor:
+        """Weighted outputs `[N, top_k, E]` of the experts of each row of `input [N, E]`."""
+        up, down = self.up.tensor, self.down.tensor
+        if isinstance(self.up, ExpertList) and isinstance(self.down, ExpertList):
+            up_bias, down_bias = self.up.bias, self.down.bias
+        else:
+            up_bias, down_bias = (None if view is None else view.tensor for view in (self.up_bias, self.down_bias))
+        if not self.parallel.is_first:
+            down_bias = None  # added on the first rank only
+        if not self.policy.is_stored_transposed:
+            up, down = up.transpose(1, 2), down.transpose(1, 2)
+        if not self.policy.scales_input:
+            return self.expert_gemm(input, routing, up, up_bias, down, down_bias)
+        scaled, pairs = scale_inputs(input, routing)
+        outputs = self.expert_gemm(scaled, pairs, up, up_bias, down, down_bias)
+        return outputs.view(*routing.weights.shape, -1)
+
+
+def scale_inputs(input: torch.Tensor, routing: ExpertRouting) -> tuple[torch.Tensor, ExpertRouting]:
+    """Each pair's row of `input [N, E]` times its weight, `[N top_k, E]`, and their routing to one expert each."""
+    scaled = (input[:, None] * routing.weights[..., None]).flatten(0, 1)
+    ones = torch.ones_like(routing.weights).view(-1, 1)
+    return scaled, ExpertRouting(ones, routing.experts.view(-1, 1), routing.order, routing.offsets)
 
 
 class ResidualMLP:

@@ -52,6 +52,8 @@ class MoEPolicy:
     # Whether the selected weights are divided by their sum; a string names the config value that decides it.
     fp32_weights: bool = False
     # Whether routing weights stay fp32 instead of being rounded to the dtype of the logits.
+    jitter: str | None = None
+    # Config attribute with the jitter of the sparse mixer.
     top_k: str = "num_experts_per_tok"
     # Config attribute with the number of experts per token.
     experts: str = "mlp.experts"
@@ -73,10 +75,15 @@ class MoEPolicy:
     activation: str | None = "hidden_act"
     # Config attribute that names the activation, or the activation; None: the clamped SwiGLU, with its numbers from
     # `experts`.
-    shared: tuple[str, str, str] | None = None
-    # Gate, up and down linear of an expert that sees every token; the first two are equal if both are one linear.
+    shared: tuple[str | None, str, str] | None = None
+    # Gate, up and down linear of an expert that sees every token; the first two are equal if both are one linear, and
+    # the first is None if it has no gate.
     shared_gate: str | None = None
     # Linear [1, E] whose sigmoid is that expert's weight.
+    latent: tuple[str, str] | None = None
+    # Linears before and after the experts, in layers that have them: experts then see a narrower vector.
+    scales_input: bool = False
+    # Whether an expert's input is multiplied by its weight instead of its output.
     residual: tuple[str, str, str] | None = None
     # Up and down linear of a dense MLP in addition to the experts, and the linear [2, E] whose softmax weights experts
     # and MLP; for layers that have the third one.
@@ -157,6 +164,8 @@ class Policy:
 
     mixers: Mapping[str | None, MixerPolicy] = field(default_factory=dict)
     # Mixers in place of attention, by kind of layer (`layer_kinds`); key None: of all kinds that are not named.
+    mlp_kinds: tuple[str, ...] | None = None
+    # Kinds of layers that are an MLP alone, in a family whose other layers are a mixer alone; None: layers have both.
     qkv: tuple[str, ...]
     # Query, key and value projections: three paths, or the one fused projection.
     qkv_layout: Literal["blocks", "grouped"] = "blocks"
@@ -178,6 +187,8 @@ class Policy:
     # Extent of these norms: one head, all heads together, or one head with weights of its own.
     is_qk_norm_last: bool = False
     # Whether these norms come after rotary embedding.
+    norms_rotated_heads: bool = False
+    # Whether layers without rotary embedding do not have these norms.
     temperature: TemperaturePolicy | None = None
     # The temperature of attention, if it changes with the position.
     sinks: str | None = None
@@ -186,6 +197,8 @@ class Policy:
     # Name of the soft-capping of attention's scores.
     window: str | None = None
     # Name of the sliding window.
+    chunk: str | None = None
+    # Name of the number of tokens of a chunk, in layers of kind "chunked_attention": a token sees those of its chunk.
     layer_kinds: str | None = "layer_types"
     # Name of the list of layer kinds, of which "sliding_attention" and "local" have the window; None, or a config
     # without the list: all layers have it.
@@ -204,6 +217,9 @@ class Policy:
     # Whether layers without a window have no rotary embedding, in models with a window.
     recomputes_longrope: bool = False
     # Whether keys of earlier tokens are recomputed with longrope's long frequencies when these take effect.
+    rope_factors: tuple[str, str] | None = None
+    # Keys of the config's `rope_parameters` with the factors of cosines and sines up to the trained length and beyond,
+    # if the frequencies of longrope are the short ones at any length; the factors must be equal.
     alibi: str | None = None
     # Name of the switch of ALiBi biases, which is on if the config does not have it; they replace rotary embedding.
     is_alibi_rounded: bool = False

@@ -3,6 +3,8 @@
     softmax_then_topk   p = softmax(logits) in fp32;  weights = p at its top_k largest   (/ their sum if normalizes)
     sigmoid_then_topk   p = sigmoid(logits) in fp32;  the same                           (DeepSeek-V3)
     topk_then_softmax   weights = softmax of the top_k largest logits                    (gpt-oss)
+    sparse_mixer        two experts: the largest logit m, then that of the others;       (Phi-3.5-MoE)
+                        weights = softmax of those with (m - logit) <= 2 jitter max(|logit|, m), at its largest
 
 Mixtral, Qwen-MoE and DeepSpeed's top-1 (not normalized) and top-2 (normalized) gates are the first form; none drops
 tokens over a capacity, since a token's result must not depend on its batch. Equal scores go to the lower expert. The
@@ -20,7 +22,10 @@ N tokens, X experts, M = N top_k pairs. Moves N X logits and about 8 M (X + 1) b
 in L2, does about (top_k + num_groups num_best) N X operations. Shapes depend only on N, top_k and X, and the host reads
 no values, so a CUDA graph can capture it.
 
-Sources: transformers, models/{mixtral,qwen2_moe,qwen3_moe,gpt_oss,deepseek_v2,deepseek_v3}/modeling_*.py (TopKRouter);
+The sparse mixer compares and weighs in the dtype of the logits, in torch on every device; its experts are chosen at
+random in training, and here never (Liu et al. 2024, GRIN, arXiv 2409.12136).
+
+Sources: transformers, models/{mixtral,qwen2_moe,qwen3_moe,gpt_oss,deepseek_v2,deepseek_v3,phimoe}/modeling_*.py;
 DeepSpeed, deepspeed/moe/sharded_moe.py (top1gating, top2gating); DeepSeek-V2 (arXiv 2405.04434, section 2.2.2) and V3
 (arXiv 2412.19437, equations 13 to 16).
 """
@@ -41,8 +46,8 @@ from hybrid_engine.ops.dispatch import (
     use_triton,
 )
 
-Scoring = Literal["softmax_then_topk", "sigmoid_then_topk", "topk_then_softmax"]
-SCORINGS = ("softmax_then_topk", "sigmoid_then_topk", "topk_then_softmax")
+Scoring = Literal["softmax_then_topk", "sigmoid_then_topk", "topk_then_softmax", "sparse_mixer"]
+SCORINGS = ("softmax_then_topk", "sigmoid_then_topk", "topk_then_softmax", "sparse_mixer")
 # Added to a sum of weights before they are divided by it: sigmoids may all be 0.
 TINY = 1e-20
 # Number of logits that one program of the gating kernel holds in registers.
@@ -81,6 +86,7 @@ class MoEGatingOp:
         fp32_weights: weights stay fp32 (Mixtral) instead of being rounded to the dtype of the logits.
         groups: None: a token may choose from all experts.
         factor: multiplies the weights.
+        jitter: of the sparse mixer.
     """
 
     def __init__(
@@ -92,6 +98,7 @@ class MoEGatingOp:
         fp32_weights: bool = False,
         groups: ExpertGroups | None = None,
         factor: float = 1.0,
+        jitter: float = 0.0,
     ):
         if scoring not in SCORINGS:
             raise ValueError(f"scoring={scoring!r} must be one of {', '.join(SCORINGS)}")
@@ -99,7 +106,9 @@ class MoEGatingOp:
             raise ValueError(f"top_k={top_k} must be from 1 to num_experts={num_experts}")
         if groups is not None:
             _check_groups(groups, num_experts, top_k)
-        self.num_experts, self.top_k, self.factor = num_experts, top_k, float(factor)
+        if scoring == "sparse_mixer" and top_k != 2:
+            raise ValueError(f"top_k={top_k} must be 2 with scoring={scoring!r}")
+        self.num_experts, self.top_k, self.factor, self.jitter = num_experts, top_k, float(factor), float(jitter)
         self.scoring, self.normalizes, self.fp32_weights = scoring, normalizes, fp32_weights
         self.groups = None if groups is None or groups.num_open == groups.num_groups else groups
 
@@ -109,6 +118,9 @@ class MoEGatingOp:
         if bias is not None:
             check_tensor("bias of the choice", bias, like=logits, dtype=bias.dtype, shape=(self.num_experts,))
         if use_triton(logits):
+            if self.scoring == "sparse_mixer":
+                say_once("MoEGatingOp: there is no kernel for a sparse mixer; in torch")
+                return self.reference(logits, bias)
             if self.num_experts <= MAX_EXPERTS:
                 return kernel_or_reference(self._launch, self.reference, logits, bias)
             say_once(f"MoEGatingOp: {self.num_experts} experts, over {MAX_EXPERTS}, run on the torch reference")
@@ -116,6 +128,9 @@ class MoEGatingOp:
 
     def reference(self, logits: torch.Tensor, bias: torch.Tensor | None = None) -> ExpertRouting:
         """The reference: the function of the kernel in plain torch."""
+        if self.scoring == "sparse_mixer":
+            weights, experts = self._mix_sparsely(logits)
+            return self._sorted(weights * self.factor, experts)
         scores, wide = self._score(logits), torch.promote_types(logits.dtype, torch.float32)
         choice = scores if bias is None else scores + bias.to(scores.dtype)
         if self.groups is not None:
@@ -128,11 +143,26 @@ class MoEGatingOp:
         elif self.normalizes:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
         weights = weights if self.factor == 1.0 else weights * self.factor
+        return self._sorted(weights.to(self._weights_dtype(logits)), experts)
+
+    def _sorted(self, weights: torch.Tensor, experts: torch.Tensor) -> ExpertRouting:
+        """The routing by `weights [N, top_k]` and `experts [N, top_k]`."""
         flat = experts.reshape(-1)
         bounds = torch.arange(self.num_experts + 1, device=flat.device)
         by_expert, order = torch.sort(flat, stable=True)
         offsets = torch.searchsorted(by_expert, bounds).to(torch.int32)
-        return ExpertRouting(weights.to(self._weights_dtype(logits)).contiguous(), experts, order, offsets)
+        return ExpertRouting(weights.contiguous(), experts, order, offsets)
+
+    def _mix_sparsely(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and experts `[N, 2]` of a sparse mixer."""
+        weights, experts, left = [], [], logits
+        for _ in range(self.top_k):
+            highest, expert = left.max(-1, keepdim=True)
+            is_far = (highest - logits) / logits.abs().clamp(min=highest) > 2 * self.jitter
+            weights.append(torch.softmax(left.masked_fill(is_far, float("-inf")), -1).gather(1, expert))
+            experts.append(expert)
+            left = left.scatter(1, expert, float("-inf"))
+        return torch.cat(weights, 1), torch.cat(experts, 1)
 
     def _score(self, logits: torch.Tensor) -> torch.Tensor:
         """p, or the logits if softmax comes last."""

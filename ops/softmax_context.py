@@ -81,6 +81,8 @@ class SoftmaxContextOp:
         num_heads, num_kv_heads, head_dim: H, K, D; H is a multiple of K.
         scale: multiplies q.k, usually D^-0.5.
         window: sliding window in tokens, the query's own included; None: all.
+        chunk: a query attends to the keys of its own chunk of so many positions; None: all. Sequences that are longer
+            than a chunk are computed in torch.
         qk_norm: kind of the norm over D applied to q and k before rotary (see `ops.norm`); None: no norm.
         qk_norm_eps: eps of the norm.
         is_interleaved: rotary pairs are adjacent (GPT-J) instead of halves (Llama).
@@ -97,6 +99,7 @@ class SoftmaxContextOp:
         scale: float,
         *,
         window: int | None = None,
+        chunk: int | None = None,
         qk_norm: str | None = None,
         qk_norm_eps: float = 0.0,
         is_interleaved: bool = False,
@@ -108,7 +111,7 @@ class SoftmaxContextOp:
         self.scale, self.softcap, self.alibi_rounds = scale, softcap, alibi_rounds
         self.norm_kind, self.qk_norm_eps = qk_norm, qk_norm_eps
         self.qk_norm = None if qk_norm is None else NORM_OPS[qk_norm](qk_norm_eps)
-        self.is_interleaved = is_interleaved
+        self.is_interleaved, self.chunk = is_interleaved, chunk
         self.set_window(window)
 
     def set_window(self, window: int | None) -> None:
@@ -137,6 +140,10 @@ class SoftmaxContextOp:
         if isinstance(batch, PrefillBatch) and len(qkv.q) > len(batch.tokens):
             context = self(qkv.without_padding(len(batch.tokens)), cache, batch, weights)
             return F.pad(context, (0, 0, 0, len(qkv.q) - len(batch.tokens)))
+        if self.chunk is not None and longest(batch) > self.chunk:
+            if use_triton(qkv.q):
+                say_once(f"attention: no kernel for sequences longer than a chunk of {self.chunk} tokens; in torch")
+            return self.reference(qkv, cache, batch, weights)
         if self._has_kernel(qkv.q):
             return kernel_or_reference(self._launch, self.reference, qkv, cache, batch, weights)
         rounds = self.alibi_rounds and weights.alibi is not None
@@ -267,10 +274,9 @@ class SoftmaxContextOp:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         places = torch.arange(k.shape[2], device=q.device)
         distance = places[-q.shape[2] :, None] - places
-        hidden = distance < 0
-        if self.window is not None:
-            hidden = hidden | (distance >= self.window)
-        is_plain = q.shape[2] == k.shape[2] and (self.window is None or self.window >= k.shape[2])
+        hidden = self._is_hidden(distance, places[-q.shape[2] :])
+        limit = min(self.window or k.shape[2], self.chunk or k.shape[2])
+        is_plain = q.shape[2] == k.shape[2] <= limit
         if self.softcap is None and sinks is None and alibi is None:
             context = attend_grouped(q, k, v, None if is_plain else ~hidden, is_causal=is_plain, scale=self.scale)
             return context.transpose(1, 2).flatten(2)
@@ -309,7 +315,7 @@ class SoftmaxContextOp:
     def _bias(self, batch: DecodeBatch, dtype: torch.dtype, alibi: torch.Tensor | None) -> torch.Tensor:
         """The addend of the scores, -inf for hidden keys: `[S*K, 1 or G, context]`."""
         distance = batch.positions[:, None] - torch.arange(batch.context, device=batch.positions.device)
-        hidden = distance < 0 if self.window is None else (distance < 0) | (distance >= self.window)
+        hidden = self._is_hidden(distance, batch.positions)
         if alibi is None:
             bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill(hidden, float("-inf"))
             return bias.repeat_interleave(self.num_kv_heads, 0).unsqueeze(1)
@@ -317,6 +323,15 @@ class SoftmaxContextOp:
         by_head = self._linear_bias(alibi, distance.clamp(min=0), places).expand(len(hidden), -1, -1)  # [S, H, context]
         by_head = by_head.to(dtype).masked_fill(hidden[:, None], float("-inf"))
         return by_head.unflatten(1, (self.num_kv_heads, -1)).flatten(0, 1)
+
+    def _is_hidden(self, distance: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Whether a key `distance [n, C]` before its query, of `positions [n]`, is not attended to."""
+        hidden = distance < 0
+        if self.window is not None:
+            hidden = hidden | (distance >= self.window)
+        if self.chunk is not None:
+            hidden = hidden | (distance > (positions % self.chunk)[:, None])
+        return hidden
 
     def _cap(self, scores: torch.Tensor) -> torch.Tensor:
         return scores if self.softcap is None else torch.tanh(scores / self.softcap) * self.softcap
@@ -343,6 +358,14 @@ class SoftmaxContextOp:
         if isinstance(batch, EncoderBatch):
             self._check_encoder(qkv, weights)
         return attend_by_kernels(self._numbers, qkv, cache, batch, weights)
+
+
+def longest(batch: PrefillBatch | DecodeBatch | EncoderBatch) -> int:
+    """Upper bound of the lengths of the batch's sequences, earlier tokens included."""
+    if isinstance(batch, DecodeBatch):
+        return batch.context
+    context = batch.context if isinstance(batch, PrefillBatch) else None
+    return max((batch.lengths if context is None else context.lengths), default=0)
 
 
 def attend_grouped(

@@ -334,20 +334,37 @@ def compute_buffers(model: nn.Module, device: torch.device) -> None:
     Raises ValueError for one that transformers does not compute.
     """
     unsaved = set(dict(model.named_buffers())) - set(model.state_dict())
-    for path, module in model.named_modules():
-        names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-        names = [name for name in names if f"{path}.{name}".removeprefix(".") in unsaved]
-        for name in names:
-            empty = torch.empty_like(module._buffers[name], device=device)
-            module._buffers[name] = empty.fill_(float("nan")) if empty.is_floating_point() else empty
-        if names and isinstance(model, PreTrainedModel):
-            model._init_weights(module)
-        for name in names:
-            if module._buffers[name].isnan().any():
-                raise ValueError(
-                    f"checkpoint: buffer {path}.{name} is neither saved nor computed by {type(model).__name__}; build "
-                    "the model with its buffers on the CPU"
-                )
+    empty = [
+        (path, module, name)
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_meta and f"{path}.{name}".removeprefix(".") in unsaved
+    ]
+    for _, module, name in empty:
+        buffer = torch.empty_like(module._buffers[name], device=device)
+        module._buffers[name] = buffer.fill_(float("nan")) if buffer.is_floating_point() else buffer
+    if isinstance(model, PreTrainedModel):
+        for path in dict.fromkeys(path for path, _, _ in empty):
+            # As transformers does: by the innermost model, which may read its own numbers.
+            owner = max(_models_around(model, path), key=lambda place: len(place[0]))[1]
+            owner._init_weights(model.get_submodule(path))
+        if any(module._buffers[name].isnan().any() for _, module, name in empty):
+            for _, owner in _models_around(model, None):
+                owner._init_weights(owner)  # which may compute the buffers of its layers
+    for path, module, name in empty:
+        if module._buffers[name].isnan().any():
+            raise ValueError(
+                f"checkpoint: buffer {path}.{name} is neither saved nor computed by {type(model).__name__}; build "
+                "the model with its buffers on the CPU"
+            )
+
+
+def _models_around(model: PreTrainedModel, path: str | None) -> list[tuple[str, PreTrainedModel]]:
+    """The models of transformers, with their paths, that hold the module at `path`; None: all of them."""
+    models = [(name, module) for name, module in model.named_modules() if isinstance(module, PreTrainedModel)]
+    return [
+        (name, module) for name, module in models if path is None or f"{path}.".startswith(f"{name}." if name else "")
+    ]
 
 
 def build_empty_model(folder: str | os.PathLike[str]) -> PreTrainedModel:

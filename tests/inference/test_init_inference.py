@@ -404,7 +404,8 @@ def test_a_checkpoint_is_read_into_the_parts_and_no_process_reads_the_whole(shar
     for part in shared:
         greedy, share = part[3][family]
         assert torch.equal(greedy, expected)
-        assert share < (0.8 if family == "unlisted" else 0.56)  # without a policy the vocabulary stays whole
+        # Without a policy the vocabulary stays whole; so do the low-rank paths of Gemma 3n.
+        assert share < {"unlisted": 0.8, "gemma3n": 0.6}.get(family, 0.56)
 
 
 @pytest.mark.parametrize("family", ["llama", "tied", "gemma2", "qwen2-moe", "unlisted"])

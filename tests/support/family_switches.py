@@ -252,6 +252,21 @@ SWITCHES = {
         "GptOssForCausalLM", "GptOssConfig", _OSS, num_experts_per_tok=1, attention_bias=False
     ),
 }  # fmt: skip
+if "NemotronHConfig" in dir(hf):
+    # Biases that transformers' code adds at padding too, where the convolution reads them.
+    SWITCHES["nemotron-h: biases, a time step from below"] = _model(
+        "NemotronHForCausalLM", "NemotronHConfig", {**_GQA, "head_dim": 16},
+        mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=16, n_groups=2, chunk_size=8, use_bias=True,
+        time_step_min=0.4, time_step_max=0.9, mlp_bias=True, layers_block_type=["linear_attention", "full_attention"],
+    )  # fmt: skip
+SWITCHES["llama4: temperature from the fourth token on, no norms"] = _model(
+    "Llama4ForCausalLM", "Llama4TextConfig", _GQA, head_dim=12, intermediate_size_mlp=80, num_local_experts=4,
+    attention_chunk_size=6, no_rope_layers=[1, 0], floor_scale=4, attn_scale=0.7, use_qk_norm=False, moe_layers=[0],
+)  # fmt: skip
+SWITCHES["phimoe: longrope"] = _model(
+    "PhimoeForCausalLM", "PhimoeConfig", _GQA, num_local_experts=4,
+    **_longrope(6, short_mscale=1.2, long_mscale=1.2),
+)  # fmt: skip
 if "Kimi_K25Config" in dir(hf):
     SWITCHES["kimi-k2.5: with a vision tower"] = _kimi_k25
 

@@ -57,6 +57,41 @@ _MULTIPLIERS = {
 }
 _SPACE = {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_chunk_size": 8}
 _SPACE_FIRST = {**_SPACE, "layer_types": ["linear_attention", "full_attention"]}
+_MAMBA2 = {
+    **_IDS, "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_heads": 6, "head_dim": 16,
+    "state_size": 16, "n_groups": 2, "chunk_size": 8, "initializer_range": 0.02,
+}  # fmt: skip
+_H1_FACTORS = {
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.7,
+    "key_multiplier": 0.6,
+    "attention_in_multiplier": 0.8,
+    "attention_out_multiplier": 1.3,
+    "ssm_in_multiplier": 0.9,
+    "ssm_out_multiplier": 0.7,
+    "mlp_multipliers": [0.6, 1.4],
+    "ssm_multipliers": [0.8, 1.2, 0.7, 1.3, 0.5],
+}
+_H1 = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+_L4 = {
+    "head_dim": 12,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 80,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "attention_chunk_size": 6,
+    "no_rope_layers": [1, 0, 1],
+    "floor_scale": 64,
+}
+_NEMOTRON = {
+    "head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "chunk_size": 8,
+    "time_step_min": 1e-6,  # below which transformers' decode steps differ from its forward passes
+}
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 LATENT = {
     **_WIDE, "kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
@@ -312,6 +347,51 @@ MORE_BUILDERS = _present(
             },
         ),
         "bamba": ("Bamba", {**_GQA, **_SPACE, "mamba_n_groups": 2, "attn_layer_indices": [1]}),
+        "mamba2": (
+            "Mamba2",
+            {
+                **_IDS,
+                "vocab_size": VOCAB,
+                "hidden_size": 48,
+                "num_hidden_layers": 2,
+                "num_heads": 6,
+                "head_dim": 16,
+                "state_size": 16,
+                "n_groups": 2,
+                "chunk_size": 8,
+                "initializer_range": 0.02,
+            },
+        ),
+        "nemotron-h": (
+            "NemotronH",
+            {**_GQA, **_NEMOTRON, "layers_block_type": ["linear_attention", "mlp", "full_attention"]},
+        ),
+        "nemotron-h-moe": (
+            "NemotronH",
+            {
+                **_GQA,
+                **_NEMOTRON,
+                **_GROUPS,
+                "layers_block_type": ["moe", "linear_attention", "full_attention"],
+                "moe_latent_size": 24,
+                "moe_shared_expert_intermediate_size": 40,
+                "mlp_bias": True,
+            },
+        ),
+        "llama4": ("Llama4", {**_GQA, **_L4, "num_hidden_layers": 3, "moe_layers": [1, 2]}),
+        "phimoe": (
+            "Phimoe",
+            {
+                **_GQA,
+                "num_local_experts": 4,
+                "sliding_window": 5,
+                "lm_head_bias": True,
+                "attention_bias": True,
+                "router_jitter_noise": 0.3,
+            },
+        ),
+        "falcon-h1": ("FalconH1", {**_GQA, **_H1, **_H1_FACTORS}),
+        "falcon-h1-norm": ("FalconH1", {**_GQA, **_H1, "mamba_rms_norm": True, "attention_bias": True}),
         "lfm2-moe": ("Lfm2Moe", {**_GQA, **_EXPERTS, "num_dense_layers": 1, "layer_types": ["full_attention", "conv"]}),
     }
 ) | {
@@ -409,6 +489,13 @@ FEATURES = {
     "granite4": "state spaces, attention without rope, factors as in Granite",
     "granite4-moe": "state spaces, experts, one that sees every token with a fused gate",
     "bamba": "state spaces in two groups, partial rope",
+    "mamba2": "state spaces alone, without attention or MLP",
+    "nemotron-h": "layers of one part each: state spaces, attention without rope, MLPs",
+    "nemotron-h-moe": "layers of one part each, experts on a narrower vector without a gate",
+    "llama4": "attention in chunks, layers without rope, norms after rope, inputs of experts scaled, shared expert",
+    "phimoe": "layer norms, experts of a sparse mixer, window, biases",
+    "falcon-h1": "attention and a state space in each layer, factors of muP, outputs gated without a norm",
+    "falcon-h1-norm": "attention and a state space in each layer, norm before the gate, biases",
     "lfm2-moe": "gated short convolutions, experts with a bias that only chooses",
     "gemma4-experts": "experts in addition to the MLP, a scale for each expert",
     "gemma4-keys-are-values": "global layers whose values are their keys, with fewer heads",
@@ -421,8 +508,30 @@ FALLBACKS = _present(
         "glm_moe_dsa": ("GlmMoeDsa", {**_LATENT_SIZES, **_INDEXER}),
         "hy_v4": ("HYV4", {**_SIZES, **_INDEXER, "head_dim": 16, "qk_rope_head_dim": 8}),
         "deepseek_v4": ("DeepseekV4", {**_SIZES, **_INDEXER}),
-        "llama4": ("Llama4", {**_GQA, "head_dim": 12, "intermediate_size_mlp": 80, "num_local_experts": 4}),
-        "phimoe": ("Phimoe", {**_GQA, "num_local_experts": 4, "num_experts_per_tok": 2}),
     }
 )
 """Families that generate by their own `generate()` for now."""
+
+_NEMOTRON_LAYERS = {**_GQA, **_NEMOTRON, "layers_block_type": ["linear_attention", "mlp", "full_attention"]}
+_FROM_BELOW = {**_NEMOTRON_LAYERS, "time_step_min": 0.3, "time_step_max": 0.9}
+_REASONS = {
+    "nemotron-h": "decode steps do not clamp the time step from below, at time_step_min=0.3",
+    "mamba2": "decode steps do not clamp the time step, at time_step_limit=(0.3, 0.6)",
+    "nemotron-h, use_bias=True": "the projection's biases at padding enter the convolution",
+    "lfm2, conv_bias=True": "the projection's biases at padding enter the convolution",
+    "llama4": "the temperature of attention counts padding, at floor_scale=4",
+}
+_BUILDERS_OF_REASONS = _present(
+    {
+        "nemotron-h": ("NemotronH", _FROM_BELOW),
+        "mamba2": ("Mamba2", {**_MAMBA2, "time_step_limit": (0.3, 0.6)}),
+        "nemotron-h, use_bias=True": ("NemotronH", {**_NEMOTRON_LAYERS, "use_bias": True}),
+        "lfm2, conv_bias=True": (
+            "Lfm2",
+            {**_GQA, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "conv_bias": True},
+        ),
+        "llama4": ("Llama4", {**_GQA, **_L4, "no_rope_layers": [0, 1], "floor_scale": 4, "attn_scale": 0.7}),
+    }
+)
+DISAGREEING = {name: (_REASONS[name], build) for name, build in _BUILDERS_OF_REASONS.items()}
+"""Models whose own `generate()` differs from their own forward over the row alone, why, and how they are built."""

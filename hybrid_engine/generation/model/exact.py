@@ -289,7 +289,9 @@ class ExactModel(InferenceModel):
     def _check_mixer(self, layer: InferenceLayer) -> None:
         """Raises UnsupportedModelError for a layer that cannot be exact."""
         kind = type(layer.mixer)
-        if issubclass(kind, Attention):
+        if isinstance(layer.mixer, Attention) and not layer.mixer.cache_spec.state:
+            if layer.mixer.softmax_context.chunk is not None:
+                raise UnsupportedModelError("its layers attend in chunks, which has no exact form")
             return
         if kind not in STATE_FUNCTIONS:
             raise UnsupportedModelError(f"its layers have a {kind.__name__}, which has no exact form")

@@ -508,26 +508,31 @@ def _module_logprobs(module: nn.Module, tokens: torch.Tensor, first: int = 0) ->
 
 
 def widest_window(model: InferenceModel) -> int:
-    """Number of tokens of the containers' widest window; 0 if no layer has one."""
-    return max((op.window or 0 for op in model.attentions), default=0)
+    """Number of tokens of the containers' widest window or chunk; 0 if no layer has one."""
+    return max((op.window or op.chunk or 0 for op in model.attentions), default=0)
 
 
 @contextmanager
 def short_windows(module: nn.Module, model: InferenceModel) -> Iterator[bool]:
-    """Inside, windows wider than SHORT_WINDOW have its size; yields whether module or containers have any."""
+    """Inside, windows and chunks wider than SHORT_WINDOW have its size; yields whether there are any."""
     wide_ops = [(op, op.window) for op in model.attentions if op.window is not None and op.window > SHORT_WINDOW]
+    chunked_ops = [(op, op.chunk) for op in model.attentions if op.chunk is not None and op.chunk > SHORT_WINDOW]
     holders = list(_holders(module, (*WINDOW_NAMES, *([model.policy.window] if model.policy.window else []))))
     try:
         for holder, name, _ in holders:
             setattr(holder, name, SHORT_WINDOW)
         for op, _ in wide_ops:
             op.set_window(SHORT_WINDOW)
-        yield bool(holders or wide_ops)
+        for op, _ in chunked_ops:
+            op.chunk = SHORT_WINDOW
+        yield bool(holders or wide_ops or chunked_ops)
     finally:
         for holder, name, window in holders:
             setattr(holder, name, window)
         for op, window in wide_ops:
             op.set_window(window)
+        for op, chunk in chunked_ops:
+            op.chunk = chunk
 
 
 def _holders(module: nn.Module, names: tuple[str, ...]) -> Iterator[tuple[Any, str, int]]:
