@@ -35,6 +35,7 @@ FAMILIES = (
     "helium",
     "hunyuan",
     "lfm2",
+    "jamba",
     "llama",
     "llama4",
     "mamba",

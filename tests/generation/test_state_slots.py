@@ -45,7 +45,8 @@ def roll_out(engine, **options):
 
 
 @LATE
-@pytest.mark.parametrize("family", [*STATEFUL, "gemma4"])  # whose layers share keys and values
+# Layers that share keys and values, that have keys and a state, and scans of Mamba-1.
+@pytest.mark.parametrize("family", [*STATEFUL, "gemma4", "falcon-h1", "jamba"])
 def test_samples_are_the_models_own_whatever_is_chunked_forked_and_preempted(
     small_chunks, monkeypatch, family, is_recorded
 ):

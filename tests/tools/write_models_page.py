@@ -166,8 +166,8 @@ def in_table(rows):
 
 
 def known_rows():
-    """The page's rows by family."""
-    lines = PAGE.read_text().splitlines()
+    """The rows of the page's first table by family."""
+    lines = PAGE.read_text().partition("\n## ")[0].splitlines()
     cells = [tuple(line.strip("| ").split(" | ")) for line in lines if line.startswith("| ")]
     return {row[0]: row for row in cells if row[0] in FAMILIES}
 

@@ -22,10 +22,12 @@ from tests.support.models import PAD, VOCAB, build_model, randomised
 
 _SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": PAD, "eos_token_id": 2}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
-_JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "use_mamba_kernels": False}
+_GRIFFIN = {"num_hidden_layers": 3, "attention_window_size": 8}
 MODELS = {
     "mamba": lambda: hf.MambaForCausalLM(hf.MambaConfig(**_SIZES, state_size=8)),
-    "jamba": lambda: hf.JambaForCausalLM(hf.JambaConfig(**_SIZES, **_HEADS, **_JAMBA)),
+    "recurrent_gemma": lambda: hf.RecurrentGemmaForCausalLM(
+        hf.RecurrentGemmaConfig(**{**_SIZES, **_GRIFFIN}, **_HEADS)
+    ),
     "rwkv": lambda: hf.RwkvForCausalLM(hf.RwkvConfig(**_SIZES)),
 }
 PROMPTS = ([5, 6, 7], [8, 9, 10, 11, 12])
