@@ -36,6 +36,7 @@ FAMILIES = (
     "hunyuan",
     "lfm2",
     "jamba",
+    "kimi_linear",
     "llama",
     "llama4",
     "mamba",

@@ -105,7 +105,7 @@ class LatentAttention:
         names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
         key_dim, rotary_dim, value_dim, latent_dim = (config_value(config, name) for name in names)
         num_heads = config.num_attention_heads
-        self.norm, self.parallel, self.latent_dim = norm, parallel, latent_dim
+        self.norm, self.parallel, self.latent_dim, self.rotary_dim = norm, parallel, latent_dim, rotary_dim
         self.heads = Heads(num_heads, num_heads, key_dim + rotary_dim, parallel)
         self.sizes: list[int] = []  # the heads say all
         self.cache_spec = LayerCacheSpec(kv=((1, rotary_dim + latent_dim),))
@@ -175,8 +175,11 @@ class LatentAttention:
         residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See LayerMixer."""
-        assert rotary is not None and isinstance(cache.blocks, torch.Tensor) and not isinstance(batch, EncoderBatch)
+        assert isinstance(cache.blocks, torch.Tensor) and not isinstance(batch, EncoderBatch)
         normed = self.norm.apply(hidden) if self.norm else hidden
+        if rotary is None:  # a rotation by 0: the family has no rope
+            shape = len(batch.tokens), self.rotary_dim
+            rotary = normed.new_ones(shape), normed.new_zeros(shape)
         queries = self._queries(normed, batch)
         fused = self.vector_matmul(normed, *self.latent_down.pair)
         latent = self.latent_norm.apply(fused[:, : self.latent_dim])

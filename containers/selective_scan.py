@@ -108,8 +108,11 @@ class SelectiveScan:
 
     def bind(self) -> None:
         """See LayerMixer."""
-        for part in (*self.linears, *self.inner_norms, self.conv):
-            part.bind()
+        for linear in self.linears:
+            linear.bind()
+        for norm in self.inner_norms:
+            norm.bind()
+        self.conv.bind()
         channels = cut(0, self.parallel.even(self.channels))
         parts = ((attribute(self.module, name), f"{self.name}.{name}") for name in ("A_log", "D"))
         a_log, skip = (self.parallel.take(parameter, channels, name) for parameter, name in parts)

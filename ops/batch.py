@@ -6,11 +6,13 @@ N packed tokens, C tokens that they attend to, R sequences, S decoded rows, n bl
 key/value heads, D head dimension.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from hybrid_engine.ops.dispatch import form_of
 
@@ -199,3 +201,28 @@ def write_rows(batch: PrefillBatch | DecodeBatch, num_kv_heads: int, block_size:
 def _rows(blocks: torch.Tensor, offsets: torch.Tensor, num_kv_heads: int, block_size: int) -> torch.Tensor:
     heads = torch.arange(num_kv_heads, device=blocks.device)
     return (blocks[:, None] * num_kv_heads + heads) * block_size + offsets[:, None]
+
+
+def recur(
+    step: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    tokens: tuple[torch.Tensor, ...],
+    lengths: tuple[int, ...],
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Takes a recurrence over packed sequences, all of which go on together, token by token.
+
+    Args:
+        step: `(*tokens [R, ...], state [R, ...]) -> (output [R, ...], next state)`; a token of zeros changes no state.
+        tokens: `[N, ...]` each, of the R sequences of `lengths`.
+        state: the states before them, `[R, ...]`.
+
+    Returns:
+        The outputs `[N, ...]`, and the states after the last tokens.
+    """
+    padded = [pad_sequence(tensor.split(lengths)) for tensor in tokens]  # [T, R, ...]
+    outputs = []
+    for token in zip(*padded, strict=True):
+        output, state = step(*token, state)
+        outputs.append(output)
+    rows = torch.stack(outputs, 1)
+    return torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)]), state

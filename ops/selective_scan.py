@@ -15,13 +15,13 @@ N packed tokens, R sequences, I channels, S state size.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
 
-from hybrid_engine.ops.batch import Batch, DecodeBatch, MixedBatch, PrefillBatch
+from hybrid_engine.ops.batch import Batch, DecodeBatch, MixedBatch, PrefillBatch, recur
 from hybrid_engine.ops.dispatch import check_tensor, say_once, use_triton
 from hybrid_engine.ops.short_conv import slots_of
 
@@ -113,15 +113,7 @@ class SelectiveScanOp:
             output, states[slots] = _step(rate, *tokens, states[slots])
         else:
             state = states[slots].masked_fill(batch.starts_anew[:, None, None], 0)
-            # A step of 0 changes no state, so padding after a sequence's end does not.
-            rows = [pad_sequence(tensor.split(batch.lengths)).unbind(0) for tensor in tokens]  # [R, ...] by token
-            outputs = []
-            for row in zip(*rows, strict=True):
-                output, state = _step(rate, *row, state)
-                outputs.append(output)
-            states[slots] = state
-            by_sequence = torch.stack(outputs, 1)
-            output = torch.cat([row[:length] for row, length in zip(by_sequence, batch.lengths, strict=True)])
+            output, states[slots] = recur(partial(_step, rate), tokens, batch.lengths, state)
         return (output + weights.skip.to(dtype) * x).to(inputs.x.dtype)
 
 

@@ -73,6 +73,7 @@ _H1_FACTORS = {
     "ssm_multipliers": [0.8, 1.2, 0.7, 1.3, 0.5],
 }
 _H1 = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+_DELTA_KINDS = {"layer_types": ["linear_attention", "full_attention"]}
 _L4 = {
     "head_dim": 12,
     "intermediate_size": 24,
@@ -402,6 +403,18 @@ MORE_BUILDERS = _present(
                 "use_associative_scan": False,
             },
         ),
+        "kimi-linear": (
+            "KimiLinear",
+            {
+                **LATENT,
+                **_DELTA_KINDS,
+                "num_key_value_heads": 4,
+                "q_lora_rank": None,
+                "linear_num_heads": 4,
+                "linear_head_dim": 8,
+                "mlp_layer_types": ["dense", "sparse"],
+            },
+        ),
         "falcon-h1": ("FalconH1", {**_GQA, **_H1, **_H1_FACTORS}),
         "falcon-h1-norm": ("FalconH1", {**_GQA, **_H1, "mamba_rms_norm": True, "attention_bias": True}),
         "lfm2-moe": ("Lfm2Moe", {**_GQA, **_EXPERTS, "num_dense_layers": 1, "layer_types": ["full_attention", "conv"]}),
@@ -426,6 +439,23 @@ MORE_BUILDERS = _present(
         )
     ),
 }
+
+
+def _with_slow_decay(build):
+    """Kimi Linear whose decays are those of a trained one: transformers' chunks lose digits where they are large."""
+
+    def built():
+        model = build()
+        for name, tensor in model.state_dict().items():
+            if name.endswith("A_log"):
+                tensor.mul_(0.2)
+        return model
+
+    return built
+
+
+if "kimi-linear" in MORE_BUILDERS:
+    MORE_BUILDERS["kimi-linear"] = _with_slow_decay(MORE_BUILDERS["kimi-linear"])
 
 FEATURES = {
     "llama": "grouped heads",
@@ -507,6 +537,7 @@ FEATURES = {
     "llama4": "attention in chunks, layers without rope, norms after rope, inputs of experts scaled, shared expert",
     "phimoe": "layer norms, experts of a sparse mixer, window, biases",
     "jamba": "selective scans, attention without rope, experts",
+    "kimi-linear": "delta rule with a decay of each channel, latent attention without rope, experts, shared expert",
     "falcon-h1": "attention and a state space in each layer, factors of muP, outputs gated without a norm",
     "falcon-h1-norm": "attention and a state space in each layer, norm before the gate, biases",
     "lfm2-moe": "gated short convolutions, experts with a bias that only chooses",
