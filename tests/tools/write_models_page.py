@@ -159,6 +159,14 @@ def measure_disagreement(name):
     return name, reason, f"{difference:.0e}", f"{ours:.0e}"
 
 
+def others_with_indexers():
+    """A sentence about the families whose attention chooses its keys, and that are not measured here."""
+    folders = (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")
+    names = {file.parent.name for file in folders if "Indexer(" in file.read_text()} - set(FALLBACKS)
+    listed = ", ".join(f"`{name}`" for name in sorted(names))
+    return f"\n\nThe attention of these chooses its keys by an indexer too, and the log says so: {listed}."
+
+
 def in_table(rows):
     """The rows in Markdown, the first of which is the head."""
     head, *others = rows
@@ -189,7 +197,7 @@ def main():
     head = ("family", "its code", "generate()", "containers")
     disagreements = in_table([head, *map(measure_disagreement, DISAGREEING)])
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
-    parts = (HEAD, table, FALLBACK_HEAD, fallbacks, DISAGREEMENT_HEAD, disagreements)
+    parts = (HEAD, table, FALLBACK_HEAD, fallbacks, others_with_indexers(), DISAGREEMENT_HEAD, disagreements)
     PAGE.write_text(f"{''.join(parts)}\n\nMeasured on a CPU with {versions}.\n")
     if "differs" in table:
         sys.exit("some family differs from transformers")
