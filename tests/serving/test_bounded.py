@@ -18,8 +18,9 @@ import httpx
 import pytest
 
 from hybrid_engine.recipes import serve
-from hybrid_engine.serving import connections, request_parsing, sessions
-from hybrid_engine.serving import server as server_module
+from hybrid_engine.serving import request_parsing, sessions
+from hybrid_engine.serving.web import connections
+from hybrid_engine.serving.web import server as server_module
 from tests.serving.test_hostile import GOOD, HALF, LONG, assert_well, connect, read_all
 from tests.serving.test_server import build, until
 from tests.support.chat import build_chat_tokenizer

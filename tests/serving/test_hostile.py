@@ -15,9 +15,10 @@ import pytest
 
 from hybrid_engine.generation import guides
 from hybrid_engine.recipes.serve import told_to_end
-from hybrid_engine.serving import app, connections, request_parsing, sessions, streaming
-from hybrid_engine.serving import server as server_module
+from hybrid_engine.serving import request_parsing, sessions
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest
+from hybrid_engine.serving.web import app, connections, streaming
+from hybrid_engine.serving.web import server as server_module
 from tests.serving.test_server import build, until
 from tests.support.chat import build_chat_tokenizer
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from hybrid_engine.serving import app
+from hybrid_engine.serving.web import app
 from tests.serving.test_server import build, until
 from tests.support.chat import build_chat_tokenizer
 
