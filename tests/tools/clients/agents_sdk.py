@@ -71,20 +71,20 @@ def check_a_streamed_agent_calls_its_tool() -> None:
 
 
 def check_an_agent_calls_its_tool_through_responses_whole_and_streamed() -> None:
-    settings = ModelSettings(max_tokens=250, temperature=0, tool_choice="required", parallel_tool_calls=False)
     ASKED_CITIES.clear()
-    agent = build_agent(
-        OpenAIResponsesModel, tools=[get_weather], model_settings=settings, tool_use_behavior="stop_on_first_tool"
-    )
-    assert asyncio.run(Runner.run(agent, "Where is it warm?")).final_output == "sunny"
 
-    async def run() -> str:
+    async def run() -> list[str]:
+        settings = ModelSettings(max_tokens=250, temperature=0, tool_choice="required", parallel_tool_calls=False)
+        agent = build_agent(
+            OpenAIResponsesModel, tools=[get_weather], model_settings=settings, tool_use_behavior="stop_on_first_tool"
+        )
+        whole = await Runner.run(agent, "Where is it warm?")
         streamed = Runner.run_streamed(agent, "Where is it warm?")
         async for _ in streamed.stream_events():
             pass
-        return streamed.final_output
+        return [whole.final_output, streamed.final_output]
 
-    assert asyncio.run(run()) == "sunny" and len(ASKED_CITIES) == 2
+    assert asyncio.run(run()) == ["sunny", "sunny"] and len(ASKED_CITIES) == 2
 
 
 def check_an_agent_answers_by_a_schema() -> None:

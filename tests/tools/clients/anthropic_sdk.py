@@ -42,7 +42,11 @@ def check_tools_are_used_and_answered() -> None:
 
 
 def check_the_stream_helper_puts_calls_together() -> None:
-    asked = ASKED | {"max_tokens": 250, "tools": [TOOL], "tool_choice": {"type": "any"}}
+    asked = ASKED | {
+        "max_tokens": 250,
+        "tools": [TOOL],
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    }
     with client.messages.stream(**asked) as stream:
         kinds = {event.type for event in stream}
         said = stream.get_final_message()

@@ -3,8 +3,11 @@
 import asyncio
 import json
 import os
+from types import SimpleNamespace
 
 from checks import CITIES, MODEL, QUESTION, URL, WEATHER, run_checks
+from openai import AsyncOpenAI
+from renderers.client import generate
 from verifiers.v1.clients import EvalClient, EvalClientConfig
 from verifiers.v1.dialects.chat import ChatDialect, message_to_wire
 from verifiers.v1.types import SamplingConfig
@@ -59,6 +62,39 @@ def check_a_stream_is_passed_on_event_by_event() -> None:
         assert response.message.tool_calls[0].name == "get_weather" and response.usage.completion_tokens > 0
 
     asyncio.run(relay())
+
+
+class PlainRenderer:
+    """Reads tokens back as nothing but tokens; a model's own renderer needs its tokenizer."""
+
+    def get_stop_token_ids(self) -> list[int]:
+        return [1]
+
+    def parse_response(self, tokens: list[int], **_) -> SimpleNamespace:
+        return SimpleNamespace(content=str(tokens), reasoning_content=None, tool_calls=[], reasoning_complete=True)
+
+
+def check_the_training_clients_tokens_come_back_with_log_probabilities() -> None:
+    async def ask_tokens(prompt: list[int]) -> dict:
+        client = AsyncOpenAI(base_url=URL, api_key="none:tokens", max_retries=0)
+        sampling = {"temperature": 1.0, "max_tokens": 6, "seed": 3}
+        return await generate(
+            client=client,
+            renderer=PlainRenderer(),
+            messages=[],
+            model=MODEL,
+            prompt_ids=prompt,
+            sampling_params=sampling,
+        )
+
+    async def talk() -> None:
+        first = await ask_tokens([5, 6, 7])
+        assert len(first["completion_ids"]) == len(first["completion_logprobs"]) == 6
+        assert first["finish_reason"] == "length" and first["usage"]["completion_tokens"] == 6
+        second = await ask_tokens([5, 6, 7, *first["completion_ids"], 8])
+        assert second["completion_ids"] and max(second["completion_logprobs"]) <= 0
+
+    asyncio.run(talk())
 
 
 run_checks(globals())
