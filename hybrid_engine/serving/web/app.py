@@ -12,7 +12,7 @@ The life of one chat request:
    write the answer.
 5. `Responder.respond` (`streaming.py`) submits the sequences to the `LiveThread`, which decodes them in the live batch.
    `ProgressRouter` carries the tokens of each step from that thread to the request.
-6. `ChatWriter.add` makes text, tool calls and reasoning of the tokens (`tool_calls.py`).
+6. `ChatWriter.add` makes text, tool calls and reasoning of the tokens (`parsers/`).
    `Responder._stream` sends them as events, or `ChatWriter.whole` makes one body at the end.
 7. The recorder of the session stores the answer (`Sessions.record`). A client that leaves cancels its sequences
    (`Responder._while_connected`).
