@@ -11,14 +11,10 @@ TRL's GKD trainer. With logit_v of the student and g_v = dD / dq_v
 
 Neither head's `[N, V]` logits ever exist: both are computed in the same tiles of the vocabulary, once for the two
 KLs, whose sums over p and q are kept with a running maximum, and twice for a mixture, which needs both normalizers
-first. The teacher is frozen. If the student's head is frozen too, the gradient of the hidden states is computed in the
-forward pass from the same tiles, as in `linear_log_prob`: sums of the head's rows w_v, divided by the normalizers at
-the end,
-
-    beta = 0:   sum_v (q_v - p_v) w_v        beta = 1:   sum_v q_v d_v w_v - D sum_v q_v w_v,  d_v = log(q_v / p_v)
-
-A trained head's own gradient needs the normalizers first; its backward pass computes the tiles again. So do the Triton
-kernels (`linear_divergence_kernels.py`), whose tiles stay in registers, also for a frozen head.
+first. The teacher is frozen. A backward pass with a trained head computes the tiles again. If the student's head is
+frozen too, the gradient of the hidden states is computed in the forward pass, from the logits of a few tokens at a
+time, which are kept until their normalizers are known: three products in place of six. The Triton kernels
+(`linear_divergence_kernels.py`), whose tiles stay in registers, compute them again also for a frozen head.
 
 `linear_top_divergence` compares K + 1 classes: K tokens that the teacher names, and the rest of the vocabulary as one.
 Merging classes lowers a divergence, so it is a lower bound of the one above; K = V gives that one. The probability of
@@ -30,7 +26,7 @@ c_k of class k has
 N tokens, K tokens of a teacher, V vocabulary, E and F the hidden sizes of student and teacher.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -65,6 +61,8 @@ __all__ = [
 ]
 
 ROWS_AT_ONCE = 2048
+BYTES_AT_ONCE = 2**26
+"""Bytes of the fp32 logits of both heads of a few tokens, which are kept while the student's head is frozen."""
 LEAST_REST = 1e-7
 """Least probability of the rest: rounding of the others' log-probabilities, which sum to 1 or more where it is 0."""
 
@@ -264,23 +262,21 @@ def _forward_in_torch(ctx, *arguments):
 
 def _forward(ctx, in_kernels, hidden, weight, bias, teacher, beta, shape):
     of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
-    # In 16 bits a reverse KL's two sums of rows would be rounded before their difference is taken.
-    is_exact = hidden.dtype == torch.float32 or beta != 1
     ctx.in_kernels = in_kernels
-    ctx.is_made = of_hidden and is_exact and not (of_weight or of_bias or in_kernels)
+    ctx.is_made = of_hidden and not (of_weight or of_bias or in_kernels)
     taught = Head(teacher.weight, teacher.bias, teacher.shape)
     whole = HeadPair(hidden, Head(weight, bias, shape), teacher.hidden, taught)
-    pairs = [whole.rows(rows) for rows in _row_parts(hidden) or [slice(0)]]
-    if in_kernels:
-        parts = [(_totals_in_kernels(pair, beta), None) for pair in pairs]
-    else:
-        parts = [_totals(pair, beta, ctx.is_made) for pair in pairs]
-    totals = _Totals(*(torch.cat(part) for part in zip(*(part[0] for part in parts), strict=True)))
     if ctx.is_made:
-        ctx.save_for_backward(torch.cat([part[1] for part in parts]))
-    else:
-        ctx.beta, ctx.shapes = beta, (shape, teacher.shape)
-        ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *totals)
+        values, gradient = torch.zeros_like(hidden[:, 0], dtype=torch.float32), torch.zeros_like(hidden)
+        for rows in _row_parts(hidden, max(1, BYTES_AT_ONCE // (8 * len(weight)))):
+            values[rows], gradient[rows] = _value_and_gradient(whole.rows(rows), beta)
+        ctx.save_for_backward(gradient)
+        return values
+    totals_of = _totals_in_kernels if in_kernels else _totals
+    parts = [totals_of(whole.rows(rows), beta) for rows in _row_parts(hidden) or [slice(0)]]
+    totals = _Totals(*map(torch.cat, zip(*parts, strict=True)))
+    ctx.beta, ctx.shapes = beta, (shape, teacher.shape)
+    ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *totals)
     return totals.divergence
 
 
@@ -373,37 +369,31 @@ class _InTile(NamedTuple):
         gradient.scatter_add_(1, self.places, torch.where(self.is_inside, values, 0.0))
 
 
-def _row_parts(hidden: torch.Tensor) -> list[slice]:
-    return [slice(first, first + ROWS_AT_ONCE) for first in range(0, len(hidden), ROWS_AT_ONCE)]
+def _row_parts(hidden: torch.Tensor, num_rows: int = ROWS_AT_ONCE) -> list[slice]:
+    return [slice(first, first + num_rows) for first in range(0, len(hidden), num_rows)]
 
 
 class _Running:
-    """Sums of exp(logit - base) over the tiles so far, alone, times a value, and times the rows of a head.
+    """Sums of exp(logit - base) over the tiles so far, alone and times a value.
 
     `base` is near the largest logit of a row: the largest of the first tile, until a later one is far above it.
     """
 
-    def __init__(self, hidden: torch.Tensor, num_row_sums: int = 0) -> None:
+    def __init__(self, hidden: torch.Tensor) -> None:
         self.far = far_of(hidden.dtype)
         self.base = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
         self.total, self.weighted = torch.zeros_like(self.base), torch.zeros_like(self.base)
-        self.rows = [torch.zeros_like(hidden, dtype=torch.float32) for _ in range(num_row_sums)]
 
-    def add(self, logits: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
-        """Adds a tile, logits and values `[N, columns]`; overwrites and returns the logits: exp(logit - base)."""
+    def add(self, logits: torch.Tensor, values: torch.Tensor | None = None) -> None:
+        """Adds a tile, logits and values `[N, columns]`; overwrites the logits."""
         raised = raised_base(self.base, logits.amax(1), self.far)
         if raised is not None:
             self.base, fading = raised
-            for sums in (self.total, self.weighted, *self.rows):
-                sums.mul_(fading if sums.dim() == 1 else fading[:, None])
+            self.total.mul_(fading)
+            self.weighted.mul_(fading)
         self.total += exp_rows(logits, self.base)
         if values is not None:
             self.weighted += torch.linalg.vecdot(logits, values)
-        return logits
-
-    def add_rows(self, number: int, weights: torch.Tensor, head: Head) -> None:
-        """Adds `weights [N, columns]` fp32 times the head's rows to the sum of that number."""
-        add_product(self.rows[number], weights.to(head.weight.dtype), head.weight)
 
     @property
     def log_total(self) -> torch.Tensor:
@@ -415,95 +405,109 @@ class _Running:
         """Expectation of the values, `[N]`."""
         return self.weighted / self.total
 
-    def mean_rows(self, number: int) -> torch.Tensor:
-        """`[N, E]`: the sum of rows of that number over `total`; overwrites the sum."""
-        return self.rows[number].div_(self.total[:, None])
 
-
-def _totals(pair: HeadPair, beta: float, with_gradient: bool) -> tuple[_Totals, torch.Tensor | None]:
-    """The totals of some rows, and `[N, E]`, in its dtype, the gradient of the hidden states."""
+def _totals(pair: HeadPair, beta: float) -> _Totals:
     if beta == 0:
-        totals, gradient = _forward_kl(pair, with_gradient)
-    elif beta == 1:
-        totals, gradient = _reverse_kl(pair, with_gradient)
-    else:
-        totals, gradient = _mixed(pair, beta, with_gradient)
-    return totals, None if gradient is None else gradient.to(pair.hidden.dtype)
+        return _forward_kl(pair)
+    return _reverse_kl(pair) if beta == 1 else _mixed(pair, beta)
 
 
-def _forward_kl(pair: HeadPair, with_gradient: bool) -> tuple[_Totals, torch.Tensor | None]:
-    own, other = (_Running(pair.hidden, int(with_gradient)) for _ in range(2))
+def _forward_kl(pair: HeadPair) -> _Totals:
+    own, other = _Running(pair.hidden), _Running(pair.hidden)
     for _, tile in pair.tiles(len(pair.hidden)):
         logits, targets = tile.logits()
-        values, slope = targets - logits, _slope(tile, logits, with_gradient)
-        exps = own.add(logits), other.add(targets, values)
-        del values
-        if with_gradient:
-            for running, weights in zip((own, other), exps, strict=True):
-                running.add_rows(0, times(weights, slope), tile.student)
-        del logits, targets, exps  # before the next tile is computed
+        values = targets - logits
+        own.add(logits)
+        other.add(targets, values)
+        del logits, targets, values  # before the next tile is computed
     log_q, log_p = own.log_total, other.log_total
-    totals = _Totals(log_q, log_p, other.mean - log_p + log_q, torch.full_like(log_q, -1.0))
-    return totals, own.mean_rows(0).sub_(other.mean_rows(0)) if with_gradient else None
+    return _Totals(log_q, log_p, other.mean - log_p + log_q, torch.full_like(log_q, -1.0))
 
 
-def _reverse_kl(pair: HeadPair, with_gradient: bool) -> tuple[_Totals, torch.Tensor | None]:
-    own, other = _Running(pair.hidden, 2 * with_gradient), _Running(pair.hidden)
+def _reverse_kl(pair: HeadPair) -> _Totals:
+    own, other = _Running(pair.hidden), _Running(pair.hidden)
     center = torch.zeros_like(own.base)
     for columns, tile in pair.tiles(len(pair.hidden)):
         logits, targets = tile.logits()
         if columns.start == 0:
             center = _distance(logits, targets)
-        values, slope = logits.sub(targets).sub_(center[:, None]), _slope(tile, logits, with_gradient)
-        exps = own.add(logits, values)
+        values = logits.sub(targets).sub_(center[:, None])
+        own.add(logits, values)
         other.add(targets)
-        if with_gradient:
-            own.add_rows(0, times(exps, slope), tile.student)
-            own.add_rows(1, values.mul_(exps), tile.student)
-        del logits, targets, values, exps  # before the next tile is computed
+        del logits, targets, values  # before the next tile is computed
     log_q, log_p = own.log_total, other.log_total
     divergence = own.mean + center - log_q + log_p
-    gradient = own.mean_rows(1).sub_(own.mean_rows(0).mul_(own.mean[:, None])) if with_gradient else None
-    return _Totals(log_q, log_p, divergence, divergence), gradient
+    return _Totals(log_q, log_p, divergence, divergence)
 
 
-def _mixed(pair: HeadPair, beta: float, with_gradient: bool) -> tuple[_Totals, torch.Tensor | None]:
-    own, other = _Running(pair.hidden, int(with_gradient)), _Running(pair.hidden)
+def _mixed(pair: HeadPair, beta: float) -> _Totals:
+    own, other = _Running(pair.hidden), _Running(pair.hidden)
     for _, tile in pair.tiles(len(pair.hidden)):
         logits, targets = tile.logits()
-        slope = _slope(tile, logits, with_gradient)
-        exps = own.add(logits)
+        own.add(logits)
         other.add(targets)
-        if with_gradient:
-            own.add_rows(0, times(exps, slope), tile.student)
-        del logits, targets, exps  # before the next tile is computed
+        del logits, targets  # before the next tile is computed
     log_q, log_p = own.log_total, other.log_total
     of_teacher, of_student = torch.zeros_like(log_q), torch.zeros_like(log_q)
-    gradient = torch.zeros_like(pair.hidden, dtype=torch.float32) if with_gradient else None
     for _, tile in pair.tiles(len(pair.hidden)):
         logits, targets = tile.logits()
-        slope = _slope(tile, logits, with_gradient)
-        q, p = logits.sub_(log_q[:, None]), targets.sub_(log_p[:, None])
-        mixture = _log_mixture(q, p, beta)
-        of_teacher += torch.linalg.vecdot(p.exp(), p.sub_(mixture))
-        terms = q.exp().mul_(q.sub_(mixture))
-        of_student += terms.sum(1)
-        if gradient is not None:
-            weights = times(terms.mul_(1 - beta), slope)
-            add_product(gradient, weights.to(tile.student.weight.dtype), tile.student.weight)
-        del logits, targets, q, p, mixture, terms  # before the next tile is computed
-    totals = _mixed_totals(log_q, log_p, of_teacher, of_student, beta)
-    if gradient is not None:
-        gradient.sub_(own.mean_rows(0).mul_(totals.slope[:, None]))
-    return totals, gradient
+        found = _kls(logits.sub_(log_q[:, None]), targets.sub_(log_p[:, None]), beta)
+        of_teacher, of_student = of_teacher + found[0], of_student + found[1]
+        del logits, targets  # before the next tile is computed
+    return _totals_of_kls(log_q, log_p, of_teacher, of_student, beta)
 
 
-def _mixed_totals(
+def _value_and_gradient(pair: HeadPair, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The divergences of a few tokens `[N]`, and `[N, E]` fp32 the gradients of their hidden states.
+
+    All logits of these tokens exist at once, in tiles, less the largest of the token.
+    """
+    tiles = [(tile, *tile.logits()) for _, tile in pair.tiles(len(pair.hidden))]
+    _, of_student_tiles, of_teacher_tiles = zip(*tiles, strict=True)
+    largest, log_q = _lowered(of_student_tiles)
+    _, log_p = _lowered(of_teacher_tiles)
+    of_teacher, of_student = torch.zeros_like(log_q), torch.zeros_like(log_q)
+    for _, logits, targets in tiles:
+        found = _kls(logits - log_q[:, None], targets - log_p[:, None], beta)
+        of_teacher, of_student = of_teacher + found[0], of_student + found[1]
+    totals = _totals_of_kls(log_q, log_p, of_teacher, of_student, beta)
+    gradient, above = torch.zeros_like(pair.hidden, dtype=torch.float32), torch.ones_like(log_q)
+    for tile, logits, targets in tiles:
+        shape = tile.student.shape
+        slope = shape.slope(logits if shape.softcap is None else logits + largest[:, None])
+        of_products = _gradient_of_logits(slope, logits, targets, totals, above, beta)
+        add_product(gradient, of_products.to(tile.student.weight.dtype), tile.student.weight)
+    return totals.divergence, gradient
+
+
+def _lowered(tiles: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest logit of each token, which is taken from all, and the logsumexp of what is left; `[N]` each.
+
+    Of large logits the logsumexp itself would have few digits.
+    """
+    largest = torch.stack([tile.amax(1) for tile in tiles]).amax(0)
+    return largest, torch.stack([tile.sub_(largest[:, None]).logsumexp(1) for tile in tiles]).logsumexp(0)
+
+
+def _kls(log_q: torch.Tensor, log_p: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[N]` each: KL(p || m) and KL(q || m) over a tile, which it overwrites; m is q for beta = 0, and p for 1."""
+    if beta == 0:
+        return torch.linalg.vecdot(log_p.exp(), log_p.sub_(log_q)), torch.zeros_like(log_q[:, 0])
+    if beta == 1:
+        return torch.zeros_like(log_q[:, 0]), torch.linalg.vecdot(log_q.exp(), log_q.sub_(log_p))
+    mixture = _log_mixture(log_q, log_p, beta)
+    of_teacher = torch.linalg.vecdot(log_p.exp(), log_p.sub_(mixture))
+    return of_teacher, torch.linalg.vecdot(log_q.exp(), log_q.sub_(mixture))
+
+
+def _totals_of_kls(
     log_q: torch.Tensor, log_p: torch.Tensor, of_teacher: torch.Tensor, of_student: torch.Tensor, beta: float
 ) -> _Totals:
-    """`of_teacher`, `of_student`: KL(p || m) and KL(q || m)."""
-    slope = (1 - beta) * of_student
-    return _Totals(log_q, log_p, beta * of_teacher + slope, slope)
+    """The totals from `_kls` of the whole vocabulary."""
+    if beta == 0:
+        return _Totals(log_q, log_p, of_teacher, torch.full_like(log_q, -1.0))
+    slope = of_student if beta == 1 else (1 - beta) * of_student
+    return _Totals(log_q, log_p, slope if beta == 1 else beta * of_teacher + slope, slope)
 
 
 def _totals_in_kernels(pair: HeadPair, beta: float) -> _Totals:
@@ -513,11 +517,7 @@ def _totals_in_kernels(pair: HeadPair, beta: float) -> _Totals:
     if beta == 1:
         divergence = mean - log_q + log_p
         return _Totals(log_q, log_p, divergence, divergence)
-    return _mixed_totals(log_q, log_p, *kernels.mixture_sums(pair, log_q, log_p, beta), beta)
-
-
-def _slope(tile: HeadPair, logits: torch.Tensor, is_needed: bool) -> torch.Tensor | float:
-    return tile.student.shape.slope(logits) if is_needed else 1.0
+    return _totals_of_kls(log_q, log_p, *kernels.mixture_sums(pair, log_q, log_p, beta), beta)
 
 
 def _distance(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -530,7 +530,18 @@ def _distance(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def _gradient(tile: HeadPair, totals: _Totals, above: torch.Tensor, beta: float) -> torch.Tensor:
     """`[N, columns]` fp32: the gradient of a tile's products, times `above [N]`."""
     logits, targets = tile.logits()
-    slope = tile.student.shape.slope(logits)
+    return _gradient_of_logits(tile.student.shape.slope(logits), logits, targets, totals, above, beta)
+
+
+def _gradient_of_logits(
+    slope: torch.Tensor | float,
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    totals: _Totals,
+    above: torch.Tensor,
+    beta: float,
+) -> torch.Tensor:
+    """The same of a tile's logits, of student and teacher, which it overwrites; `slope` as `LogitShape` has it."""
     if beta == 0:
         exp_rows(logits, totals.student, above)
         exp_rows(targets, totals.teacher, above)
