@@ -227,8 +227,8 @@ def on_two_processes(rank, world_size, source, name):
 @pytest.mark.parametrize("name", ["nf4", "int8 weights"])
 def test_several_processes_refuse_them_by_name(source, name):
     for of_engine, of_recipe in run_distributed(on_two_processes, 2, source, name):
-        assert "q_proj.base_layer.weight is quantised" in of_engine and "train it on one process" in of_engine
-        assert "--model='packed' is quantised" in of_recipe and "on one process instead of 2" in of_recipe
+        assert "q_proj.base_layer.weight is quantized" in of_engine and "train it on one process" in of_engine
+        assert "--model='packed' is quantized" in of_recipe and "on one process instead of 2" in of_recipe
 
 
 def test_a_model_that_bitsandbytes_has_repacked_is_refused(source):
