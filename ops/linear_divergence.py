@@ -56,12 +56,13 @@ __all__ = [
     "divergence",
     "linear_divergence",
     "linear_top_divergence",
+    "log_rest",
     "top_divergence",
     "top_tokens",
 ]
 
 ROWS_AT_ONCE = 2048
-BYTES_AT_ONCE = 2**26
+BYTES_AT_ONCE = 3 * 2**25
 """Bytes of the fp32 logits of both heads of a few tokens, which are kept while the student's head is frozen."""
 LEAST_REST = 1e-7
 """Least probability of the rest: rounding of the others' log-probabilities, which sum to 1 or more where it is 0."""
@@ -94,8 +95,7 @@ class TopTokens(NamedTuple):
         """`log_rest`, computed if it is None."""
         if self.log_rest is not None:
             return self.log_rest
-        total = self.logprobs.masked_fill(self.ids < 0, -torch.inf).logsumexp(1)
-        return (-torch.expm1(total)).clamp(min=LEAST_REST).log()
+        return log_rest(self.logprobs.masked_fill(self.ids < 0, -torch.inf).logsumexp(1))
 
 
 def linear_divergence(
@@ -175,6 +175,11 @@ def class_entropy(teacher: TopTokens) -> torch.Tensor:
     is_class = torch.cat([teacher.ids >= 0, logprobs[:, -1:] > LEAST_LOGIT / 2], dim=1)
     logprobs = logprobs.masked_fill(~is_class, 0.0)
     return -(logprobs.exp() * logprobs).sum(1)
+
+
+def log_rest(logprobs: torch.Tensor) -> torch.Tensor:
+    """log(1 - exp(logprobs)), of any shape: of the probability of everything else, which is at least 1e-7."""
+    return (-torch.expm1(logprobs)).clamp(min=LEAST_REST).log()
 
 
 @torch.no_grad()

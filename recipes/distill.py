@@ -146,7 +146,7 @@ def train_loop(
 
             teacher.begin_step(answered)
             is_evaluated = is_due(config.eval_every, step, config.steps) or (config.eval_every and step == 0)
-            if is_evaluated and config.divergence != "uld":  # which has no tokens to compare
+            if is_evaluated and not config.has_other_tokens:  # which cannot be compared
                 agreement, compared = compare(policy, teacher, answered, config)
                 figures |= agreement
                 on_rank_zero(partial(write_teacher_figures, out, step, compared))

@@ -350,7 +350,7 @@ def test_an_adapter_learns_and_the_plan_counts_the_teacher(tiny, tmp_path):
     ("options", "words"),
     [
         ({"divergence": "kl"}, "--divergence=kl must be one of"),
-        ({"beta": 0.5}, "--beta=0.5 applies to --divergence jsd, not reverse-kl"),
+        ({"beta": 0.5}, "--beta=0.5 applies to --divergence jsd and span-jsd, not reverse-kl"),
         ({"divergence": "jsd", "beta": 0.0}, "--beta=0 is --divergence forward-kl"),
         ({"divergence": "jsd", "beta": 2.0}, "beta=2"),
         ({"teacher_temperature": 0.0}, "teacher.temperature=0"),

@@ -1,6 +1,7 @@
-"""Common spans of two tokenizers, and the distance at their ends, compared with TRL's ULD loss."""
+"""Common spans of two tokenizers: their probabilities, and the distance at their ends against TRL's ULD loss."""
 
 import json
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,6 +13,7 @@ from trl.experimental.gold import GOLDConfig
 from trl.experimental.gold.gold_trainer import ULDLoss
 
 from hybrid_engine.recipes import distill
+from hybrid_engine.rlhf.batches.head_log_probs import SpanLogProbs, SpanTokens
 from hybrid_engine.rlhf.batches.packable import pack_where_exact
 from hybrid_engine.rlhf.batches.sequences import build_sequences, response_divergences
 from hybrid_engine.rlhf.data.rows import PromptRow
@@ -140,16 +142,69 @@ def test_distances_and_gradients_are_those_of_trl(models_and_tokenizers, budget)
     for model in made:
         pack_where_exact(model, TrainingOptions(tokens_per_micro_batch=budget))
     prompts = TeacherPrompts("{prompt}", ROWS, tokenizers[1])
-    told = OtherTokensTeacher(teacher, 1.0, tokenizers, prompts, None)
+    told = OtherTokensTeacher(teacher, 1.0, tokenizers, prompts, None, sorts=True)
     step = step_of(tokenizers[0])
     told.begin_step(step)
     part = step.sequences.rows(torch.tensor([1, 0]))
     (taught,) = told.read(part)
-    assert len(taught.statement.earlier) > 0, "some spans have several tokens of the student"
+    assert len(taught.statement.own.earlier) > 0, "some spans have several tokens of the student"
     found = response_divergences(student, [taught], part, 1.0, 0.5)
     torch.testing.assert_close(found.sum(1), torch.stack(expected[::-1]), atol=1e-5, rtol=1e-4)
     for ours, theirs in zip(torch.autograd.grad(found.sum(), parameters), gradients, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-3)
+
+
+def span_logprobs(row, made, tokenizers):
+    """Log-probabilities of each span of an answer by both models, `[S]` fp64, from logits token by token."""
+    sides = []
+    for model, tokenizer in zip(made, tokenizers, strict=True):
+        prompt = tokenizer(ROWS[row].prompt)["input_ids"]
+        ids = tokenizer(ANSWERS[row])["input_ids"] + [1] * IS_ENDED[row]
+        logprobs = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
+        sums = logprobs.gather(1, torch.tensor(ids)[:, None]).squeeze(1).cumsum(0)
+        sides.append({end: total for (_, end), total in zip(offsets(ids, tokenizer), sums, strict=True)})
+    ends = sorted(sides[0].keys() & sides[1].keys())  # sums of log-probabilities up to a common end
+    return [torch.stack([side[end] for end in ends]).diff(prepend=torch.zeros(1).double()) for side in sides]
+
+
+def jensen_shannon(logprobs, beta):
+    """Of the text of each span and all others, by the definition."""
+    q, p = logprobs[0].exp(), logprobs[1].exp().detach()
+    found = torch.zeros_like(q)
+    for own, theirs in ((q, p), (1 - q, 1 - p)):
+        mixture = beta * theirs + (1 - beta) * own
+        found = found + beta * theirs * (theirs / mixture).log() + (1 - beta) * own * (own / mixture).log()
+    return found
+
+
+@pytest.mark.parametrize("budget", [0, 100])
+def test_probabilities_of_spans_and_gradients_are_those_of_whole_logits(models_and_tokenizers, budget):
+    made, tokenizers = models_and_tokenizers
+    parameters = list(made[0].parameters())
+    expected = torch.stack([jensen_shannon(span_logprobs(row, made, tokenizers), 0.3).sum() for row in range(2)])
+    gradients = torch.autograd.grad(expected.sum(), parameters)
+    for model in made:
+        pack_where_exact(model, TrainingOptions(tokens_per_micro_batch=budget))
+    prompts = TeacherPrompts("{prompt}", ROWS, tokenizers[1])
+    told = OtherTokensTeacher(made[1], 1.0, tokenizers, prompts, None)
+    step = step_of(tokenizers[0])
+    told.begin_step(step)
+    part = step.sequences.rows(torch.tensor([1, 0]))
+    (taught,) = told.read(part)
+    found = response_divergences(made[0], [taught], part, 1.0, 0.3)
+    torch.testing.assert_close(found.sum(1).double(), expected.flip(0), atol=1e-5, rtol=1e-4)
+    for ours, theirs in zip(torch.autograd.grad(found.sum(), parameters), gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-3)
+
+
+def test_spans_that_one_side_or_both_are_sure_of_have_finite_gradients():
+    student = torch.tensor([0.0, 0.0, -1e-9, -200.0, -200.0], requires_grad=True)
+    none = torch.empty(0, dtype=torch.int64)
+    told = SpanLogProbs(torch.tensor([0.0, -300.0, -1e-9, 0.0, -300.0]), SpanTokens(torch.arange(5), none, none, none))
+    found = told.divergence(student, 0.5)
+    torch.testing.assert_close(found, torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0]) * math.log(2), atol=1e-5, rtol=0)
+    found.sum().backward()
+    assert torch.isfinite(student.grad).all() and student.grad[1] > 0
 
 
 def test_the_same_tokens_give_the_distance_at_every_token(models_and_tokenizers):
@@ -164,23 +219,26 @@ def test_the_same_tokens_give_the_distance_at_every_token(models_and_tokenizers)
     assert len(taught.tokens) == sum(counts), "a longer answer loses its end"
 
 
-def test_a_run_learns_from_a_teacher_with_other_tokens_and_other_divergences_refuse_it(models_and_tokenizers, tmp_path):
+@pytest.mark.parametrize(("divergence", "most"), [("span-jsd", 0.7), ("uld", 2)])
+def test_a_run_learns_from_a_teacher_with_other_tokens_and_other_divergences_refuse_it(
+    models_and_tokenizers, tmp_path, divergence, most
+):
     for name, model, tokenizer in zip(("student", "teacher"), *models_and_tokenizers, strict=True):
         model.save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
     rows = ({"prompt": f"{n}+{n}=", "completion": f"{n}+{n};{2 * n}"} for n in range(80))
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = distill.Config(
-        model=str(tmp_path / "student"), teacher=str(tmp_path / "teacher"), divergence="uld", reward=("regex:1",),
+        model=str(tmp_path / "student"), teacher=str(tmp_path / "teacher"), divergence=divergence, reward=("regex:1",),
         dataset=str(tmp_path / "sums.jsonl"), on_policy_share=0.0, out=str(tmp_path / "run"), steps=2, rollout_size=16,
         minibatch_size=8, max_new_tokens=8, learning_rate=3e-3, eval_every=2, eval_prompts=2,
         eval_samples=1, save_every=0,
     )  # fmt: skip
     distill.run(config)
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert len(lines) == 2 and all(0 < line["divergence"] <= 2 and line["grad_norm"] > 0 for line in lines)
+    assert len(lines) == 2 and all(0 < line["divergence"] <= most and line["grad_norm"] > 0 for line in lines)
     assert not any("agreement" in line for line in lines)  # there are no tokens to compare
-    with pytest.raises(ValueError, match=r"a divergence needs one vocabulary, .*--divergence uld"):
+    with pytest.raises(ValueError, match=r"a divergence needs one vocabulary, .*--divergence span-jsd"):
         distill.run(replace(config, divergence="reverse-kl", out=str(tmp_path / "refused")))
 
 
@@ -188,6 +246,7 @@ def test_a_run_learns_from_a_teacher_with_other_tokens_and_other_divergences_ref
     ("options", "words"),
     [
         ({"teacher_top_k": 4}, "--teacher-top-k=4 has no effect with --divergence uld"),
+        ({"divergence": "span-jsd", "teacher_top_k": 4}, "has no effect with --divergence span-jsd"),
         ({"teacher_offload": True}, "--teacher-offload does not exist for --divergence uld"),
         ({"teacher_sharded": True}, "--teacher-sharded does not exist for --divergence uld"),
         ({"teacher": "self", "teacher_prompt": "{answer}{prompt}"}, "--divergence uld is for teachers that are models"),

@@ -33,6 +33,7 @@ from hybrid_engine.ops.linear_divergence import (
     divergence,
     linear_divergence,
     linear_top_divergence,
+    log_rest,
     top_divergence,
     top_tokens,
 )
@@ -119,25 +120,54 @@ class WholeLogProbs(NamedTuple):
     logprobs: torch.Tensor  # [N, V] fp32
 
 
-class SpanStates(NamedTuple):
-    """A teacher's distributions at the ends of S spans of text that its tokens and the student's have in common.
+class SpanTokens(NamedTuple):
+    """The student's tokens of S spans of text that its tokens and a teacher's have in common.
 
-    They are compared by `ops/linear_sorted_distance.py`, whatever the divergence of the others is. The tokens of the
-    part are the student's last ones of the spans.
+    Each span has a last token, and n earlier ones are in all spans together.
+    """
+
+    last: torch.Tensor  # [S] int64: the last tokens
+    earlier: torch.Tensor  # [n] int64: the earlier tokens
+    spans: torch.Tensor  # [n] int64: the span of each
+    numbers: torch.Tensor  # [n] int64: the number of each among all requested tokens
+
+    def added(self, logprobs: torch.Tensor) -> torch.Tensor:
+        """`[S]`: the log-probability of the earlier tokens of each span, from those of all `[n]`."""
+        return logprobs.new_zeros(len(self.last)).index_add(0, self.spans, logprobs)
+
+
+class SpanLogProbs(NamedTuple):
+    """A teacher's log-probabilities of S spans of text, whatever its tokens are.
+
+    The divergence of a span is over two classes, its text after what is before it, and every other text. Merging
+    classes lowers a divergence. The tokens of the part are the student's last ones of the spans.
+    """
+
+    logprobs: torch.Tensor  # [S] fp32
+    own: SpanTokens
+
+    def divergence(self, student: torch.Tensor, beta: float) -> torch.Tensor:
+        """`[S]`: from the student's log-probabilities of the last tokens and the earlier ones, `[S + n]`."""
+        last, earlier = student.split([len(self.own.last), len(self.own.earlier)])
+        own, theirs = (
+            torch.stack([logprobs, log_rest(logprobs)], dim=1)
+            for logprobs in (last + self.own.added(earlier), self.logprobs)
+        )
+        return divergence(own, theirs, beta)
+
+
+class SpanStates(NamedTuple):
+    """A teacher's distributions at the ends of S spans of text.
+
+    They are compared by `ops/linear_sorted_distance.py`. The tokens of the part are the student's last ones.
     """
 
     states: HeadStates  # at the teacher's last token of each span
     scale: torch.Tensor  # [S] fp32: probability of the teacher's earlier tokens of the span
-    earlier: torch.Tensor  # [n] int64: numbers of the student's earlier tokens of all spans
-    ids: torch.Tensor  # [n] int64: those tokens
-    spans: torch.Tensor  # [n] int64: the span of each
-
-    def student_scale(self, logprobs: torch.Tensor) -> torch.Tensor:
-        """`[S]`: probability of the student's earlier tokens of each span, from their log-probabilities `[n]`."""
-        return torch.zeros_like(self.scale).index_add(0, self.spans, logprobs).exp()
+    own: SpanTokens
 
 
-Statement = HeadStates | StatesOfSameHead | WholeLogProbs | TopTokens | SpanStates
+Statement = HeadStates | StatesOfSameHead | WholeLogProbs | TopTokens | SpanLogProbs | SpanStates
 """A teacher's distributions of some tokens, in one of these forms."""
 
 
@@ -151,8 +181,8 @@ class Taught(NamedTuple):
     def renumbered(self, numbers: torch.Tensor) -> "Taught":
         """The same of tokens whose number is `numbers[i]` where it was i."""
         told, tokens = self.statement, numbers if self.tokens is None else numbers[self.tokens]
-        if isinstance(told, SpanStates):
-            told = told._replace(earlier=numbers[told.earlier])
+        if isinstance(told, SpanLogProbs | SpanStates):
+            told = told._replace(own=told.own._replace(numbers=numbers[told.own.numbers]))
         return self._replace(statement=told, tokens=tokens)
 
 
@@ -271,7 +301,7 @@ def _compared(
         if isinstance(told, StatesOfSameHead):
             assert isinstance(student, HeadStates), "a model whose logits are needed does not state hidden states"
             told = HeadStates(told.hidden, student.weight, student.bias, told.shape)
-        assert not isinstance(told, SpanStates), "tokens of two vocabularies are not compared"
+        assert not isinstance(told, SpanLogProbs | SpanStates), "tokens of two vocabularies are not compared"
         places = slice(None) if part.tokens is None else part.tokens
         teacher_top[places], teacher_entropy[places] = _top_and_entropy(told)
     found = {"top": top, "entropy": entropy, "teacher_top": teacher_top, "teacher_entropy": teacher_entropy}
@@ -311,10 +341,14 @@ def _added(taught: Sequence[Taught], tokens: torch.Tensor, of: Callable[[Taught]
 def _of_states(part: Taught, student: HeadStates, beta: float, num_top: int) -> torch.Tensor:
     """`[n]`: the divergences of a part's tokens from the student's hidden states."""
     told, hidden = part.statement, student.hidden if part.tokens is None else student.hidden[part.tokens]
+    if isinstance(told, SpanLogProbs):
+        rows, ids = torch.cat([hidden, student.hidden[told.own.numbers]]), torch.cat([told.own.last, told.own.earlier])
+        found = linear_log_prob(rows, student.weight, ids, student.bias, student.shape)
+        return told.divergence(found.logprobs, beta)
     if isinstance(told, SpanStates):
-        earlier = student.hidden[told.earlier]
-        logprobs = linear_log_prob(earlier, student.weight, told.ids, student.bias, student.shape).logprobs
-        scale = told.student_scale(logprobs)
+        rows, ids = student.hidden[told.own.numbers], told.own.earlier
+        logprobs = linear_log_prob(rows, student.weight, ids, student.bias, student.shape).logprobs
+        scale = told.own.added(logprobs).exp()
         return linear_sorted_distance(student._replace(hidden=hidden), scale, told.states, told.scale)
     if isinstance(told, StatesOfSameHead):
         told = HeadStates(told.hidden, student.weight.detach(), _detached(student.bias), told.shape)
@@ -335,8 +369,12 @@ def _of_whole(part: Taught, logprobs: torch.Tensor, beta: float, num_top: int) -
     assert not isinstance(told, StatesOfSameHead), "a model whose logits are needed does not state hidden states"
     if isinstance(told, TopTokens):
         return top_divergence(student, told, beta)
+    if isinstance(told, SpanLogProbs | SpanStates):
+        earlier = logprobs[told.own.numbers].gather(1, told.own.earlier[:, None]).squeeze(1)
+    if isinstance(told, SpanLogProbs):
+        return told.divergence(torch.cat([student.gather(1, told.own.last[:, None]).squeeze(1), earlier]), beta)
     if isinstance(told, SpanStates):
-        scale = told.student_scale(logprobs[told.earlier].gather(1, told.ids[:, None]).squeeze(1))
+        scale = told.own.added(earlier).exp()
         probabilities = _logprobs_of(told.states).exp() * told.scale[:, None]
         return sorted_distance(student.exp() * scale[:, None], probabilities)
     theirs = _logprobs_of(told) if isinstance(told, HeadStates) else told.logprobs

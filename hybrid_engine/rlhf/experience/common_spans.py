@@ -6,10 +6,14 @@ same bytes:
     student    |12|+3|0|=|     bytes 0 2 4 5 6
     teacher    |1|2|+|30|=|    bytes 0 1 2 3 5 6      spans: 12, +30, =
 
-The distribution at the last token of a span, weighed by the probability of the span's earlier tokens (the chain rule),
-is compared after sorting, since the vocabularies differ: Boizard et al. 2024, "Universal Logit Distillation", arXiv
-2402.12030; the alignment is that of "GOLD" (trl.experimental.gold in TRL 1.16, with the strategy "bayesian" for tokens
-of a span and without its hybrid loss). TRL divides by spans; here as elsewhere the mean is over all tokens.
+The alignment is that of "GOLD" (trl.experimental.gold in TRL 1.16). Two divergences know it:
+
+- span-jsd: the probabilities that both give to the text of a span, the products of those of its tokens, are compared
+  by the generalized Jensen-Shannon divergence of two classes: that text, and every other.
+- uld: the distribution at the last token of a span, weighed by the probability of the span's earlier tokens (the chain
+  rule), is compared after sorting, since the vocabularies differ: Boizard et al. 2024, "Universal Logit Distillation",
+  arXiv 2402.12030; in TRL the strategy "bayesian" for tokens of a span, without its hybrid loss. TRL divides by spans;
+  here as elsewhere the mean is over all tokens.
 """
 
 from collections.abc import Sequence
@@ -24,8 +28,8 @@ from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.generation.detokenize import answer_ends, token_bytes
 from hybrid_engine.ops.linear_divergence import HeadStates
 from hybrid_engine.ops.linear_log_prob import linear_log_prob
-from hybrid_engine.rlhf.batches.head_log_probs import SpanStates, Taught
-from hybrid_engine.rlhf.batches.sequences import Sequences, build_sequences, response_states
+from hybrid_engine.rlhf.batches.head_log_probs import SpanLogProbs, SpanStates, SpanTokens, Taught
+from hybrid_engine.rlhf.batches.sequences import Sequences, build_sequences, response_logprobs, response_states
 from hybrid_engine.rlhf.experience.teachers import StepAnswers, TeacherPrompts
 
 END = b"\0"
@@ -75,6 +79,8 @@ class OtherTokensTeacher:
         tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase],
         prompts: TeacherPrompts,
         num_positions: int | None,
+        *,
+        sorts: bool = False,
     ) -> None:
         """Takes the model.
 
@@ -84,8 +90,10 @@ class OtherTokensTeacher:
             tokenizers: the student's and the teacher's.
             prompts: of the training rows, as the teacher's tokens.
             num_positions: tokens that it can read; longer answers lose their end.
+            sorts: whether sorted distributions are compared, in place of the probabilities of spans.
         """
         self.model, self.temperature, self.prompts, self.num_positions = model, temperature, prompts, num_positions
+        self.sorts = sorts
         self.own, self.theirs = tokenizers
         self._step: Sequences | None = None
         self._spans: list[list[CommonSpan]] = []
@@ -114,52 +122,50 @@ class OtherTokensTeacher:
         return [*ids, self.theirs.eos_token_id] if is_ended or not ids else ids
 
     def read(self, sequences: Sequences) -> Sequence[Taught]:
-        """Its distributions at the ends of the spans of some rows."""
+        """The probabilities of the spans of some rows, or the distributions at their ends."""
         assert self._step is not None and sequences.numbers is not None
         seen, device = self._step.rows(sequences.numbers), sequences.input_ids.device
-        stated = response_states(self.model, seen, self.temperature)
-        if not isinstance(stated, HeadStates):
-            raise ValueError("--divergence uld needs a teacher with a plain linear head; give another one")
         mask = sequences.on_host.response_mask.tolist()
         spans = [
             [span for span in self._spans[number] if all(learned[place] for place in span.own)]
             for number, learned in zip(sequences.numbers.tolist(), mask, strict=True)
         ]
-        own = _SpanTokens.of(sequences, [[span.own for span in row] for row in spans], device)
-        theirs = _SpanTokens.of(seen, [[span.theirs for span in row] for row in spans], device)
-        logprobs = linear_log_prob(
-            stated.hidden[theirs.earlier], stated.weight, theirs.ids, stated.bias, stated.shape
-        ).logprobs
-        scale = torch.zeros(len(theirs.last), device=device).index_add(0, theirs.spans, logprobs).exp()
-        told = stated._replace(hidden=stated.hidden[theirs.last])
-        return [Taught(SpanStates(told, scale, own.earlier, own.ids, own.spans), own.last)]
+        own, own_last = _tokens_of(sequences, [[span.own for span in row] for row in spans], device)
+        theirs, their_last = _tokens_of(seen, [[span.theirs for span in row] for row in spans], device)
+        if self.sorts:
+            return [Taught(self._states(seen, theirs, their_last, own), own_last)]
+        with torch.no_grad():
+            logprobs = response_logprobs(self.model, seen, self.temperature)[seen.response_mask]
+        return [Taught(SpanLogProbs(logprobs[their_last] + theirs.added(logprobs[theirs.numbers]), own), own_last)]
+
+    def _states(self, seen: Sequences, theirs: SpanTokens, last: torch.Tensor, own: SpanTokens) -> SpanStates:
+        """Its distributions at the ends of the spans."""
+        stated = response_states(self.model, seen, self.temperature)
+        if not isinstance(stated, HeadStates):
+            raise ValueError("--divergence uld needs a teacher with a plain linear head; give another one")
+        earlier = stated.hidden[theirs.numbers]
+        logprobs = linear_log_prob(earlier, stated.weight, theirs.earlier, stated.bias, stated.shape).logprobs
+        return SpanStates(stated._replace(hidden=stated.hidden[last]), theirs.added(logprobs).exp(), own)
 
 
-class _SpanTokens(NamedTuple):
-    """The tokens of S spans of some rows, on one side; `[S]` int64, and `[n]` of the others."""
+def _tokens_of(sequences: Sequences, spans: list[list[range]], device: torch.device) -> tuple[SpanTokens, torch.Tensor]:
+    """The tokens at the places `spans` of the responses of each row, and the numbers of the last ones, `[S]`.
 
-    last: torch.Tensor
-    """Number of the last token of each span among all learned ones."""
-    earlier: torch.Tensor
-    """Numbers of the n other tokens."""
-    ids: torch.Tensor
-    """Ids of those."""
-    spans: torch.Tensor
-    """The span of each of those."""
-
-    @classmethod
-    def of(cls, sequences: Sequences, spans: list[list[range]], device: torch.device) -> "_SpanTokens":
-        """The tokens at the places `spans` of the responses of each row."""
-        mask = sequences.on_host.response_mask
-        numbers = (mask.flatten().cumsum(0) - 1).view_as(mask).tolist()
-        ids = sequences.on_host.input_ids[:, -mask.shape[1] :].tolist()
-        places = [(row, span) for row, of_row in enumerate(spans) for span in of_row]
-        last = [numbers[row][span[-1]] for row, span in places]
-        earlier = [
-            (numbers[row][place], ids[row][place], number)
-            for number, (row, span) in enumerate(places)
-            for place in span[:-1]
-        ]
-        columns = torch.tensor(earlier, dtype=torch.int64).view(-1, 3).unbind(1)
-        found = (torch.tensor(last, dtype=torch.int64), *columns)
-        return cls(*(send_to_device(part.contiguous(), device) for part in found))
+    Numbers are those among all learned tokens.
+    """
+    mask = sequences.on_host.response_mask
+    numbers = (mask.flatten().cumsum(0) - 1).view_as(mask).tolist()
+    ids = sequences.on_host.input_ids[:, -mask.shape[1] :].tolist()
+    places = [(row, span) for row, of_row in enumerate(spans) for span in of_row]
+    last = [(ids[row][span[-1]], numbers[row][span[-1]]) for row, span in places]
+    earlier = [
+        (ids[row][place], number, numbers[row][place])
+        for number, (row, span) in enumerate(places)
+        for place in span[:-1]
+    ]
+    columns = [
+        send_to_device(column.contiguous(), device)
+        for rows, width in ((last, 2), (earlier, 3))
+        for column in torch.tensor(rows, dtype=torch.int64).view(-1, width).unbind(1)
+    ]
+    return SpanTokens(columns[0], *columns[2:]), columns[1]

@@ -90,7 +90,7 @@ def check_teacher(config: DistillConfig) -> None:
             if config.model is not None and not is_stored:  # a stored pass needs no server
                 open_server(source, config, load_tokenizer(config.model))
         elif source not in OWN_WEIGHTS:
-            check_model_teacher(source, None if config.divergence == "uld" else config.model)
+            check_model_teacher(source, None if config.has_other_tokens else config.model)
             check_teacher_top_k(config, source, load_config(source, "teacher"))
         elif config.model is not None:
             check_teacher_top_k(config, source, load_config(config.model))
@@ -113,7 +113,7 @@ def check_same_tokens(teacher: PreTrainedTokenizerBase, actor: PreTrainedTokeniz
         raise ValueError(
             f"--teacher={name!r} has other tokens than the actor ({other!r} is {theirs.get(other)} and "
             f"{ours.get(other)}); a divergence needs one vocabulary, so give a teacher with the actor's tokenizer, "
-            "or in distill --divergence uld"
+            "or in distill --divergence span-jsd"
         )
 
 
@@ -327,7 +327,7 @@ def _load_one(
 ) -> Teacher:
     if is_address(source):
         return ScoredTeacher(open_server(source, config, policy.tokenizer), prompts)
-    if config.divergence == "uld":
+    if config.has_other_tokens:
         return _load_with_other_tokens(start.source if source == FIRST_WEIGHTS else source, config, policy, start)
     adapter = adapter_of(source)
     is_own = source in OWN_WEIGHTS or adapter is not None
@@ -359,12 +359,14 @@ def _load_with_other_tokens(
     limit = num_positions(load_config(source))
     check_teacher_positions(config, prompts.longest, source, limit, has_prompts=True)
     model = load_frozen(source, config, policy, is_same_vocabulary=False)
+    sorts = config.divergence == "uld"
+    compared = "the sorted probabilities at the ends" if sorts else "the probabilities"
     say(
-        f"teacher: --divergence uld compares the sorted probabilities of {source!r} ({len(tokenizer)} tokens) and of "
-        f"the actor ({len(policy.tokenizer)} tokens) at the ends of common spans of text"
+        f"teacher: --divergence {config.divergence} compares {compared} of common spans of text of {source!r} "
+        f"({len(tokenizer)} tokens) and of the actor ({len(policy.tokenizer)} tokens)"
     )
     tokenizers = (policy.tokenizer, tokenizer)
-    return OtherTokensTeacher(model, config.teacher_temperature, tokenizers, prompts, limit)
+    return OtherTokensTeacher(model, config.teacher_temperature, tokenizers, prompts, limit, sorts=sorts)
 
 
 def load_frozen(

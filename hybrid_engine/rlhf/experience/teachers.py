@@ -6,8 +6,8 @@ each forward pass of the student. `response_divergences` takes what it states. T
 1. Write a class with the members of `Teacher`. `read` returns a list of `Taught`: usually one for all tokens, or one
    for the tokens of each of several teachers, with weights. The forms of a statement are `HeadStates` (hidden states
    and the head, compared in tiles over the whole vocabulary), `StatesOfSameHead` (the same, if the head is the
-   student's), `WholeLogProbs` (for models whose logits are needed), `TopTokens` (log-probabilities of K tokens) and
-   `SpanStates` (for a teacher with other tokens).
+   student's), `WholeLogProbs` (for models whose logits are needed), `TopTokens` (log-probabilities of K tokens), and
+   `SpanLogProbs` and `SpanStates` (for a teacher with other tokens).
 2. Add its options to `TeacherOptions`, build it in `load_teacher` (`teacher_loading.py`), and refuse in `check_teacher`
    what can be refused before any model is loaded.
 

@@ -17,7 +17,9 @@ from hybrid_engine.config.checks import (
 )
 from hybrid_engine.rlhf.options.shared import PromptRunOptions, check_minibatch, derive_minibatch
 
-DIVERGENCES = ("forward-kl", "reverse-kl", "jsd", "uld")
+OF_OTHER_TOKENS = ("span-jsd", "uld")
+"""Divergences from a teacher whose tokens are not the actor's."""
+DIVERGENCES = ("forward-kl", "reverse-kl", "jsd", *OF_OTHER_TOKENS)
 PRESENT_WEIGHTS, FIRST_WEIGHTS = "self", "base"
 """Teachers that are the model itself: as it is trained, and as it was at the start."""
 OWN_WEIGHTS = (PRESENT_WEIGHTS, FIRST_WEIGHTS)
@@ -276,12 +278,13 @@ class DistillConfig(TeacherOptions, PromptRunOptions):
     )
     divergence: str = option(
         "reverse-kl",
-        "Divergence from the teacher: forward-kl (teacher from student), reverse-kl, jsd (generalized "
-        "Jensen-Shannon) or uld (sorted probabilities at common spans of text, for a teacher with other tokens)",
+        "Divergence from the teacher: forward-kl (teacher from student), reverse-kl or jsd (generalized "
+        "Jensen-Shannon); from one with other tokens: span-jsd (jsd of the probabilities of common spans of text) or "
+        "uld (sorted probabilities at their ends)",
     )
     beta: float | None = option(
         None,
-        "With --divergence jsd: weight of the teacher in the mixture, above 0 and below 1; default: 0.5",
+        "With --divergence jsd and span-jsd: weight of the teacher in the mixture, above 0 and below 1; default: 0.5",
     )
     on_policy_share: float = option(
         1.0,
@@ -312,11 +315,13 @@ class DistillConfig(TeacherOptions, PromptRunOptions):
         TeacherOptions.__post_init__(self)
         check_answers(self.rollout_size, self.group_size)
         check_one_of("divergence", self.divergence, DIVERGENCES)
-        if self.beta is not None and self.divergence != "jsd":
-            raise ValueError(f"--beta={self.beta} applies to --divergence jsd, not {self.divergence}; leave it out")
+        if self.beta is not None and self.divergence not in ("jsd", "span-jsd"):
+            raise ValueError(
+                f"--beta={self.beta} applies to --divergence jsd and span-jsd, not {self.divergence}; leave it out"
+            )
         if self.beta is not None:
             check_between("beta", self.beta, 0, 1)
-        if self.beta in (0, 1):
+        if self.beta in (0, 1) and self.divergence == "jsd":
             name = "forward-kl" if self.beta == 0 else "reverse-kl"
             raise ValueError(f"--beta={self.beta:g} is --divergence {name}; pass that")
         check_minibatch(self.rollout_size, self.group_size, self.minibatch_size)
@@ -344,20 +349,26 @@ class DistillConfig(TeacherOptions, PromptRunOptions):
                 f"--teacher-prompt shows {{{SOLUTION_OF_GROUP}}}, another answer to the same prompt, which {given} "
                 "does not give; set --on-policy-share 1 and --group-size to 2 or more, such as 8"
             )
-        if self.divergence == "uld":
+        if self.has_other_tokens:
             self._check_other_tokens()
 
     def _check_other_tokens(self) -> None:
+        given = f"--divergence {self.divergence}"
         if self.teacher_top_k:
-            raise ValueError(f"--teacher-top-k={self.teacher_top_k} has no effect with --divergence uld; leave it out")
+            raise ValueError(f"--teacher-top-k={self.teacher_top_k} has no effect with {given}; leave it out")
         for name in ("teacher_offload", "teacher_sharded", "teacher_average"):
             if getattr(self, name):
-                raise ValueError(f"{flag(name)} does not exist for --divergence uld; leave it out")
+                raise ValueError(f"{flag(name)} does not exist for {given}; leave it out")
         if self.teachers and len(self.learns_from) < len(self.teachers):
             raise ValueError(
-                "--divergence uld is for teachers that are models of their own in memory; use another divergence, or "
-                "give the name or folder of a model"
+                f"{given} is for teachers that are models of their own in memory; use another divergence, or give the "
+                "name or folder of a model"
             )
+
+    @property
+    def has_other_tokens(self) -> bool:
+        """Whether the teacher's tokens may be others than the actor's."""
+        return self.divergence in OF_OTHER_TOKENS
 
     @property
     def learns_given_answers(self) -> bool:
