@@ -290,7 +290,9 @@ def build_experience(
     logprobs_teacher = teacher.logprobs(sequences, policy.sizes) if teacher is not None else None
     if logprobs_teacher is not None:
         judged = mask  # the teacher judges every answer
-        taught = teacher_advantages(logprobs_old, logprobs_teacher, mask, config.weight_of_teacher)
+        taught = teacher_advantages(
+            logprobs_old, logprobs_teacher, mask, config.weight_of_teacher, config.teacher_clamp
+        )
         advantages = taught if config.teacher_alone else advantages + taught
     is_cut_off = torch.tensor(rollout.answers.is_cut_off, device=mask.device)
     learned = without_cut_off(judged, is_cut_off) if algorithm.mask_cut_off else judged

@@ -65,6 +65,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
             "teacher_temperature",
             "teacher_top_k",
             "teacher_coef",
+            "teacher_clamp",
             "teacher_alone",
             "kl_coef",
             "reward_aggregation",

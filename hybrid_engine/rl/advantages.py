@@ -45,7 +45,11 @@ def token_rewards(scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, kl
 
 @torch.no_grad()
 def teacher_advantages(
-    logprobs_old: torch.Tensor, logprobs_teacher: torch.Tensor, mask: torch.Tensor, coef: float
+    logprobs_old: torch.Tensor,
+    logprobs_teacher: torch.Tensor,
+    mask: torch.Tensor,
+    coef: float,
+    clamp: float | None = None,
 ) -> torch.Tensor:
     """The advantage of each token from a teacher: minus `coef` times the estimated reverse KL of its distribution.
 
@@ -59,12 +63,14 @@ def teacher_advantages(
         logprobs_teacher: `[B, T]`.
         mask: `[B, T]` bool.
         coef: weight of the teacher, per nat.
+        clamp: bound of the difference, in nats; None: none.
 
     Returns:
         `[B, T]`, 0 outside the mask.
     """
     _check_mask(mask, logprobs_old)
-    return torch.where(mask, coef * (logprobs_teacher - logprobs_old), 0.0)
+    differences = logprobs_teacher - logprobs_old
+    return torch.where(mask, coef * (differences if clamp is None else differences.clamp(-clamp, clamp)), 0.0)
 
 
 @torch.no_grad()

@@ -644,6 +644,8 @@ def load_logits(folder, sequences):
         ({"teacher_coef": 0.5}, "--teacher-coef applies to a run with a teacher; give --teacher"),
         ({"teacher_alone": True}, "--teacher-alone applies to a run with a teacher; give --teacher"),
         ({"teacher": "t", "teacher_coef": 0.0}, "--teacher-coef=0"),
+        ({"teacher_clamp": 10.0}, "--teacher-clamp applies to a run with a teacher; give --teacher"),
+        ({"teacher": "t", "teacher_clamp": 0.0}, "--teacher-clamp=0"),
         ({"teacher": "self"}, "--teacher=self is a teacher of distill; grpo learns from a model in memory"),
         ({"teacher": "adapter:a"}, "--teacher=adapter:a is a teacher of distill"),
         ({"teacher": "http://h/v1"}, "--teacher=http://h/v1 is a teacher of distill"),

@@ -384,3 +384,5 @@ def test_a_teachers_advantages_are_minus_the_reverse_kl_of_each_token():
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
     found = teacher_advantages(old, teacher, mask, 0.5)
     torch.testing.assert_close(found, torch.tensor([[0.15, -0.4, 0.5], [0.0, -0.95, 0.0]]))
+    bounded = teacher_advantages(old, teacher, mask, 0.5, 0.9)
+    torch.testing.assert_close(bounded, torch.tensor([[0.15, -0.4, 0.45], [0.0, -0.45, 0.0]]))

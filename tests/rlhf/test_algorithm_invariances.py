@@ -288,13 +288,13 @@ OLD = torch.tensor([[-1.2, -0.7, -2.0], [-0.4, -1.1, 0.0]], dtype=torch.float64)
 """Log-probabilities of two answers, the second of two tokens."""
 
 
-def loss_with_teacher(scores, coef, present):
+def loss_with_teacher(scores, coef, present, clamp=None):
     """The loss of the answers with these scores, whose present log-probabilities are `present`."""
     teacher = torch.tensor([[-0.9, -1.5, -1.0], [-0.4, -3.0, 0.0]], dtype=torch.float64)
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
     algorithm = Algorithm(scale="none", clip_low=0.2, clip_high=0.2, aggregation="token-mean")
     of_scores = compute_advantages(algorithm, torch.tensor(scores, dtype=torch.float64), 2, OLD, None, mask, 0.0)
-    advantages = of_scores + teacher_advantages(OLD, teacher, mask, coef)
+    advantages = of_scores + teacher_advantages(OLD, teacher, mask, coef, clamp)
     batch = PolicyBatch(present, OLD, advantages, mask)
     return policy_objective(algorithm, batch, count_step(mask, 3), Coefficients.first(algorithm))
 
@@ -324,4 +324,18 @@ def test_in_the_first_update_loss_and_gradient_with_a_teacher_are_verls():
     (gradient,) = torch.autograd.grad(loss, present)
     assert loss.item() == pytest.approx(0.04, abs=1e-12)
     expected = torch.tensor([[-0.13, -0.02, -0.2], [0.1, 0.29, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(gradient, expected, atol=1e-12, rtol=0)
+
+
+def test_a_teacher_alone_with_a_clamp_is_verls_distillation_loss_in_the_first_update():
+    """Of verl 0.9.1 (verl/trainer/distillation/losses.py) with use_policy_gradient, k1, loss_max_clamp=0.9 and vanilla.
+
+    The differences from the teacher are -0.3, 0.8, -1 and 0, 1.9 nats; loss and gradient are those of the clamped ones
+    over five tokens.
+    """
+    present = OLD.clone().requires_grad_()
+    loss = loss_with_teacher([0.0, 0.0], 1.0, present, clamp=0.9)
+    (gradient,) = torch.autograd.grad(loss, present)
+    assert loss.item() == pytest.approx(0.1, abs=1e-12)
+    expected = torch.tensor([[-0.06, 0.16, -0.18], [0.0, 0.18, 0.0]], dtype=torch.float64)
     torch.testing.assert_close(gradient, expected, atol=1e-12, rtol=0)

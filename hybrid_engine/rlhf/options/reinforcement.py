@@ -122,6 +122,9 @@ class GRPOConfig(PartialOptions, PromptRunOptions):
         "the actor's is added to the token's advantage (docs/distillation.md)",
     )
     teacher_coef: float | None = option(None, "With --teacher: weight of that, per nat; default: 1")
+    teacher_clamp: float | None = option(
+        None, "With --teacher: bound of that, in nats, before it is weighed; default: none; verl's is 10"
+    )
     teacher_alone: bool = option(
         False,
         "With --teacher: learn from it alone; rewards only say how good the answers are",
@@ -209,16 +212,17 @@ class GRPOConfig(PartialOptions, PromptRunOptions):
 
 def check_teacher_options(config: GRPOConfig) -> None:
     """Raises ValueError for options of a teacher without one, and for those of rewards that are not learned from."""
-    for name, is_given in (("teacher_coef", config.teacher_coef is not None), ("teacher_alone", config.teacher_alone)):
-        if is_given and config.teacher is None:
+    for name in ("teacher_coef", "teacher_clamp", "teacher_alone"):
+        if getattr(config, name) not in (None, False) and config.teacher is None:
             raise ValueError(f"{flag(name)} applies to a run with a teacher; give --teacher, or leave it out")
     if config.teacher is not None and not is_model(config.teacher):
         raise ValueError(
             f"--teacher={config.teacher} is a teacher of distill; grpo learns from a model in memory: give its Hugging "
             "Face name or folder"
         )
-    if config.teacher_coef is not None:
-        check_above("teacher_coef", config.teacher_coef, 0)
+    for name in ("teacher_coef", "teacher_clamp"):
+        if getattr(config, name) is not None:
+            check_above(name, getattr(config, name), 0)
     if not config.teacher_alone:
         return
     for name in OF_SCORES:
