@@ -1,7 +1,7 @@
 """Partial rollouts: a step trains the groups that are whole, and the next steps continue the others.
 
 More groups are open than a step trains, so that the rows of answers that have ended go on with other prompts and the
-longest answers of a step keep nobody waiting. An unfinished answer keeps its tokens, their log-probabilities and the
+no step waits for its longest answers. An unfinished answer keeps its tokens, their log-probabilities and the
 step that drew each of them; the next step computes its prefix again under the weights of that time. Source: Kimi Team,
 "Kimi k1.5", arXiv 2501.12599, section 2.6.2; the bound on staleness: Fu et al., "AReaL", arXiv 2505.24298, section 5.1.
 
@@ -51,7 +51,7 @@ class OpenGroups:
         return 0 if self.carried is None else self.carried.num_prompts
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs of the groups of all processes; collective."""
+        """The state of the groups of all processes, for a checkpoint; collective."""
         own = {"rows": dict(self.rows), "begun": dict(self.begun), "carried": self.carried and self.carried.state()}
         return {"processes": gather_objects(own)}
 
