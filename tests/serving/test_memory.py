@@ -103,7 +103,7 @@ def test_a_workspace_that_nobody_wrote_to_is_not_counted_as_free_memory(engine, 
         (float("nan"), "memory=nan must be a fraction"),
         ("6 gigs", "memory='6 gigs' must be a size above 0"),
         ("2GiB", "memory=2GiB is more than the 1.0 GiB left free"),
-        ("10KiB", "longest=160: a prompt and its answer of so many tokens do not fit into 10,240 bytes, which hold 0"),
+        ("4KiB", "longest=160: a prompt and its answer of so many tokens do not fit into 4,096 bytes, which hold 0"),
     ],
 )
 def test_memory_that_cannot_be_is_refused_by_name(engine, tokenizer, with_free_memory, memory, told):

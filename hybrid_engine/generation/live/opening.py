@@ -33,7 +33,14 @@ from hybrid_engine.generation.live.batches import (
     open_own,
 )
 from hybrid_engine.generation.live.shared import LeadingBatch, LiveLink
-from hybrid_engine.generation.memory import BLOCK_SIZE, MAX_RUNNING, NEEDED_SLOTS, MemoryLimit, plan_rollout
+from hybrid_engine.generation.memory import (
+    BLOCK_SIZE,
+    LIVE_BLOCK_SIZE,
+    MAX_RUNNING,
+    NEEDED_SLOTS,
+    MemoryLimit,
+    plan_rollout,
+)
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.rollout.generator import Generator
 from hybrid_engine.generation.rollout.stages import OrderedTurns, StageRollouts
@@ -227,7 +234,8 @@ def _plan(generator: Generator, asked: LiveBatchRequest, memory: list[Memory]) -
     if generator.exact is None:
         # The next turn of a conversation continues from the blocks of the last one. On a CPU, where a rollout gives
         # each sequence a single block, small blocks took 0.97 to 1.03 of the CPU seconds.
-        config = replace(config, kv_block_size=config.kv_block_size or BLOCK_SIZE)
+        automatic = LIVE_BLOCK_SIZE.get(generator.device.type, BLOCK_SIZE)
+        config = replace(config, kv_block_size=config.kv_block_size or automatic)
     num_held = _most_tokens(model, config, spare, native.num_reserved)
     longest = max(2, min(longest, num_held)) if is_free else longest
     if longest > num_held:
