@@ -40,8 +40,17 @@ from hybrid_engine.containers.policy import (
     submodule,
 )
 from hybrid_engine.containers.quantised import keep_as_loaded
+from hybrid_engine.containers.towers import find_tower, has_rope_index
 from hybrid_engine.containers.views import ALONE, EmbeddingView, NormView, Ones, TensorParallel, TransposedLinear
-from hybrid_engine.ops import Batch, DecodeBatch, MixedBatch, PrefillBatch, SoftmaxContextOp, VectorMatMulOp
+from hybrid_engine.ops import (
+    Batch,
+    DecodeBatch,
+    MixedBatch,
+    PlacedFeatures,
+    PrefillBatch,
+    SoftmaxContextOp,
+    VectorMatMulOp,
+)
 from hybrid_engine.ops.cpu_kernels import rows_of_pass
 from hybrid_engine.ops.expert_gemm import ExpertGemmOp
 from hybrid_engine.ops.softmax_context import rotary_rows
@@ -167,7 +176,11 @@ class InferenceModel:
         ]
         self._take_ends(policy, decoder, config)
         self.angles = take_angles(policy, decoder, config, self.layers)
-        self.vocab_size = config.vocab_size
+        self.tower = find_tower(self.base, self.angles.has_axes)
+        """How the model takes images; None: it has no tower, or one that containers do not know."""
+        self.has_axes = self.tower is not None and has_rope_index(self.base)
+        """Whether tokens of an image have a position on each of three axes."""
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         # A position table has an end; length-dependent frequencies serve sequences longer than the config's maximum.
         has_end = not any(rotary.rope_type == "dynamic" for rotary in self.angles.rotaries.values())
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None) if has_end else None
@@ -359,9 +372,12 @@ class InferenceModel:
         rotary, num_tokens = self.angles.rows(batch, self.dtype), len(hidden)
         if not isinstance(batch, DecodeBatch) and (num_added := rows_of_pass(hidden) - num_tokens):
             hidden = functional.pad(hidden, (0, 0, 0, num_added))  # copies even where it adds nothing
+        images = batch.images
         for layer in layers:
             angles = rotary.get(layer.kind) if layer.has_rope else None
             hidden = layer.forward(hidden, angles, cache.layers[layer.index], batch)
+            if images is not None:
+                hidden = add_features(hidden, images, layer.index, self.hidden_size)
         return hidden[:num_tokens]
 
     @property
@@ -399,7 +415,9 @@ class InferenceModel:
         tokens = batch.tokens
         for token in self.padded_tokens:
             tokens = tokens.masked_fill(tokens == token, self.padding)
-        hidden = self.embedding.look_up(tokens)
+        hidden, images = self.embedding.look_up(tokens), batch.images
+        if images is not None:
+            hidden = hidden.index_copy(0, images.places, images.values[:, : self.hidden_size])
         if self.embedding_scale is not None:
             hidden = hidden * self.embedding_scale
         if self.project_in:
@@ -419,6 +437,14 @@ class InferenceModel:
         first, *_, last = (ranges[0] for ranges in self.lm_head.columns)
         missing = first[1] - logits.shape[1]
         return self.parallel.all_gather(functional.pad(logits, (0, missing)))[:, : last[1]]
+
+
+def add_features(hidden: torch.Tensor, images: PlacedFeatures, index: int, size: int) -> torch.Tensor:
+    """Adds the features that belong after layer `index`, if any, to `hidden [N, E]`; `size` is E."""
+    first = (index + 1) * size
+    if first >= images.values.shape[1]:
+        return hidden
+    return hidden.index_add(0, images.places, images.values[:, first : first + size])
 
 
 class Rotary:
@@ -458,6 +484,8 @@ class Rotary:
             if within != beyond:
                 raise UnsupportedModelError(f"rope with {factors[0]}={within} and {factors[1]}={beyond}, not equal")
             self.scaling = float(within)
+        self.axes = _axes(module)
+        """`[R]` int64: the axis, 0 to 2, whose position each dimension is rotated by; None: there is one axis."""
 
     @property
     def depends_on_length(self) -> bool:
@@ -521,6 +549,14 @@ class Rotary:
         return compute(self.config, device, seq_len=length, layer_type=self.kind)[0].to(device)
 
 
+def _axes(module: nn.Module) -> torch.Tensor | None:
+    """Finds the axis of each rotated dimension by the module's own choice among the frequencies of three axes."""
+    if not hasattr(module, "recomposition_frequencies"):
+        return None
+    axes = torch.arange(3.0).view(3, 1, 1, 1).expand(-1, 1, 1, len(module.inv_freq))
+    return module.recomposition_frequencies(axes.clone()).flatten().long()
+
+
 class FixedRotary(nn.Module):
     """Frequencies 10000^(-2i/R), for families without a rotary module (GPT-J)."""
 
@@ -551,6 +587,12 @@ class RotaryAngles:
         """Number of tokens up to which angles depend on positions alone; None: they always do."""
         lengths = [rotary.trained_length for rotary in self.rotaries.values() if rotary.depends_on_length]
         return min(lengths, default=None)
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether an image's tokens may have a position on each of three axes."""
+        rotaries = self.rotaries.values()
+        return bool(rotaries) and all(rotary.axes is not None and not rotary.depends_on_length for rotary in rotaries)
 
     @property
     def recompute_length(self) -> int | None:
@@ -592,7 +634,16 @@ class RotaryAngles:
             first = self._first_position
             return self.rotaries[kind].rows(batch.positions + first, batch.row_lengths + first, dtype)
         cos, sin = self.tables[kind]
-        return cos[batch.positions], sin[batch.positions]
+        if isinstance(batch, DecodeBatch):
+            positions = batch.positions if batch.shifts is None else batch.positions + batch.shifts
+            return cos[positions], sin[positions]
+        if batch.axis_positions is None:
+            return cos[batch.positions], sin[batch.positions]
+        axes = self.rotaries[kind].axes
+        assert axes is not None
+        rows = batch.axis_positions[axes.to(cos.device)].t()  # [N, R]
+        columns = torch.arange(cos.shape[1], device=cos.device)
+        return cos[rows, columns], sin[rows, columns]
 
 
 def take_angles(

@@ -1,6 +1,7 @@
 """Qwen2: Llama's layer with q, k, v biases. Qwen3: without biases, with RMS norm on the heads of q and k.
 
-Both also exist with a mixture of experts; Qwen2's has one expert that sees every token.
+Both also exist with a mixture of experts; Qwen2's has one expert that sees every token. The text part of the vision
+models is the same layer; for text its rotary embedding of three axes is the ordinary one.
 """
 
 from dataclasses import replace
@@ -8,7 +9,13 @@ from dataclasses import replace
 from hybrid_engine.containers.llama import LLAMA
 from hybrid_engine.containers.policy import MoEPolicy, register_policy
 
-QWEN2 = register_policy(replace(LLAMA, layer_class="Qwen2DecoderLayer", window="sliding_window"))
+QWEN2 = register_policy(
+    replace(
+        LLAMA,
+        layer_class=("Qwen2DecoderLayer", "Qwen2VLDecoderLayer", "Qwen2_5_VLDecoderLayer"),
+        window="sliding_window",
+    )
+)
 
 QWEN2_MOE = register_policy(
     replace(
@@ -30,3 +37,6 @@ QWEN3 = register_policy(
 QWEN3_MOE = register_policy(
     replace(QWEN3, layer_class="Qwen3MoeDecoderLayer", moe=MoEPolicy(normalizes="norm_topk_prob"), layer_kinds=None)
 )
+
+QWEN3_VL = register_policy(replace(QWEN3, layer_class="Qwen3VLTextDecoderLayer", window=None))
+QWEN3_VL_MOE = register_policy(replace(QWEN3_MOE, layer_class="Qwen3VLMoeTextDecoderLayer", window=None))

@@ -3,7 +3,7 @@
 Attention ops, containers and generation share these types.
 
 N packed tokens, C tokens that they attend to, R sequences, S decoded rows, n blocks of a row, H query heads, K
-key/value heads, D head dimension.
+key/value heads, D head dimension. M image tokens, E hidden size, F layers after which features are added.
 """
 
 from collections.abc import Callable
@@ -26,6 +26,24 @@ class Context(NamedTuple):
     starts: torch.Tensor  # [R+1] int32: where each sequence starts among them, and C
 
 
+class PlacedFeatures(NamedTuple):
+    """Rows that replace the embeddings of image tokens."""
+
+    places: torch.Tensor  # [M] int64: index of each image token among the N packed tokens
+    values: torch.Tensor  # [M, E (1 + F)]: columns past E are added to the hidden state after the first F layers
+
+    def after(self, num_tokens: int) -> "PlacedFeatures":
+        """Returns the same rows in a pass with `num_tokens` other tokens before them."""
+        return self._replace(places=self.places + num_tokens)
+
+
+class SeenSpans(NamedTuple):
+    """Tokens of images that see later tokens of their image, as far as the attention's window reaches."""
+
+    bounds: torch.Tensor  # [2, N] int64: index of the first and the last token of each token's span; 0 and -1: none
+    is_local: bool  # whether they do so in layers with a window alone
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrefillBatch:
     """Whole sequences, or continuations of sequences, packed one after the other."""
@@ -40,6 +58,9 @@ class PrefillBatch:
     row_lengths: torch.Tensor  # [N] int64: of each token's sequence when the token was fed: the prompt's, or up to it
     context: Context | None = None  # None: every sequence is fed from its first token on
     state_slots: torch.Tensor | None = None  # [R] int64: the slot of each sequence's states; None: layers have none
+    images: PlacedFeatures | None = None  # None: all tokens are text
+    axis_positions: torch.Tensor | None = None  # [3, N] int64: for rotary embedding of three axes; None: as `positions`
+    spans: SeenSpans | None = None  # None: no token sees later ones
 
     @property
     def num_tokens(self) -> int:
@@ -72,6 +93,7 @@ class DecodeBatch:
     context: int  # upper bound of sequence lengths, new tokens included
     is_identity: bool  # row i owns block i and nothing else
     state_slots: torch.Tensor | None = None  # [S] int64: the slot of each row's states; None: layers have none
+    shifts: torch.Tensor | None = None  # [S] int64: added to positions for rotary embedding of three axes; None: 0
 
     @cached_property
     def form(self) -> tuple[Any, ...]:
@@ -86,6 +108,11 @@ class DecodeBatch:
     @property
     def wanted(self) -> None:
         """None: next-token logits are computed for every token."""
+        return None
+
+    @property
+    def images(self) -> None:
+        """None: a token that was drawn is text."""
         return None
 
 
@@ -113,6 +140,11 @@ class MixedBatch:
     def positions(self) -> torch.Tensor:
         """`[N]` int64: index of each token in its sequence."""
         return torch.cat((self.decode.positions, self.prefill.positions))
+
+    @property
+    def images(self) -> PlacedFeatures | None:
+        """The features of image tokens among the N; None: all are text."""
+        return None if self.prefill.images is None else self.prefill.images.after(len(self.decode.tokens))
 
     @property
     def wanted(self) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Attention over the paged KV workspace: q/k norm, rotary, write of the new keys and values, softmax, context.
 
-    score[i, j] = q_i . k_j * scale                       for 0 <= i - j < window
+    score[i, j] = q_i . k_j * scale                       for i - j < window, and j <= i or both of one image (spans)
     score       = c tanh(score / c)                       under soft-capping (Gemma 2)
     score      += slope_h (j - i)                         under ALiBi (Press et al. 2022, arXiv 2108.12409)
     context_i   = sum_j exp(score_ij) v_j / (sum_j exp(score_ij) + exp(sink_h))
@@ -144,6 +144,8 @@ class SoftmaxContextOp:
             if use_triton(qkv.q):
                 say_once(f"attention: no kernel for sequences longer than a chunk of {self.chunk} tokens; in torch")
             return self.reference(qkv, cache, batch, weights)
+        if isinstance(batch, PrefillBatch) and self._bounds(batch) is not None:
+            return self.reference(qkv, cache, batch, weights)  # kernels have no such mask
         if self._has_kernel(qkv.q):
             return kernel_or_reference(self._launch, self.reference, qkv, cache, batch, weights)
         rounds = self.alibi_rounds and weights.alibi is not None
@@ -217,10 +219,16 @@ class SoftmaxContextOp:
             blocks.view(-1, self.head_dim).index_put_((rows,), new)
         if isinstance(batch, PrefillBatch) and batch.context is not None:
             heads = QKV(q, *read_context(cache, batch.context))
-            return self._continued(heads, batch.lengths, batch.context.lengths, weights)
+            return self._continued(heads, batch.lengths, batch.context.lengths, weights, self._bounds(batch))
+        if isinstance(batch, PrefillBatch) and (bounds := self._bounds(batch)) is not None:
+            return self._continued(QKV(q, k, v), batch.lengths, batch.lengths, weights, bounds)
         if isinstance(batch, PrefillBatch):
             return self._packed(QKV(q, k, v), batch.lengths, lambda q, k, v, _: self._causal(q, k, v, weights))
         return self._decode(q, cache, batch, weights)
+
+    def _bounds(self, batch: PrefillBatch) -> torch.Tensor | None:
+        """`[2, N]` of tokens that see later ones in this layer; None if none does."""
+        return None if batch.spans is None or (batch.spans.is_local and self.window is None) else batch.spans.bounds
 
     def _check_encoder(self, qkv: QKV, weights: HeadWeights) -> None:
         """Raises ValueError for features that attention in both directions does not support; encoders lack them."""
@@ -252,11 +260,22 @@ class SoftmaxContextOp:
         return torch.cat(contexts)
 
     def _continued(
-        self, heads: QKV, lengths: tuple[int, ...], key_lengths: tuple[int, ...], weights: HeadWeights
+        self,
+        heads: QKV,
+        lengths: tuple[int, ...],
+        key_lengths: tuple[int, ...],
+        weights: HeadWeights,
+        bounds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of the last tokens of sequences, `q [N, H, D]`, one sequence at a time."""
+        """Attention of the last tokens of sequences, `q [N, H, D]`, one sequence at a time; see `_bounds`."""
+        of_sequences = [None] * len(lengths) if bounds is None else bounds.split(lengths, 1)
         parts = zip(heads.q.split(lengths), heads.k.split(key_lengths), heads.v.split(key_lengths), strict=True)
-        return torch.cat([self._causal(q[None], k[None], v[None], weights)[0] for q, k, v in parts])
+        return torch.cat(
+            [
+                self._causal(q[None], k[None], v[None], weights, own)[0]
+                for (q, k, v), own in zip(parts, of_sequences, strict=True)
+            ]
+        )
 
     def _both_ways(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int] | None) -> torch.Tensor:
         """`q [R, n, H, D]`, `k`, `v` `[R, n, K, D]` -> `[R, n, H*D]`; keys after `lengths` are padding."""
@@ -268,15 +287,27 @@ class SoftmaxContextOp:
         context = attend_grouped(q, k, v, mask, scale=self.scale)
         return context.transpose(1, 2).flatten(2)
 
-    def _causal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weights: HeadWeights) -> torch.Tensor:
-        """`q [R, n, H, D]`, the last tokens of the sequences of `k`, `v` `[R, C, K, D]` -> `[R, n, H*D]`."""
+    def _causal(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        weights: HeadWeights,
+        bounds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`q [R, n, H, D]`, the last tokens of the sequences of `k`, `v` `[R, C, K, D]` -> `[R, n, H*D]`.
+
+        `bounds [2, n]`: a query that is within its bounds sees the keys up to the last of them.
+        """
         sinks, alibi = weights.sinks, weights.alibi
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         places = torch.arange(k.shape[2], device=q.device)
         distance = places[-q.shape[2] :, None] - places
         hidden = self._is_hidden(distance, places[-q.shape[2] :])
+        if bounds is not None:
+            hidden = hidden & ((distance >= 0) | (places > bounds[1, :, None]))
         limit = min(self.window or k.shape[2], self.chunk or k.shape[2])
-        is_plain = q.shape[2] == k.shape[2] <= limit
+        is_plain = bounds is None and q.shape[2] == k.shape[2] <= limit
         if self.softcap is None and sinks is None and alibi is None:
             context = attend_grouped(q, k, v, None if is_plain else ~hidden, is_causal=is_plain, scale=self.scale)
             return context.transpose(1, 2).flatten(2)

@@ -1,6 +1,7 @@
 """The nouns of generation: prompt, sequence, what a step admits and draws, plan, request and result of a rollout.
 
 Every file of this room uses them. This one imports no other room.
+M image tokens of a prompt, E hidden size.
 """
 
 from array import array
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from hybrid_engine.containers.towers import ImageInputs
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.ops import SamplingOptions
 
@@ -51,6 +53,13 @@ class Prompt:
     salt: bytes = b""  # prompts share keys and values only with those of the same salt
     block_keys: list[bytes] | None = None  # `block_keys` of tokens and salt, if prefixes are cached
     num_reused: int = 0  # tokens whose keys and values existed before its prefill
+    images: ImageInputs | None = None  # the images that its image tokens stand for
+    features: Any = None  # [M, E (1 + F)] of its image tokens, while the weights are gathered
+
+    def is_like(self, other: "Prompt") -> bool:
+        """Whether both have the same tokens and images, and as many scores."""
+        pixels, of_other = (prompt.images and prompt.images.digest for prompt in (self, other))
+        return (self.tokens, self.num_tops, pixels) == (other.tokens, other.num_tops, of_other)
 
     @property
     def is_unscored(self) -> bool:
@@ -223,6 +232,8 @@ class LocalRequest:
     """`[B, P]` bool, True for tokens."""
     prompts: list[list[int]]
     """The tokens of each row that its mask selects."""
+    images: list[ImageInputs | None]
+    """The images of each row."""
     options: GenerationOptions
     """Options of the whole rollout."""
     of_prompts: list[GenerationOptions]
@@ -341,9 +352,10 @@ class RolloutResult:
         }
 
 
-def prompt_digest(tokens: list[int]) -> bytes:
-    """Returns a digest that identifies a prompt by its tokens."""
-    return blake2b(torch.tensor(tokens).numpy().tobytes(), digest_size=16).digest()
+def prompt_digest(tokens: list[int], images: ImageInputs | None = None) -> bytes:
+    """Returns a digest that identifies a prompt by its tokens and the pixels of its images."""
+    pixels = b"" if images is None else images.digest
+    return blake2b(torch.tensor(tokens).numpy().tobytes() + pixels, digest_size=16).digest()
 
 
 def block_keys(tokens: list[int], block_size: int, salt: bytes) -> list[bytes]:

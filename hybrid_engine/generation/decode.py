@@ -3,7 +3,8 @@
 Every running sequence has a slot. Tables on the device hold the data of each slot, and a step receives only the slots
 of its rows:
 
-    numbers  [5, C+1]   position and draw index of the token to feed, noise key, 1 for a live slot, and the state slot
+    numbers  [6, C+1]   position and draw index of the token to feed, noise key, 1 for a live slot, the state slot, and
+                        the shift of positions for rotary embedding
     blocks   [C+1, n]   block table
     tokens   [C+1]      the token drawn last, which only the device knows
     seen     [C+1, V]   tokens of prompt and response; allocated once a sequence has a repetition penalty
@@ -47,7 +48,7 @@ from hybrid_engine.generation.recorders import (
 from hybrid_engine.generation.sampling import DrawnRows, MixedRows, RowState, send_to_host
 from hybrid_engine.ops import Batch, DecodeBatch, MixedBatch, PrefillBatch, SampleOp
 
-_POSITION, _DRAW, _KEY, _LIVE, _STATE = range(5)
+_POSITION, _DRAW, _KEY, _LIVE, _STATE, _SHIFT = range(6)
 
 
 class SlotTables:
@@ -71,7 +72,7 @@ class SlotTables:
         trash_state: int = 0,
     ):
         self.num_slots, self.num_columns, self.vocab = num_slots, num_columns, vocab
-        shapes = {"rows": (num_slots,), "numbers": (_STATE + 1, num_slots + 1), "blocks": (num_slots + 1, num_columns)}
+        shapes = {"rows": (num_slots,), "numbers": (_SHIFT + 1, num_slots + 1), "blocks": (num_slots + 1, num_columns)}
         size = sum(torch.Size(shape).numel() for shape in shapes.values())
         self._image = np.zeros(size, dtype=np.int64)
         self._rows, self._numbers, self._blocks = (
@@ -83,7 +84,7 @@ class SlotTables:
         self._blocks.fill(trash_block)
         places, numbers, blocks = (part.numpy() for part in _views(torch.arange(size), shapes))
         self._places_of_rows = places
-        self._places_of_slot = np.concatenate((numbers.T, blocks), axis=1)  # [C+1, 5+n], in the image
+        self._places_of_slot = np.concatenate((numbers.T, blocks), axis=1)  # [C+1, 6+n], in the image
         self._on_device = torch.from_numpy(self._image).to(device, copy=True)
         self.rows, self.numbers, self.blocks = _views(self._on_device, shapes)
         self._sent: list[int] = []  # the slots in `rows` on the device
@@ -128,6 +129,8 @@ class SlotTables:
         slot, blocks = sequence.slot, sequence.blocks
         self._numbers[:_LIVE, slot] = len(sequence) - 1, len(sequence.tokens), sequence.key
         self._numbers[_STATE, slot] = sequence.state_slot
+        images = sequence.prompt.images
+        self._numbers[_SHIFT, slot] = 0 if images is None else images.shift
         self._blocks[slot, : len(blocks)] = blocks
         return slot
 
@@ -291,6 +294,7 @@ class DecodeStep:
             context=context,
             is_identity=is_identity,
             state_slots=rows.numbers[_STATE] if self.cache.num_slots else None,
+            shifts=rows.numbers[_SHIFT] if self.model.has_axes else None,
         )
 
     def _advance(self, rows: FedRows) -> None:
@@ -383,6 +387,7 @@ class OpenStep:
             context=context,
             is_identity=in_place,
             state_slots=state_slots if self.cache.num_slots else None,
+            shifts=self._shifts(sequences),
         )
         logits = self.model.forward(batch, self.cache, layers())
         draw = self.draw(sequences, logits)
@@ -391,6 +396,10 @@ class OpenStep:
         assert isinstance(self.model, InferenceModel)
         routes = self.model.taken_experts(len(sequences)).cpu()
         return Draw(lambda: draw.read()._replace(routes=routes))
+
+    def _shifts(self, sequences: list[Sequence]) -> torch.Tensor | None:
+        shifts = [0 if row.prompt.images is None else row.prompt.images.shift for row in sequences]
+        return send_to_device(torch.tensor(shifts), self.cache.device) if any(shifts) else None
 
     def draw(self, sequences: list[Sequence], logits: torch.Tensor) -> Draw:
         """Draws the next token of each sequence from `logits [S, V]` fp32."""

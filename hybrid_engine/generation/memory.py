@@ -15,6 +15,7 @@ import torch
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.containers.cache import CacheShape, ModelCache
 from hybrid_engine.containers.device import LastingBuffer, free_and_total_bytes, num_bytes
+from hybrid_engine.containers.towers import feature_width
 from hybrid_engine.generation.core import Prompt, RolloutPlan, Sequence
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.metrics.memory import format_bytes, read_bytes
@@ -23,6 +24,7 @@ from hybrid_engine.zero.sharding import Sharding, local_tensor
 
 if TYPE_CHECKING:
     from hybrid_engine.containers import InferenceModel
+    from hybrid_engine.containers.towers import ImageInputs
     from hybrid_engine.generation.model.weights import WeightGatherer
 
 # Share of the free memory that a rollout may take; the rest is for activations and logits.
@@ -305,19 +307,26 @@ class MemoryBudget:
 
 
 def build_sequences(
-    prompts: list[list[int]], options: list[GenerationOptions], num_samples: int, shares_equal: bool = False
+    prompts: list[list[int]],
+    options: list[GenerationOptions],
+    num_samples: int,
+    shares_equal: bool = False,
+    images: "list[ImageInputs | None] | None" = None,
 ) -> list[Sequence]:
     """Builds `num_samples` sequences for each prompt, with its `options`; sample g of prompt b has row `b * G + g`.
+
+    `images` are those of each prompt; None: no prompt has any.
 
     With `shares_equal`, equal prompts that follow each other are prefilled once, because trainers repeat a row for each
     sample of its group. Noise keys are set later.
     """
     sequences: list[Sequence] = []
     prompt = None
-    for tokens, of_prompt in zip(prompts, options, strict=True):
-        num_tops = of_prompt.rules.prompt_logprobs
-        if prompt is None or not shares_equal or (prompt.tokens, prompt.num_tops) != (tokens, num_tops):
-            prompt = Prompt(tokens, num_tops=num_tops)
+    for tokens, of_prompt, own in zip(prompts, options, images or [None] * len(prompts), strict=True):
+        salt = b"" if own is None else own.salt
+        new = Prompt(tokens, num_tops=of_prompt.rules.prompt_logprobs, images=own, salt=salt)
+        if prompt is None or not shares_equal or not new.is_like(prompt):
+            prompt = new
         sequences += [Sequence(prompt, len(sequences) + g, of_prompt) for g in range(num_samples)]
     return sequences
 
@@ -393,6 +402,7 @@ def plan_rollout(
     # A process without prompts passes over the layers with the others, in a workspace for one token.
     lengths = [len(sequence) for sequence in sequences] or [1]
     longest = max((sequence.most_fed for sequence in sequences), default=1)
+    spare_bytes -= feature_bytes(model, sequences)
     demand = count_blocks(lengths, longest, num_prompts, model.device.type, config, is_in_step=is_in_step)
     block_size, wanted, needed = demand.block_size, demand.wanted, demand.needed
     block_bytes = max(1, model.bytes_per_block(block_size))  # none if no layer keeps anything per token
@@ -435,6 +445,13 @@ def prefix_cache_reason(model: "InferenceModel", config: HybridEngineConfig) -> 
     if model.angles.trained_length is not None:
         return "rotary frequencies depend on the length of a sequence"
     return None
+
+
+def feature_bytes(model: "InferenceModel", sequences: list[Sequence]) -> int:
+    """Bytes of the features of all different images, which are kept until the rollout ends."""
+    images = [sequence.prompt.images for sequence in sequences]
+    num_tokens = sum({own.digest: len(own.places) for own in images if own is not None}.values())
+    return num_tokens * feature_width(model.base) * model.dtype.itemsize if num_tokens else 0
 
 
 def _fit_slots(

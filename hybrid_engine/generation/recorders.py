@@ -118,7 +118,7 @@ class FedRows(NamedTuple):
     slots: torch.Tensor
     """`[S]` int64."""
     numbers: torch.Tensor
-    """`[5, S]` int64: their columns of the tables."""
+    """`[6, S]` int64: their columns of the tables."""
 
 
 Layers = Callable[[], Iterable[InferenceLayer]]

@@ -126,7 +126,7 @@ class Scheduler:
         while self.waiting and len(self.running) < self.max_running:
             sequence = self.waiting.first
             num_tokens = self._starts.num_to_prefill(sequence)
-            is_cut = most_fed is not None and num_tokens > most_fed
+            is_cut = most_fed is not None and num_tokens > self._starts.num_of_chunk(sequence, most_fed)
             if num_tokens and admission.prefills and (is_cut or num_tokens > budget):
                 break
             is_chunk = is_cut or self.kept.has_begun(sequence)
@@ -371,8 +371,21 @@ class Starts:
         prompt.num_waiting -= 0 if sequence.tokens else 1
         admission.sequences.append(sequence)
 
+    def num_of_chunk(self, sequence: Sequence, most_tokens: int) -> int:
+        """Number of tokens of the next chunk of a waiting sequence: about `most_tokens`, without cutting an image's.
+
+        Tokens that see later ones are fed with them.
+        """
+        images = sequence.prompt.images
+        if images is None or not images.spans:
+            return most_tokens
+        num_fed = self._kept.beginning_of(sequence, _is_alone(sequence)).num_fed
+        before, after = images.whole(num_fed + most_tokens)
+        return (before if before > num_fed else after) - num_fed
+
     def feed_chunk(self, sequence: Sequence, num_tokens: int, admission: Admission) -> None:
-        """Feeds the next `num_tokens` of a sequence that keeps waiting, with blocks for all its tokens."""
+        """Feeds about the next `num_tokens` of a sequence that keeps waiting, with blocks for all its tokens."""
+        num_tokens = self.num_of_chunk(sequence, num_tokens)
         beginning = self._take_beginning(sequence)
         last = beginning.num_fed + num_tokens
         self._kept.begun = Begun(sequence, beginning.blocks, last, beginning.state_slot, beginning.is_decoded)

@@ -28,6 +28,7 @@ from hybrid_engine.containers import InferenceModel
 from hybrid_engine.containers.cache import ModelCache
 from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.containers.layer import InferenceLayer
+from hybrid_engine.containers.towers import encode
 from hybrid_engine.distributed.verdict import Partners, attempt, holding_interrupts
 from hybrid_engine.generation.core import (
     PENDING,
@@ -55,7 +56,7 @@ from hybrid_engine.generation.recorders import CudaGraphs, Layers
 from hybrid_engine.generation.sampling import InStep, is_ended, to_pinned
 from hybrid_engine.generation.scheduler import Scheduler
 from hybrid_engine.metrics.latency import Stopwatch
-from hybrid_engine.ops import Context, PrefillBatch
+from hybrid_engine.ops import Context, PlacedFeatures, PrefillBatch, SeenSpans
 
 # Tokens of a long prompt in one mixed turn: enough to keep the matrix products of a pass busy, so that the rows which
 # decode in the same pass cost little, and few enough that those rows do not wait long. On one core of an AMD EPYC
@@ -333,7 +334,55 @@ def pack_prefills(
         row_lengths=row_lengths,
         context=_context(prefills, block_size, device) if any(prefill.first for prefill in prefills) else None,
         state_slots=_state_slots(prefills, device),
+        images=_place_features(prefills, device),
+        axis_positions=_axis_positions(prefills, device),
+        spans=_spans(prefills, device),
     )
+
+
+def _place_features(prefills: list[Prefill], device: torch.device) -> PlacedFeatures | None:
+    """Returns the features of the image tokens that are fed; None if there are none."""
+    places, values, start = [], [], 0
+    for prefill in prefills:
+        images = prefill.prompt.images
+        if images is not None:
+            first, last = (int(torch.searchsorted(images.places, edge)) for edge in (prefill.first, prefill.last))
+            places.append(images.places[first:last] + (start - prefill.first))
+            values.append(prefill.prompt.features[first:last])
+        start += prefill.last - prefill.first
+    if not any(map(len, places)):
+        return None
+    return PlacedFeatures(send_to_device(torch.cat(places), device), torch.cat(values))
+
+
+def _spans(prefills: list[Prefill], device: torch.device) -> SeenSpans | None:
+    """Returns the spans of the tokens that are fed; None if none sees a later one."""
+    images = [prefill.prompt.images for prefill in prefills]
+    tower = next((own.tower for own in images if own is not None and own.spans), None)
+    if tower is None:
+        return None
+    parts = []
+    for prefill in prefills:
+        spans = torch.tensor([0, -1])[:, None].repeat(1, prefill.last)
+        for first, last in prefill.prompt.images.spans if prefill.prompt.images is not None else ():
+            spans[:, first : last + 1] = torch.tensor([first, last])[:, None]
+        parts.append(spans[:, prefill.first :])
+    return SeenSpans(send_to_device(torch.cat(parts, dim=1), device), tower.is_local)
+
+
+def _axis_positions(prefills: list[Prefill], device: torch.device) -> torch.Tensor | None:
+    """Returns the positions `[3, N]` of the tokens that are fed; None if the indices are all of them."""
+    if all(prefill.prompt.images is None or prefill.prompt.images.positions is None for prefill in prefills):
+        return None
+    return send_to_device(torch.cat([_positions_of(prefill) for prefill in prefills], dim=1), device)
+
+
+def _positions_of(prefill: Prefill) -> torch.Tensor:
+    images, indices = prefill.prompt.images, torch.arange(prefill.first, prefill.last)
+    if images is None or images.positions is None:
+        return indices.expand(3, -1)
+    later = indices[indices >= images.positions.shape[1]] + images.shift
+    return torch.cat((images.positions[:, prefill.first : prefill.last], later.expand(3, -1)), dim=1)
 
 
 def _context(prefills: list[Prefill], block_size: int, device: torch.device) -> Context:
@@ -364,6 +413,17 @@ def _starts(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 def _say_nothing() -> None:
     pass
+
+
+def encode_images(model: InferenceModel, sequences: list[Sequence]) -> None:
+    """Computes the features of the prompts' images, once for equal ones; the weights must be gathered."""
+    features: dict[bytes, torch.Tensor] = {}
+    for prompt in dict.fromkeys(sequence.prompt for sequence in sequences):
+        if prompt.images is None:
+            continue
+        if prompt.images.digest not in features:
+            features[prompt.images.digest] = encode(model.base, prompt.images, model.device, model.dtype)
+        prompt.features = features[prompt.images.digest]
 
 
 class ContainerRollouts:
@@ -431,7 +491,9 @@ class ContainerRollouts:
         if self._reads_copies and is_recorded:
             release.enter_context(bound_to_copies(self.model, self.gatherer, self.lasting))
         else:
-            gathered = self.gatherer.gathered_for_forward if self.model.runs_module else self.gatherer.gathered
+            has_images = any(sequence.prompt.images is not None for sequence in plan.sequences)
+            runs_module = self.model.runs_module or has_images
+            gathered = self.gatherer.gathered_for_forward if runs_module else self.gatherer.gathered
             release.enter_context(gathered())
             release.enter_context(bound(self.model, self.gatherer, self.config.tp_gather_partition_size))
         self.model.prepare_positions(plan.longest + 1 if self.steps.recorder is None else self.config.max_out_tokens)
@@ -489,6 +551,7 @@ class ContainerRollouts:
         Raises:
             RuntimeError: the model's logits are not finite.
         """
+        encode_images(self.model, plan.sequences)
         unscored = [sequence.prompt for sequence in plan.sequences if sequence.prompt.is_unscored]
         if unscored and not self.gatherer.is_streamed:
             score_prompts(self.model, unscored)

@@ -46,7 +46,7 @@ def test_a_turn_sends_the_cells_that_changed_and_nothing_else(monkeypatch):
     assert sent == [], "nothing changed"
     rows[3].blocks.append(5000)
     tables.send(rows, [rows[3]])
-    assert sent == [2 * (5 + COLUMNS)], "one slot, each cell with its place"
+    assert sent == [2 * (6 + COLUMNS)], "one slot, each cell with its place"
     assert tables.blocks[3, : len(rows[3].blocks)].tolist() == rows[3].blocks
     tables.send(rows[:-1], [])
     assert sent[1:] == [2 * SLOTS], "which rows decode"

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from hybrid_engine.config.checks import check_integer
 from hybrid_engine.config.notices import say_once
+from hybrid_engine.containers.towers import IMAGE_WORDS, ImageInputs, names_of, split
 from hybrid_engine.distributed.verdict import ErrorNotice, attempt, describe_error
 from hybrid_engine.generation.core import (
     GenerateCall,
@@ -212,7 +213,7 @@ def _bid(local: LocalRequest | None, seed: int | None, error: BaseException | No
         problem=problem,
         fallback=local.fallback,
         seed=seed if local.is_sampled else None,
-        digests=[prompt_digest(prompt) for prompt in local.prompts],
+        digests=[prompt_digest(*prompt) for prompt in zip(local.prompts, local.images, strict=True)],
         num_samples=local.options.num_return_sequences,
         only_native=local.only_native,
     )
@@ -231,17 +232,19 @@ def _plan(generator: Generator, local: LocalRequest, shares: list[Share]) -> Rol
     assert generator.model is not None and generator.native is not None
     num_samples = local.options.num_return_sequences
     own = slice(None)
-    prompts, of_prompts = local.prompts, local.of_prompts
+    prompts, of_prompts, images = local.prompts, local.of_prompts, local.images
     if not group.has_same_prompts:
         prompts = [prompt for share in shares for prompt in share.prompts]
         of_prompts = [options for share in shares for options in share.of_prompts]
+        images = images if len(shares) == 1 else [None] * len(prompts)  # groups of processes take none
         first = num_samples * sum(len(share.prompts) for share in shares[: group.rank])
         own = slice(first, first + num_samples * len(local.prompts))
     is_in_step = local.functions is not None
     if is_in_step:  # all samples run at once, and each is prefilled for itself
         prompts = [prompt for prompt in prompts for _ in range(num_samples)]
         of_prompts = [options for options in of_prompts for _ in range(num_samples)]
-    sequences = build_sequences(prompts, of_prompts, 1 if is_in_step else num_samples, shares_equal=not is_in_step)
+        images = [own for own in images for _ in range(num_samples)]
+    sequences = build_sequences(prompts, of_prompts, 1 if is_in_step else num_samples, not is_in_step, images)
     spare_bytes = min(share.spare_bytes for share in shares)
     training_bytes = max(share.training_bytes for share in shares)
     reserved, config = generator.native.num_reserved, generator.config
@@ -306,6 +309,7 @@ def read_call(generator: Generator, call: GenerateCall) -> LocalRequest:
     of_prompts = read_row_options(row_options, merged, len(prompts), width, vocab_size)
     check_lengths(prompts, of_prompts, generator.config, _max_positions(generator))
     check_result_fits(prompts, of_prompts)
+    images, text = _take_images(generator, merged, prompts, call)
     functions = read_functions(merged)
     if functions is not None and row_options is not None:
         raise ValueError("row_options cannot be combined with functions that handle all rows at once")
@@ -315,14 +319,46 @@ def read_call(generator: Generator, call: GenerateCall) -> LocalRequest:
         input_ids=input_ids,
         mask=mask,
         prompts=prompts,
+        images=images,
         options=options,
         of_prompts=of_prompts,
         only_native="row_options" if row_options is not None else next(iter(own_options(merged)), None),
-        fallback=_reason_to_fall_back(generator, merged, functions, len(prompts) * options.num_return_sequences),
+        fallback=_reason_to_fall_back(generator, text, functions, len(prompts) * options.num_return_sequences),
         functions=functions,
         kwargs={"generation_config": call.generation_config, **kwargs},
     )
     return local if local.is_native else _fall_back(generator, local, merged, call.in_sequences)
+
+
+def _take_images(
+    generator: Generator, merged: dict[str, Any], prompts: list[list[int]], call: GenerateCall
+) -> tuple[list[ImageInputs | None], dict[str, Any]]:
+    """Returns the images of each prompt, and the options without them if containers serve images in this call.
+
+    If they do not, the options keep them as ones that only the model's own `generate()` serves.
+
+    Raises ValueError for a video, and for images and image tokens that do not belong together.
+    """
+    none: list[ImageInputs | None] = [None] * len(prompts)
+    given = {name: value for name, value in merged.items() if isinstance(value, torch.Tensor) and _is_of_images(name)}
+    model = generator.model
+    if model is None or model.tower is None or not (given.keys() <= set(names_of(model.tower))):
+        return none, merged
+    if given and not _serves_images(generator, call, merged):
+        return none, merged
+    images = split(model.base, model.tower, given, prompts)
+    return images, {name: value for name, value in merged.items() if name not in given}
+
+
+def _is_of_images(name: str) -> bool:
+    return name == "token_type_ids" or any(word in name for word in IMAGE_WORDS)
+
+
+def _serves_images(generator: Generator, call: GenerateCall, merged: dict[str, Any]) -> bool:
+    """Whether containers take images in this call."""
+    is_gathered_by_layer = generator.gatherer.is_streamed and generator.gatherer.can_stream
+    is_alone = generator.group.size == 1 and generator.exact is None
+    return is_alone and not is_gathered_by_layer and not call.in_sequences and merged.get("prompt_logprobs") is None
 
 
 def _read_mask(

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers.device import send_to_device
 from hybrid_engine.containers.routing import RecordedExperts, recomputation_contexts
+from hybrid_engine.containers.towers import ImageInputs, forward_arguments
 from hybrid_engine.ops.linear_divergence import HeadStates
 from hybrid_engine.ops.support_log_prob import Supports
 from hybrid_engine.rlhf.batches.head_log_probs import (
@@ -77,6 +78,11 @@ class Sequences:
     model that replays them take again (`replay_routing`); None: the model chooses.
     """
 
+    images: tuple[ImageInputs | None, ...] | None = None
+    """For each row the images of its prompt, one object for all answers to it, which passes of the model take; None: no
+    row has any.
+    """
+
     def with_records(self, supports: Supports | None, routing: tuple[torch.Tensor, ...] | None) -> "Sequences":
         """These rows with what their rollout recorded; see `supports` and `routing`."""
         return _with_host_rows(replace(self, supports=supports, routing=routing), self.on_host)
@@ -133,6 +139,7 @@ class Sequences:
             numbers=None if self.numbers is None else self.numbers[index],
             supports=None if self.supports is None else self.supports[index.numpy(), columns[1]],
             routing=None if self.routing is None else tuple(self.routing[row] for row in index.tolist()),
+            images=None if self.images is None else tuple(self.images[row] for row in index.tolist()),
         )
         ids, mask, responses = self.on_host
         on_host = HostRows(ids[index, columns[0]], mask[index, columns[0]], responses[index, columns[1]])
@@ -347,9 +354,12 @@ def _cells(mask: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, ...]
 
 
 def packed_for(model: nn.Module, batch: Sequences) -> PackedRows | None:
-    """`batch` packed for a forward pass of `model`; None if its layout is padded, or all rows have a single token."""
+    """`batch` packed for a forward pass of `model`.
+
+    None if its layout is padded, rows have images, or all have a single token.
+    """
     layout = layout_of(model)
-    if layout is Layout.PADDED or max(batch.on_host.lengths) < 2:
+    if layout is Layout.PADDED or batch.images is not None or max(batch.on_host.lengths) < 2:
         return None
     return packed_rows(batch, layout)
 
@@ -365,10 +375,12 @@ def model_inputs(batch: Sequences, packed: PackedRows | None = None) -> dict[str
     """Arguments of a model's forward: the padded rows, or `packed`."""
     if packed is not None:
         return packed.inputs
+    of_images = forward_arguments(batch.images or (), batch.on_host.attention_mask)
     return {
         "input_ids": batch.input_ids,
         "attention_mask": batch.attention_mask,
         "position_ids": batch.position_ids,
+        **{name: send_to_device(tensor, batch.input_ids.device) for name, tensor in of_images.items()},
     }
 
 

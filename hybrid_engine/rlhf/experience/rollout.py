@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_engine.containers.towers import ImageInputs
 from hybrid_engine.distributed.processes import gather_objects, get_rank
 from hybrid_engine.distributed.verdict import is_out_of_memory
 from hybrid_engine.generation.detokenize import answer_text, end_token_ids
@@ -237,9 +238,16 @@ def join(rollouts: Sequence[Rollout], pad_token: int) -> Rollout:
             response_mask=joined([part.response_mask for part in parts], False, 0),
             supports=Supports.join(supports) if supports else None,
             routing=tuple(chain.from_iterable(routing)) if routing else None,
+            images=_join_images(parts),
         ),
         logprobs=joined([rollout.logprobs for rollout in rollouts], False, 0),
     )
+
+
+def _join_images(parts: Sequence[Sequences]) -> tuple[ImageInputs | None, ...] | None:
+    if all(part.images is None for part in parts):
+        return None
+    return tuple(chain.from_iterable(part.images or [None] * len(part.response_mask) for part in parts))
 
 
 def repeat(values: Sequence[Any], times: int) -> list[Any]:
