@@ -1,46 +1,79 @@
-"""Compiles the kernels of `gpu_smoke.py` in several processes at once; later parts find them in Triton's cache.
+"""Compiles every kernel in several processes at once; later parts find them in Triton's cache.
 
     python benchmarks/gpu_compile.py --processes 8
 
-A kernel that does not compile, or whose launch fails, is named; nothing is compared. Without a GPU references run.
+These are the ops of `bench_ops.py` in bf16 and fp32, and all ops of `make launches` in bf16. A kernel that does not
+compile, or whose launch fails, is named; nothing is compared. Without a GPU references run.
 """
 
 import argparse
 import multiprocessing
+import os
 import sys
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 
 import torch
 from bench_ops import Case, attention_cases, linear_cases, small_cases
 from common import DTYPES
 
+from hybrid_engine.ops.dispatch import SWITCH
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # the installed package comes first
+from tests.support.launch_ops import op_checks, samplings
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ONLY_KERNELS = "exact "
+"""How the names of exact mode's ops begin, which have no reference."""
 
 
-def build_cases(dtype: torch.dtype) -> list[Case]:
-    """Every op of `bench_ops.py`, as small as the smoke test has it and, on a GPU, at full size."""
+def build_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Names and calls; of `bench_ops.py` as small as the smoke test has them and, on a GPU, at full size."""
     sizes = (True, False) if DEVICE == "cuda" else (True,)
-    return [c for small in sizes for build in (linear_cases, attention_cases, small_cases)
-            for c in build(dtype, DEVICE, small)]  # fmt: skip
+    for name in ("bfloat16", "float32"):
+        for small in sizes:
+            for build in (linear_cases, attention_cases, small_cases):
+                for case in build(DTYPES[name], DEVICE, small):
+                    yield f"{case.name}, {name}", partial(run_case, case)
+    for name, call in list_checks():
+        if DEVICE == "cuda" or not name.startswith(ONLY_KERNELS):
+            yield name, partial(run_check, call)
+
+
+def list_checks() -> list[tuple[str, Callable[[], object]]]:
+    """All ops of `make launches` in bf16; samplings, which read logits, in fp32."""
+    with torch.device(DEVICE):
+        return [*op_checks(torch.bfloat16), *samplings()]
+
+
+def run_case(case: Case) -> None:
+    """Without gradients."""
+    with torch.no_grad():
+        case.ours(*case.make())
+
+
+def run_check(call: Callable[[], object]) -> None:
+    """On the device, forward and where it has one backward."""
+    with torch.device(DEVICE):
+        call()
 
 
 def compile_share(share: tuple[int, int]) -> list[str]:
     """Runs every `share[1]`-th case from `share[0]` on; returns what failed."""
+    os.environ.setdefault(SWITCH, "0")  # else an op whose kernel does not compile would run in torch
     failed = []
-    number = 0
-    for name in ("bfloat16", "float32"):
-        for case in build_cases(DTYPES[name]):
-            number += 1
-            if number % share[1] != share[0]:
-                continue
-            try:
-                with torch.no_grad():
-                    case.ours(*case.make())
-                if DEVICE == "cuda":
-                    torch.cuda.synchronize()
-            except Exception as error:  # the next kernel may well compile
-                last = (str(error).strip().splitlines() or [""])[-1]
-                failed.append(f"{case.name}, {name}: {type(error).__name__}: {last}")
+    for number, (name, call) in enumerate(build_cases()):
+        if number % share[1] != share[0]:
+            continue
+        try:
+            call()
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+        except Exception as error:  # the next kernel may well compile
+            last = (str(error).strip().splitlines() or [""])[-1]
+            failed.append(f"{name}: {type(error).__name__}: {last}")
     return failed
 
 
