@@ -72,12 +72,17 @@ class Part:
 
 # Appended: in front of Python's path this folder would hide the installed package, of which it has only a part.
 TESTS = ("-m", "pytest", "-vv", "-p", "no:cacheprovider", "--import-mode=append", "-rs", "-n", "{processes}")
-# By name: collecting all files would import what only the recipes need.
-TEST_FILES = tuple(
-    str(path.relative_to(ROOT))
-    for path in sorted((ROOT / "tests").rglob("test_*.py"))
-    if re.search(r"mark\.(multi)?gpu", path.read_text())
-)
+
+
+def find_tests(pattern: str) -> tuple[str, ...]:
+    """Files of tests whose text has the pattern. By name: collecting all would import what only the recipes need."""
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    return tuple(str(path.relative_to(ROOT)) for path in paths if re.search(pattern, path.read_text()))
+
+
+TEST_FILES = find_tests(r"mark\.(multi)?gpu")
+# Those with the fixtures `kernels` or `way`, or with the marker that such tests have.
+KERNEL_FILES = find_tests(r"def test_\w+\([^)]*\b(kernels|way)\b|mark\.kernels")
 TABLES = ("rich",)
 COMMAND = ("-c", "import sys; from hybrid_engine.cli.cli import main; sys.exit(main())")
 ROLLOUT = ("benchmarks/bench_rollout.py", "--dtype", "bfloat16", "--repeats", "3", "--csv", "{csv}")
@@ -98,27 +103,6 @@ PARTS = (
         ("benchmarks/gpu_smoke.py",), ("benchmarks/gpu_smoke.py",), TABLES, seconds=240, is_alone=False,
     ),
     Part(
-        "tests", "parity of families in bf16, graphs across training steps, flat memory; several GPUs where there are",
-        (*TESTS, "-m", "gpu or multigpu", *TEST_FILES), (*TESTS, "-m", "gpu or multigpu", *TEST_FILES),
-        ("pytest", "xdist"), is_alone=False,
-    ),
-    Part(
-        "kernels", "is every kernel right in every dtype, at odd sizes, on poisoned memory",
-        (*TESTS, *(f"tests/ops/test_kernels_{name}.py" for name in
-                   ("softmax_context", "gemm", "sample", "moe", "block_copy", "linear_log_prob", "model", "exact"))),
-        (*TESTS, "tests/ops/test_kernels_compile.py"), ("pytest", "xdist"), is_alone=False,
-    ),
-    Part(
-        "doctor", "does `hybrid-engine doctor --gpu` find all well",
-        (*COMMAND, "doctor", "--gpu"), (*COMMAND, "doctor"), TABLES, seconds=120,
-    ),
-    Part(
-        "recipe", "does GRPO learn to add, in bf16, and do log-probabilities of rollout and trainer agree",
-        (*COMMAND, "grpo", "--out", "{folder}", "--steps", "10", "--eval-every", "0"),
-        (*COMMAND, "grpo", "--out", "{folder}", "--steps", "1", "--rollout-size", "8", "--eval-every", "0"),
-        ("rich", "datasets"), seconds=180, least_seconds=90,
-    ),
-    Part(
         "decode", "are the goals of a decode step met",
         ("benchmarks/bench_decode.py", "--goals", "--repeats", "3", "--csv", "{csv}"),
         ("benchmarks/bench_decode.py", "--small", "--csv", "{csv}"), TABLES,
@@ -132,6 +116,26 @@ PARTS = (
         "iteration", "is a rollout with a training step of OPT-1.3B as fast as DeepSpeed's",
         ("benchmarks/bench_iteration.py", "--csv", "{csv}"),
         ("benchmarks/bench_iteration.py", "--small", "--csv", "{csv}"), TABLES, seconds=180,
+    ),
+    Part(
+        "doctor", "does `hybrid-engine doctor --gpu` find all well",
+        (*COMMAND, "doctor", "--gpu"), (*COMMAND, "doctor"), TABLES, seconds=120,
+    ),
+    Part(
+        "tests", "parity of families in bf16, graphs across training steps, flat memory; several GPUs where there are",
+        (*TESTS, "-m", "gpu or multigpu", *TEST_FILES), (*TESTS, "-m", "gpu or multigpu", *TEST_FILES),
+        ("pytest", "xdist"), is_alone=False,
+    ),
+    Part(
+        "kernels", "is every kernel right in every dtype, at odd sizes, on poisoned memory",
+        (*TESTS, "-m", "kernels", *KERNEL_FILES),
+        (*TESTS, "tests/ops/test_kernels_compile.py"), ("pytest", "xdist"), is_alone=False,
+    ),
+    Part(
+        "recipe", "does GRPO learn to add, in bf16, and do log-probabilities of rollout and trainer agree",
+        (*COMMAND, "grpo", "--out", "{folder}", "--steps", "10", "--eval-every", "0"),
+        (*COMMAND, "grpo", "--out", "{folder}", "--steps", "1", "--rollout-size", "8", "--eval-every", "0"),
+        ("rich", "datasets"), seconds=180, least_seconds=90,
     ),
     Part(
         "ppo", "how much faster than transformers is a step of PPO",

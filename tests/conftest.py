@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 # Before transformers or datasets are imported; spawned processes inherit it.
@@ -65,7 +66,10 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_collection_modifyitems(items):
-    """Long files are dealt first, so that the processes of `make test` end together."""
+    """Tests that ask for `kernels` get its marker. Long files are dealt first, so that all processes end together."""
+    for item in items:
+        if "kernels" in item.fixturenames:
+            item.add_marker("kernels")
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
@@ -76,8 +80,8 @@ def pytest_collection_finish():
 
 
 def pytest_runtest_setup(item):
-    """Tests run on the CPU, where their tensors lie, unless they are marked `gpu` or ask for kernels."""
-    wants_gpu = item.get_closest_marker("gpu") is not None or "kernels" in item.fixturenames
+    """Tests run on the CPU, where their tensors lie, unless they are marked `gpu` or `kernels`."""
+    wants_gpu = any(item.get_closest_marker(name) is not None for name in ("gpu", "kernels"))
     torch.cuda.is_available = lambda: HAS_GPU and wants_gpu
     if "hybrid_engine.config.notices" in sys.modules:  # what one test has read, another must see
         sys.modules["hybrid_engine.config.notices"].say_once.cache_clear()
@@ -104,6 +108,13 @@ def compiled(monkeypatch):
     from hybrid_engine.ops import dispatch
 
     monkeypatch.setattr(dispatch, "HAS_TRITON", False)
+
+
+@pytest.fixture
+def on_kernels(kernels):
+    """The same, and tensors that are made without a device are made where kernels run."""
+    with kernels if HAS_GPU else nullcontext():
+        yield
 
 
 # Processes that tests start find a worker by its module, `tests.<room>.test_<file>`, so the path must reach them.

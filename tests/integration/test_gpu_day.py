@@ -6,9 +6,11 @@ import json
 import sys
 import tarfile
 import time
+from functools import partial
 
 import pytest
 
+from hybrid_engine.ops import dispatch
 from tests.support.paths import ROOT
 
 SPEC = importlib.util.spec_from_file_location("gpu_day", ROOT / "benchmarks" / "gpu_day.py")
@@ -95,6 +97,40 @@ def test_every_part_has_a_script_that_is_there_and_all_gpu_tests_are_in_one():
         "tests/integration/test_multigpu.py",
         "tests/generation/test_decode_graph.py",
     } <= set(gpu_day.TEST_FILES)
+
+
+def test_what_teaches_most_comes_first():
+    names = [one.name for one in gpu_day.PARTS]
+    assert names[:5] == ["compile", "smoke", "decode", "rollout", "iteration"]
+
+
+def test_every_test_that_launches_kernels_is_in_one_part(request):
+    """Of those that were collected with this one."""
+    (part,) = [one for one in gpu_day.PARTS if one.name == "kernels"]
+    marked = [item for item in request.session.items if item.get_closest_marker("kernels") is not None]
+    assert {str(item.path.relative_to(ROOT)) for item in marked} <= set(part.on_gpu)
+    ops = ("kernels_linear_divergence", "gated_delta", "gated_norm", "short_conv", "latent_attention", "xielu")
+    assert {f"tests/ops/test_{name}.py" for name in ops} <= set(part.on_gpu)
+    assert part.on_gpu[part.on_gpu.index("-m", 2) + 1] == "kernels"
+
+
+def test_a_kernel_that_does_not_compile_fails_the_first_part_by_name(monkeypatch):
+    """It is not replaced by torch's operations, as it is in a run."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.delenv(dispatch.SWITCH, raising=False)
+    gpu_compile = importlib.import_module("gpu_compile")
+    compiler = {"__name__": "triton.compiler.compiler"}
+    exec("def compile(): raise RuntimeError('no such operation')", compiler)
+    wrong, right = (partial(dispatch.kernel_or_reference, run, bool) for run in (compiler["compile"], int))
+    monkeypatch.setattr(gpu_compile, "build_cases", lambda: [("wrong", wrong), ("right", right)])
+    assert gpu_compile.compile_share((0, 1)) == ["wrong: RuntimeError: no such operation"]
+
+
+def test_the_first_part_compiles_every_op(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    names = [name for name, _ in importlib.import_module("gpu_compile").list_checks()]
+    ops = ("prefill of states", "decode of latents", "divergence of heads", "experts", "exact attention", "sampling")
+    assert all(any(name.startswith(op) for name in names) for op in ops)
 
 
 def test_a_budget_starts_no_part_that_does_not_fit(tmp_path, monkeypatch):

@@ -10,13 +10,13 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 from hybrid_engine.ops import GatedNormOp, cpu_kernels, dispatch
 
 
-@pytest.fixture(params=["reference", "compiled", "kernel"])
+@pytest.fixture(params=["reference", "compiled", pytest.param("kernel", marks=pytest.mark.kernels)])
 def way(request, monkeypatch):
     """Each form of the op; gives the names of compiled functions that were called."""
     torch.manual_seed(0)
     called, call = [], cpu_kernels.call
     if request.param == "kernel":
-        request.getfixturevalue("kernels")
+        request.getfixturevalue("on_kernels")
     elif request.param == "compiled":
         if shutil.which("cc") is None:
             pytest.skip("there is no C compiler cc")
