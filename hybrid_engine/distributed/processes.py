@@ -4,6 +4,7 @@
 """
 
 import atexit
+import logging
 import os
 import pickle
 import re
@@ -28,6 +29,7 @@ from hybrid_engine.distributed.groups import host_group
 from hybrid_engine.distributed.verdict import attempt, watch_processes
 from hybrid_engine.ops.gpu import foreign_memory_line, kernel_problem, why_no_gpu
 
+logger = logging.getLogger("hybrid_engine")
 Result = TypeVar("Result")
 SECONDS_TO_FINISH = 0.1
 FIRST_AFTER = 5.0
@@ -141,23 +143,34 @@ def check_gpu() -> None:
     Raises:
         ValueError: the machine has no GPU for this process, or kernels cannot run on it.
     """
-    if not torch.cuda.is_available():
-        if reason := why_no_gpu():
-            say_once(f"computing on the CPU: {reason}")
-        return
-    device, count = default_device(), torch.cuda.device_count()
-    if device.index >= count:
-        raise ValueError(f"LOCAL_RANK={device.index} must be below the {count} GPUs seen here; start {count} processes")
-    if problem := kernel_problem(device):
-        raise ValueError(problem)
-    if line := _foreign_memory_at_first(device):
-        say_once(line)
+    device = default_device()
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if device.index >= count:
+            raise ValueError(
+                f"LOCAL_RANK={device.index} must be below the {count} GPUs seen here; start {count} processes"
+            )
+        if problem := kernel_problem(device):
+            raise ValueError(problem)
+    say_what_limits(device)
+
+
+def say_what_limits(device: torch.device) -> None:
+    """Logs once why there is no GPU where one might be, or how much of its memory other processes hold; local."""
+    if device.type == "cpu" and (reason := why_no_gpu()):
+        say_once(f"computing on the CPU: {reason}")
+    if device.type == "cuda":
+        _say_foreign_memory(device)
 
 
 @cache
-def _foreign_memory_at_first(device: torch.device) -> str | None:
-    """Cached: later this process itself holds memory that PyTorch does not count (`containers/device.py`)."""
-    return foreign_memory_line(device)
+def _say_foreign_memory(device: torch.device) -> None:
+    """Logs it on every rank, each of which has another GPU.
+
+    Once: later this process itself holds memory that PyTorch does not count (`containers/device.py`).
+    """
+    if line := foreign_memory_line(device):
+        logger.warning("%s", line)
 
 
 def on_rank_zero(action: Callable[[], Result]) -> Result:

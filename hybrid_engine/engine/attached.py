@@ -26,7 +26,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from hybrid_engine.config.blocks import HybridEngineConfig
 from hybrid_engine.config.checks import find_nearest
 from hybrid_engine.config.notices import say_once
-from hybrid_engine.distributed.processes import get_rank, get_world_size
+from hybrid_engine.distributed.processes import get_rank, get_world_size, say_what_limits
 from hybrid_engine.distributed.verdict import HeldInterrupts, holding_interrupts, naming_who_left
 from hybrid_engine.generation.core import GenerateCall, Request
 from hybrid_engine.generation.model.probe import LogprobDifference, evaluating
@@ -145,6 +145,7 @@ class Attached:
         self._fingerprint: Any = None
         self.generator: Generator | None = None
         device = next(self.module.parameters()).device
+        say_what_limits(device)
         reason = reason_unreadable(self.module) or kernel_problem(device)
         found, generator = fingerprint(self.module), None
         if reason is None:

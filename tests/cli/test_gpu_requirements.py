@@ -1,6 +1,7 @@
 """What keeps a GPU from being used is named when an engine, a run or `doctor` starts; torch.cuda is made up here."""
 
 import logging
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -40,10 +41,10 @@ def card(monkeypatch):
     monkeypatch.setattr(gpu, "compiler_version", lambda: found.compiler)
     monkeypatch.setenv("HYBRID_ENGINE_FALLBACK", "0")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    processes._foreign_memory_at_first.cache_clear()
+    processes._say_foreign_memory.cache_clear()
     notices.say_once.cache_clear()
     yield found
-    processes._foreign_memory_at_first.cache_clear()
+    processes._say_foreign_memory.cache_clear()
 
 
 def test_a_card_with_all_that_is_needed_is_taken_without_a_word(card, caplog):
@@ -86,6 +87,14 @@ def test_memory_of_other_processes_is_told_once_and_is_no_error(card, caplog):
     assert "cuda:0 has 30.0 of 80.0 GiB free, and other processes hold 50.0 GiB" in caplog.text
 
 
+def test_each_rank_tells_of_its_own_card(card, monkeypatch, caplog):
+    card.free, card.count = 30 * GIB, 2
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("RANK", "1")
+    processes.check_gpu()
+    assert "cuda:1 has 30.0 of 80.0 GiB free" in caplog.text
+
+
 def test_a_process_without_a_card_of_its_own_is_refused(card, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ValueError, match="LOCAL_RANK=2 must be below the 1 GPUs seen here"):
@@ -122,8 +131,11 @@ def test_an_attached_model_on_such_a_card_generates_by_itself_and_says_why(monke
 def test_hidden_cards_are_told_at_start_and_the_cpu_computes(monkeypatch, caplog, visible):
     notices.say_once.cache_clear()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    hybrid_engine.initialize(model=build_model(), config=CONFIG)
-    assert f"computing on the CPU: CUDA_VISIBLE_DEVICES={visible!r} hides every GPU; unset it" in caplog.text
+    for start in (partial(hybrid_engine.initialize, config=CONFIG), hybrid_engine.init_inference, hybrid_engine.attach):
+        notices.say_once.cache_clear()
+        caplog.clear()
+        start(model=build_model())
+        assert f"computing on the CPU: CUDA_VISIBLE_DEVICES={visible!r} hides every GPU; unset it" in caplog.text
 
 
 @pytest.mark.parametrize(
