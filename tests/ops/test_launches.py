@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.support.fake_cuda import kernel_names
 from tests.support.paths import ROOT
 
 # In a process of its own, where kernels are not interpreted. The last kernel must fail, and by its name.
@@ -60,3 +61,12 @@ def test_an_engine_and_the_ops_launch_every_kernel_and_one_that_does_not_compile
     counts = {kernel: (int(variants), int(launches)) for kernel, variants, launches in rows}
     assert set(KERNELS.split()) <= set(counts), told
     assert all(min(counts[kernel]) > 0 for kernel in KERNELS.split()), told
+
+
+def test_kernels_that_the_table_must_have_are_those_of_all_ops():
+    found = {
+        name
+        for path in (ROOT / "ops").glob("*.py")
+        for name in re.findall(r"^@triton\.jit(?:\([^@]*\))?\ndef (\w+_kernel)\(", path.read_text(), re.MULTILINE)
+    }
+    assert kernel_names() == found >= set(KERNELS.split())

@@ -6,7 +6,9 @@ and what a launch costs in Python. `install()` comes before any import of a kern
 """
 
 import ctypes
+import importlib
 import os
+import pkgutil
 import subprocess
 import sys
 import time
@@ -90,6 +92,17 @@ class Launches:
 def p20(seconds: list[float]) -> float:
     """The value that a fifth of them do not exceed: other programs only make what Python does longer."""
     return sorted(seconds)[len(seconds) // 5]
+
+
+def kernel_names() -> set[str]:
+    """Names of all kernels that ops launch; functions that kernels call have other names."""
+    from hybrid_engine import ops
+
+    modules = [
+        importlib.import_module(f"{ops.__name__}.{module.name}") for module in pkgutil.iter_modules(ops.__path__)
+    ]
+    functions = [value for module in modules for value in vars(module).values() if hasattr(value, "arg_names")]
+    return {function.__name__ for function in functions if function.__name__.endswith("_kernel")}
 
 
 class Meter:

@@ -12,7 +12,15 @@ WIDE_VOCAB = 509
 _IDS = {"vocab_size": WIDE_VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": PAD}
 _SIZES = {**_IDS, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 352}
 _GROUPED = {**_SIZES, "num_key_value_heads": 2}
-# Norms, activations, heads, positions and experts of all kinds, at sizes that fill a kernel's tiles.
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+_LATENT = {"q_lora_rank": 64, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
+_SHARED = {"n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+# Norms, activations, heads, positions, experts, states and latents, at sizes that fill a kernel's tiles.
 WIDE_FAMILIES = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_GROUPED)),
     "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**_IDS, n_embd=256, n_layer=2, n_head=4)),
@@ -25,6 +33,13 @@ WIDE_FAMILIES = {
     "falcon": lambda: hf.FalconForCausalLM(
         hf.FalconConfig(**_IDS, hidden_size=256, num_hidden_layers=2, num_attention_heads=4, alibi=True,
                         multi_query=False, parallel_attn=False)
+    ),
+    "qwen3.5": lambda: hf.Qwen3_5ForCausalLM(
+        hf.Qwen3_5TextConfig(**_GROUPED, **_DELTA, head_dim=64, layer_types=["linear_attention", "full_attention"])
+    ),
+    "deepseek-v3": lambda: hf.DeepseekV3ForCausalLM(
+        hf.DeepseekV3Config(**_SIZES, **_LATENT, **_SHARED, num_key_value_heads=4, n_routed_experts=4,
+                            num_experts_per_tok=2, moe_intermediate_size=128)
     ),
 }  # fmt: skip
 

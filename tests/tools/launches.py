@@ -8,7 +8,7 @@
 What it leaves out is what only a GPU does: values, graphs, time on the device (`benchmarks/gpu_smoke.py` is for those).
 The table has a row for each kernel: variants compiled, seconds of compiling, launches, microseconds that one takes in
 Python where it is repeated at once (p20), and the most that a variant takes of shared memory, registers and stack. Exit
-status 1 names the kernels that do not compile or launch, and the checks that failed.
+status 1 names the kernels that do not compile or launch, those that nothing launches, and the checks that failed.
 """
 
 import argparse
@@ -38,6 +38,7 @@ from tests.support.fake_cuda import (
     Launches,
     Meter,
     install,
+    kernel_names,
     kernels_on_cpu,
     memory_as_it_is,
     p20,
@@ -75,7 +76,7 @@ def smoke_checks() -> Iterator[Check]:
 
 
 def engine_checks() -> Iterator[Check]:
-    """Five families in bf16, one in the other dtypes, and exact mode."""
+    """The wide families in bf16, one in the other dtypes, and exact mode."""
     for family, build in WIDE_FAMILIES.items():
         yield f"engine: {family}", partial(run_engine, build, ROWS if family == "llama" else FEW_ROWS)
     for dtype in ("float32", "float16"):
@@ -294,9 +295,13 @@ def main(arguments: list[str] | None = None) -> int:
         args.out.write_text(report)
     for name, error in meter.errors.items():
         print(f"KERNEL FAILED {name}: {error}")
-    for what, names in (("checks", failed), ("kernels", list(meter.errors))):
+    is_whole = not (args.short or args.only)
+    unseen = sorted(kernel_names() - set(meter.kernels)) if is_whole else []
+    if unseen:
+        print(f"KERNELS THAT NOTHING LAUNCHED: {', '.join(unseen)}; call their ops in tests/support/launch_ops.py")
+    for what, names in (("checks", failed), ("kernels", [*meter.errors, *unseen])):
         print(f"{len(names)} {what} failed{': ' if names else ''}{', '.join(names)}")
-    return int(bool(failed or meter.errors))
+    return int(bool(failed or meter.errors or unseen))
 
 
 if __name__ == "__main__":
