@@ -14,7 +14,8 @@ import torch
 from transformers import LlamaForSequenceClassification
 
 import hybrid_engine
-from hybrid_engine.recipes import dpo, grpo, kto, ppo, reward, sft
+from hybrid_engine.ops.linear_divergence import TopTokens
+from hybrid_engine.recipes import distill, dpo, grpo, kto, ppo, reward, sft
 from hybrid_engine.rl.losses import StepCounts
 from hybrid_engine.rl.preferences import build_loss
 from hybrid_engine.rlhf.algorithms import Coefficients, PolicyBatch
@@ -24,16 +25,23 @@ from hybrid_engine.rlhf.batches.packing import Layout, set_layout
 from hybrid_engine.rlhf.batches.passes import RunPasses
 from hybrid_engine.rlhf.batches.sequences import ValueModel, build_sequences
 from hybrid_engine.rlhf.data.encoding import Encoded, EncodedPair
-from hybrid_engine.rlhf.experience import answers, policy, roles
+from hybrid_engine.rlhf.experience import answers, policy, roles, teachers
 from hybrid_engine.rlhf.experience.answers import LabelledAnswer, Reading, TrainingPair
 from hybrid_engine.rlhf.experience.policy import Experience
 from hybrid_engine.rlhf.experience.roles import CriticExperience
+from hybrid_engine.rlhf.experience.teachers import (
+    AheadTeacher,
+    ModelTeacher,
+    ScoredTeacher,
+    SeveralTeachers,
+    StepAnswers,
+)
 from hybrid_engine.rlhf.options.algorithm import Algorithm
 from hybrid_engine.rlhf.tasks.corpus import Pair
 from tests.support.models import PAD, build_model
 from tests.support.training_passes import train_in_parts
 
-SENDERS = sequences, packing, answers, dpo, reward, policy, roles
+SENDERS = sequences, packing, answers, dpo, reward, policy, roles, teachers
 READS = "item", "tolist", "cpu", "numpy", "nonzero", "equal", "masked_select", "__bool__", "__int__", "__float__"
 CPU = torch.device("cpu")
 
@@ -149,7 +157,42 @@ def run_reward(engine, num_rows):
     return train_in_parts([engine], Items.of(rows), RunPasses(), [(engine, loss_of)])
 
 
-RECIPES = {"sft": run_sft, "dpo": run_dpo, "kto": run_kto, "grpo": run_grpo, "ppo": run_ppo, "reward": run_reward}
+class LikelyTokens:
+    """A source of two tokens for each place."""
+
+    def score(self, prompts, answers):
+        places = [torch.tensor([[3, 4]] * len(answer)) for answer in answers]
+        return [TopTokens(ids, torch.full(ids.shape, -1.0)) for ids in places]
+
+
+def run_distill(engine, num_rows):
+    batch, frozen = experience(num_rows)[0].numbered(), build_model(seed=2).requires_grad_(False)
+    passes = RunPasses()
+    several = [
+        ModelTeacher(model=frozen, temperature=1.0),
+        AheadTeacher(frozen, 1.0, passes),
+        ScoredTeacher(LikelyTokens()),
+    ]
+    teacher = SeveralTeachers(several, torch.tensor([[1.0, 0.5, 0.0], [0.5, 0.0, 1.0]] * num_rows), reads_always=False)
+    prompts, responses = map(list, zip(*map(tokens, range(num_rows)), strict=True))
+    told = SimpleNamespace(prompt_ids=prompts, response_ids=responses)
+    with torch.no_grad():
+        teacher.begin_step(StepAnswers(batch, told, list(range(num_rows)), None))
+    OnDevice.reads.clear()  # once a step it reads what it states ahead
+    config = SimpleNamespace(temperature=1.0, divergence_beta=0.5, teacher_top_k=0)
+    loss_of = partial(distill.micro_batch_loss, engine, teacher, batch, config, 20)
+    return train_in_parts([engine], batch.items, passes, [(engine, loss_of)])
+
+
+RECIPES = {
+    "distill": run_distill,
+    "sft": run_sft,
+    "dpo": run_dpo,
+    "kto": run_kto,
+    "grpo": run_grpo,
+    "ppo": run_ppo,
+    "reward": run_reward,
+}
 
 
 @pytest.mark.parametrize("layout", [Layout.PADDED, Layout.ROWS])
