@@ -16,9 +16,13 @@ import hybrid_engine
 from hybrid_engine.containers import InferenceModel
 from hybrid_engine.extensions.deepspeed import comm as compat_comm
 from hybrid_engine.generation import step
+from hybrid_engine.generation.model.probe import LogprobDifference, compare_logprobs
 from hybrid_engine.generation.recorders import batch_bucket, context_bucket
+from hybrid_engine.ops import dispatch
 from hybrid_engine.zero import wrapping
 from tests.support.distributed import run_distributed
+from tests.support.fake_cuda import kernels_on_cpu, replaced, zeroed_memory
+from tests.support.model_families import BUILDERS, MORE_BUILDERS
 from tests.support.models import PAD, build_model, padded_prompts
 from tests.support.tape import TapeRecorder
 
@@ -173,7 +177,7 @@ def test_from_the_third_rollout_on_nothing_is_recorded(make_model, is_released):
         assert captures(engine) == 0 or index < 2
         train_step(engine)
         train_step(plain)
-        taken += [torch.full((n,), torch.nan) for n in (1024, 4096, 12288, 49152)]
+        taken += [torch.full((n,), torch.nan, device=engine.device) for n in (1024, 4096, 12288, 49152)]
     assert (engine.generator.workspace.allocated_bytes == 0) == is_released
 
 
@@ -311,3 +315,15 @@ def test_experts_on_their_reference_are_not_recorded_because_it_reads_the_device
     monkeypatch.setattr(step, "CudaGraphs", TapeRecorder)
     engine.generator.use_containers(engine.generator.model, None)
     assert (engine.generator.native.steps.recorder is not None) == is_recorded
+
+
+@pytest.mark.skipif(CUDA, reason="on a GPU test_gpu.py records steps of wide models")
+@pytest.mark.parametrize("family", [*BUILDERS, *MORE_BUILDERS])
+def test_no_familys_step_reads_the_device_while_it_is_recorded(family, monkeypatch):
+    """As ops choose on a GPU: by kernels, which write nothing here."""
+    monkeypatch.setenv(dispatch.SWITCH, "0")
+    monkeypatch.setattr(dispatch.Launch, "__call__", lambda *_: None)
+    with kernels_on_cpu(), zeroed_memory(), replaced(compare_logprobs, lambda *_: LogprobDifference(0.0, 0.0)):
+        engine = build(family)
+        rollout(engine, do_sample=False, max_new_tokens=3)
+    assert engine.generator.fallback_reason is None and captures(engine) > 0
