@@ -218,7 +218,7 @@ NO_MEANING: dict[str, dict[str, str]] = {
         "cpuadam_cores_perc": "OMP_NUM_THREADS sets the number of PyTorch's threads",
         "fast_init": NVME,
         "nvme_path": NVME,
-        "pin_memory": "master weights are read and written only once per step",
+        "pin_memory": "copies from and to master weights use pinned memory in any case",
         "pipeline": NVME,
         "pipeline_read": NVME,
         "pipeline_write": NVME,

@@ -75,11 +75,15 @@ class Masters:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Rounds the masters into the parameters, after a step or another change."""
+        """Rounds the masters into the parameters, after a step or another change; does not wait for copies to a GPU."""
         pairs = self._pairs()
-        if pairs:
-            params, masters = zip(*pairs, strict=True)
+        near = [(param, master) for param, master in pairs if not _is_sent(param, master)]
+        if near:
+            params, masters = zip(*near, strict=True)
             torch._foreach_copy_(list(params), list(masters))
+        for param, master in pairs:
+            if _is_sent(param, master):
+                param.copy_(_pinned_like(master, param.dtype).copy_(master), non_blocking=True)
         apart = [number for number, pair in enumerate(pairs) if lies_apart(*pair)]
         self._written = {number: fingerprint(pairs[number][0]) for number in apart}
 
@@ -100,6 +104,15 @@ class Masters:
 def lies_apart(param: torch.Tensor, master: torch.Tensor) -> bool:
     """Whether the two are on different devices."""
     return param.device != master.device
+
+
+def _is_sent(param: torch.Tensor, master: torch.Tensor) -> bool:
+    return param.is_cuda and master.device.type == "cpu"
+
+
+def _pinned_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Memory that a GPU reads while the host goes on; PyTorch keeps it until the copy has ended, then for the next."""
+    return torch.empty_like(tensor, dtype=dtype, pin_memory=True)
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.recorders import CudaGraphs
 from hybrid_engine.generation.rollout.module_rollouts import ModuleRollouts
 from hybrid_engine.metrics.latency import Stopwatch
+from hybrid_engine.optim import masters
 from hybrid_engine.optim.masters import Masters
 from tests.support.models import build_model
 
@@ -310,14 +311,39 @@ def test_all_gradients_of_an_offloaded_optimizer_are_on_their_way_before_one_is_
         SimpleNamespace(name=name, has_master=True, param=SimpleNamespace(grad=None), master=torch.nn.Parameter(zero))
         for name, zero in (("a", torch.zeros(1)), ("b", torch.zeros(1)))
     ]
-    masters = Masters(parameters)
+    held = Masters(parameters)
     for _ in range(2):
         for number, trained in enumerate(parameters):
             trained.param.grad = Grad(1.5 + number)
-        masters.take_gradients(parameters)
+        held.take_gradients(parameters)
     assert log == [("copy", "cpu", True), ("copy", "cpu", True), ("wait", 1)] * 2
     assert [(p.master.grad.tolist(), p.master.grad.dtype) for p in parameters] == [
         ([3.0], torch.float32),
         ([5.0], torch.float32),
     ]
     assert all(trained.param.grad is None for trained in parameters)
+
+
+def test_masters_in_host_memory_are_rounded_on_the_host_and_sent_without_waiting(monkeypatch):
+    """A copy of pageable fp32 memory into 16 bits would wait for the device, one parameter after the other."""
+    log = []
+
+    class Sent(OnSecond):
+        def copy_(self, source, non_blocking=False):
+            log.append((source.dtype, any(source is tensor for tensor in pinned), non_blocking))
+            return super().copy_(source)
+
+    def pinned_like(tensor, dtype):
+        pinned.append(torch.empty_like(tensor, dtype=dtype))
+        return pinned[-1]
+
+    pinned = []
+    monkeypatch.setattr(masters, "_pinned_like", pinned_like)
+    monkeypatch.setattr(masters, "fingerprint", lambda tensor: None)
+    exact = torch.tensor([1.0, 1 / 3, -2.7])
+    far = SimpleNamespace(has_master=True, param=torch.zeros(3, dtype=torch.bfloat16).as_subclass(Sent), master=exact)
+    near = SimpleNamespace(has_master=True, param=torch.zeros(3, dtype=torch.bfloat16), master=exact)
+    Masters([far, near]).write_back()
+    assert log == [(torch.bfloat16, True, True)] and len(pinned) == 1
+    for trained in (far, near):
+        assert torch.equal(trained.param.as_subclass(torch.Tensor), exact.bfloat16())
