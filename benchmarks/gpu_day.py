@@ -95,8 +95,8 @@ ROLLOUT_SHAPE = (
 PARTS = (
     Part(
         "compile", "does every kernel compile; those of later parts, in several processes",
-        ("benchmarks/gpu_compile.py", "--processes", "{processes}"),
-        ("benchmarks/gpu_compile.py", "--processes", "2"), TABLES, seconds=120,
+        ("tests/tools/gpu_compile.py", "--processes", "{processes}"),
+        ("tests/tools/gpu_compile.py", "--processes", "2"), TABLES, seconds=120,
     ),
     Part(
         "smoke", "does it work: kernels, a recorded step, a cycle of training and rollouts, LoRA, offload",

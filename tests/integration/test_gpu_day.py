@@ -118,7 +118,7 @@ def test_a_kernel_that_does_not_compile_fails_the_first_part_by_name(monkeypatch
     """It is not replaced by torch's operations, as it is in a run."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.delenv(dispatch.SWITCH, raising=False)
-    gpu_compile = importlib.import_module("gpu_compile")
+    gpu_compile = importlib.import_module("tests.tools.gpu_compile")
     compiler = {"__name__": "triton.compiler.compiler"}
     exec("def compile(): raise RuntimeError('no such operation')", compiler)
     wrong, right = (partial(dispatch.kernel_or_reference, run, bool) for run in (compiler["compile"], int))
@@ -128,7 +128,7 @@ def test_a_kernel_that_does_not_compile_fails_the_first_part_by_name(monkeypatch
 
 def test_the_first_part_compiles_every_op(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    names = [name for name, _ in importlib.import_module("gpu_compile").list_checks()]
+    names = [name for name, _ in importlib.import_module("tests.tools.gpu_compile").list_checks()]
     ops = ("prefill of states", "decode of latents", "divergence of heads", "experts", "exact attention", "sampling")
     assert all(any(name.startswith(op) for name in names) for op in ops)
 

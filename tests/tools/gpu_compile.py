@@ -1,6 +1,6 @@
 """Compiles every kernel in several processes at once; later parts find them in Triton's cache.
 
-    python benchmarks/gpu_compile.py --processes 8
+    python tests/tools/gpu_compile.py --processes 8        # the first part of `make gpu`
 
 These are the ops of `bench_ops.py` in bf16 and fp32, and all ops of `make launches` in bf16. A kernel that does not
 compile, or whose launch fails, is named; nothing is compared. Without a GPU references run.
@@ -16,12 +16,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from bench_ops import Case, attention_cases, linear_cases, small_cases
-from common import DTYPES
 
 from hybrid_engine.ops.dispatch import SWITCH
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))  # the installed package comes first
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.extend([str(ROOT), str(ROOT / "benchmarks")])  # after the installed package, of which ROOT has only a part
+from bench_ops import Case, attention_cases, linear_cases, small_cases
+from common import DTYPES
+
 from tests.support.launch_ops import op_checks, samplings
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
