@@ -41,7 +41,7 @@ from hybrid_engine.ops.linear_divergence import HeadStates, linear_divergence
 from hybrid_engine.ops.linear_log_prob import linear_log_prob
 from hybrid_engine.ops.linear_log_prob_tiles import PLAIN, LogitShape
 from hybrid_engine.ops.linears import ACTIVATIONS
-from hybrid_engine.ops.moe_gating import SCORINGS, ExpertGroups, MoEGatingOp
+from hybrid_engine.ops.moe_gating import ExpertGroups, MoEGatingOp
 from hybrid_engine.ops.moe_res_matmul import MoEResMatmulOp
 from hybrid_engine.ops.softmax_context import rotary_table
 from hybrid_engine.ops.state_space import SpaceWeights, StateSpaceOp
@@ -227,9 +227,14 @@ def run_states(dtype: torch.dtype, dim: int, batch: DecodeBatch | PrefillBatch) 
 
 def experts(dtype: torch.dtype) -> Iterator[Check]:
     """Gating, both products for few and many rows, the sum with a shared expert, residual experts."""
-    num_experts, forms = 8, (("silu", "halves", 2), (CLAMPED_SWIGLU, "interleaved", 4), ("gelu", "plain", 1))
+    num_experts = 8
+    forms = (  # the scorings that the kernel has
+        ("silu", "halves", 2, "softmax_then_topk"),
+        (CLAMPED_SWIGLU, "interleaved", 4, "sigmoid_then_topk"),
+        ("gelu", "plain", 1, "topk_then_softmax"),
+    )
     for rows in (1, 33, 256):
-        for (activation, layout, top_k), scoring in zip(forms, SCORINGS, strict=True):
+        for activation, layout, top_k, scoring in forms:
             columns = I if layout == "plain" else 2 * I
             weights = (randn(dtype, num_experts, E, columns), randn(dtype, num_experts, I, E))
             biases = (randn(dtype, num_experts, columns), randn(dtype, num_experts, E))
