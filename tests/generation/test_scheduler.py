@@ -5,10 +5,9 @@ import random
 
 import pytest
 
-from hybrid_engine.generation.blocks import BlockPool
 from hybrid_engine.generation.core import Prompt, Sequence
 from hybrid_engine.generation.options import GenerationOptions
-from hybrid_engine.generation.scheduler import Scheduler
+from hybrid_engine.generation.scheduler import BlockPool, Scheduler
 
 pytestmark = pytest.mark.quick
 
