@@ -249,7 +249,7 @@ class _LinearDivergence(torch.autograd.Function):
             gradient_of = partial(kernel_or_reference, _gradient_in_kernels, _gradient)
         with torch.autocast(hidden.device.type, enabled=False):
             for columns, pair in whole.tiles(min(len(hidden), ROWS_AT_ONCE)):
-                for rows in _row_parts(hidden):
+                for rows in _row_parts(hidden, ROWS_AT_ONCE):
                     some = _Totals(*(part[rows] for part in totals))
                     of_products = gradient_of(pair.rows(rows), some, above[rows], ctx.beta)
                     found.add(columns, rows, pair.student, of_products)
@@ -278,7 +278,7 @@ def _forward(ctx, in_kernels, hidden, weight, bias, teacher, beta, shape):
         ctx.save_for_backward(gradient)
         return values
     totals_of = _totals_in_kernels if in_kernels else _totals
-    parts = [totals_of(whole.rows(rows), beta) for rows in _row_parts(hidden) or [slice(0)]]
+    parts = [totals_of(whole.rows(rows), beta) for rows in _row_parts(hidden, ROWS_AT_ONCE) or [slice(0)]]
     totals = _Totals(*map(torch.cat, zip(*parts, strict=True)))
     ctx.beta, ctx.shapes = beta, (shape, teacher.shape)
     ctx.save_for_backward(hidden, weight, bias, *teacher[:3], *totals)
@@ -306,7 +306,7 @@ class _ClassLogProbs(torch.autograd.Function):
         found = _Gradients(ctx.needs_input_grad, hidden, weight, bias)
         with torch.autocast(hidden.device.type, enabled=False):
             for columns, tile in head.tiles(min(len(hidden), ROWS_AT_ONCE)):
-                for rows in _row_parts(hidden):
+                for rows in _row_parts(hidden, ROWS_AT_ONCE):
                     logits, places = tile.logits(hidden[rows]), _InTile.of(ids[rows] - columns.start, tile)
                     slope = head.shape.slope(logits)
                     of_products = logits.sub(log_total[rows, None]).exp_().mul_(-above[rows].sum(1)[:, None])
@@ -374,7 +374,7 @@ class _InTile(NamedTuple):
         gradient.scatter_add_(1, self.places, torch.where(self.is_inside, values, 0.0))
 
 
-def _row_parts(hidden: torch.Tensor, num_rows: int = ROWS_AT_ONCE) -> list[slice]:
+def _row_parts(hidden: torch.Tensor, num_rows: int) -> list[slice]:
     return [slice(first, first + num_rows) for first in range(0, len(hidden), num_rows)]
 
 
