@@ -64,11 +64,11 @@ class PartialOptions(RolloutOptions):
 
 def check_partial(config: PartialOptions) -> None:
     """Raises ValueError for options that do not go with rollouts that end before all answers have."""
+    check_count("max_staleness", config.max_staleness, 1)
     if config.max_staleness is not None and not config.partial_rollouts:
         raise ValueError(
             f"--max-staleness={config.max_staleness} applies to --partial-rollouts; give both, or leave it out"
         )
-    check_count("max_staleness", config.max_staleness, 1)
     if config.partial_rollouts and (config.has_filters or config.router_replay):
         recorded = "the filters of --top-k, --top-p and --min-p" if config.has_filters else "--router-replay"
         raise ValueError(f"--partial-rollouts does not record {recorded}; leave one of them out")
