@@ -311,9 +311,9 @@ def test_prompt_and_answer_may_be_as_long_as_the_model_takes_and_memory_holds(mo
     with live_batch(engine.generator, max_running=1) as batch:
         assert batch.longest == 2048
     of_a_token = engine.generator.model.bytes_per_block(1)
-    monkeypatch.setattr(engine.generator.memory, "spare_bytes", lambda model: 9 * 64 * of_a_token)
+    monkeypatch.setattr(engine.generator.memory, "spare_bytes", lambda model: 33 * 16 * of_a_token)
     with live_batch(engine.generator, max_running=4) as batch:
-        assert batch.longest == 64 * 8
+        assert batch.longest == 16 * 32
     with (
         pytest.raises(ValueError, match=r"longest=513: .* hold 512 tokens; lower it"),
         live_batch(engine.generator, 513),
