@@ -49,7 +49,7 @@ from tests.support.launch_ops import Check, op_checks
 from tests.support.models import WIDE_FAMILIES
 
 ROWS = (1, 3, 8, 16, 17, 33, 64, 128, 256)
-FEW_ROWS = (1, 40)
+FEW_ROWS = (1, 40, 256)
 PROMPT_TOKENS = 5
 KINDS = ("PrefillBatch", "MixedBatch", "DecodeBatch")
 SHORT_OPS = (
