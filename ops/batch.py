@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from hybrid_engine.ops.dispatch import form_of
@@ -168,6 +169,23 @@ class EncoderBatch:
 
 
 Batch = PrefillBatch | DecodeBatch | MixedBatch
+
+
+def over_parts(compute: Callable[[slice, Batch], torch.Tensor], num_rows: int, batch: Batch) -> torch.Tensor | None:
+    """The output of an op with states, from those of the parts of a padded or mixed batch; None for any other batch.
+
+    Args:
+        compute: the op, of these rows of its inputs, which are the tokens of this batch.
+        num_rows: rows of the inputs; those after the tokens of a prefill are padding, whose output is 0.
+        batch: the whole batch.
+    """
+    if isinstance(batch, (PrefillBatch, MixedBatch)) and num_rows > batch.num_tokens:
+        output = compute(slice(batch.num_tokens), batch)
+        return F.pad(output, (0, 0, 0, num_rows - batch.num_tokens))
+    if isinstance(batch, MixedBatch):
+        first = len(batch.decode.tokens)
+        return torch.cat((compute(slice(first), batch.decode), compute(slice(first, None), batch.prefill)))
+    return None
 
 
 class QKV(NamedTuple):

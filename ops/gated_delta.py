@@ -36,7 +36,7 @@ import torch.nn.functional as F
 
 from hybrid_engine.ops import cpu_states
 from hybrid_engine.ops import gated_delta_kernels as kernels
-from hybrid_engine.ops.batch import Batch, DecodeBatch, MixedBatch, PrefillBatch
+from hybrid_engine.ops.batch import Batch, DecodeBatch, PrefillBatch, over_parts
 from hybrid_engine.ops.cpu_library import DeltaNumbers
 from hybrid_engine.ops.dispatch import (
     Launch,
@@ -116,15 +116,9 @@ class GatedDeltaOp:
         Raises:
             ValueError: a tensor that does not fit, or a batch without slots.
         """
-        num_rows = len(inputs.mixed)
-        if isinstance(batch, (PrefillBatch, MixedBatch)) and num_rows > batch.num_tokens:
-            output = self(inputs.part(slice(batch.num_tokens)), weights, states, batch)
-            return F.pad(output, (0, 0, 0, num_rows - batch.num_tokens))
-        if isinstance(batch, MixedBatch):
-            num_decoded = len(batch.decode.tokens)
-            decoded = self(inputs.part(slice(num_decoded)), weights, states, batch.decode)
-            packed = self(inputs.part(slice(num_decoded, None)), weights, states, batch.prefill)
-            return torch.cat((decoded, packed))
+        parts = over_parts(lambda rows, part: self(inputs.part(rows), weights, states, part), len(inputs.mixed), batch)
+        if parts is not None:
+            return parts
         if use_triton(inputs.mixed):
             return kernel_or_reference(self._launch, self.reference, inputs, weights, states, batch)
         slots = slots_of(batch)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from hybrid_engine.ops.batch import Batch, DecodeBatch, MixedBatch, PrefillBatch, recur
+from hybrid_engine.ops.batch import Batch, DecodeBatch, PrefillBatch, over_parts, recur
 from hybrid_engine.ops.dispatch import check_tensor, say_once, use_triton
 from hybrid_engine.ops.short_conv import slots_of
 
@@ -73,15 +73,9 @@ class SelectiveScanOp:
         Raises:
             ValueError: a tensor that does not fit, or a batch without slots.
         """
-        num_rows = len(inputs.x)
-        if isinstance(batch, (PrefillBatch, MixedBatch)) and num_rows > batch.num_tokens:
-            output = self(inputs.part(slice(batch.num_tokens)), weights, states, batch)
-            return F.pad(output, (0, 0, 0, num_rows - batch.num_tokens))
-        if isinstance(batch, MixedBatch):
-            num_decoded = len(batch.decode.tokens)
-            decoded = self(inputs.part(slice(num_decoded)), weights, states, batch.decode)
-            packed = self(inputs.part(slice(num_decoded, None)), weights, states, batch.prefill)
-            return torch.cat((decoded, packed))
+        parts = over_parts(lambda rows, part: self(inputs.part(rows), weights, states, part), len(inputs.x), batch)
+        if parts is not None:
+            return parts
         self._check(inputs, weights, states, slots_of(batch))
         if use_triton(inputs.x):
             say_once("selective scan: there is no kernel; in torch")

@@ -17,10 +17,9 @@ N packed tokens, R sequences, S decoded rows, C channels, W width of the kernel.
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from hybrid_engine.ops import cpu_states
-from hybrid_engine.ops.batch import Batch, DecodeBatch, MixedBatch, PrefillBatch
+from hybrid_engine.ops.batch import Batch, DecodeBatch, PrefillBatch, over_parts
 from hybrid_engine.ops.dispatch import (
     Launch,
     check_tensor,
@@ -71,13 +70,9 @@ class ShortConvOp:
         Raises:
             ValueError: a tensor that does not fit, or a batch without slots.
         """
-        if isinstance(batch, (PrefillBatch, MixedBatch)) and len(input) > batch.num_tokens:
-            output = self(input[: batch.num_tokens], weight, bias, states, batch)
-            return F.pad(output, (0, 0, 0, len(input) - batch.num_tokens))
-        if isinstance(batch, MixedBatch):
-            num_rows = len(batch.decode.tokens)
-            parts = ((input[:num_rows], batch.decode), (input[num_rows:], batch.prefill))
-            return torch.cat([self(part, weight, bias, states, half) for part, half in parts])
+        parts = over_parts(lambda rows, part: self(input[rows], weight, bias, states, part), len(input), batch)
+        if parts is not None:
+            return parts
         slots = slots_of(batch)
         if use_triton(input):
             return kernel_or_reference(self._launch, self.reference, input, weight, bias, states, batch)

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 
 from hybrid_engine.ops import cpu_states
 from hybrid_engine.ops import state_space_kernels as kernels
-from hybrid_engine.ops.batch import Batch, DecodeBatch, MixedBatch, PrefillBatch
+from hybrid_engine.ops.batch import Batch, DecodeBatch, PrefillBatch, over_parts
 from hybrid_engine.ops.cpu_library import SpaceNumbers
 from hybrid_engine.ops.dispatch import (
     Launch,
@@ -104,14 +104,9 @@ class StateSpaceOp:
         Raises:
             ValueError: a tensor that does not fit, or a batch without slots.
         """
-        if isinstance(batch, (PrefillBatch, MixedBatch)) and len(mixed) > batch.num_tokens:
-            output = self(mixed[: batch.num_tokens], dt[: batch.num_tokens], weights, states, batch)
-            return F.pad(output, (0, 0, 0, len(mixed) - batch.num_tokens))
-        if isinstance(batch, MixedBatch):
-            num_rows = len(batch.decode.tokens)
-            decoded = self(mixed[:num_rows], dt[:num_rows], weights, states, batch.decode)
-            packed = self(mixed[num_rows:], dt[num_rows:], weights, states, batch.prefill)
-            return torch.cat((decoded, packed))
+        parts = over_parts(lambda rows, part: self(mixed[rows], dt[rows], weights, states, part), len(mixed), batch)
+        if parts is not None:
+            return parts
         if use_triton(mixed):
             return kernel_or_reference(self._launch, self.reference, mixed, dt, weights, states, batch)
         slots = slots_of(batch)
