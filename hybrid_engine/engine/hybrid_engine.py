@@ -192,7 +192,7 @@ class HybridEngine(ZeroEngine):
         seed: int | None = None,
         **kwargs: Any,
     ) -> Carried:
-        """As `generate_async()`, until `is_enough` of the indices of whole groups, or until all are whole.
+        """Generates like `generate_async()` until `is_enough` of the indices of whole groups, or until all are whole.
 
         No clock decides when it ends, so that it can be repeated to the bit. Returns all groups, of `carried` and the
         new prompts: `take` gives whole ones, `state` what a checkpoint needs of the others.
