@@ -143,10 +143,23 @@ def read_json_arguments(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def schemas_of(tools: Tools, name: str) -> Mapping[str, Any]:
-    """The JSON schemas of a tool's arguments by name; empty if they are not known."""
-    properties = tools.get(name, {}).get("properties")
-    return properties if isinstance(properties, Mapping) else {}
+def read_tagged_call(
+    text: str, tools: Tools, *, call: re.Pattern[str], argument: re.Pattern[str]
+) -> list[tuple[str, Any]]:
+    """The name and arguments of the call in `text`, whose arguments are in tags; empty if it is anything else.
+
+    Args:
+        text: one call without its own tags.
+        tools: their schemas say which arguments are texts.
+        call: matches the whole; its groups are the name and all arguments.
+        argument: matches one; its groups are key and value.
+    """
+    found = call.fullmatch(text)
+    if found is None or argument.sub("", found[2]).strip():
+        return []
+    properties = tools.get(found[1], {}).get("properties")
+    schemas: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
+    return [(found[1], {key: typed_value(value, schemas.get(key)) for key, value in argument.findall(found[2])})]
 
 
 class FormReader:

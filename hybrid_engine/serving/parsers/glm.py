@@ -11,21 +11,12 @@ Source: the chat template of https://huggingface.co/zai-org/GLM-4.6.
 """
 
 import re
-from typing import Any
+from functools import partial
 
-from hybrid_engine.serving.parsers.form import Form, Tools, schemas_of, typed_value
+from hybrid_engine.serving.parsers.form import Form, read_tagged_call
 
 _CALL = re.compile(r"\s*([^\s<]+)\s*((?:<arg_key>.*</arg_value>)?)\s*", re.DOTALL)
 _PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
-
-
-def read_pairs(text: str, tools: Tools) -> list[tuple[str, Any]]:
-    """The name and arguments of the call in `text`; empty if it is anything else."""
-    call = _CALL.fullmatch(text)
-    if call is None or _PAIR.sub("", call[2]).strip():
-        return []
-    schemas = schemas_of(tools, call[1])
-    return [(call[1], {key: typed_value(value, schemas.get(key)) for key, value in _PAIR.findall(call[2])})]
 
 
 def is_cut_in_argument(text: str) -> bool:
@@ -38,7 +29,7 @@ GLM = Form(
     sign="<tool_call>",
     closing="</tool_call>",
     needs_closing=True,
-    read=read_pairs,
+    read=partial(read_tagged_call, call=_CALL, argument=_PAIR),
     is_cut_in_value=is_cut_in_argument,
     special=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )

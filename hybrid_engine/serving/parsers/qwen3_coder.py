@@ -14,21 +14,12 @@ Source: the chat template of https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Ins
 """
 
 import re
-from typing import Any
+from functools import partial
 
-from hybrid_engine.serving.parsers.form import Form, Tools, schemas_of, typed_value
+from hybrid_engine.serving.parsers.form import Form, read_tagged_call
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
-
-
-def read_tagged_calls(text: str, tools: Tools) -> list[tuple[str, Any]]:
-    """The name and arguments of the call in `text`; empty if it is anything else."""
-    call = _FUNCTION.fullmatch(text)
-    if call is None or _PARAMETER.sub("", call[2]).strip():
-        return []
-    schemas = schemas_of(tools, call[1])
-    return [(call[1], {key: typed_value(value, schemas.get(key)) for key, value in _PARAMETER.findall(call[2])})]
 
 
 def is_cut_in_parameter(text: str) -> bool:
@@ -41,7 +32,7 @@ QWEN3_CODER = Form(
     sign="<tool_call>",
     closing="</tool_call>",
     needs_closing=True,
-    read=read_tagged_calls,
+    read=partial(read_tagged_call, call=_FUNCTION, argument=_PARAMETER),
     is_cut_in_value=is_cut_in_parameter,
     special=("<tool_call>", "</tool_call>"),
 )
