@@ -36,7 +36,7 @@ import torch.nn.functional as F
 
 from hybrid_engine.ops import cpu_states
 from hybrid_engine.ops import gated_delta_kernels as kernels
-from hybrid_engine.ops.batch import Batch, DecodeBatch, PrefillBatch, over_parts
+from hybrid_engine.ops.batch import Batch, DecodeBatch, MixedBatch, PrefillBatch, over_parts
 from hybrid_engine.ops.cpu_library import DeltaNumbers
 from hybrid_engine.ops.dispatch import (
     Launch,
@@ -119,6 +119,7 @@ class GatedDeltaOp:
         parts = over_parts(lambda rows, part: self(inputs.part(rows), weights, states, part), len(inputs.mixed), batch)
         if parts is not None:
             return parts
+        assert not isinstance(batch, MixedBatch)
         if use_triton(inputs.mixed):
             return kernel_or_reference(self._launch, self.reference, inputs, weights, states, batch)
         slots = slots_of(batch)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from hybrid_engine.ops.batch import Batch, DecodeBatch, PrefillBatch, over_parts, recur
+from hybrid_engine.ops.batch import Batch, DecodeBatch, MixedBatch, PrefillBatch, over_parts, recur
 from hybrid_engine.ops.dispatch import check_tensor, say_once, use_triton
 from hybrid_engine.ops.short_conv import slots_of
 
@@ -77,6 +77,7 @@ class KimiDeltaOp:
         parts = over_parts(lambda rows, part: self(inputs.part(rows), weights, states, part), len(inputs.mixed), batch)
         if parts is not None:
             return parts
+        assert not isinstance(batch, MixedBatch)
         self._check(inputs, weights, states, slots_of(batch))
         if use_triton(inputs.mixed):
             say_once("Kimi's delta rule: there is no kernel; in torch")

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from hybrid_engine.ops.batch import Batch, DecodeBatch, PrefillBatch, over_parts, recur
+from hybrid_engine.ops.batch import Batch, DecodeBatch, MixedBatch, PrefillBatch, over_parts, recur
 from hybrid_engine.ops.dispatch import check_tensor, say_once, use_triton
 from hybrid_engine.ops.short_conv import slots_of
 
@@ -76,6 +76,7 @@ class SelectiveScanOp:
         parts = over_parts(lambda rows, part: self(inputs.part(rows), weights, states, part), len(inputs.x), batch)
         if parts is not None:
             return parts
+        assert not isinstance(batch, MixedBatch)
         self._check(inputs, weights, states, slots_of(batch))
         if use_triton(inputs.x):
             say_once("selective scan: there is no kernel; in torch")

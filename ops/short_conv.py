@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from hybrid_engine.ops import cpu_states
-from hybrid_engine.ops.batch import Batch, DecodeBatch, PrefillBatch, over_parts
+from hybrid_engine.ops.batch import Batch, DecodeBatch, MixedBatch, PrefillBatch, over_parts
 from hybrid_engine.ops.dispatch import (
     Launch,
     check_tensor,
@@ -73,6 +73,7 @@ class ShortConvOp:
         parts = over_parts(lambda rows, part: self(input[rows], weight, bias, states, part), len(input), batch)
         if parts is not None:
             return parts
+        assert not isinstance(batch, MixedBatch)
         slots = slots_of(batch)
         if use_triton(input):
             return kernel_or_reference(self._launch, self.reference, input, weight, bias, states, batch)

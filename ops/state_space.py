@@ -30,7 +30,7 @@ import torch.nn.functional as F
 
 from hybrid_engine.ops import cpu_states
 from hybrid_engine.ops import state_space_kernels as kernels
-from hybrid_engine.ops.batch import Batch, DecodeBatch, PrefillBatch, over_parts
+from hybrid_engine.ops.batch import Batch, DecodeBatch, MixedBatch, PrefillBatch, over_parts
 from hybrid_engine.ops.cpu_library import SpaceNumbers
 from hybrid_engine.ops.dispatch import (
     Launch,
@@ -107,6 +107,7 @@ class StateSpaceOp:
         parts = over_parts(lambda rows, part: self(mixed[rows], dt[rows], weights, states, part), len(mixed), batch)
         if parts is not None:
             return parts
+        assert not isinstance(batch, MixedBatch)
         if use_triton(mixed):
             return kernel_or_reference(self._launch, self.reference, mixed, dt, weights, states, batch)
         slots = slots_of(batch)
